@@ -1,0 +1,242 @@
+"""Reading documents: files of several formats, globs, remote paths, hub datasets, a pipe."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.lookup import unknown
+from xtk.tokens.document import Document
+
+FIELDS = ("text", "prompt", "completion")
+_HUB_DATASET = re.compile(r"^[\w.-]+/[\w.-]+$")
+_REMOTE = re.compile(r"^\w+://")
+
+Record = Mapping[str, Any]
+
+
+class Corpus:
+    """Documents from one or more sources, readable as often as wanted.
+
+    A line of `.jsonl`, a row of `.parquet` or `.arrow` and a whole `.txt` file are one document each.
+    `-` reads JSON lines (or else one text) from stdin and keeps them in memory.
+
+    Args:
+        sources: paths, globs, remote paths (`s3://`, `hf://`), ids of hub datasets (their train split), `-`.
+        columns: {"text": column} or {"prompt": column, "completion": column} where data has other names.
+    """
+
+    def __init__(self, sources: list[str], columns: Mapping[str, str] | None = None) -> None:
+        self.sources = sources
+        self.columns = dict(columns or {})
+        for field in self.columns:
+            if field not in FIELDS:
+                raise unknown("document field", field, FIELDS)
+        self._readers = [reader for source in sources for reader in self._open(source)]
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return ", ".join(self.sources)
+
+    def __iter__(self) -> Iterator[Document]:
+        count = 0
+        for name, read in self._readers:
+            for number, record in enumerate(read()):
+                yield self._document(record, f"{name}, document {number}")
+                count += 1
+        if not count:
+            raise XtkError(
+                "there is no document in this corpus",
+                where=self.name,
+                hint='one {"text": "..."} a line, in a .jsonl file',
+            )
+
+    def _open(self, source: str) -> list[tuple[str, Callable[[], Iterator[Record]]]]:
+        if source == "-":
+            records = list(_read_pipe())
+            return [("stdin", lambda: iter(records))]
+        if _REMOTE.match(source):
+            return [_reader(source)]
+        paths = [source] if Path(source).exists() else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
+        if paths:
+            files = [file for path in paths for file in _files_of(Path(path))]
+            return [_reader(str(file)) for file in files]
+        if _HUB_DATASET.match(source) and not Path(source).suffix:
+            return [(source, lambda: _read_hub(source))]
+        raise XtkError(
+            "there is no such data", where=source, hint="a file, a glob in quotes, a hub dataset, or - for a pipe"
+        )
+
+    def _document(self, record: Record, where: str) -> Document:
+        names = {field: self.columns.get(field, field) for field in FIELDS}
+        wanted = ("text",) if "text" in self.columns or names["text"] in record else ("prompt", "completion")
+        if any(names[field] not in record for field in wanted):
+            raise XtkError(
+                f"a document has no text, nor prompt and completion; it has {', '.join(map(str, record)) or 'nothing'}",
+                where=where,
+                hint="--columns text=COLUMN, or --columns prompt=COLUMN,completion=COLUMN",
+            )
+        values = [record[names[field]] for field in wanted]
+        for field, value in zip(wanted, values, strict=True):
+            if not isinstance(value, str):
+                raise XtkError(f"{names[field]} is {type(value).__name__}, not text", where=where)
+        return Document.of_text(values[0]) if len(values) == 1 else Document.of_completion(*values)
+
+
+def columns_option(value: str | None) -> dict[str, str]:
+    """Read `--columns prompt=question,completion=answer`."""
+    if not value:
+        return {}
+    pairs = [part.split("=", 1) for part in value.split(",")]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise XtkError(
+            f"--columns is {value!r}", hint="--columns text=COLUMN, or --columns prompt=COLUMN,completion=COLUMN"
+        )
+    return {field.strip(): column.strip() for field, column in pairs}
+
+
+class Fingerprint:
+    """The hash of documents in their order, added one by one."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+
+    def add(self, document: Document) -> None:
+        """Add one document."""
+        for segment in document.segments:
+            text = segment.text.encode()
+            self._hash.update(f"{segment.role} {segment.train} {len(text)}\n".encode())
+            self._hash.update(text)
+        self._hash.update(b"\n")
+
+    def __str__(self) -> str:
+        return "sha256:" + self._hash.hexdigest()
+
+
+def _files_of(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if _format_of(file.name) in _FORMATS)
+    if not files:
+        raise XtkError(
+            "this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(_FORMATS)}"
+        )
+    return files
+
+
+def _reader(name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
+    kind = _format_of(name)
+    if kind not in _FORMATS:
+        raise XtkError(
+            f"data ending in {kind or 'nothing'} cannot be read", where=name, hint=f"one of {', '.join(_FORMATS)}"
+        )
+    return name, lambda: _FORMATS[kind](name)
+
+
+def _format_of(name: str) -> str:
+    plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
+    return Path(plain).suffix.lower()
+
+
+def _read_json_lines(name: str) -> Iterator[Record]:
+    import fsspec
+
+    with fsspec.open(name, "rt", encoding="utf-8", compression="infer", errors="replace") as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.strip():
+                yield _json_record(line, f"{name}, line {number}")
+
+
+def _json_record(line: str, where: str) -> Record:
+    try:
+        record = json.loads(line)
+    except ValueError as wrong:
+        raise XtkError(f"this line is no JSON: {wrong}", where=where) from None
+    if not isinstance(record, dict):
+        raise XtkError('a document is a JSON object such as {"text": "..."}', where=where)
+    return record
+
+
+def _read_text(name: str) -> Iterator[Record]:
+    import fsspec
+
+    # newline="": the bytes of the file are the bytes of the document.
+    with fsspec.open(name, "rt", encoding="utf-8", compression="infer", errors="replace", newline="") as stream:
+        text = stream.read()
+    if text:
+        yield {"text": text}
+
+
+def _read_parquet(name: str) -> Iterator[Record]:
+    import fsspec
+    import pyarrow.parquet
+
+    with fsspec.open(name, "rb") as stream:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
+            yield from batch.to_pylist()
+
+
+def _read_arrow(name: str) -> Iterator[Record]:
+    import fsspec
+    import pyarrow
+
+    with fsspec.open(name, "rb") as stream:
+        try:
+            batches = pyarrow.ipc.open_stream(stream)  # what `datasets` writes
+            for batch in batches:
+                yield from batch.to_pylist()
+        except pyarrow.ArrowInvalid:
+            stream.seek(0)
+            table = pyarrow.ipc.open_file(stream)
+            for number in range(table.num_record_batches):
+                yield from table.get_batch(number).to_pylist()
+
+
+def _read_hub(name: str) -> Iterator[Record]:
+    import datasets
+
+    try:
+        yield from datasets.load_dataset(name, split="train", streaming=True)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as wrong:
+        raise XtkError(f"this dataset cannot be loaded from the hub: {wrong}", where=name) from None
+
+
+def _read_pipe() -> Iterator[Record]:
+    text = sys.stdin.read() if sys.stdin is not None and not sys.stdin.isatty() else ""
+    if not text.strip():
+        raise XtkError(
+            "nothing came through the pipe: the command before it seems to have failed",
+            where="stdin",
+            hint="look at its messages above, or run it alone",
+        )
+    if not text.lstrip().startswith("{"):
+        path = text.strip()
+        if "\n" not in path and Path(path).is_file() and _format_of(path) in _FORMATS:
+            yield from _reader(path)[1]()
+        else:
+            yield {"text": text}
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            record = _json_record(line, f"stdin, line {number}")
+            if "path" in record and "kind" in record and not set(FIELDS) & set(record):
+                yield from _reader(str(record["path"]))[1]()
+            else:
+                yield record
+
+
+_FORMATS: dict[str, Callable[[str], Iterator[Record]]] = {
+    ".jsonl": _read_json_lines,
+    ".json": _read_json_lines,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_text,
+}

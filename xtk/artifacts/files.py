@@ -1,0 +1,86 @@
+"""Writing so that a file exists whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import Damaged, XtkError
+
+TEMPORARY = ".xtk-tmp-"
+
+
+def canonical_json(content: Any) -> str:
+    """Return JSON that is the same for the same content."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def sha256(content: bytes | str) -> str:
+    """Return "sha256:..." of bytes or text."""
+    raw = content.encode() if isinstance(content, str) else content
+    return "sha256:" + hashlib.sha256(raw).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """Return "sha256:..." of a file's bytes."""
+    with path.open("rb") as stream:
+        return "sha256:" + hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Give a temporary path beside `path`; synced and renamed when the block ends well, removed when it does not."""
+    if path.is_dir():
+        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{path.name}"
+    try:
+        yield temporary
+        _sync(temporary)
+        temporary.replace(path)
+        _sync(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write readable JSON, whole."""
+    with written_whole(path) as temporary:
+        text = json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False)
+        temporary.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        Damaged: it is none.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as wrong:
+        raise Damaged(f"this file is no JSON: {wrong}", where=str(path)) from None
+    if not isinstance(content, dict):
+        raise Damaged("this file holds no JSON object", where=str(path))
+    return content
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what killed writers left in a folder under temporary names."""
+    for path in folder.glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

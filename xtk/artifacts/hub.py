@@ -1,0 +1,71 @@
+"""From what a user calls a model to a folder on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+
+from xtk.errors import XtkError
+
+_HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
+_TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py"]
+_BLOCK, _BLOCKS = 1 << 16, 64
+
+
+def local_folder(source: str, *, weights: bool) -> Path:
+    """Return the folder of a model: a local one as it is, a hub id (`owner/name`, `@revision`) after download.
+
+    Args:
+        source: a folder, `owner/name`, `owner/name@revision` or `hf://owner/name`.
+        weights: also the weights, else the tokenizer and configuration alone.
+
+    Raises:
+        XtkError: there is neither such a folder nor such an id.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise XtkError("a model is a folder, and this is a file", where=source)
+    if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
+        raise XtkError(
+            "there is no such model folder", where=source, hint="a local folder, or a hub id such as owner/name"
+        )
+    from huggingface_hub import snapshot_download
+
+    name, _, revision = source.removeprefix("hf://").partition("@")
+    try:
+        patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except Exception as wrong:  # the hub's client has dozens of errors, all of which mean the same here
+        raise XtkError(
+            f"there is no such folder, and the hub does not give it: {str(wrong).splitlines()[0]}",
+            where=source,
+            hint="check the spelling, the network, and whether the model asks for an account (hf auth login)",
+        ) from None
+
+
+def fingerprint_of_weights(folder: Path) -> str:
+    """Return "sha256:..." that names the weights in a folder.
+
+    Reads the configuration, the names and sizes of the weight files and 64 blocks of 64 KiB spread over each
+    (the whole of small files): training changes every block, and a hash of hundreds of gigabytes would take minutes.
+    """
+    digest = hashlib.sha256()
+    configuration = folder / "config.json"
+    if configuration.is_file():
+        content = json.loads(configuration.read_text(encoding="utf-8"))
+        content.pop("transformers_version", None)
+        digest.update(json.dumps(content, sort_keys=True).encode())
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as stream:
+            for offset in sorted({max(0, size - _BLOCK) * at // (_BLOCKS - 1) for at in range(_BLOCKS)}):
+                stream.seek(offset)
+                digest.update(stream.read(_BLOCK))
+    return "sha256:" + digest.hexdigest()

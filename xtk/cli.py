@@ -1,0 +1,163 @@
+"""The command line: which commands there are, how options are read, how a command ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from xtk import __version__, terminal
+from xtk.commands.align import align
+from xtk.commands.build_projection import build_projection
+from xtk.commands.cache_teacher import cache_teacher
+from xtk.commands.distill import distill
+from xtk.commands.evaluate import evaluate
+from xtk.commands.inspect import inspect
+from xtk.commands.prune_projection import prune_projection
+from xtk.commands.quickstart import quickstart
+from xtk.errors import XtkError, from_os_error
+from xtk.lookup import unknown
+
+DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+
+class Command(TyperCommand):
+    """A command whose options are also read in snake_case and from `--config FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a configuration file, if one is named, under the flags."""
+        known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
+        args = [_kebab(argument, known) for argument in args]
+        config = _value_of(args, "--config")
+        if config is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **self._read(Path(config))}
+        return super().parse_args(ctx, args)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        import yaml
+
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as wrong:
+            raise XtkError(f"this is no YAML: {wrong}", where=str(path)) from None
+        except UnicodeDecodeError:
+            raise XtkError("a configuration file is text in UTF-8", where=str(path)) from None
+        if not isinstance(content, dict):
+            raise XtkError("a configuration file holds `option: value` lines", where=str(path))
+        names = {str(parameter.name).replace("_", "-"): str(parameter.name) for parameter in self.params}
+        for parameter in self.params:
+            for option in parameter.opts:
+                names[option.lstrip("-")] = str(parameter.name)
+        values = {}
+        for key, value in content.items():
+            name = str(key).replace("_", "-")
+            if name not in names or name in ("config", "help"):
+                raise XtkError(str(unknown("option", str(key), set(names) - {"config", "help"})), where=str(path))
+            values[names[name]] = value
+        return values
+
+
+def _kebab(argument: str, known: set[str]) -> str:
+    name, equals, value = argument.partition("=")
+    kebab = name.replace("_", "-")
+    return kebab + equals + value if name.startswith("--") and kebab in known else argument
+
+
+def _value_of(args: list[str], option: str) -> str | None:
+    for at, argument in enumerate(args):
+        if argument == option and at + 1 < len(args):
+            return args[at + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None
+
+
+class Group(TyperGroup):
+    """The group of commands, in the order of the work rather than of the alphabet."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Name the commands in the order in which they were added."""
+        return list(self.commands)
+
+
+app = typer.Typer(
+    cls=Group,
+    rich_markup_mode=None,  # rich would cost a third of the time that --help has
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+COMMANDS = (
+    quickstart,
+    build_projection,
+    prune_projection,
+    cache_teacher,
+    distill,
+    evaluate,
+    align,
+    inspect,
+)
+for _function in COMMANDS:
+    app.command(_function.__name__.replace("_", "-"), cls=Command)(_function)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        terminal.result_line(f"xtk {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _xtk(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    r"""Distil large language models across tokenizers.
+
+    Commands chain: each prints the path of what it wrote, and reads `-` from a pipe.
+
+    \b
+      xtk build-projection STUDENT TEACHER -o p | xtk prune-projection - --top-k 4 -o p4
+      xtk cache-teacher TEACHER corpus.jsonl --top-k 64 -o cache
+      xtk distill STUDENT cache --projection p4 -o student
+    """
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line and return its exit code; tracebacks are for bugs only.
+
+    Raises:
+        KeyboardInterrupt, BrokenPipeError: for the process to end on.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+    if "-h" not in arguments and "--help" not in arguments:
+        terminal.own_stdout()
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(args=arguments, prog_name="xtk", standalone_mode=False)
+        return code if isinstance(code, int) else DONE
+    except XtkError as failure:
+        terminal.error(failure)
+        return FAILED
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except (KeyboardInterrupt, BrokenPipeError):
+        raise
+    except Exception as failure:
+        if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # the command line's own errors
+            failure.show(file=sys.stderr)
+            return int(failure.exit_code)
+        mendable = from_os_error(failure)
+        if mendable is None:
+            raise
+        terminal.error(mendable)
+        return FAILED
+
+
+def _stop(number: int, frame: object) -> None:
+    sys.exit(128 + number)

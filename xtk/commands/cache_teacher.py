@@ -1,0 +1,92 @@
+"""`xtk cache-teacher`: the teacher reads a corpus once, for every student."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+
+def cache_teacher(
+    teacher: Annotated[str, typer.Argument(help="The teacher: a model folder, or a hub id.", metavar="TEACHER")],
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe.",
+            metavar="DATA...",
+        ),
+    ],
+    output: options.Output,
+    top_k: Annotated[
+        int, typer.Option(help="Most likely tokens kept at each position, beside the realised one and the tail's mass.")
+    ] = 64,
+    columns: options.Columns = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="Of the teacher's arithmetic. float32 is exact; bfloat16 takes half the memory.",
+            metavar="[float32|bfloat16|float16]",
+        ),
+    ] = "float32",
+    backend: Annotated[str, typer.Option(help="Who runs the teacher.", metavar="[transformers]")] = "transformers",
+    long_documents: Annotated[
+        str,
+        typer.Option(
+            help="Documents longer than the teacher's context: refuse the corpus, truncate, split into pieces, "
+            "or skip them. They are counted and told.",
+            metavar="[refuse|truncate|split|skip]",
+        ),
+    ] = "refuse",
+    max_length: Annotated[
+        int, typer.Option(help="Tokens a document at most, if less than the context; 0: the context.")
+    ] = 0,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Padded tokens in a forward pass: more is faster and takes memory.")
+    ] = 8192,
+    shard_tokens: Annotated[
+        int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
+    ] = 65536,
+    trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    config: options.Config = "",
+) -> None:
+    """Precompute a teacher's log-probabilities; interrupted, the same command goes on."""
+    from pathlib import Path
+
+    from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.hub import local_folder
+    from xtk.lookup import lookup, unknown
+    from xtk.teachers import BACKENDS
+
+    terminal.set_quiet(quiet)
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    corpus = Corpus(data, columns_option(columns))
+    folder = local_folder(teacher, weights=True)
+
+    from xtk.models.causal_lm import DTYPES
+    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest
+    from xtk.teachers.caching import cache_teacher as cache
+
+    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    if long_documents not in LONG_DOCUMENTS:
+        raise unknown("way with long documents", long_documents, LONG_DOCUMENTS)
+    request = CacheRequest(
+        teacher=folder,
+        name=teacher,
+        top_k=top_k,
+        dtype=dtype,
+        backend=backend,
+        long_documents=long_documents,
+        max_length=max_length or None,
+        batch_tokens=batch_tokens,
+        shard_tokens=shard_tokens,
+        trust_remote_code=trust_remote_code,
+    )
+    figures = cache(request, corpus, Path(output), force=force)
+    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)

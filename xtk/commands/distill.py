@@ -1,0 +1,143 @@
+"""`xtk distill`: a student learns from a teacher cache."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+
+def distill(
+    student: Annotated[
+        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+    ],
+    cache: Annotated[str, typer.Argument(help="What cache-teacher wrote; - for a pipe.", metavar="CACHE")],
+    output: options.Output,
+    projection: Annotated[
+        str, typer.Option(help="What build-projection or prune-projection wrote; - for a pipe.", metavar="PATH")
+    ] = "",
+    loss: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A term of the sum, with its weight: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
+            "tokens. p-kl: projected distributions, averaged over spans. boundary-kl: only where both sides begin a token. "
+            "forward-kl: a teacher with the student's tokenizer. "
+            "Default: ce and p-kl, or ce and forward-kl without a projection.",
+            metavar="NAME[:weight=W]",
+        ),
+    ] = None,
+    max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
+    num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
+    per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
+    gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes of a process in a step.")] = 1,
+    learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
+    lr_scheduler_type: Annotated[
+        str, typer.Option(help="After the warm-up.", metavar="[cosine|linear|constant]")
+    ] = "cosine",
+    warmup_ratio: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.05,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices; vectors have none.")] = 0.0,
+    max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm.")] = 1.0,
+    mixed_precision: Annotated[
+        str, typer.Option(help="no: fp32. bf16: activations in bf16, weights and losses in fp32.", metavar="[no|bf16]")
+    ] = "no",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory for a third more time.")
+    ] = False,
+    long_documents: Annotated[
+        str,
+        typer.Option(
+            help="Documents longer than the student's context: refuse the run, truncate or skip them.",
+            metavar="[refuse|truncate|skip]",
+        ),
+    ] = "refuse",
+    max_length: Annotated[
+        int, typer.Option(help="Tokens a document at most, if less than the context; 0: the context.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order of documents and of dropout.")] = 42,
+    logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
+    save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
+    save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    eval_data: Annotated[
+        list[str] | None, typer.Option(help="Held-out data: its bits per byte are logged.", metavar="DATA")
+    ] = None,
+    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
+    columns: options.Columns = "",
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
+    ] = None,
+    num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
+    trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    config: options.Config = "",
+) -> None:
+    """Train a student from a teacher cache; interrupted, the same command goes on from the last checkpoint."""
+    from pathlib import Path
+
+    from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.hub import local_folder
+    from xtk.losses import parse_losses
+    from xtk.training.distill import distill as train
+    from xtk.training.distill import open_inputs
+    from xtk.training.launch import die_with_the_launcher, is_worker, launch
+    from xtk.training.recipe import Places, Recipe, Reporting
+
+    terminal.set_quiet(quiet)
+    if [student, cache, projection].count("-") > 1:
+        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
+    piped = terminal.path_argument("-") if "-" in (student, cache, projection) else ""
+    student, cache, projection = (piped if path == "-" else path for path in (student, cache, projection))
+    places = Places(
+        local_folder(student, weights=True), Path(cache), Path(projection) if projection else None, Path(output)
+    )
+    defaults = ["ce", "p-kl"] if projection else ["ce", "forward-kl"]
+    recipe = Recipe(
+        losses=tuple(parse_losses(loss or defaults)),
+        max_steps=max_steps,
+        num_train_epochs=num_train_epochs,
+        per_device_train_batch_size=per_device_train_batch_size,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        learning_rate=learning_rate,
+        lr_scheduler_type=lr_scheduler_type,
+        warmup_ratio=warmup_ratio,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+        mixed_precision=mixed_precision,
+        gradient_checkpointing=gradient_checkpointing,
+        long_documents=long_documents,
+        max_length=max_length or None,
+        seed=seed,
+    )
+    reporting = Reporting(
+        logging_steps=logging_steps,
+        save_steps=save_steps,
+        save_total_limit=save_total_limit,
+        report_to=tuple(report_to or ()),
+        eval_data=tuple(eval_data or ()),
+        eval_steps=eval_steps,
+        eval_columns=tuple(columns_option(columns).items()),
+    )
+    if eval_data:
+        Corpus(eval_data, columns_option(columns))  # a missing file is told now, not after hours
+    inputs = open_inputs(places, recipe)
+    if is_worker():
+        die_with_the_launcher()
+    elif num_processes > 1:
+        launch(num_processes, _for_workers(sys.argv[1:], piped))
+        return
+    content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
+    terminal.result_artifact(
+        {"path": output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]}, as_json=as_json
+    )
+
+
+def _for_workers(arguments: list[str], piped: str) -> list[str]:
+    """Return the command line with what came through the pipe named: the workers' stdin is not this one."""
+    named = {"-": piped, "--projection=-": f"--projection={piped}"}
+    return [named.get(argument, argument) for argument in arguments]

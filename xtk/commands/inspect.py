@@ -1,0 +1,188 @@
+"""`xtk inspect`: what an artifact is, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+
+def inspect(
+    artifacts: Annotated[
+        list[str],
+        typer.Argument(help="Projections, caches, shards, students, tokenizers; - for a pipe.", metavar="ARTIFACT..."),
+    ],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")
+    ] = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    config: options.Config = "",
+) -> None:
+    """Print header and statistics of any artifact."""
+    terminal.set_quiet(quiet)
+    paths = [path for given in artifacts for path in _paths(given)]
+    for path in paths:
+        record = _describe(Path(path), verify=verify)
+        if as_json:
+            terminal.result_json(record)
+        else:
+            _show(record)
+
+
+def _paths(given: str) -> list[str]:
+    return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
+
+
+def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
+    """Return path, kind, header and statistics of whatever lies at a path.
+
+    Raises:
+        XtkError: nothing that xtk knows.
+    """
+    from xtk.errors import XtkError
+
+    if path.is_file():
+        return _describe_shard(path) if path.suffix == ".arrow" else _describe_projection(path)
+    if not path.is_dir():
+        raise XtkError("there is no such artifact", where=str(path))
+    if (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")):
+        return _describe_cache(path, verify=verify)
+    if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
+        return _describe_run(path, verify=verify)
+    if (path / "tokenizer.json").is_file():
+        return _describe_model(path)
+    raise XtkError("there is nothing here that xtk wrote or reads", where=str(path))
+
+
+def _describe_projection(path: Path) -> dict[str, Any]:
+    import numpy as np
+
+    from xtk.artifacts.projection_file import read_projection
+
+    projection = read_projection(path)
+    sizes = np.diff(projection.row_offsets)
+    statistics = {
+        **projection.figures(),
+        "bytes": path.stat().st_size,
+        "rows_by_entries": {str(size): int(count) for size, count in enumerate(np.bincount(sizes)) if count},
+        "widest_column": int(np.bincount(projection.teacher_ids, minlength=1).max()),
+    }
+    return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
+
+
+def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
+    import numpy as np
+
+    from xtk.artifacts.teacher_cache import TeacherCache, totals
+
+    cache = TeacherCache(path)
+    if verify:
+        cache.verify()
+    figures = totals(cache.manifest)
+    sample = np.linspace(0, len(cache) - 1, num=min(len(cache), 200)).astype(int)
+    signals = [cache.row(int(number)).signal for number in sample]
+    entropy, tail, realised = (
+        np.concatenate([getattr(signal, name) for signal in signals])
+        for name in ("entropy", "tail_mass", "realised_logprobs")
+    )
+    statistics = {
+        **figures,
+        "shards": len(cache.manifest["shards"]),
+        "bytes_per_position": round(figures["bytes"] / max(figures["positions"], 1), 1),
+        "sampled_documents": len(sample),
+        "mean_entropy_nats": _mean(entropy),
+        "mean_tail_mass": _mean(tail),
+        "mean_realised_logprob": _mean(realised),
+        "verified": verify,
+    }
+    return {"path": str(path), "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
+
+
+def _mean(values: Any) -> float | None:
+    return round(float(values.mean()), 6) if len(values) else None
+
+
+def _describe_shard(path: Path) -> dict[str, Any]:
+    from xtk.artifacts.teacher_cache import shard_figures
+
+    header, statistics = shard_figures(path)
+    return {"path": str(path), "kind": "teacher-cache-shard", "header": header, "statistics": statistics}
+
+
+def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
+    from xtk.artifacts.files import read_json
+    from xtk.errors import XtkError
+
+    finished = path / "xtk.json"
+    content = read_json(finished) if finished.is_file() else {"kind": "unfinished student"}
+    if verify and not finished.is_file():
+        raise XtkError(
+            "this student is unfinished", where=str(path), hint="run the same xtk distill command again; it goes on"
+        )
+    recipe = content.get("recipe") or (read_json(path / "recipe.json") if (path / "recipe.json").is_file() else {})
+    steps = content.get("steps", content.get("step"))
+    statistics: dict[str, Any] = {"steps": steps, "metrics": content.get("metrics", {})}
+    if verify:
+        statistics |= _weights(path)
+    return {"path": str(path), "kind": content["kind"], "header": recipe, "statistics": statistics}
+
+
+def _weights(path: Path) -> dict[str, Any]:
+    from safetensors import safe_open
+
+    from xtk.errors import Damaged
+
+    parameters = 0
+    for file in sorted(path.glob("model*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                    size = 1
+                    for length in tensors.get_slice(name).get_shape():
+                        size *= length
+                    parameters += size
+        except Exception as wrong:  # safetensors has an exception of its own that is no public name
+            raise Damaged(f"these weights cannot be read: {wrong}", where=str(file)) from None
+    return {"parameters": parameters}
+
+
+def _describe_model(path: Path) -> dict[str, Any]:
+    from xtk.projection.build import identity
+    from xtk.tokens.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer(path)
+    has_weights = any(path.glob("*.safetensors"))
+    statistics = {
+        "family": tokenizer.vocabulary.family,
+        "special_tokens": len(tokenizer.vocabulary.special_tokens),
+        "roles": tokenizer.roles,
+        "mean_token_bytes": round(float(tokenizer.vocabulary.lengths.mean()), 3),
+    } | (_weights(path) if has_weights else {})
+    return {
+        "path": str(path),
+        "kind": "model" if has_weights else "tokenizer",
+        "header": identity(tokenizer),
+        "statistics": statistics,
+    }
+
+
+def _show(record: dict[str, Any]) -> None:
+    terminal.result_line(f"{record['path']}: {record['kind']}")
+    for section in ("header", "statistics"):
+        for name, value in _flat(record[section]):
+            terminal.result_line(f"  {name:32} {value}")
+
+
+def _flat(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    lines: list[tuple[str, Any]] = []
+    for name, value in content.items():
+        if isinstance(value, dict):
+            lines += _flat(value, f"{prefix}{name}.")
+        else:
+            lines.append((prefix + name, f"{value:,}" if type(value) is int else value))
+    return lines

@@ -1,0 +1,44 @@
+"""`xtk prune-projection`: keep the heaviest entries of each row."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+
+def prune_projection(
+    projection: Annotated[
+        str, typer.Argument(help="A projection, or - for the one from the pipe.", metavar="PROJECTION")
+    ],
+    output: options.Output,
+    top_k: Annotated[int, typer.Option(help="Entries a row at most; 0: all.", min=0)] = 0,
+    min_weight: Annotated[float, typer.Option(help="Entries lighter than this go.")] = 0.0,
+    renormalise: Annotated[
+        bool,
+        typer.Option(
+            "--renormalise", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
+        ),
+    ] = False,
+    force: options.Force = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    config: options.Config = "",
+) -> None:
+    """Make a projection smaller."""
+    from pathlib import Path
+
+    from xtk.artifacts.projection_file import read_projection, write_projection
+    from xtk.commands.reuse import reuse_projection
+    from xtk.projection.prune import prune_projection as prune
+
+    terminal.set_quiet(quiet)
+    source = read_projection(Path(terminal.path_argument(projection)))
+    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, renormalise=renormalise)
+    path = Path(output)
+    if reuse_projection(path, dict(pruned.header), force=force) is None:
+        write_projection(pruned, path)
+    terminal.result_artifact({"path": output, "kind": "projection", **pruned.figures()}, as_json=as_json)

@@ -1,0 +1,1 @@
+"""Floor 5: how good a model is, in numbers that do not depend on its tokenizer."""

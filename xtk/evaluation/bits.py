@@ -1,0 +1,175 @@
+"""Bits per byte: what a model needs to write a text down, whatever its tokens are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtk import terminal
+from xtk.models.causal_lm import Cut, context_length, logits_of, rows_in_a_chunk
+from xtk.tokens.alignment import sequences
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+
+READ_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class BitsPerByte:
+    """The result over a corpus.
+
+    Attributes:
+        bits: summed over the tokens of the trained text.
+        bytes: of that text, in UTF-8.
+        tokens: that were scored.
+        documents: how many.
+        windows: forward passes a document of more than the context was cut into, over all documents.
+    """
+
+    bits: float
+    bytes: int
+    tokens: int
+    documents: int
+    windows: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The quotient; infinite for a model that gives some token no probability."""
+        return self.bits / self.bytes if self.bytes else math.nan
+
+
+@dataclass(frozen=True)
+class _Window:
+    """A stretch of a document that is read in one pass; only the tokens after `scored_from` count."""
+
+    ids: np.ndarray
+    counted: np.ndarray
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: Cut,
+    tokenizer: Tokenizer,
+    corpus: Iterable[Document],
+    *,
+    batch_tokens: int = 8192,
+    max_length: int | None = None,
+) -> BitsPerByte:
+    """Score a corpus.
+
+    Every token of the text is scored once, after a start token; the end token is not text and does not count.
+    A document longer than the context is read in windows that overlap by half, so that each token but those of the
+    first window has at least half a context before it. Log-probabilities are summed in float64.
+
+    Args:
+        model: on its device.
+        tokenizer: the model's.
+        corpus: of a prompt with its completion, the completion counts.
+        batch_tokens: padded tokens in a forward pass.
+        max_length: a smaller limit than the model's context.
+    """
+    limits = [limit for limit in (context_length(model.model), max_length) if limit]
+    limit = min(limits) if limits else None
+    training = model.training
+    model.eval()
+    bits, size, tokens, count, windows = 0.0, 0, 0, 0, 0
+    for documents in _groups(corpus):
+        pending: list[_Window] = []
+        for document, sequence in zip(documents, sequences(tokenizer, documents), strict=True):
+            counted = sequence.trained.copy()
+            counted[sequence.text_stop :] = False
+            if counted.any():
+                pieces = list(_windows(sequence.ids[: sequence.text_stop], counted[: sequence.text_stop], limit))
+                pending += pieces
+                windows += len(pieces)
+            size += sum(len(segment.text.encode()) for segment in document.segments if segment.train)
+            if not sequence.starts and len(sequence) and document.segments[0].train:
+                size -= int(sequence.ends[0])  # nothing predicts the first token
+            count += 1
+        for batch in _batches(pending, batch_tokens):
+            bits += _score(model, batch)
+            tokens += sum(int(window.counted.sum()) for window in batch)
+    model.train(training)
+    return BitsPerByte(bits, size, tokens, count, windows)
+
+
+def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
+    total = len(corpus) if isinstance(corpus, list) else 0
+    with terminal.Progress("evaluate", total, "documents") if total > READ_AT_ONCE else _Silent() as progress:
+        for document in corpus:
+            group.append(document)
+            if len(group) == READ_AT_ONCE:
+                yield group
+                progress.advance(len(group))
+                group = []
+        if group:
+            yield group
+
+
+class _Silent:
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def advance(self, amount: int, detail: str = "") -> None:
+        pass
+
+
+def _windows(ids: np.ndarray, counted: np.ndarray, limit: int | None) -> Iterator[_Window]:
+    if limit is None or len(ids) <= limit:
+        yield _Window(ids, counted)
+        return
+    yield _Window(ids[:limit], counted[:limit])
+    stride = max(1, limit // 2)
+    done = limit
+    while done < len(ids):
+        stop = min(done + stride, len(ids))
+        start = stop - limit
+        fresh = counted[start:stop].copy()
+        fresh[: done - start] = False
+        yield _Window(ids[start:stop], fresh)
+        done = stop
+
+
+def _batches(windows: list[_Window], tokens: int) -> Iterator[list[_Window]]:
+    ordered = sorted(windows, key=lambda window: -len(window.ids))
+    start = 0
+    while start < len(ordered):
+        size = max(1, tokens // len(ordered[start].ids))
+        yield ordered[start : start + size]
+        start += size
+
+
+def _score(model: Cut, batch: list[_Window]) -> float:
+    """Return the bits of the counted tokens of a batch."""
+    longest = len(batch[0].ids)
+    ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+    counted = torch.zeros(len(batch), longest, dtype=torch.bool)
+    for row, window in enumerate(batch):
+        ids[row, : len(window.ids)] = torch.from_numpy(window.ids)
+        counted[row, : len(window.ids)] = torch.from_numpy(window.counted)
+    places = counted.flatten().nonzero()[:, 0]
+    device = next(model.parameters()).device
+    targets = ids.flatten()[places].to(device)
+    states = model(ids.to(device)).flatten(0, 1)[(places - 1).to(device)]
+    return -_logprobs(model, states, targets) / math.log(2)
+
+
+def _logprobs(model: Cut, states: Tensor, targets: Tensor) -> float:
+    head = model.head
+    width = states.shape[1] if head.weight is None else head.weight.shape[0]
+    chunk = rows_in_a_chunk(width, states.device)
+    total = 0.0
+    for start in range(0, len(states), chunk):
+        logits = logits_of(states[start : start + chunk], head)
+        actual = logits.gather(1, targets[start : start + chunk, None])[:, 0]
+        total += float((actual.double() - logits.logsumexp(1).double()).sum())
+    return total

@@ -1,0 +1,24 @@
+"""boundary-kl: the teacher's and the projected student's next token, wherever both have spelled the same bytes."""
+
+from __future__ import annotations
+
+from xtk.losses.cells import Cells, Example, Ranges, projected_cells, span_ranges
+from xtk.projection.projection import Columns
+
+
+class BoundaryKL:
+    """boundary-kl: at each common boundary `KL((t_A, rest) | (y_A, rest))`, `y = W^T s`, averaged over boundaries.
+
+    `A` is the teacher's support at the boundary and the realised token.
+    """
+
+    needs_teacher = True
+    same_tokenizer = False
+    item = "common boundaries"
+
+    def cells(self, example: Example, columns: Columns | None) -> Cells:
+        """Return one item a span: its first distributions on both sides."""
+        assert columns is not None
+        spans = span_ranges(example)
+        first = Ranges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
+        return projected_cells(example, first, columns)

@@ -1,0 +1,31 @@
+"""Cross-entropy on the student's own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xtk.losses.cells import Cells, Example
+from xtk.projection.projection import Columns
+
+
+class CrossEntropy:
+    """ce: `-ln s(x_i)`, averaged over the trained student tokens `x_i`.
+
+    One cell a token, which holds all of the data's probability.
+    """
+
+    needs_teacher = False
+    same_tokenizer = False
+    item = "student tokens"
+
+    def cells(self, example: Example, columns: Columns | None) -> Cells:
+        """Return one item a trained token."""
+        size = len(example.rows)
+        return Cells(
+            cell_offsets=np.arange(size + 1, dtype=np.int64),
+            entry_offsets=np.arange(size + 1, dtype=np.int64),
+            teacher_probs=np.ones(size, np.float32),
+            rows=np.arange(size, dtype=np.int64),
+            tokens=example.student_ids[example.rows + 1].astype(np.int64),
+            log_weights=np.zeros(size, np.float32),
+        )

@@ -1,0 +1,154 @@
+"""Cells: the common ground on which a student and a teacher are compared.
+
+An item (a token, a boundary, a span) has cells. A cell has the teacher's probability, and *entries*: pairs
+of a row of the student's logits and a token, whose weighted probabilities add up to the student's
+probability of the cell. What both sides have outside of the cells is the other cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.projection.projection import Columns
+from xtk.tokens.signal import Signal
+
+
+@dataclass(frozen=True)
+class Example:
+    """One document, seen by both models, on the way into a loss.
+
+    Attributes:
+        student_ids: int32 [T], the whole sequence.
+        rows: int64 [N], rising: positions whose logits are needed; row r predicts token `rows[r] + 1`.
+        spans: int32 [C, 4], the trained spans, in positions of both sequences.
+        teacher_ids: int32 [S], the teacher's sequence; empty without a teacher.
+        signal: what the teacher said; None without a teacher.
+    """
+
+    student_ids: NDArray[np.int32]
+    rows: NDArray[np.int64]
+    spans: NDArray[np.int32]
+    teacher_ids: NDArray[np.int32]
+    signal: Signal | None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The cells of one loss over one or more documents: items, their cells, the cells' entries.
+
+    Attributes:
+        cell_offsets: int64 [C+1], the cells of item c.
+        entry_offsets: int64 [cells+1], the entries of each cell.
+        teacher_probs: float32 [cells], sum to at most 1 an item; the rest is the other cell.
+        rows: int64 [entries], row of the student's logits. Items come in the order of their rows.
+        tokens: int64 [entries], student token.
+        log_weights: float32 [entries].
+    """
+
+    cell_offsets: NDArray[np.int64]
+    entry_offsets: NDArray[np.int64]
+    teacher_probs: NDArray[np.float32]
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    log_weights: NDArray[np.float32]
+
+    @property
+    def items(self) -> int:
+        """C, what the loss is averaged over."""
+        return len(self.cell_offsets) - 1
+
+
+def join_cells(parts: Sequence[Cells], row_counts: Sequence[int]) -> Cells:
+    """Put the cells of several documents one after the other.
+
+    Args:
+        parts: one for each document.
+        row_counts: N of each document, by which the rows of later documents are shifted.
+    """
+    first_rows = np.cumsum([0, *row_counts])
+
+    def offsets(name: str) -> NDArray[np.int64]:
+        lengths = [np.diff(getattr(part, name)) for part in parts]
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))])
+
+    def joined(arrays: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+        return np.concatenate([*arrays, np.zeros(0, np.float32)])
+
+    return Cells(
+        cell_offsets=offsets("cell_offsets"),
+        entry_offsets=offsets("entry_offsets"),
+        teacher_probs=joined([part.teacher_probs for part in parts]),
+        rows=np.concatenate(
+            [*(part.rows + first for part, first in zip(parts, first_rows[:-1], strict=True)), np.zeros(0, np.int64)]
+        ),
+        tokens=np.concatenate([*(part.tokens for part in parts), np.zeros(0, np.int64)]),
+        log_weights=joined([part.log_weights for part in parts]),
+    )
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Which rows and which teacher positions make up each item.
+
+    Attributes:
+        row_start, row_stop: int64 [C], rows of the student's logits, averaged.
+        position_start, position_stop: int64 [C], indices into the signal, averaged.
+    """
+
+    row_start: NDArray[np.int64]
+    row_stop: NDArray[np.int64]
+    position_start: NDArray[np.int64]
+    position_stop: NDArray[np.int64]
+
+
+def span_ranges(example: Example) -> Ranges:
+    """Return the rows and signal positions of the spans that both models predict.
+
+    A span is left out where one of its tokens has no distribution: on the student's side the first token
+    of a text without a start token, on the teacher's a position that the cache does not hold.
+    """
+    signal = example.signal
+    assert signal is not None
+    spans = example.spans
+    row = np.full(len(example.student_ids) + 1, -1, np.int64)
+    row[example.rows + 1] = np.arange(len(example.rows))
+    position = np.full(len(example.teacher_ids) + 1, -1, np.int64)
+    position[signal.positions] = np.arange(len(signal))
+    first_row, last_row = row[spans[:, 0]], row[spans[:, 1] - 1]
+    first_position, last_position = position[spans[:, 2]], position[spans[:, 3] - 1]
+    whole = (first_row >= 0) & (last_row - first_row == spans[:, 1] - 1 - spans[:, 0])
+    whole &= (first_position >= 0) & (last_position - first_position == spans[:, 3] - 1 - spans[:, 2])
+    return Ranges(first_row[whole], last_row[whole] + 1, first_position[whole], last_position[whole] + 1)
+
+
+def projected_cells(example: Example, ranges: Ranges, columns: Columns) -> Cells:
+    """Make one cell of each teacher token that the teacher's support reaches and the projection can reach.
+
+    The teacher's probability of a cell is its mean over the item's positions, where a support that does not
+    hold the token counts as 0 and its mass goes to the other cell. The token that was realised belongs to the
+    support, whether or not it is among the stored ids. The student's is the mean over the item's rows of what W
+    carries to the token. Teacher tokens that no student token reaches are in the other cell on both sides.
+    """
+    from xtk.losses.kernels import fill_cells
+
+    signal = example.signal
+    assert signal is not None
+    realised = example.teacher_ids[signal.positions]
+    arrays = fill_cells(
+        ranges.row_start,
+        ranges.row_stop,
+        ranges.position_start,
+        ranges.position_stop,
+        signal.support_ids,
+        signal.support_logprobs,
+        realised,
+        signal.realised_logprobs,
+        columns.offsets,
+        columns.student_ids,
+        columns.log_weights,
+    )
+    return Cells(*arrays)

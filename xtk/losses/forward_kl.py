@@ -1,0 +1,23 @@
+"""forward-kl: for a teacher and a student with the same tokenizer."""
+
+from __future__ import annotations
+
+from xtk.losses.cells import Cells, Example, projected_cells, span_ranges
+from xtk.projection.projection import Columns
+
+
+class ForwardKL:
+    """forward-kl: `sum_A t ln(t/s) + t_rest ln(t_rest/s_rest)` at each token, averaged over tokens.
+
+    The exact KL of the coarsening to `A` and one other cell: a lower bound of the full KL, equal to it when
+    the support holds the whole vocabulary.
+    """
+
+    needs_teacher = True
+    same_tokenizer = True
+    item = "tokens"
+
+    def cells(self, example: Example, columns: Columns | None) -> Cells:
+        """Return one item a token; `columns` is the identity."""
+        assert columns is not None
+        return projected_cells(example, span_ranges(example), columns)

@@ -1,0 +1,126 @@
+"""The sparse matrix W [V, U] from the student's tokens to the teacher's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+
+
+@dataclass(frozen=True)
+class Columns:
+    """W by teacher token: which student tokens land on it, and how much of each.
+
+    Attributes:
+        offsets: int64 [U+1], the entries of teacher token u are `offsets[u]:offsets[u + 1]`.
+        student_ids: int32 [nnz].
+        log_weights: float32 [nnz], natural logarithms.
+    """
+
+    offsets: NDArray[np.int64]
+    student_ids: NDArray[np.int32]
+    log_weights: NDArray[np.float32]
+
+    def widened(self, width: int) -> Columns:
+        """Return the same with at least `width` columns: a teacher's padded rows are reached by nothing."""
+        missing = max(0, width + 1 - len(self.offsets))
+        offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
+        return Columns(offsets, self.student_ids, self.log_weights)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """W in compressed rows. Row v tells where the probability of student token v lands.
+
+    Attributes:
+        row_offsets: int64 [V+1].
+        teacher_ids: int32 [nnz], rising within a row.
+        weights: float32 [nnz], in (0, 1]; a row sums to at most 1, and what is missing is mass that
+            has no counterpart in the teacher's vocabulary.
+        student_cells: int32 [V], the cell of each student token in the partition of both vocabularies; -1: none.
+        teacher_cells: int32 [U], likewise.
+        header: what was built from what: method, options, identity of both tokenizers.
+    """
+
+    row_offsets: NDArray[np.int64]
+    teacher_ids: NDArray[np.int32]
+    weights: NDArray[np.float32]
+    student_cells: NDArray[np.int32]
+    teacher_cells: NDArray[np.int32]
+    header: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def student_width(self) -> int:
+        """V, the rows: the student's embedding."""
+        return len(self.student_cells)
+
+    @property
+    def teacher_width(self) -> int:
+        """U, the columns: the teacher's embedding."""
+        return len(self.teacher_cells)
+
+    @property
+    def rows_of_entries(self) -> NDArray[np.int32]:
+        """int32 [nnz], the student token of each entry."""
+        return np.repeat(np.arange(self.student_width, dtype=np.int32), np.diff(self.row_offsets))
+
+    @property
+    def row_masses(self) -> NDArray[np.float64]:
+        """float64 [V], how much of each row lands anywhere."""
+        weights = self.weights.astype(np.float64)
+        masses: NDArray[np.float64] = np.bincount(self.rows_of_entries, weights, minlength=self.student_width)
+        return masses
+
+    @cached_property
+    def columns(self) -> Columns:
+        """W by teacher token."""
+        order = np.argsort(self.teacher_ids, kind="stable")
+        counts = np.bincount(self.teacher_ids, minlength=self.teacher_width)
+        return Columns(
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
+            student_ids=self.rows_of_entries[order],
+            log_weights=np.log(self.weights[order]),
+        )
+
+    @classmethod
+    def identity(cls, width: int) -> Projection:
+        """Return the projection of a tokenizer onto itself."""
+        tokens = np.arange(width, dtype=np.int32)
+        return cls(np.arange(width + 1, dtype=np.int64), tokens, np.ones(width, np.float32), tokens, tokens)
+
+    def check(self) -> None:
+        """Refuse a matrix that is no projection.
+
+        Raises:
+            XtkError: a shape does not fit, an id is out of range, a weight is not in (0, 1], a row sums to more than 1.
+        """
+        offsets, entries = self.row_offsets, len(self.teacher_ids)
+        if len(offsets) != self.student_width + 1 or offsets[0] != 0 or offsets[-1] != entries:
+            raise XtkError("the projection's row offsets do not fit its entries")
+        if len(self.weights) != entries or (np.diff(offsets) < 0).any():
+            raise XtkError("the projection's weights do not fit its entries")
+        if entries and (self.teacher_ids.min() < 0 or self.teacher_ids.max() >= self.teacher_width):
+            raise XtkError("the projection names teacher tokens that the teacher's vocabulary does not have")
+        if not ((self.weights > 0) & (self.weights <= 1)).all():
+            raise XtkError("the projection has weights outside of (0, 1]")
+        if (self.row_masses > 1 + 1e-5).any():
+            raise XtkError("the projection has rows that sum to more than 1")
+
+    def figures(self, student_tokens: int | None = None) -> dict[str, Any]:
+        """Return rows, entries and the missing mass, averaged over the tokens that the student has."""
+        tokens = student_tokens or int(self.header.get("student", {}).get("tokens", self.student_width))
+        masses = self.row_masses[:tokens]
+        return {
+            "rows": self.student_width,
+            "columns": self.teacher_width,
+            "entries": len(self.teacher_ids),
+            "missing_mass": round(float(1 - masses.mean()), 6) if tokens else 0.0,
+            "empty_rows": int((masses == 0).sum()),
+            "reachable_teacher_tokens": len(np.unique(self.teacher_ids)),
+        }

@@ -1,0 +1,3 @@
+"""Floor 4: who scores documents. One file a backend, one line in the table."""
+
+BACKENDS = {"transformers": "xtk.teachers.transformers:TransformersTeacher"}

@@ -1,0 +1,283 @@
+"""Filling a teacher cache: read, plan shards, score, write; and go on after a kill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.artifacts.corpus import Corpus, Fingerprint
+from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, finished_cache, remove_cache, totals
+from xtk.errors import XtkError
+from xtk.lookup import lookup
+from xtk.teachers import BACKENDS
+from xtk.tokens.alignment import Sequence, sequences
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+
+LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
+READ_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What a cache is to hold.
+
+    Attributes:
+        teacher: a local model folder.
+        name: how messages call it.
+        top_k: ids in the support of a position.
+        dtype: of the teacher's weights and arithmetic.
+        backend: who runs it.
+        long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
+        max_length: a smaller limit than the context; None: the context.
+        batch_tokens: padded tokens in a forward pass.
+        shard_tokens: teacher tokens in a shard; a kill loses at most one shard's work.
+    """
+
+    teacher: Path
+    name: str
+    top_k: int = 64
+    dtype: str = "float32"
+    backend: str = "transformers"
+    long_documents: str = "refuse"
+    max_length: int | None = None
+    batch_tokens: int = 8192
+    shard_tokens: int = 65536
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What reading the data once tells: the length of each piece that will be cached."""
+
+    lengths: NDArray[np.int64]
+    fingerprint: str
+    too_long: int
+
+    def shards(self, tokens: int) -> list[tuple[int, int]]:
+        """Deal documents to shards in order: as many as fit `tokens`, at least one."""
+        ranges, first, held = [], 0, 0
+        for number, length in enumerate(self.lengths.tolist()):
+            if held and held + length > tokens:
+                ranges.append((first, number))
+                first, held = number, 0
+            held += length
+        return [*ranges, (first, len(self.lengths))]
+
+
+def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force: bool = False) -> dict[str, Any]:
+    """Score a corpus with a teacher into a cache; finished shards of a killed run are kept.
+
+    Args:
+        request: what it is to hold.
+        corpus: the documents, read twice: once to plan, once to score.
+        folder: where the cache goes.
+        force: replace whatever cache is there.
+
+    Returns:
+        `documents`, `positions`, `tokens`, `bytes` of the finished cache.
+
+    Raises:
+        XtkError: the data is empty or too long for the teacher, the folder holds another cache, a model cannot be
+            loaded.
+    """
+    if request.top_k < 1:
+        raise XtkError(f"--top-k is {request.top_k}; a support holds at least one id")
+    tokenizer = Tokenizer(request.teacher, name=request.name)
+    limit = _limit(request)
+    plan = _plan(request, corpus, tokenizer, limit)
+    header = _header(request, tokenizer, plan)
+    if force:
+        remove_cache(folder)
+    if finished := finished_cache(folder, header):
+        return totals(finished)
+    ranges = plan.shards(request.shard_tokens)
+    writer = CacheWriter(folder, header, len(ranges))
+    missing = set(writer.missing())
+    if missing:
+        if len(missing) < len(ranges):
+            terminal.note(f"cache-teacher: going on, {len(ranges) - len(missing)} of {len(ranges)} shards are there")
+        _score(request, corpus, tokenizer, limit, plan, writer, ranges, missing)
+    return totals(writer.finish())
+
+
+def _score(
+    request: CacheRequest,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    limit: int | None,
+    plan: _Plan,
+    writer: CacheWriter,
+    ranges: list[tuple[int, int]],
+    missing: set[int],
+) -> None:
+    teacher = lookup(BACKENDS, request.backend, "backend")(
+        request.teacher,
+        dtype=request.dtype,
+        batch_tokens=request.batch_tokens,
+        trust_remote_code=request.trust_remote_code,
+    )
+    if teacher.width < len(tokenizer):
+        raise XtkError(
+            f"the teacher has {teacher.width:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
+            where=request.name,
+        )
+    pieces = _pieces(request, corpus, tokenizer, limit)
+    done = int(sum(plan.lengths[low:high].sum() for at, (low, high) in enumerate(ranges) if at not in missing))
+    with terminal.Progress("cache-teacher", int(plan.lengths.sum()), "tokens", done=done) as progress:
+        for number, (first, last) in enumerate(ranges):
+            batch = [next(pieces) for _ in range(first, last)]
+            if number not in missing:
+                continue
+            signals = teacher.score([tokens for _, tokens in batch], request.top_k)
+            rows = [Row(document, tokens, signal) for (document, tokens), signal in zip(batch, signals, strict=True)]
+            writer.write(number, first, rows)
+            progress.advance(int(plan.lengths[first:last].sum()))
+
+
+def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None) -> _Plan:
+    fingerprint = Fingerprint()
+    lengths: list[int] = []
+    too_long: list[tuple[int, int]] = []
+    documents = empty = 0
+    for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
+        if limit is not None and len(tokens) > limit:
+            too_long.append((documents, len(tokens)))
+        empty += not document.text
+        lengths += [len(piece) for _, piece in _within(tokenizer, document, tokens, limit, request.long_documents)]
+        documents += 1
+    if too_long:
+        _tell_too_long(request, corpus, limit, too_long, documents)
+    if empty:
+        terminal.note(f"cache-teacher: {empty:,} of {documents:,} documents are empty; nothing of them is trained")
+    if not any(length > 1 for length in lengths):
+        raise XtkError("there is no text in this corpus", where=corpus.name)
+    return _Plan(np.array(lengths, np.int64), str(fingerprint), len(too_long))
+
+
+def _tell_too_long(
+    request: CacheRequest, corpus: Corpus, limit: int | None, too_long: list[tuple[int, int]], documents: int
+) -> None:
+    number, length = max(too_long, key=lambda pair: pair[1])
+    counted = (
+        f"{len(too_long):,} of {documents:,} documents are longer than the {limit:,} tokens that the teacher reads"
+        if request.max_length is None
+        else f"{len(too_long):,} of {documents:,} documents are longer than --max-length {limit:,}"
+    )
+    if request.long_documents == "refuse":
+        raise XtkError(
+            counted,
+            where=f"{corpus.name}; the longest is document {number} with {length:,} tokens",
+            hint="--long-documents split, truncate or skip",
+        )
+    terminal.note(f"cache-teacher: {counted}: --long-documents {request.long_documents}")
+
+
+def _within(
+    tokenizer: Tokenizer, document: Document, tokens: Sequence, limit: int | None, long_documents: str
+) -> Iterator[tuple[Document, Sequence]]:
+    """Yield a document as it is cached: whole, or what `--long-documents` makes of one that is too long."""
+    if limit is None or len(tokens) <= limit:
+        yield document, tokens
+    elif long_documents in ("refuse", "truncate"):
+        yield next(_split(tokenizer, document, tokens, limit))
+    elif long_documents == "split":
+        yield from _split(tokenizer, document, tokens, limit)
+
+
+def _split(
+    tokenizer: Tokenizer, document: Document, tokens: Sequence, limit: int
+) -> Iterator[tuple[Document, Sequence]]:
+    """Cut a long document into pieces, documents of their own, of at most `limit` tokens each.
+
+    Cuts fall where a token ends on a character's edge. A piece is tokenised anew, so that what a student reads
+    is what the teacher read.
+    """
+    text = document.text.encode()
+    ends = tokens.text_tokens().ends
+    ends = np.unique(ends[[end > 0 and (end == len(text) or text[end] & 0xC0 != 0x80) for end in ends.tolist()]])
+    # An end token, and a little room: a piece may have a token more than it had inside the whole.
+    room = max(1, limit - tokens.starts - 2 - limit // 64)
+    start = 0
+    while start < len(text):
+        held = int(np.searchsorted(ends, start, side="right"))
+        for size in (room, room // 2, room // 4, 1):
+            stop = int(ends[min(held + max(size, 1) - 1, len(ends) - 1)])
+            piece = document.piece(start, stop)
+            (sequence,) = sequences(tokenizer, [piece])
+            if len(sequence) <= limit:
+                break
+        yield piece, sequence
+        start = stop
+
+
+def _pieces(
+    request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None
+) -> Iterator[tuple[Document, Sequence]]:
+    for document, tokens in _tokenised(corpus, tokenizer):
+        yield from _within(tokenizer, document, tokens, limit, request.long_documents)
+
+
+def _tokenised(
+    corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint | None = None
+) -> Iterator[tuple[Document, Sequence]]:
+    documents: list[Document] = []
+    for document in corpus:
+        if fingerprint is not None:
+            fingerprint.add(document)
+        documents.append(document)
+        if len(documents) == READ_AT_ONCE:
+            yield from zip(documents, sequences(tokenizer, documents), strict=True)
+            documents = []
+    yield from zip(documents, sequences(tokenizer, documents), strict=True)
+
+
+def _limit(request: CacheRequest) -> int | None:
+    from transformers import AutoConfig
+
+    from xtk.models.causal_lm import context_length, quieten_transformers
+
+    quieten_transformers()
+    if not (request.teacher / "config.json").is_file():
+        raise XtkError("there is no model in this folder (config.json)", where=request.name)
+
+    class _Configured:
+        config = AutoConfig.from_pretrained(
+            request.teacher, local_files_only=True, trust_remote_code=request.trust_remote_code
+        )
+
+    context = context_length(_Configured)
+    limits = [limit for limit in (context, request.max_length) if limit is not None]
+    return min(limits) if limits else None
+
+
+def _header(request: CacheRequest, tokenizer: Tokenizer, plan: _Plan) -> dict[str, Any]:
+    return {
+        "kind": "teacher-cache",
+        "codec": CODEC,
+        "teacher": {
+            "name": request.teacher.resolve().name,
+            "weights": fingerprint_of_weights(request.teacher),
+            "tokenizer": tokenizer.fingerprint,
+            "template": tokenizer.template_fingerprint,
+            "width": tokenizer.width,
+        },
+        "data": {"documents": plan.fingerprint, "rows": len(plan.lengths), "too_long": plan.too_long},
+        "options": {
+            "support": "top-k",
+            "top_k": request.top_k,
+            "dtype": request.dtype,
+            "backend": request.backend,
+            "long_documents": request.long_documents,
+            "max_length": request.max_length,
+            "batch_tokens": request.batch_tokens,
+            "shard_tokens": request.shard_tokens,
+        },
+    }

@@ -1,0 +1,213 @@
+"""The one place that owns stdout and stderr.
+
+stdout carries results only. Whatever libraries print there is sent to stderr instead,
+also when they write to the file descriptor itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any, TextIO
+
+from xtk.errors import XtkError
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class _Terminal:
+    """What the process knows about its terminal; one per process."""
+
+    def __init__(self) -> None:
+        self.quiet = False
+        self.main_process = True
+        self.results: TextIO | None = None
+
+
+_terminal = _Terminal()
+
+
+def own_stdout() -> None:
+    """Keep stdout for results: anything else that is written to it lands on stderr from now on."""
+    if _terminal.results is None:
+        sys.stdout.flush()
+        _terminal.results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+
+def release_stdout() -> None:
+    """Give stdout back, for child processes that own it themselves (a launcher's workers)."""
+    if _terminal.results is not None:
+        _terminal.results.flush()
+        os.dup2(_terminal.results.fileno(), 1)
+        _terminal.results = None
+
+
+def set_quiet(quiet: bool) -> None:
+    """Print no progress and no notes; errors and results stay."""
+    _terminal.quiet = quiet
+
+
+def set_main_process(main: bool) -> None:
+    """Let only the first process of a multi-process run print."""
+    _terminal.main_process = main
+
+
+def result_line(line: str) -> None:
+    """Write one line of results to stdout."""
+    if not _terminal.main_process:
+        return
+    stream = results()
+    stream.write(line + "\n")
+    stream.flush()
+
+
+def result_json(record: dict[str, Any]) -> None:
+    """Write one JSON object on a line of stdout."""
+    result_line(json.dumps(record, ensure_ascii=False))
+
+
+def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
+    """Tell what was written: its path, or with `--json` its path, kind and figures."""
+    if as_json:
+        result_json(record)
+    else:
+        result_line(str(record["path"]))
+
+
+def results() -> TextIO:
+    """Return the stream of results, for libraries that write to one."""
+    return _terminal.results or sys.stdout
+
+
+def results_are_seen_by_a_person() -> bool:
+    """Say whether stdout is a terminal (and may be coloured)."""
+    return results().isatty() and "NO_COLOR" not in os.environ
+
+
+def note(message: str) -> None:
+    """Tell something on stderr, from the first process only; `--quiet` drops it."""
+    if _terminal.main_process and not _terminal.quiet:
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()
+
+
+def error(failure: XtkError) -> None:
+    """Print an error: what, where, what next."""
+    rank = os.environ.get("RANK", "0")
+    who = "xtk" if rank == "0" else f"xtk (process {rank})"
+    sys.stderr.write(f"{who}: {failure}\n")
+    sys.stderr.flush()
+
+
+def duration(seconds: float) -> str:
+    """Spell a duration: 42s, 3m05s, 2h07m."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+class Progress:
+    """Progress of one job: a bar on a terminal, a plain line now and then elsewhere.
+
+    Args:
+        label: what is being done.
+        total: how much there is of it.
+        unit: of what.
+    """
+
+    def __init__(self, label: str, total: int, unit: str, *, done: int = 0) -> None:
+        self.label, self.total, self.unit, self.done = label, total, unit, done
+        self._first = done
+        self._started = self._last_line = time.monotonic()
+        self._shown = _terminal.main_process and not _terminal.quiet
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[detail]}"),
+                console=Console(stderr=True),
+                transient=True,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self.done, detail="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        if self._shown and kind is None and self.done > self._first:
+            seconds = time.monotonic() - self._started
+            note(f"{self.label}: {self.done:,} {self.unit} in {duration(seconds)}")
+
+    def advance(self, amount: int, detail: str = "") -> None:
+        """Count `amount` more, and show `detail` (rates, losses) beside it."""
+        self.done += amount
+        if not self._shown:
+            return
+        now = time.monotonic()
+        elapsed = now - self._started
+        left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
+        text = f"{detail}  {duration(left)} left" if detail else f"{duration(left)} left"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, detail=text)
+        elif now - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            note(f"{self.label}: {self.done:,}/{self.total:,} {self.unit}  {text}")
+
+
+def piped_records() -> list[dict[str, Any]]:
+    """Read what the command before the pipe printed: paths, or JSON lines with a `path`.
+
+    Raises:
+        XtkError: nothing came, or stdin is a keyboard.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise XtkError("'-' reads what another command prints, and nothing is piped in", hint="xtk ... | xtk ... -")
+    lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    if not lines:
+        raise XtkError(
+            "nothing came through the pipe: the command before it seems to have failed",
+            where="stdin",
+            hint="look at its messages above, or run it alone",
+        )
+    return [_record(line) for line in lines]
+
+
+def _record(line: str) -> dict[str, Any]:
+    if not line.lstrip().startswith("{"):
+        return {"path": line.strip()}
+    try:
+        record = json.loads(line)
+    except ValueError as wrong:
+        raise XtkError(f"a line that came through the pipe is no JSON: {wrong}", where="stdin") from None
+    if not isinstance(record, dict) or not isinstance(record.get("path"), str):
+        raise XtkError("a JSON line that came through the pipe has no path", where="stdin")
+    return record
+
+
+def path_argument(value: str) -> str:
+    """Return a path given on the command line, where `-` stands for the one that comes through the pipe."""
+    if value != "-":
+        return value
+    records = piped_records()
+    if len(records) > 1:
+        raise XtkError(f"one path was expected through the pipe, {len(records)} came", where="stdin")
+    return str(records[0]["path"])

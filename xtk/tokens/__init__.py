@@ -1,0 +1,1 @@
+"""Floor 1: text, tokens and bytes of one tokenizer, and the alignment of two."""

@@ -1,0 +1,91 @@
+"""A document: what is read, and which of its bytes are trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of a document.
+
+    Attributes:
+        role: "text", "prompt", "completion".
+        text: the stretch itself.
+        train: whether its tokens carry a loss.
+    """
+
+    role: str
+    text: str
+    train: bool
+
+
+@dataclass(frozen=True)
+class Document:
+    """Segments in order. Their texts joined are the document's text.
+
+    Attributes:
+        segments: at least one.
+        ends: whether the text ends here. The piece of a longer text does not, and gets no end token.
+    """
+
+    segments: tuple[Segment, ...]
+    ends: bool = True
+
+    @classmethod
+    def of_text(cls, text: str) -> Document:
+        """Return plain text: one trained segment."""
+        return cls((Segment("text", readable(text), True),))
+
+    @classmethod
+    def of_completion(cls, prompt: str, completion: str) -> Document:
+        """Return a prompt, read and not trained, and its completion."""
+        return cls((Segment("prompt", readable(prompt), False), Segment("completion", readable(completion), True)))
+
+    @cached_property
+    def text(self) -> str:
+        """The whole text."""
+        return "".join(segment.text for segment in self.segments)
+
+    @property
+    def ends_trained(self) -> bool:
+        """Whether the end of the document, and with it its end token, is trained."""
+        return bool(self.text) and self.segments[-1].train
+
+    def piece(self, start: int, stop: int) -> Document:
+        """Return the bytes `[start, stop)`, both on a character's edge, as a document of its own."""
+        segments, first = [], 0
+        for segment in self.segments:
+            text = segment.text.encode()
+            part = text[max(0, start - first) : max(0, stop - first)]
+            if part:
+                segments.append(Segment(segment.role, part.decode(), segment.train))
+            first += len(text)
+        return Document(tuple(segments), ends=self.ends and stop >= first)
+
+    def trained(self, ends: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Say for each byte offset where a token ends whether that token is trained: its last byte is.
+
+        Args:
+            ends: [n], byte offsets, 1 or more for tokens that spell something.
+
+        Returns:
+            bool [n].
+        """
+        edges = np.cumsum([0] + [len(segment.text.encode()) for segment in self.segments])
+        at = np.searchsorted(edges, ends, side="left") - 1
+        flags = np.array([*(segment.train for segment in self.segments), False])
+        return np.asarray(flags[np.clip(at, 0, len(self.segments))] & (ends > 0), np.bool_)
+
+
+def readable(text: str) -> str:
+    """Return the text as UTF-8 can hold it: a lone surrogate becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

@@ -1,0 +1,299 @@
+"""A tokenizer as xtk needs it: ids, and the byte of the text where each token ends."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+from xtk.tokens.kernels import byte_ends
+from xtk.tokens.vocabulary import (
+    BYTE_LEVEL,
+    LETTER_OF_BYTE,
+    LITERAL,
+    METASPACE,
+    METASPACE_LETTER,
+    WORD_PIECE,
+    Vocabulary,
+    read_vocabulary,
+)
+
+ROLES = ("bos", "eos", "pad", "unk")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """The tokens of one text.
+
+    Attributes:
+        ids: int32 [n].
+        ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
+            spells nothing of it (a prefix that the tokenizer added) ends where the one before it does;
+            of tokens that share a character which a normaliser rewrote, only the last has its end.
+    """
+
+    ids: NDArray[np.int32]
+    ends: NDArray[np.int32]
+
+
+class Tokenizer:
+    """A fast tokenizer, read from a folder without transformers.
+
+    Args:
+        folder: holds `tokenizer.json`, and beside it the configuration that names the special tokens.
+        name: how messages call it; the folder if left out.
+
+    Attributes:
+        vocabulary: what each token spells.
+        fingerprint: names the tokenizer, whatever folder it lies in: hash of its JSON without `truncation`
+            and `padding`, which ordinary calls switch on.
+        template_fingerprint: the same for its chat template; None without one.
+        roles: {"bos", "eos", "pad", "unk": id}, as far as it has them.
+        width: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
+
+    Raises:
+        XtkError: there is no fast tokenizer in the folder, or it cannot be read.
+    """
+
+    def __init__(self, folder: str | Path, *, name: str | None = None) -> None:
+        self.folder = Path(folder)
+        self.name = name or str(folder)
+        raw = self._read_json_bytes()
+        try:
+            content = json.loads(raw)
+            self._backend = tokenizers.Tokenizer.from_buffer(raw)
+        except Exception as wrong:  # the backend raises bare Exceptions
+            raise XtkError(f"this tokenizer.json cannot be read: {wrong}", where=str(self.folder)) from None
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Text is text: the spelling of a special token inside a document is not that token.
+        self._backend.encode_special_tokens = True
+        self._content = content
+        self.fingerprint = _fingerprint_of(content)
+        configuration = _json_of(self.folder / "tokenizer_config.json")
+        self.template_fingerprint = self._template_fingerprint(configuration)
+        self.vocabulary = self._read_vocabulary(content)
+        self.roles = self._read_roles(configuration)
+        self.width = max(len(self.vocabulary), _embedding_rows(self.folder))
+
+    def __len__(self) -> int:
+        return len(self.vocabulary)
+
+    @property
+    def start_id(self) -> int | None:
+        """The token before the text: bos, or else eos, as models without a bos were trained; or none."""
+        return self.roles.get("bos", self.roles.get("eos"))
+
+    @property
+    def end_id(self) -> int | None:
+        """The token after the text: eos, or none."""
+        return self.roles.get("eos")
+
+    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokenise texts, without special tokens, and find the byte where each token ends.
+
+        Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
+        Where a normaliser rewrote the text, the tokenizer's own character offsets are used.
+        """
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        vocabulary = self.vocabulary
+        results = []
+        for text, encoding in zip(texts, encodings, strict=True):
+            ids = np.array(encoding.ids, np.int32)
+            spelled = np.frombuffer(text.encode(), np.uint8)
+            ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, spelled)
+            results.append(Encoded(ids, ends) if exact else self._encode_by_offsets(text))
+        return results
+
+    def _encode_by_offsets(self, text: str) -> Encoded:
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        byte_of_character = np.concatenate([[0], np.cumsum([len(character.encode()) for character in text])]).astype(
+            np.int32
+        )
+        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        ends = byte_of_character[offsets[:, 1]] if len(offsets) else np.zeros(0, np.int32)
+        ends = np.maximum.accumulate(ends) if len(ends) else ends
+        if len(ends):
+            # A character that several tokens share ends with the last of them.
+            starts = byte_of_character[offsets[:, 0]]
+            shared = np.append(starts[1:] < ends[:-1], False)
+            held = np.where(shared, np.minimum(starts, ends), ends)
+            for at in np.flatnonzero(shared):
+                held[at] = min(held[at], starts[at + 1])
+            ends = np.maximum.accumulate(held)
+            ends[-1] = len(text.encode())
+        return Encoded(np.array(encoding.ids, np.int32), ends.astype(np.int32))
+
+    def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
+        """Spell byte strings with this tokenizer's tokens, as it would inside a text.
+
+        Args:
+            spellings: whatever a foreign token spells; need not be UTF-8.
+
+        Returns:
+            One array of ids for each; their bytes are exactly the ones asked for. None where this
+            tokenizer cannot write them.
+        """
+        results: list[NDArray[np.int32] | None] = [None] * len(spellings)
+        if self.vocabulary.family == BYTE_LEVEL:
+            texts = [(at, text) for at, text in enumerate(map(_decoded, spellings)) if text is not None]
+            encodings = self._speller.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
+            for (at, _), encoding in zip(texts, encodings, strict=True):
+                results[at] = np.array(encoding.ids, np.int32)
+        for at, spelling in enumerate(spellings):
+            found = results[at]
+            if found is None or not self._spells(found, spelling):
+                results[at] = self._spell_with_model(spelling)
+        return results
+
+    @property
+    def _speller(self) -> Any:
+        """The backend without its normaliser: what a token spells is already normalised."""
+        if self._content.get("normalizer") is None:
+            return self._backend
+        if not hasattr(self, "_without_normalizer"):
+            bare = {**self._content, "normalizer": None, "truncation": None, "padding": None}
+            self._without_normalizer = tokenizers.Tokenizer.from_str(json.dumps(bare))
+            self._without_normalizer.encode_special_tokens = True
+        return self._without_normalizer
+
+    def _spells(self, ids: NDArray[np.int32], spelling: bytes) -> bool:
+        return b"".join(self.vocabulary.spelling(int(token)) for token in ids) == spelling
+
+    def _spell_with_model(self, spelling: bytes) -> NDArray[np.int32] | None:
+        """Spell with the merges alone, past the pre-tokenizer; byte by byte where even that fails."""
+        family = self.vocabulary.family
+        text = _decoded(spelling)
+        written: str | None
+        if family == BYTE_LEVEL:
+            written = "".join(LETTER_OF_BYTE[byte] for byte in spelling)
+        elif text is None:
+            written = None
+        else:
+            written = text.replace(" ", METASPACE_LETTER) if family == METASPACE else text
+        if written:
+            ids = np.array([token.id for token in self._backend.model.tokenize(written)], np.int32)
+            if len(ids) and self._spells(ids, spelling):
+                return ids
+        table = self.vocabulary.token_of_bytes
+        single = [table.get(bytes([byte])) for byte in spelling]
+        if not single or any(token is None for token in single):
+            return None
+        return np.array(single, np.int32)
+
+    def _read_json_bytes(self) -> bytes:
+        path = self.folder / "tokenizer.json"
+        if path.is_file():
+            return path.read_bytes()
+        if not self.folder.is_dir():
+            raise XtkError("no such model or tokenizer folder", where=str(self.folder))
+        slow = [name for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+                if (self.folder / name).is_file()]  # fmt: skip
+        if slow:
+            raise XtkError(
+                f"this tokenizer has no fast backend: the folder has {slow[0]}, not tokenizer.json",
+                where=str(self.folder),
+                hint='python -c "from transformers import AutoTokenizer as T; '
+                f"T.from_pretrained('{self.folder}').save_pretrained('{self.folder}')\"",
+            )
+        raise XtkError(
+            "there is no tokenizer in this folder (tokenizer.json)",
+            where=str(self.folder),
+            hint="copy tokenizer.json and tokenizer_config.json of the model into it",
+        )
+
+    def _read_vocabulary(self, content: dict[str, Any]) -> Vocabulary:
+        table: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
+        token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
+        for token, number in table.items():
+            token_of_id[number] = token
+        added = content.get("added_tokens") or []
+        return read_vocabulary(
+            _family(content),
+            token_of_id,
+            literal={token["id"]: token["content"] for token in added},
+            special={token["content"]: token["id"] for token in added if token.get("special")},
+        )
+
+    def _read_roles(self, configuration: dict[str, Any]) -> dict[str, int]:
+        fallback = _json_of(self.folder / "special_tokens_map.json")
+        roles = {}
+        for role in ROLES:
+            value = configuration.get(f"{role}_token", fallback.get(f"{role}_token"))
+            token = value.get("content") if isinstance(value, dict) else value
+            number = self._backend.token_to_id(token) if isinstance(token, str) else None
+            if number is not None:
+                roles[role] = int(number)
+        return roles
+
+    def _template_fingerprint(self, configuration: dict[str, Any]) -> str | None:
+        path = self.folder / "chat_template.jinja"
+        template = path.read_text(encoding="utf-8") if path.is_file() else configuration.get("chat_template")
+        if template is None:
+            return None
+        return "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
+
+
+def _decoded(spelling: bytes) -> str | None:
+    try:
+        return spelling.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _fingerprint_of(content: dict[str, Any]) -> str:
+    identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as wrong:
+        raise XtkError(f"this file is no JSON: {wrong}", where=str(path)) from None
+    return content if isinstance(content, dict) else {}
+
+
+def _embedding_rows(folder: Path) -> int:
+    configuration = _json_of(folder / "config.json")
+    text = configuration.get("text_config")
+    rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    return int(rows or 0)
+
+
+def _family(content: dict[str, Any]) -> str:
+    parts = [content.get("pre_tokenizer"), content.get("decoder"), content.get("normalizer")]
+    kinds = {kind for part in parts for kind in _types(part)}
+    if "ByteLevel" in kinds:
+        return BYTE_LEVEL
+    if (
+        "Metaspace" in kinds
+        or content.get("model", {}).get("byte_fallback")
+        or METASPACE_LETTER in json.dumps(parts, ensure_ascii=False)
+    ):
+        return METASPACE
+    if "WordPiece" in kinds or content.get("model", {}).get("type") == "WordPiece":
+        return WORD_PIECE
+    return LITERAL
+
+
+def _types(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        if isinstance(part.get("type"), str):
+            yield part["type"]
+        for value in part.values():
+            yield from _types(value)
+    elif isinstance(part, list):
+        for value in part:
+            yield from _types(value)

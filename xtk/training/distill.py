@@ -1,0 +1,229 @@
+"""From the inputs of `xtk distill` to a finished student: what is checked before, and in which processes it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from xtk import terminal
+from xtk.artifacts.files import canonical_json, sha256
+from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import Mismatch, XtkError
+from xtk.lookup import lookup
+from xtk.losses import LOSSES
+from xtk.projection.projection import Columns, Projection
+from xtk.tokens.alignment import sequences
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source
+from xtk.training.recipe import Places, Recipe, Reporting
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a run reads, checked against each other.
+
+    Attributes:
+        source: documents, with the teacher's word on them.
+        tokenizer: the student's.
+        columns: W by teacher token, for each loss of the recipe.
+        losses: the losses of the recipe.
+        identity: names what the inputs are: fingerprints.
+    """
+
+    source: Source
+    tokenizer: Tokenizer
+    columns: tuple[Columns | None, ...]
+    losses: tuple[Loss, ...]
+    identity: dict[str, Any]
+
+
+def open_inputs(places: Places, recipe: Recipe) -> Inputs:
+    """Open a student's tokenizer, a cache and a projection, and check that they belong together.
+
+    Raises:
+        XtkError: one of them cannot be read, or they do not fit each other.
+    """
+    tokenizer = Tokenizer(places.student)
+    cache = TeacherCache(places.cache)
+    losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
+    projection = read_projection(places.projection) if places.projection is not None else None
+    if projection is not None:
+        _check_pair(places, tokenizer, cache, projection)
+    width = int(cache.header["teacher"]["width"])
+    columns = tuple(
+        _columns(loss.name, rule, places, tokenizer, cache, projection, width)
+        for loss, rule in zip(recipe.losses, losses, strict=True)
+    )
+    identity = {
+        "student": {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint},
+        "cache": sha256(canonical_json(cache.manifest)),
+        "projection": None if projection is None else _fingerprint(projection),
+    }
+    return Inputs(CacheSource(cache), tokenizer, columns, losses, identity)
+
+
+def _fingerprint(projection: Projection) -> str:
+    return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
+
+
+def _check_pair(places: Places, tokenizer: Tokenizer, cache: TeacherCache, projection: Projection) -> None:
+    built_for = projection.header
+    teacher = cache.header["teacher"]
+    hint = "xtk build-projection STUDENT TEACHER -o ..., with this student and the teacher of this cache"
+    if built_for["student"]["tokenizer"] != tokenizer.fingerprint:
+        raise Mismatch(
+            "this projection was built for another student",
+            where=f"{places.projection} is for {_short(built_for['student'], 'tokenizer')}; "
+            f"{places.student} has {tokenizer.fingerprint[:15]}",
+            hint=hint,
+        )
+    if built_for["teacher"]["tokenizer"] != teacher["tokenizer"]:
+        raise Mismatch(
+            "this projection was built for another teacher",
+            where=f"{places.projection} is for {_short(built_for['teacher'], 'tokenizer')}; "
+            f"the cache {places.cache} is from {_short(teacher, 'tokenizer')}",
+            hint=hint,
+        )
+    if built_for["teacher"]["template"] != teacher["template"]:
+        raise Mismatch(
+            "the projection's teacher has another chat template than the cache's",
+            where=f"{places.projection} is for {_short(built_for['teacher'], 'template')}; "
+            f"the cache {places.cache} is from {_short(teacher, 'template')}",
+            hint=hint,
+        )
+
+
+def _short(side: dict[str, Any], key: str) -> str:
+    value = side[key]
+    return f"{str(value)[:15]} ({side['name']})" if value else f"none ({side['name']})"
+
+
+def _columns(
+    name: str,
+    rule: Loss,
+    places: Places,
+    tokenizer: Tokenizer,
+    cache: TeacherCache,
+    projection: Projection | None,
+    width: int,
+) -> Columns | None:
+    if not rule.needs_teacher:
+        return None
+    if rule.same_tokenizer:
+        if cache.header["teacher"]["tokenizer"] != tokenizer.fingerprint:
+            raise Mismatch(
+                f"the loss {name} is for a teacher with the student's own tokenizer",
+                where=f"{places.student} has {tokenizer.fingerprint[:15]}; "
+                f"the cache {places.cache} is from {_short(cache.header['teacher'], 'tokenizer')}",
+                hint="--loss p-kl or --loss boundary-kl, with --projection",
+            )
+        return Projection.identity(len(tokenizer)).columns.widened(width)
+    if projection is None:
+        raise XtkError(
+            f"the loss {name} needs a projection from the student's tokens to the teacher's",
+            hint=f"xtk build-projection {places.student} TEACHER -o p, then --projection p",
+        )
+    return projection.columns.widened(width)
+
+
+def identity_of(recipe: Recipe, inputs: Inputs, processes: int) -> dict[str, Any]:
+    """Return what makes two runs the same run."""
+    return {**recipe.identity(processes), "inputs": inputs.identity}
+
+
+def distill(
+    places: Places, recipe: Recipe, reporting: Reporting, inputs: Inputs, *, force: bool, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Train a student in this process, which may be one of several.
+
+    Returns:
+        What the run's `xtk.json` says: steps, recipe, last metrics.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
+    from xtk.training.checkpoint import checkpoints, open_run
+    from xtk.training.loop import Run, train
+
+    quieten_transformers()
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=recipe.mixed_precision,
+        log_with=list(reporting.report_to) or None,
+        project_dir=str(places.output / "trackers") if reporting.report_to else None,
+    )
+    terminal.set_main_process(accelerator.is_main_process)
+    identity = identity_of(recipe, inputs, accelerator.num_processes)
+    if accelerator.is_main_process:
+        finished = open_run(places.output, identity, force=force)
+    accelerator.wait_for_everyone()
+    if not accelerator.is_main_process:
+        finished = open_run(places.output, identity, force=False)
+    if finished is not None:
+        return finished
+    found = checkpoints(places.output)
+    set_seed(recipe.seed)
+    model = load_causal_lm(
+        found[-1][1] if found else places.student, device=accelerator.device, trust_remote_code=trust_remote_code
+    )
+    check_rows(model, inputs.tokenizer)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    limits = [limit for limit in (context_length(model), recipe.max_length) if limit]
+    limit = min(limits) if limits else None
+    documents, sizes = _documents(recipe, inputs, limit)
+    if reporting.report_to:
+        accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+    run = Run(
+        accelerator=accelerator,
+        cut=Cut(model),
+        tokenizer=inputs.tokenizer,
+        maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, limit),
+        order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
+        recipe=recipe,
+        reporting=reporting,
+        steps=recipe.steps(len(documents), accelerator.num_processes),
+        output=places.output,
+        tokenizer_folder=places.student,
+    )
+    terminal.note(
+        f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
+        f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
+    )
+    return train(run, identity)
+
+
+def _documents(recipe: Recipe, inputs: Inputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the documents to train on, and all sizes; those that are too long are counted and told."""
+    sizes = inputs.source.text_bytes()
+    documents = np.flatnonzero(sizes > 0)
+    # A document has at most a token a byte, and two at its ends: only candidates are tokenised.
+    candidates = [] if limit is None else np.flatnonzero(sizes + 2 > limit).tolist()
+    too_long = []
+    for number in candidates:
+        (sequence,) = sequences(inputs.tokenizer, [inputs.source.read(number)[0]])
+        if limit is not None and len(sequence) > limit:
+            too_long.append((len(sequence), number))
+    if too_long:
+        longest, number = max(too_long)
+        told = (
+            f"{len(too_long):,} of {len(sizes):,} documents are longer than the {limit:,} tokens that the student reads"
+        )
+        if recipe.long_documents == "refuse":
+            raise XtkError(
+                told,
+                where=f"the longest is row {number} of the cache with {longest:,} tokens",
+                hint="--long-documents truncate or skip",
+            )
+        terminal.note(f"distill: {told}: --long-documents {recipe.long_documents}")
+        if recipe.long_documents == "skip":
+            documents = np.setdiff1d(documents, [number for _, number in too_long])
+    if not len(documents):
+        raise XtkError("there is no document to train on")
+    return documents, sizes

@@ -1,0 +1,248 @@
+"""The loop. One process or many, one micro-batch or several a step: the same loss and the same gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xtk import terminal
+from xtk.artifacts.corpus import Corpus
+from xtk.errors import XtkError
+from xtk.evaluation.bits import bits_per_byte
+from xtk.losses.head import Term, fused_loss
+from xtk.models.causal_lm import Cut, rows_in_a_chunk
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
+from xtk.training.checkpoint import (
+    METRICS,
+    checkpoints,
+    finish_run,
+    load_trainer_state,
+    remove_old_checkpoints,
+    save_checkpoint,
+)
+from xtk.training.metrics import MetricsFile, last_values
+from xtk.training.recipe import Recipe, Reporting
+
+
+class Student(nn.Module):
+    """The student with its loss inside, so that whatever wraps it for many processes sees one forward pass."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, input_ids: Tensor, places: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
+        """Return the scaled total and each term's sum over its items.
+
+        Args:
+            input_ids: [B, T].
+            places: [N], rows of the flattened hidden states.
+            terms: the losses.
+        """
+        states = self.cut(input_ids).flatten(0, 1).index_select(0, places)
+        head = self.cut.head
+        width = states.shape[1] if head.weight is None else head.weight.shape[0]
+        return fused_loss(states, head.weight, head.bias, terms, rows_in_a_chunk(width, states.device))
+
+
+@dataclass
+class Run:
+    """What the loop works on.
+
+    Attributes:
+        accelerator: Accelerate's, which knows processes, devices and trackers.
+        cut: the student's model.
+        tokenizer: the student's.
+        maker: makes micro-batches.
+        order: which documents a step takes.
+        recipe: what decides the result.
+        reporting: what is told and kept.
+        steps: optimisation steps in all.
+        output: the run's folder.
+        tokenizer_folder: where the student's tokenizer files lie.
+    """
+
+    accelerator: Any
+    cut: Cut
+    tokenizer: Tokenizer
+    maker: BatchMaker
+    order: Order
+    recipe: Recipe
+    reporting: Reporting
+    steps: int
+    output: Path
+    tokenizer_folder: Path
+
+
+def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
+    """Train from the last checkpoint, or from the start, to the end; return what `xtk.json` says.
+
+    Raises:
+        XtkError: the loss or its gradient is no number.
+    """
+    accelerator, recipe = run.accelerator, run.recipe
+    optimizer = _optimizer(run.cut, recipe)
+    model = accelerator.prepare_model(Student(run.cut))
+    model.train()
+    torch.manual_seed(recipe.seed + accelerator.process_index)
+    done = _resume(run, optimizer)
+    metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
+    batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
+    meter = _Meter(accelerator)
+    with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
+        for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
+            learning_rate = recipe.learning_rate_at(step, run.steps)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            losses, norm = _step(run, model, optimizer, micro_batches)
+            meter.count(micro_batches)
+            last = step + 1 == run.steps
+            record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
+            if (step + 1) % run.reporting.logging_steps == 0 or step == done or last:
+                record |= meter.read()
+            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_data:
+                record["eval_bits_per_byte"] = _evaluate(run)
+            if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
+                metrics.write(record)
+                accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
+            if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
+                _save(run, optimizer, step + 1)
+            shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
+            progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
+    accelerator.wait_for_everyone()
+    content = {"kind": "student", "steps": run.steps, "recipe": identity}
+    if accelerator.is_main_process:
+        content["metrics"] = last_values(run.output / METRICS)
+        finish_run(run.output, run.cut.model, run.tokenizer_folder, content)
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+    accelerator.end_training()
+    accelerator.wait_for_everyone()
+    return content
+
+
+def _step(
+    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
+) -> tuple[dict[str, float], float]:
+    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping."""
+    accelerator, recipe = run.accelerator, run.recipe
+    device = accelerator.device
+    # The denominators are known before the first backward: items of the whole step, over all processes.
+    items = torch.tensor([[cells.items for cells in batch.cells] for batch in micro_batches], dtype=torch.float64).sum(
+        0
+    )
+    counts = accelerator.reduce(items.to(device), "sum").clamp_min(1).tolist()
+    scales = [loss.weight / count for loss, count in zip(recipe.losses, counts, strict=True)]
+    sums = torch.zeros(len(counts), device=device, dtype=torch.float64)
+    for number, batch in enumerate(micro_batches):
+        last = number + 1 == len(micro_batches)
+        terms = [Term.of(cells, scale, device) for cells, scale in zip(batch.cells, scales, strict=True)]
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            total, parts = model(
+                torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.places).to(device), terms
+            )
+            # Gradients are averaged over processes, and the scales are already those of the whole step.
+            accelerator.backward(total * accelerator.num_processes)
+        sums += parts.double()
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
+    means = (accelerator.reduce(sums, "sum").cpu() / torch.tensor(counts, dtype=torch.float64)).tolist()
+    losses = {loss.name: mean for loss, mean in zip(recipe.losses, means, strict=True)}
+    total_loss = sum(loss.weight * losses[loss.name] for loss in recipe.losses)
+    if not (abs(total_loss) < float("inf") and norm < float("inf")):
+        raise XtkError(
+            f"the loss is {total_loss}, the norm of its gradient {norm}",
+            where=str(run.output),
+            hint="a smaller --learning-rate, a longer --warmup-ratio, --mixed-precision no; checkpoints are kept",
+        )
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {"loss": total_loss, **losses}, norm
+
+
+def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in cut.model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": recipe.weight_decay},
+        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.learning_rate, fused=True)
+
+
+def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
+    accelerator = run.accelerator
+    shares = run.order.share(
+        step, accelerator.process_index, accelerator.num_processes, run.recipe.per_device_train_batch_size
+    )
+    return [run.maker.make(numbers) for numbers in shares]
+
+
+def _resume(run: Run, optimizer: torch.optim.Optimizer) -> int:
+    found = checkpoints(run.output)
+    if not found:
+        return 0
+    step, folder = found[-1]
+    load_trainer_state(folder, run.cut.model, optimizer, run.accelerator.process_index)
+    terminal.note(f"distill: going on from {folder}")
+    return step
+
+
+def _save(run: Run, optimizer: torch.optim.Optimizer, step: int) -> None:
+    accelerator = run.accelerator
+    random = accelerator.gather(torch.get_rng_state()[None].to(accelerator.device)).cpu()
+    if accelerator.is_main_process:
+        save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random)
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+    accelerator.wait_for_everyone()
+
+
+def _evaluate(run: Run) -> float:
+    """Return held-out bits per byte, computed by the first process while the others wait."""
+    value = torch.zeros(1, dtype=torch.float64, device=run.accelerator.device)
+    if run.accelerator.is_main_process:
+        corpus = list(Corpus(list(run.reporting.eval_data), dict(run.reporting.eval_columns)))
+        value[0] = bits_per_byte(run.cut, run.tokenizer, corpus).bits_per_byte
+    return float(run.accelerator.reduce(value, "sum"))
+
+
+def _due(step: int, every: int, last: bool) -> bool:
+    return last or (every > 0 and step % every == 0)
+
+
+class _Meter:
+    """Counts tokens over time, since the last reading."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+        self._tokens = self._unaligned = self._rows = 0
+        self._all_tokens = 0
+        self._since = self._begun = time.monotonic()
+        self.rate = 0.0
+
+    def count(self, batches: list[MicroBatch]) -> None:
+        """Count what a step took."""
+        self._tokens += sum(batch.tokens for batch in batches)
+        self._rows += sum(len(batch.places) for batch in batches)
+        self._unaligned += sum(batch.unaligned for batch in batches)
+
+    def read(self) -> dict[str, float]:
+        """Return rates over all processes, and begin anew; every process has to call it."""
+        counts = torch.tensor([self._tokens, self._rows, self._unaligned], dtype=torch.float64)
+        tokens, rows, unaligned = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
+        now = time.monotonic()
+        self.rate = tokens / max(now - self._since, 1e-9)
+        self._all_tokens += int(tokens)
+        self._tokens = self._rows = self._unaligned = 0
+        self._since = now
+        return {
+            "tokens": self._all_tokens,
+            "tokens_per_second": round(self.rate, 1),
+            "seconds": round(now - self._begun, 3),
+            "unaligned": round(unaligned / max(rows, 1), 6),
+        }

@@ -1,0 +1,48 @@
+"""What a run tells: a progress line, JSON lines beside the checkpoints, trackers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+class MetricsFile:
+    """JSON lines, one a logged step.
+
+    Args:
+        path: where they go.
+        step: lines of later steps are dropped: the run goes on from there.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        kept = [line for line in _lines(path) if json.loads(line).get("step", 0) <= step]
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file."""
+    return [json.loads(line) for line in _lines(path)]
+
+
+def last_values(path: Path) -> dict[str, Any]:
+    """Return the last value of each metric."""
+    values: dict[str, Any] = {}
+    for record in read_metrics(path):
+        values.update(record)
+    return values
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if lines and not lines[-1].endswith("}"):  # a kill cut it short
+        lines.pop()
+    return lines

@@ -1,0 +1,131 @@
+"""Everything that decides what a run gives."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.lookup import unknown
+from xtk.losses import LossSpecification
+
+SCHEDULES = ("cosine", "linear", "constant")
+LONG_DOCUMENTS = ("refuse", "truncate", "skip")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run of `xtk distill`. Lengths are counted in optimisation steps, batches in documents.
+
+    Attributes:
+        losses: the terms of the sum, each over its own number of items in the step.
+        max_steps: steps; 0 to take `num_train_epochs`.
+        num_train_epochs: passes over the cache.
+        per_device_train_batch_size: documents in a forward pass of one process.
+        gradient_accumulation_steps: forward passes of one process in a step.
+        learning_rate, lr_scheduler_type, warmup_ratio, weight_decay, max_grad_norm: AdamW's, as in Hugging Face.
+        mixed_precision: "no" (fp32) or "bf16": the model in bf16 over fp32 weights; losses are fp32 either way.
+        gradient_checkpointing: recompute activations instead of keeping them.
+        long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
+        seed: of the order of documents and of dropout.
+    """
+
+    losses: tuple[LossSpecification, ...]
+    max_steps: int = 0
+    num_train_epochs: float = 1.0
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    learning_rate: float = 5e-5
+    lr_scheduler_type: str = "cosine"
+    warmup_ratio: float = 0.05
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    mixed_precision: str = "no"
+    gradient_checkpointing: bool = False
+    long_documents: str = "refuse"
+    max_length: int | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        if self.lr_scheduler_type not in SCHEDULES:
+            raise unknown("schedule", self.lr_scheduler_type, SCHEDULES)
+        if self.mixed_precision not in ("no", "bf16"):
+            raise unknown("precision", self.mixed_precision, ("no", "bf16"))
+        if self.long_documents not in LONG_DOCUMENTS:
+            raise unknown("way with long documents", self.long_documents, LONG_DOCUMENTS)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it is 1 or more")
+        if self.max_steps < 0 or (self.max_steps == 0 and self.num_train_epochs <= 0):
+            raise XtkError("there is nothing to train: give --max-steps or --num-train-epochs above 0")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
+
+    def steps(self, documents: int, processes: int) -> int:
+        """Return the optimisation steps of the run."""
+        if self.max_steps:
+            return self.max_steps
+        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(processes)))
+
+    def documents_per_step(self, processes: int) -> int:
+        """Return the documents of one optimisation step, over all processes."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+
+    def learning_rate_at(self, step: int, steps: int) -> float:
+        """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
+        warmup = round(self.warmup_ratio * steps)
+        if step < warmup:
+            return self.learning_rate * (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
+        return self.learning_rate * factor[self.lr_scheduler_type]
+
+    def identity(self, processes: int) -> dict[str, Any]:
+        """Return what makes two runs the same, however many processes share the work."""
+        content = asdict(self)
+        content["losses"] = [str(loss) for loss in self.losses]
+        content["documents_per_step"] = self.documents_per_step(processes)
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"):
+            del content[name]
+        return content
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a run tells on its way, and what it keeps; nothing here changes the student.
+
+    Attributes:
+        logging_steps: steps between two lines of metrics.
+        save_steps: steps between two checkpoints; 0: none.
+        save_total_limit: checkpoints kept.
+        report_to: names of trackers that Accelerate knows.
+        eval_data: held-out data; None: no evaluation.
+        eval_steps: steps between two evaluations.
+    """
+
+    logging_steps: int = 10
+    save_steps: int = 500
+    save_total_limit: int = 2
+    report_to: tuple[str, ...] = ()
+    eval_data: tuple[str, ...] = ()
+    eval_steps: int = 0
+    eval_columns: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a run's inputs lie and its outputs go.
+
+    Attributes:
+        student: a local model folder.
+        cache: a teacher cache.
+        projection: a projection file, or None for losses that need none.
+        output: the run's folder.
+    """
+
+    student: Path
+    cache: Path
+    projection: Path | None
+    output: Path
