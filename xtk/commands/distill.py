@@ -24,8 +24,8 @@ def distill(
         list[str] | None,
         typer.Option(
             help="A term of the sum, with its weight: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
-            "tokens. p-kl: projected distributions, averaged over spans. boundary-kl: only where both sides begin a token. "
-            "forward-kl: a teacher with the student's tokenizer. "
+            "tokens. p-kl: projected distributions, averaged over spans. boundary-kl: only where both sides begin a "
+            "token. forward-kl: a teacher with the student's tokenizer. "
             "Default: ce and p-kl, or ce and forward-kl without a projection.",
             metavar="NAME[:weight=W]",
         ),

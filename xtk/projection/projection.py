@@ -74,8 +74,7 @@ class Projection:
     def row_masses(self) -> NDArray[np.float64]:
         """float64 [V], how much of each row lands anywhere."""
         weights = self.weights.astype(np.float64)
-        masses: NDArray[np.float64] = np.bincount(self.rows_of_entries, weights, minlength=self.student_width)
-        return masses
+        return np.bincount(self.rows_of_entries, weights, minlength=self.student_width).astype(np.float64)
 
     @cached_property
     def columns(self) -> Columns:

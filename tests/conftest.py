@@ -1,0 +1,106 @@
+"""What tests share: small models and tokenizers, made once; the command line as a process; real data."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import material
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+RunXtk = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and a teacher with different tokenizers."""
+
+    student: Path
+    teacher: Path
+
+
+def run_xtk(
+    *arguments: object,
+    stdin: str | None = None,
+    code: int | None = 0,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+) -> subprocess.CompletedProcess[str]:
+    """Run `xtk` as a process; assert its exit code unless `code` is None."""
+    done = subprocess.run(
+        [sys.executable, "-m", "xtk", *map(str, arguments)],
+        input=stdin if stdin is not None else "",
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        timeout=timeout,
+        check=False,
+    )
+    if code is not None:
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="session")
+def run() -> RunXtk:
+    return run_xtk
+
+
+@pytest.fixture(scope="session")
+def material_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("material")
+
+
+@pytest.fixture(scope="session")
+def pair(material_folder: Path) -> Pair:
+    """Two small models: a Llama with numbers in threes, a Qwen3 with single digits."""
+    return Pair(material.make_student(material_folder / "student"), material.make_teacher(material_folder / "teacher"))
+
+
+@pytest.fixture(scope="session")
+def metaspace(material_folder: Path) -> Path:
+    """A SentencePiece-like tokenizer."""
+    return material.make_metaspace_tokenizer(material_folder / "metaspace")
+
+
+@pytest.fixture(scope="session")
+def corpus(material_folder: Path) -> Path:
+    """Forty short documents."""
+    return material.write_jsonl(material_folder / "corpus.jsonl", material.sentences(40, seed=3))
+
+
+@pytest.fixture(scope="session")
+def cache(pair: Pair, corpus: Path, material_folder: Path) -> Path:
+    """A teacher cache of the corpus, in several shards."""
+    folder = material_folder / "cache"
+    run_xtk("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def projection(pair: Pair, material_folder: Path) -> Path:
+    """A projection between the pair."""
+    path = material_folder / "p.safetensors"
+    run_xtk("build-projection", pair.student, pair.teacher, "-o", path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Real tokenizers and corpora."""
+    folder = os.environ.get("XTK_DATA")
+    if not folder:
+        pytest.skip("XTK_DATA does not point to real tokenizers and corpora")
+    return Path(folder)

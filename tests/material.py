@@ -1,0 +1,139 @@
+"""Small real things for tests: tokenizers that differ as Llama-3's and Qwen's do, models, a corpus."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+NAMES = ["Anna", "Bert", "Clara", "Dora", "Emil", "Frieda", "Gustav", "Hanna", "Ida", "Jakob"]
+THINGS = ["apples", "pears", "books", "stones", "coins", "tickets", "marbles", "cups", "shells", "cards"]
+ODD = [
+    "café au lait — 12,50 €",
+    "naïve façade",
+    "日本語の文",
+    "emoji 😀👩‍👩‍👧 end",
+    "tab\there\nnew line",
+    "x = 3.14159;",
+    "Ünïcödé",
+]
+STUDENT_SPLIT = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+TEACHER_SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Return small sums in words and numbers, the same for the same seed."""
+    draw = random.Random(seed)
+    texts = []
+    for number in range(count):
+        one, two = draw.sample(NAMES, 2)
+        have, give, thing = draw.randint(20, 2999), draw.randint(1, 19), draw.choice(THINGS)
+        text = f"{one} has {have} {thing} and gives {give} to {two}. Now {one} has {have - give} {thing} left."
+        texts.append(text + (" " + draw.choice(ODD) if number % 5 == 0 else ""))
+    return texts
+
+
+def byte_level_tokenizer(split: str, vocabulary: int, specials: list[str], texts: list[str]) -> Tokenizer:
+    """Train a byte-level BPE tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(split), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def metaspace_tokenizer(vocabulary: int, texts: list[str]) -> Tokenizer:
+    """Train a SentencePiece-like BPE tokenizer with byte fallback."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    lone_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=["<unk>", "<s>", "</s>", *lone_bytes], show_progress=False
+    )
+    tokenizer.train_from_iterator([text for text in texts if text.isascii()], trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in lone_bytes]
+    return Tokenizer.from_str(json.dumps(content))
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, **roles: str | None) -> Path:
+    """Write a tokenizer as models carry it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    configuration = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    (folder / "tokenizer_config.json").write_text(json.dumps(configuration))
+    return folder
+
+
+def make_student_tokenizer(folder: Path, vocabulary: int = 640) -> Path:
+    """Write a tokenizer like Llama-3's: numbers in groups of three, a bos."""
+    specials = ["<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"]
+    tokenizer = byte_level_tokenizer(STUDENT_SPLIT, vocabulary, specials, sentences(400))
+    return save_tokenizer(
+        tokenizer, folder, bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>", pad_token="<|pad|>"
+    )
+
+
+def make_teacher_tokenizer(folder: Path, vocabulary: int = 480) -> Path:
+    """Write a tokenizer like Qwen's: single digits, no bos."""
+    tokenizer = byte_level_tokenizer(TEACHER_SPLIT, vocabulary, ["<|endoftext|>", "<|im_end|>"], sentences(400, seed=1))
+    return save_tokenizer(tokenizer, folder, bos_token=None, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def make_metaspace_tokenizer(folder: Path, vocabulary: int = 700) -> Path:
+    """Write a tokenizer like Mistral's first one: metaspace, byte fallback."""
+    tokenizer = metaspace_tokenizer(vocabulary, sentences(400))
+    return save_tokenizer(tokenizer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_student(folder: Path, *, context: int = 256, seed: int = 0) -> Path:
+    """Write a small Llama with untied embeddings and a few rows more than its tokenizer has."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    make_student_tokenizer(folder)
+    torch.manual_seed(seed)
+    configuration = LlamaConfig(
+        vocab_size=656, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=context, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    LlamaForCausalLM(configuration).save_pretrained(folder)
+    return folder
+
+
+def make_teacher(folder: Path, *, context: int = 256, seed: int = 1) -> Path:
+    """Write a small Qwen3 with tied embeddings."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    make_teacher_tokenizer(folder)
+    torch.manual_seed(seed)
+    configuration = Qwen3Config(
+        vocab_size=496, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=context, tie_word_embeddings=True,
+        bos_token_id=None, eos_token_id=1, initializer_range=0.1,
+    )  # fmt: skip
+    Qwen3ForCausalLM(configuration).save_pretrained(folder)
+    return folder
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    """Write a corpus, a text a line."""
+    path.write_text("".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts), encoding="utf-8")
+    return path
