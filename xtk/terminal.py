@@ -51,6 +51,11 @@ def set_quiet(quiet: bool) -> None:
     _terminal.quiet = quiet
 
 
+def is_quiet() -> bool:
+    """Say whether notes are dropped."""
+    return _terminal.quiet
+
+
 def set_main_process(main: bool) -> None:
     """Let only the first process of a multi-process run print."""
     _terminal.main_process = main

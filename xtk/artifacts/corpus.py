@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xtk.errors import XtkError
+from xtk.errors import Damaged, XtkError
 from xtk.lookup import unknown
 from xtk.tokens.document import Document
 
@@ -77,7 +77,8 @@ class Corpus:
 
     def _document(self, record: Record, where: str) -> Document:
         names = {field: self.columns.get(field, field) for field in FIELDS}
-        wanted = ("text",) if "text" in self.columns or names["text"] in record else ("prompt", "completion")
+        # Columns that were asked for come before a column that happens to be called text.
+        wanted = ("text",) if "text" in (self.columns or record) else ("prompt", "completion")
         if any(names[field] not in record for field in wanted):
             raise XtkError(
                 f"a document has no text, nor prompt and completion; it has {', '.join(map(str, record)) or 'nothing'}",
@@ -180,8 +181,11 @@ def _read_parquet(name: str) -> Iterator[Record]:
     import pyarrow.parquet
 
     with fsspec.open(name, "rb") as stream:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
-            yield from batch.to_pylist()
+        try:
+            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
+                yield from batch.to_pylist()
+        except pyarrow.ArrowException as wrong:
+            raise Damaged(f"this is no parquet file, or it is cut short: {wrong}", where=name) from None
 
 
 def _read_arrow(name: str) -> Iterator[Record]:
@@ -195,9 +199,12 @@ def _read_arrow(name: str) -> Iterator[Record]:
                 yield from batch.to_pylist()
         except pyarrow.ArrowInvalid:
             stream.seek(0)
-            table = pyarrow.ipc.open_file(stream)
-            for number in range(table.num_record_batches):
-                yield from table.get_batch(number).to_pylist()
+            try:
+                table = pyarrow.ipc.open_file(stream)
+                for number in range(table.num_record_batches):
+                    yield from table.get_batch(number).to_pylist()
+            except pyarrow.ArrowException as wrong:
+                raise Damaged(f"this is no arrow file, or it is cut short: {wrong}", where=name) from None
 
 
 def _read_hub(name: str) -> Iterator[Record]:
@@ -224,7 +231,8 @@ def _read_pipe() -> Iterator[Record]:
         else:
             yield {"text": text}
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not splitlines(): JSON strings may hold U+0085 and U+2028 as they are.
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             record = _json_record(line, f"stdin, line {number}")
             if "path" in record and "kind" in record and not set(FIELDS) & set(record):

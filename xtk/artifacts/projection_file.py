@@ -29,12 +29,8 @@ TENSORS = {
 def write_projection(projection: Projection, path: Path) -> None:
     """Write a projection; the same projection gives the same bytes."""
     tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSORS}
-    header = {
-        **projection.header,
-        "format": FORMAT,
-        "version": VERSION,
-        "checksum": _checksum(tensors),
-    }
+    header = {**projection.header, "format": FORMAT, "version": VERSION}
+    header["checksum"] = _checksum(header, tensors)
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
     with written_whole(path) as temporary:
         temporary.write_bytes(raw)
@@ -52,12 +48,12 @@ def read_projection_header(path: Path) -> dict[str, Any]:
             if size > 100_000_000:
                 raise ValueError("not a safetensors file")
             metadata = json.loads(stream.read(size)).get("__metadata__", {})
-        header = json.loads(metadata["xtk"])
+        header = dict(json.loads(metadata["xtk"]))
     except FileNotFoundError:
         raise XtkError(
             "there is no such projection", where=str(path), hint="xtk build-projection STUDENT TEACHER -o FILE"
         ) from None
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError):
         raise Damaged("this file is no projection of xtk, or it is cut short", where=str(path)) from None
     if header.get("format") != FORMAT:
         raise Damaged(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
@@ -67,7 +63,7 @@ def read_projection_header(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="build it again, or use the xtk that wrote it",
         )
-    return dict(header)
+    return header
 
 
 def read_projection(path: Path) -> Projection:
@@ -84,7 +80,7 @@ def read_projection(path: Path) -> Projection:
     for name, dtype in TENSORS.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise Damaged(f"this projection has no {name} of type {np.dtype(dtype)}", where=str(path))
-    if _checksum(tensors) != header.get("checksum"):
+    if _checksum(header, tensors) != header.get("checksum"):
         raise Damaged("this projection was altered: its checksum does not fit", where=str(path), hint="build it again")
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
     projection = Projection(**{name: tensors[name] for name in TENSORS}, header=header)
@@ -95,5 +91,6 @@ def read_projection(path: Path) -> Projection:
     return projection
 
 
-def _checksum(tensors: dict[str, Any]) -> str:
-    return sha256(b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSORS))
+def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
+    told = canonical_json({key: value for key, value in header.items() if key != "checksum"})
+    return sha256(told.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSORS))

@@ -17,7 +17,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.files import canonical_json, read_json, remove_leftovers, sha256_of_file, write_json, written_whole
+from xtk.artifacts.files import (
+    canonical_json,
+    read_json,
+    remove_leftovers,
+    sha256,
+    sha256_of_file,
+    write_json,
+    written_whole,
+)
 from xtk.errors import Damaged, XtkError
 from xtk.tokens.alignment import Sequence as TokenSequence
 from xtk.tokens.document import Document, Segment
@@ -133,6 +141,7 @@ class CacheWriter:
                 }
             )
         manifest = {"format": FORMAT, "version": VERSION, "header": self.header, "shards": entries}
+        manifest["checksum"] = _checksum(manifest)
         # Written last, on purpose: a folder without a manifest is unfinished.
         write_json(self.folder / MANIFEST, manifest)
         return manifest
@@ -191,6 +200,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"this cache has version {manifest.get('version')}, codec {manifest['header'].get('codec')!r}; "
             f"this xtk reads version {VERSION}, codec {CODEC!r}",
             where=str(path),
+        )
+    if manifest.get("checksum") != _checksum(manifest):
+        raise Damaged(
+            "the manifest of this cache was altered: its checksum does not fit",
+            where=str(path),
+            hint=f"remove {path} and run the same xtk cache-teacher command again; finished parts are kept",
         )
     return manifest
 
@@ -366,7 +381,7 @@ def _read_shard_header(path: Path) -> dict[str, Any]:
         with pa.memory_map(str(path)) as source:
             metadata = pa.ipc.open_file(source).schema.metadata or {}
             return dict(json.loads(metadata[b"xtk"]))
-    except (pa.ArrowInvalid, KeyError, ValueError) as wrong:
+    except (pa.ArrowException, KeyError, ValueError) as wrong:
         raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=str(path), hint=_repair(path)) from None
 
 
@@ -382,9 +397,16 @@ def shard_figures(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _count(path: Path) -> tuple[int, int, int]:
-    with pa.memory_map(str(path)) as source:
-        batch = pa.ipc.open_file(source).get_batch(0)
-        return batch.num_rows, len(batch.column("positions").values), len(batch.column("ids").values)
+    try:
+        with pa.memory_map(str(path)) as source:
+            batch = pa.ipc.open_file(source).get_batch(0)
+            return batch.num_rows, len(batch.column("positions").values), len(batch.column("ids").values)
+    except (pa.ArrowException, KeyError, ValueError) as wrong:
+        raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=str(path), hint=_repair(path)) from None
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
 
 
 def _belongs(name: str) -> bool:

@@ -15,7 +15,10 @@ def distill(
     student: Annotated[
         str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
     ],
-    cache: Annotated[str, typer.Argument(help="What cache-teacher wrote; - for a pipe.", metavar="CACHE")],
+    cache: Annotated[
+        str,
+        typer.Argument(help="What cache-teacher wrote (or plain data, for ce alone); - for a pipe.", metavar="CACHE"),
+    ],
     output: options.Output,
     projection: Annotated[
         str, typer.Option(help="What build-projection or prune-projection wrote; - for a pipe.", metavar="PATH")
@@ -94,7 +97,11 @@ def distill(
     piped = terminal.path_argument("-") if "-" in (student, cache, projection) else ""
     student, cache, projection = (piped if path == "-" else path for path in (student, cache, projection))
     places = Places(
-        local_folder(student, weights=True), Path(cache), Path(projection) if projection else None, Path(output)
+        local_folder(student, weights=True),
+        Path(cache),
+        Path(projection) if projection else None,
+        Path(output),
+        columns_option(columns),
     )
     defaults = ["ce", "p-kl"] if projection else ["ce", "forward-kl"]
     recipe = Recipe(

@@ -119,7 +119,7 @@ class Projection:
             "rows": self.student_width,
             "columns": self.teacher_width,
             "entries": len(self.teacher_ids),
-            "missing_mass": round(float(1 - masses.mean()), 6) if tokens else 0.0,
+            "missing_mass": max(0.0, round(float(1 - masses.mean()), 6)) if tokens else 0.0,
             "empty_rows": int((masses == 0).sum()),
             "reachable_teacher_tokens": len(np.unique(self.teacher_ids)),
         }

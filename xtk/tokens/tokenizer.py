@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,11 @@ class Tokenizer:
             content = json.loads(raw)
             self._backend = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as wrong:  # the backend raises bare Exceptions
-            raise XtkError(f"this tokenizer.json cannot be read: {wrong}", where=str(self.folder)) from None
+            raise XtkError(
+                f"this tokenizer.json cannot be read: {wrong}",
+                where=str(self.folder),
+                hint="copy tokenizer.json of the model into it again, whole",
+            ) from None
         self._backend.no_truncation()
         self._backend.no_padding()
         # Text is text: the spelling of a special token inside a document is not that token.
@@ -119,11 +124,12 @@ class Tokenizer:
             np.int32
         )
         offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        ends = byte_of_character[offsets[:, 1]] if len(offsets) else np.zeros(0, np.int32)
+        before, after = _cluster_edges(text)
+        ends = byte_of_character[after[offsets[:, 1]]] if len(offsets) else np.zeros(0, np.int32)
         ends = np.maximum.accumulate(ends) if len(ends) else ends
         if len(ends):
             # A character that several tokens share ends with the last of them.
-            starts = byte_of_character[offsets[:, 0]]
+            starts = byte_of_character[before[offsets[:, 0]]]
             shared = np.append(starts[1:] < ends[:-1], False)
             held = np.where(shared, np.minimum(starts, ends), ends)
             for at in np.flatnonzero(shared):
@@ -194,7 +200,11 @@ class Tokenizer:
         if path.is_file():
             return path.read_bytes()
         if not self.folder.is_dir():
-            raise XtkError("no such model or tokenizer folder", where=str(self.folder))
+            raise XtkError(
+                "no such model or tokenizer folder",
+                where=str(self.folder),
+                hint="a folder that holds tokenizer.json; check the spelling",
+            )
         slow = [name for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
                 if (self.folder / name).is_file()]  # fmt: skip
         if slow:
@@ -240,6 +250,25 @@ class Tokenizer:
         if template is None:
             return None
         return "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
+
+
+def _cluster_edges(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return for each offset into the text the edges of its character with marks, at or before and at or after it.
+
+    A normaliser composes a character with the marks behind it and puts marks into order, and gives the
+    result the offset of the first character alone: "e" + U+0301 as U+00E9 seems to end after the "e".
+    """
+    inside = [_goes_on(character) for character in text[1:]]
+    edges = np.flatnonzero(~np.array([False, *inside, False][: len(text) + 1], np.bool_))
+    offsets = np.arange(len(text) + 1)
+    before = edges[np.searchsorted(edges, offsets, side="right") - 1]
+    after = edges[np.searchsorted(edges, offsets, side="left")]
+    return before, after
+
+
+def _goes_on(character: str) -> bool:
+    # Hangul vowels and final consonants (U+1160 to U+11FF) are composed too, and are no marks.
+    return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
 
 
 def _decoded(spelling: bytes) -> str | None:

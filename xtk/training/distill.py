@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from xtk import terminal
+from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_file import read_projection
@@ -18,7 +20,7 @@ from xtk.losses import LOSSES
 from xtk.projection.projection import Columns, Projection
 from xtk.tokens.alignment import sequences
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source
+from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source, TextSource
 from xtk.training.recipe import Places, Recipe, Reporting
 
 
@@ -48,8 +50,16 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     tokenizer = Tokenizer(places.student)
-    cache = TeacherCache(places.cache)
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
+    weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    if not any(loss.needs_teacher for loss in losses) and not _is_cache(places.cache):
+        documents = list(Corpus([str(places.cache)], places.columns))
+        fingerprint = Fingerprint()
+        for document in documents:
+            fingerprint.add(document)
+        given = {"student": weights, "documents": str(fingerprint)}
+        return Inputs(TextSource(documents), tokenizer, (None,) * len(losses), losses, given)
+    cache = TeacherCache(places.cache)
     projection = read_projection(places.projection) if places.projection is not None else None
     if projection is not None:
         _check_pair(places, tokenizer, cache, projection)
@@ -59,11 +69,15 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
         for loss, rule in zip(recipe.losses, losses, strict=True)
     )
     identity = {
-        "student": {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint},
+        "student": weights,
         "cache": sha256(canonical_json(cache.manifest)),
         "projection": None if projection is None else _fingerprint(projection),
     }
     return Inputs(CacheSource(cache), tokenizer, columns, losses, identity)
+
+
+def _is_cache(path: Path) -> bool:
+    return path.is_dir() and any(path.glob("*.arrow"))
 
 
 def _fingerprint(projection: Projection) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -120,12 +121,14 @@ class Places:
 
     Attributes:
         student: a local model folder.
-        cache: a teacher cache.
+        cache: a teacher cache; or plain data, for losses that need no teacher.
         projection: a projection file, or None for losses that need none.
         output: the run's folder.
+        columns: names of the columns of plain data.
     """
 
     student: Path
     cache: Path
     projection: Path | None
     output: Path
+    columns: Mapping[str, str] = field(default_factory=dict)

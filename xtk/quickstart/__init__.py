@@ -1,0 +1,1 @@
+"""Floor 6: the main demonstration, which runs the commands as a user types them."""

@@ -1,0 +1,159 @@
+"""The whole way: corpus, models, teacher, projection, cache, students, table, picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.artifacts.files import TEMPORARY, read_json, write_json
+from xtk.errors import XtkError
+from xtk.quickstart.corpus import documents, split
+
+# Found by experiment: docs/explanation/decisions.md. The student sees 15 % of what the teacher saw.
+STUDENT_SHARE = 0.15
+TEACHER_SEED = 1234
+TEACHER_TRAINING = "--max-steps 1500 --per-device-train-batch-size 2 --learning-rate 3e-3"
+STUDENT_TRAINING = "--max-steps 800 --per-device-train-batch-size 2 --learning-rate 3e-3"
+BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 0"
+DISTILLED_LOSS = "--loss ce --loss p-kl:weight=2"
+RESULTS, PICTURE = "results.json", "curves.png"
+
+
+def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
+    """Run the demonstration in a folder; what an interrupted run has finished is kept.
+
+    Args:
+        folder: where everything goes.
+        seeds: pairs of students: seed i gives both of them their first weights and the order of documents.
+
+    Returns:
+        `bits_per_byte` on held-out text: `teacher`, `ce` and `distilled`, the latter two with a number a seed.
+
+    Raises:
+        XtkError: the folder holds other things, or one of the commands failed.
+    """
+    if seeds < 1:
+        raise XtkError(f"--seeds is {seeds}; it is 1 or more")
+    started = time.monotonic()
+    _prepare(folder, seeds)
+    _say("The teacher is trained on all of it, the slowest step:")
+    common = f"{BOTH_TRAININGS} --eval-data {folder}/test.jsonl"
+    teacher = _run(
+        f"xtk distill {folder}/teacher-untrained {folder}/train.jsonl --loss ce {TEACHER_TRAINING} {common} "
+        f"-o {folder}/teacher"
+    )
+    _say("The four commands. Which of the student's tokens land on which of the teacher's:")
+    _run(f"xtk build-projection {folder}/student-0 {folder}/teacher -o {folder}/projection")
+    _run(f"xtk prune-projection {folder}/projection --top-k 4 -o {folder}/projection-4")
+    _say("What the teacher says about the student's part of the corpus, once:")
+    _run(f"xtk cache-teacher {folder}/teacher {folder}/part.jsonl --top-k 64 -o {folder}/cache")
+    figures: dict[str, Any] = {"teacher": _bits(teacher), "ce": [], "distilled": []}
+    for seed in range(seeds):
+        training = f"{STUDENT_TRAINING} {common} --eval-steps 200 --seed {seed}"
+        start = f"xtk distill {folder}/student-{seed} {folder}/cache"
+        _say(f"Student {seed}, taught by the text alone, then by the teacher too:")
+        alone = _run(f"{start} --loss ce {training} -o {folder}/ce-{seed}")
+        taught = _run(
+            f"{start} --projection {folder}/projection-4 {DISTILLED_LOSS} {training} -o {folder}/distilled-{seed}"
+        )
+        figures["ce"].append(_bits(alone))
+        figures["distilled"].append(_bits(taught))
+    write_json(folder / RESULTS, {"bits_per_byte": figures, "seeds": seeds})
+    from xtk.quickstart.picture import draw_curves
+
+    draw_curves(folder, seeds, figures["teacher"], folder / PICTURE)
+    terminal.note(table(figures))
+    terminal.note(
+        f"\n{folder}/{PICTURE} shows the curves. All of it took {terminal.duration(time.monotonic() - started)}."
+    )
+    return figures
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the result as a table in Markdown."""
+    rows = [("teacher, trained on all documents", [figures["teacher"]])]
+    rows.append((f"student, cross-entropy alone, on {STUDENT_SHARE:.0%} of them", figures["ce"]))
+    rows.append(("the same student, distilled, same steps and data", figures["distilled"]))
+    width = max(len(name) for name, _ in rows)
+    lines = [f"| {'':{width}} | bits per byte on held-out text |", f"| {'-' * width} | --- |"]
+    lines += [f"| {name:{width}} | {', '.join(f'{value:.3f}' for value in values)} |" for name, values in rows]
+    return "\n" + "\n".join(lines)
+
+
+def _prepare(folder: Path, seeds: int) -> None:
+    """Write corpus, tokenizers and untrained models, whole or not at all."""
+    if folder.exists() and not folder.is_dir():
+        raise XtkError("this is to be a folder, and there is a file of this name", where=str(folder))
+    known = ("train.jsonl", TEMPORARY, "student-", "teacher-untrained")
+    if folder.is_dir() and any(folder.iterdir()) and not any(path.name.startswith(known) for path in folder.iterdir()):
+        raise XtkError("this folder holds other things", where=str(folder), hint="give a new folder to -o")
+    folder.mkdir(parents=True, exist_ok=True)
+    training, held_out = split(documents())
+    part = training[: int(len(training) * STUDENT_SHARE)]
+    _say(
+        f"{len(training):,} documents of Python's own documentation to train on, of which the student sees "
+        f"{len(part):,}; {len(held_out):,} held out."
+    )
+    from xtk.models.causal_lm import quieten_transformers
+    from xtk.quickstart.models import make_student, make_teacher
+
+    quieten_transformers()
+    for name, texts in (("train", training), ("part", part), ("test", held_out)):
+        _write_once(folder / f"{name}.jsonl", lambda path, texts=texts: _write_jsonl(path, texts))
+    _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
+    for seed in range(seeds):
+        _write_once(folder / f"student-{seed}", lambda path, seed=seed: make_student(path, training, seed))
+
+
+def _write_once(path: Path, write: Any) -> None:
+    if path.exists():
+        return
+    temporary = path.parent / f"{TEMPORARY}{path.name}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    write(temporary)
+    temporary.replace(path)
+
+
+def _write_jsonl(path: Path, texts: Iterable[str]) -> None:
+    lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    terminal.note(f"\n{text}")
+
+
+def _run(command: str) -> Path:
+    """Print a command, run it as it stands, and return the path that it printed."""
+    terminal.note(f"$ {command}")
+    arguments = shlex.split(command)[1:] + (["--quiet"] if terminal.is_quiet() else [])
+    done = subprocess.run(
+        [sys.executable, "-m", "xtk", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        check=False,
+    )
+    if done.returncode == 130:
+        raise KeyboardInterrupt
+    if done.returncode:
+        raise XtkError(
+            f"a command of the quickstart ended with exit code {done.returncode}",
+            where=command,
+            hint="its own message is above",
+        )
+    return Path(done.stdout.strip())
+
+
+def _bits(run: Path) -> float:
+    return float(read_json(run / "xtk.json")["metrics"]["eval_bits_per_byte"])
