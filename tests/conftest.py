@@ -13,10 +13,13 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import command_line
 import material
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+command_line.start_fork_server()
 
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -31,23 +34,17 @@ class Pair:
 
 def run_xtk(
     *arguments: object,
-    stdin: str | None = None,
+    stdin: str = "",
     code: int | None = 0,
     cwd: Path | None = None,
     env: dict[str, str] | None = None,
     timeout: float = 300,
+    fresh: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `xtk` as a process; assert its exit code unless `code` is None."""
-    done = subprocess.run(
-        [sys.executable, "-m", "xtk", *map(str, arguments)],
-        input=stdin if stdin is not None else "",
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        timeout=timeout,
-        check=False,
-    )
+    """Run `xtk` as a process (a `fresh` one imports everything itself); assert its exit code unless `code` is None."""
+    start = command_line.run_fresh if fresh else command_line.run_forked
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    done = start([str(argument) for argument in arguments], stdin, cwd or Path.cwd(), surroundings, timeout)
     if code is not None:
         assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -73,6 +70,19 @@ def pair(material_folder: Path) -> Pair:
 def metaspace(material_folder: Path) -> Path:
     """A SentencePiece-like tokenizer."""
     return material.make_metaspace_tokenizer(material_folder / "metaspace")
+
+
+@pytest.fixture(scope="session")
+def families(material_folder: Path) -> dict[str, Path]:
+    """A tokenizer of each family: the pair's and three more, without models."""
+    folder = material_folder / "families"
+    return {
+        "student": material.make_student_tokenizer(folder / "student"),
+        "teacher": material.make_teacher_tokenizer(folder / "teacher"),
+        "metaspace": material.make_metaspace_tokenizer(folder / "metaspace"),
+        "composing": material.make_composing_tokenizer(folder / "composing"),
+        "word-piece": material.make_word_piece_tokenizer(folder / "word-piece"),
+    }
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 NAMES = ["Anna", "Bert", "Clara", "Dora", "Emil", "Frieda", "Gustav", "Hanna", "Ida", "Jakob"]
 THINGS = ["apples", "pears", "books", "stones", "coins", "tickets", "marbles", "cups", "shells", "cards"]
@@ -100,6 +100,26 @@ def make_metaspace_tokenizer(folder: Path, vocabulary: int = 700) -> Path:
     """Write a tokenizer like Mistral's first one: metaspace, byte fallback."""
     tokenizer = metaspace_tokenizer(vocabulary, sentences(400))
     return save_tokenizer(tokenizer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def make_composing_tokenizer(folder: Path, vocabulary: int = 480) -> Path:
+    """Write a byte-level tokenizer with Qwen's normaliser, NFC: "e" + U+0301 is read as U+00E9."""
+    texts = [*sentences(400, seed=1), *ODD]
+    tokenizer = byte_level_tokenizer(TEACHER_SPLIT, vocabulary, ["<|endoftext|>"], texts)
+    tokenizer.normalizer = normalizers.NFC()
+    return save_tokenizer(tokenizer, folder, bos_token=None, eos_token="<|endoftext|>")
+
+
+def make_word_piece_tokenizer(folder: Path, vocabulary: int = 400) -> Path:
+    """Write a tokenizer like BERT's first one: lower case, no accents, no spaces, "##" inside words."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator(sentences(400), trainer)
+    return save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
 
 
 def make_student(folder: Path, *, context: int = 256, seed: int = 0) -> Path:

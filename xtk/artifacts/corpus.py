@@ -5,13 +5,15 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import lzma
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xtk.errors import Damaged, XtkError
+from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.tokens.document import Document
 
@@ -139,7 +141,21 @@ def _reader(name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
         raise XtkError(
             f"data ending in {kind or 'nothing'} cannot be read", where=name, hint=f"one of {', '.join(_FORMATS)}"
         )
-    return name, lambda: _FORMATS[kind](name)
+    return name, lambda: _named(name, _FORMATS[kind](name))
+
+
+def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
+    """Pass records on; a file that is cut short or of another format is told by its name."""
+    try:
+        yield from records
+    except (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError) as wrong:  # Arrow's are ValueErrors
+        if isinstance(wrong, OSError) and wrong.errno:  # the operating system's: no such file, no permission
+            raise
+        raise XtkError(
+            f"this data cannot be read to its end: {wrong}",
+            where=name,
+            hint="look whether it is whole, and whether its ending tells its format",
+        ) from None
 
 
 def _format_of(name: str) -> str:
@@ -181,11 +197,8 @@ def _read_parquet(name: str) -> Iterator[Record]:
     import pyarrow.parquet
 
     with fsspec.open(name, "rb") as stream:
-        try:
-            for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
-                yield from batch.to_pylist()
-        except pyarrow.ArrowException as wrong:
-            raise Damaged(f"this is no parquet file, or it is cut short: {wrong}", where=name) from None
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
+            yield from batch.to_pylist()
 
 
 def _read_arrow(name: str) -> Iterator[Record]:
@@ -199,12 +212,9 @@ def _read_arrow(name: str) -> Iterator[Record]:
                 yield from batch.to_pylist()
         except pyarrow.ArrowInvalid:
             stream.seek(0)
-            try:
-                table = pyarrow.ipc.open_file(stream)
-                for number in range(table.num_record_batches):
-                    yield from table.get_batch(number).to_pylist()
-            except pyarrow.ArrowException as wrong:
-                raise Damaged(f"this is no arrow file, or it is cut short: {wrong}", where=name) from None
+            table = pyarrow.ipc.open_file(stream)
+            for number in range(table.num_record_batches):
+                yield from table.get_batch(number).to_pylist()
 
 
 def _read_hub(name: str) -> Iterator[Record]:

@@ -192,21 +192,22 @@ def read_manifest(folder: Path) -> dict[str, Any]:
                 hint="run the same xtk cache-teacher command again; it goes on",
             )
         raise XtkError("there is no teacher cache", where=str(folder), hint="xtk cache-teacher TEACHER DATA -o FOLDER")
-    manifest = read_json(path)
+    again = f"remove {path} and run the same xtk cache-teacher command again; finished parts are kept"
+    try:
+        manifest = read_json(path)
+    except Damaged as wrong:
+        raise Damaged(wrong.what, where=str(path), hint=again) from None
     if manifest.get("format") != FORMAT or "shards" not in manifest or "header" not in manifest:
-        raise Damaged("this is no manifest of a teacher cache", where=str(path))
+        raise Damaged("this is no manifest of a teacher cache", where=str(path), hint=again)
     if manifest.get("version") != VERSION or manifest["header"].get("codec") != CODEC:
         raise XtkError(
             f"this cache has version {manifest.get('version')}, codec {manifest['header'].get('codec')!r}; "
             f"this xtk reads version {VERSION}, codec {CODEC!r}",
             where=str(path),
+            hint="read the text into a new cache, or use the xtk that wrote this one",
         )
     if manifest.get("checksum") != _checksum(manifest):
-        raise Damaged(
-            "the manifest of this cache was altered: its checksum does not fit",
-            where=str(path),
-            hint=f"remove {path} and run the same xtk cache-teacher command again; finished parts are kept",
-        )
+        raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=str(path), hint=again)
     return manifest
 
 

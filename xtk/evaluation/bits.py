@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xtk import terminal
+from xtk.errors import XtkError
 from xtk.models.causal_lm import Cut, context_length, logits_of, rows_in_a_chunk
 from xtk.tokens.alignment import sequences
 from xtk.tokens.document import Document
@@ -72,9 +73,14 @@ def bits_per_byte(
         corpus: of a prompt with its completion, the completion counts.
         batch_tokens: padded tokens in a forward pass.
         max_length: a smaller limit than the model's context.
+
+    Raises:
+        XtkError: the limit is a single token.
     """
     limits = [limit for limit in (context_length(model.model), max_length) if limit]
     limit = min(limits) if limits else None
+    if limit is not None and limit < 2:
+        raise XtkError(f"--max-length is {limit}: no token has one before it that predicts it", hint="2 or more")
     training = model.training
     model.eval()
     bits, size, tokens, count, windows = 0.0, 0, 0, 0, 0
@@ -87,9 +93,9 @@ def bits_per_byte(
                 pieces = list(_windows(sequence.ids[: sequence.text_stop], counted[: sequence.text_stop], limit))
                 pending += pieces
                 windows += len(pieces)
-            size += sum(len(segment.text.encode()) for segment in document.segments if segment.train)
-            if not sequence.starts and len(sequence) and document.segments[0].train:
-                size -= int(sequence.ends[0])  # nothing predicts the first token
+            # Without a start token nothing predicts the first token.
+            unpredicted = int(sequence.ends[0]) if not sequence.starts and len(sequence) else 0
+            size += _trained_bytes(document, unpredicted)
             count += 1
         for batch in _batches(pending, batch_tokens):
             bits += _score(model, batch)
@@ -110,6 +116,17 @@ def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
                 group = []
         if group:
             yield group
+
+
+def _trained_bytes(document: Document, start: int) -> int:
+    """Return how many bytes of the trained text lie at `start` or after it."""
+    total = stop = 0
+    for segment in document.segments:
+        size = len(segment.text.encode())
+        stop += size
+        if segment.train:
+            total += min(size, max(0, stop - start))
+    return total
 
 
 class _Silent:

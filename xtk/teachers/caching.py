@@ -157,7 +157,7 @@ def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: in
         _tell_too_long(request, corpus, limit, too_long, documents)
     if empty:
         terminal.note(f"cache-teacher: {empty:,} of {documents:,} documents are empty; nothing of them is trained")
-    if not any(length > 1 for length in lengths):
+    if empty == documents or not lengths:
         raise XtkError("there is no text in this corpus", where=corpus.name)
     return _Plan(np.array(lengths, np.int64), str(fingerprint), len(too_long))
 

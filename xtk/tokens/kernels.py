@@ -49,7 +49,7 @@ def byte_ends(
             position += 1
     if added:
         for at in range(size):
-            ends[at] -= 1
+            ends[at] = max(ends[at] - 1, 0)
     return ends, True
 
 

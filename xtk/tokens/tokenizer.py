@@ -120,23 +120,19 @@ class Tokenizer:
 
     def _encode_by_offsets(self, text: str) -> Encoded:
         encoding = self._backend.encode(text, add_special_tokens=False)
-        byte_of_character = np.concatenate([[0], np.cumsum([len(character.encode()) for character in text])]).astype(
-            np.int32
-        )
-        offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        ids = np.array(encoding.ids, np.int32)
+        if not len(ids):
+            return Encoded(ids, np.zeros(0, np.int32))
+        byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
         before, after = _cluster_edges(text)
-        ends = byte_of_character[after[offsets[:, 1]]] if len(offsets) else np.zeros(0, np.int32)
-        ends = np.maximum.accumulate(ends) if len(ends) else ends
-        if len(ends):
-            # A character that several tokens share ends with the last of them.
-            starts = byte_of_character[before[offsets[:, 0]]]
-            shared = np.append(starts[1:] < ends[:-1], False)
-            held = np.where(shared, np.minimum(starts, ends), ends)
-            for at in np.flatnonzero(shared):
-                held[at] = min(held[at], starts[at + 1])
-            ends = np.maximum.accumulate(held)
-            ends[-1] = len(text.encode())
-        return Encoded(np.array(encoding.ids, np.int32), ends.astype(np.int32))
+        offsets = np.array(encoding.offsets, np.int64)
+        starts = byte_of_character[before[offsets[:, 0]]]
+        ends = np.maximum.accumulate(byte_of_character[after[offsets[:, 1]]])
+        # Of tokens that share a character only the last ends with it; the others end where the token before them does.
+        shared = np.append(starts[1:] < ends[:-1], False)
+        ends = np.maximum.accumulate(np.where(shared, 0, ends))
+        ends[-1] = byte_of_character[-1]
+        return Encoded(ids, ends.astype(np.int32))
 
     def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
         """Spell byte strings with this tokenizer's tokens, as it would inside a text.

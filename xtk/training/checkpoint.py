@@ -66,7 +66,13 @@ def save_model(model: Any, tokenizer_folder: Path, folder: Path) -> None:
 
 
 def save_checkpoint(
-    output: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, tokenizer_folder: Path, random: torch.Tensor
+    output: Path,
+    step: int,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    tokenizer_folder: Path,
+    random: torch.Tensor,
+    tokens: int = 0,
 ) -> None:
     """Write `checkpoint-STEP`, whole: under a temporary name, synced, renamed.
 
@@ -77,6 +83,7 @@ def save_checkpoint(
         optimizer: over the model's parameters.
         tokenizer_folder: where the tokenizer's files lie.
         random: the state of torch's generator of each process, [processes, n].
+        tokens: that the steps took, over all processes.
     """
     temporary = output / f"{TEMPORARY}checkpoint-{step}"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -88,7 +95,7 @@ def save_checkpoint(
             for key, value in optimizer.state.get(parameter, {}).items():
                 state[f"{key}.{name}"] = value.detach().cpu().contiguous()
         save_file(state, temporary / "trainer.safetensors")
-        write_json(temporary / DONE, {"kind": "checkpoint", "step": step})
+        write_json(temporary / DONE, {"kind": "checkpoint", "step": step, "tokens": tokens})
         sync_folder(temporary)
         final = output / f"checkpoint-{step}"
         shutil.rmtree(final, ignore_errors=True)

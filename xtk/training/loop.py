@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.files import read_json
 from xtk.errors import XtkError
 from xtk.evaluation.bits import bits_per_byte
 from xtk.losses.head import Term, fused_loss
@@ -21,6 +22,7 @@ from xtk.models.causal_lm import Cut, rows_in_a_chunk
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
 from xtk.training.checkpoint import (
+    DONE,
     METRICS,
     checkpoints,
     finish_run,
@@ -93,10 +95,10 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     model = accelerator.prepare_model(Student(run.cut))
     model.train()
     torch.manual_seed(recipe.seed + accelerator.process_index)
-    done = _resume(run, optimizer)
+    done, tokens = _resume(run, optimizer)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
     batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
-    meter = _Meter(accelerator)
+    meter = _Meter(accelerator, tokens)
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
@@ -114,17 +116,16 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                 metrics.write(record)
                 accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
             if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
-                _save(run, optimizer, step + 1)
+                _save(run, optimizer, step + 1, meter.total())
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
     accelerator.wait_for_everyone()
-    content = {"kind": "student", "steps": run.steps, "recipe": identity}
+    content = {"kind": "student", "steps": run.steps, "recipe": identity, "metrics": last_values(run.output / METRICS)}
     if accelerator.is_main_process:
-        content["metrics"] = last_values(run.output / METRICS)
         finish_run(run.output, run.cut.model, run.tokenizer_folder, content)
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
-    accelerator.end_training()
     accelerator.wait_for_everyone()
+    accelerator.end_training()  # takes the process group down
     return content
 
 
@@ -183,21 +184,22 @@ def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
     return [run.maker.make(numbers) for numbers in shares]
 
 
-def _resume(run: Run, optimizer: torch.optim.Optimizer) -> int:
+def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Return the steps that are done and the tokens that they took."""
     found = checkpoints(run.output)
     if not found:
-        return 0
+        return 0, 0
     step, folder = found[-1]
     load_trainer_state(folder, run.cut.model, optimizer, run.accelerator.process_index)
     terminal.note(f"distill: going on from {folder}")
-    return step
+    return step, int(read_json(folder / DONE).get("tokens", 0))
 
 
-def _save(run: Run, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _save(run: Run, optimizer: torch.optim.Optimizer, step: int, tokens: int) -> None:
     accelerator = run.accelerator
     random = accelerator.gather(torch.get_rng_state()[None].to(accelerator.device)).cpu()
     if accelerator.is_main_process:
-        save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random)
+        save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random, tokens)
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
     accelerator.wait_for_everyone()
 
@@ -216,12 +218,17 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 
 class _Meter:
-    """Counts tokens over time, since the last reading."""
+    """Counts tokens over time, since the last reading.
 
-    def __init__(self, accelerator: Any) -> None:
+    Args:
+        accelerator: Accelerate's.
+        tokens: that the run took before this process went on with it.
+    """
+
+    def __init__(self, accelerator: Any, tokens: int) -> None:
         self._accelerator = accelerator
         self._tokens = self._unaligned = self._rows = 0
-        self._all_tokens = 0
+        self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
         self.rate = 0.0
 
@@ -230,6 +237,11 @@ class _Meter:
         self._tokens += sum(batch.tokens for batch in batches)
         self._rows += sum(len(batch.places) for batch in batches)
         self._unaligned += sum(batch.unaligned for batch in batches)
+
+    def total(self) -> int:
+        """Return the tokens of the run so far, over all processes; every process has to call it."""
+        tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._accelerator.device)
+        return self._all_tokens + int(self._accelerator.reduce(tokens, "sum"))
 
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""

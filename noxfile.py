@@ -1,0 +1,100 @@
+"""One session a check; the same names for people and for CI. Plain `nox` is what to run before a commit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.sessions = ["lint", "types", "tests", "docs"]
+nox.options.error_on_external_run = False
+
+ROOT = Path(__file__).parent
+PACKAGE = ["xtk", "tests", "docs", "noxfile.py"]
+# The sessions below share one environment: torch alone is most of a minute to install.
+SHARED = ROOT / ".nox" / "shared"
+
+
+def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool) -> Path:
+    """Make a virtual environment once, again when pyproject.toml changes; return its folder of programs."""
+    mark = folder / "made-from"
+    key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr(wanted).encode()).hexdigest()
+    if not mark.is_file() or mark.read_text() != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run(sys.executable, "-m", "venv", str(folder), silent=True)
+        flags = ["-e"] if editable else []
+        session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *flags, *wanted)
+        mark.write_text(key)
+    return folder / "bin"
+
+
+def run(session: nox.Session, program: str, *arguments: str, **env: str) -> None:
+    """Run a program of the shared environment, its folder first on the path."""
+    programs = environment(session, SHARED, ".[dev]", editable=True)
+    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(programs / program), *arguments, env={"PATH": path, "HF_HUB_OFFLINE": "1", **env})
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style: ruff's rules and format."""
+    run(session, "ruff", "check", *PACKAGE)
+    run(session, "ruff", "format", "--check", *PACKAGE)
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Types: mypy --strict on the package."""
+    run(session, "mypy")
+
+
+@nox.session(venv_backend="none")
+def tests(session: nox.Session) -> None:
+    """Truths: pytest, warnings are errors."""
+    run(session, "python", "-m", "pytest", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """Manual: the reference is what the code says, links lead somewhere."""
+    run(session, "python", "docs/generate.py", "--check")
+    run(session, "python", "docs/links.py")
+
+
+@nox.session(venv_backend="none")
+def examples(session: nox.Session) -> None:
+    """Examples and tutorial, run as they stand, at small size."""
+    run(session, "python", "docs/run_blocks.py", "docs/tutorial/first-distillation.md")
+    for script in sorted((ROOT / "examples").glob("*.sh")):
+        folder = session.create_tmp()
+        run(session, "bash", str(script), folder)
+
+
+@nox.session(venv_backend="none")
+def minimal(session: nox.Session) -> None:
+    """Do as the README's first command does: a fresh environment, no extras, the main job."""
+    folder = ROOT / ".nox" / "minimal"
+    shutil.rmtree(folder, ignore_errors=True)
+    programs = environment(session, folder, ".", editable=False)
+    session.run(str(programs / "xtk"), "quickstart", "-o", str(folder / "quickstart"), "--json")
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Numbers: every benchmark, or those named: nox -s bench -- align."""
+    names = session.posargs or [
+        path.stem.removeprefix("bench_") for path in sorted(ROOT.glob("tests/benchmarks/bench_*.py"))
+    ]
+    for name in names:
+        run(session, "python", f"tests/benchmarks/bench_{name}.py")
+
+
+@nox.session(name="long", venv_backend="none")
+def long_tests(session: nox.Session) -> None:
+    """Run what takes longer than a contributor waits: thousands of generated cases, many kills."""
+    run(session, "python", "-m", "pytest", "-m", "long", *session.posargs)

@@ -1,0 +1,272 @@
+"""Reading documents from all formats."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xtk.artifacts.corpus import Corpus, Fingerprint, columns_option
+from xtk.errors import XtkError
+from xtk.tokens.document import Document, readable
+
+TEXTS = ["Anna has 12 apples.", "日本語 😀 e\u0301", "two\nlines\u2028and\u0085more", ""]
+
+
+def lines_of(records: list[dict[str, object]]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def as_jsonl(path: Path) -> Path:
+    path.with_suffix(".jsonl").write_text(lines_of([{"text": text} for text in TEXTS]), encoding="utf-8")
+    return path.with_suffix(".jsonl")
+
+
+def as_jsonl_with_escapes_and_empty_lines(path: Path) -> Path:
+    lines = [json.dumps({"id": 1, "text": text}) for text in TEXTS]
+    path.with_suffix(".json").write_text("\n\n" + "\r\n\n".join(lines))  # without a newline at the end
+    return path.with_suffix(".json")
+
+
+def as_jsonl_gz(path: Path) -> Path:
+    path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(as_jsonl(path).read_bytes()))
+    return path.with_suffix(".jsonl.gz")
+
+
+def as_parquet(path: Path) -> Path:
+    pa.parquet.write_table(pa.table({"text": TEXTS, "id": range(len(TEXTS))}), path.with_suffix(".parquet"))
+    return path.with_suffix(".parquet")
+
+
+def as_datasets_saves_it(path: Path) -> Path:
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(path)
+    (file,) = path.glob("*.arrow")
+    return file
+
+
+def as_arrow_file(path: Path) -> Path:
+    table = pa.table({"text": TEXTS})
+    with pa.ipc.new_file(path.with_suffix(".arrow"), table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path.with_suffix(".arrow")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        as_jsonl,
+        as_jsonl_with_escapes_and_empty_lines,
+        as_jsonl_gz,
+        as_parquet,
+        as_datasets_saves_it,
+        as_arrow_file,
+    ],
+)
+def test_every_format_holds_the_same_documents(tmp_path, write):
+    corpus = Corpus([str(write(tmp_path / "data"))])
+    assert [document.text for document in corpus] == TEXTS
+    assert [document.text for document in corpus] == TEXTS  # and can be read again
+    assert all([segment.role for segment in document.segments] == ["text"] for document in corpus)
+
+
+def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
+    raw = "one\r\ntwo\rthree\n\n日本\ufeff\x00 end".encode()
+    (tmp_path / "a.txt").write_bytes(raw)
+    (document,) = Corpus([str(tmp_path / "a.txt")])
+    assert document.text.encode() == raw
+    assert document.segments[0].train
+
+
+def test_bytes_that_are_no_utf_8_become_replacement_characters(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+    (document,) = Corpus([str(tmp_path / "a.txt")])
+    assert document.text == "caf\ufffd au lait"
+
+
+def test_globs_and_folders_are_read_in_the_order_of_names(tmp_path):
+    for name in ("b.txt", "a.txt", "c.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "notes.md").write_text("no data")
+    names = ["a.txt", "b.txt", "c.txt"]
+    assert [document.text for document in Corpus([f"{tmp_path}/*.txt"])] == names
+    assert [document.text for document in Corpus([str(tmp_path)])] == names
+    assert [document.text for document in Corpus([f"{tmp_path}/c.txt", f"{tmp_path}/[ab].txt"])] == [
+        "c.txt", "a.txt", "b.txt"
+    ]  # fmt: skip
+
+
+def test_a_file_whose_name_looks_like_a_glob_is_that_file(tmp_path):
+    (tmp_path / "part[1].txt").write_text("this one")
+    assert [document.text for document in Corpus([f"{tmp_path}/part[1].txt"])] == ["this one"]
+
+
+def test_remote_paths_go_through_fsspec(tmp_path):
+    path = as_jsonl(tmp_path / "data")
+    assert [document.text for document in Corpus([path.as_uri()])] == TEXTS
+
+
+def test_a_prompt_is_read_and_its_completion_trained(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines_of([{"prompt": "2 + 2 =", "completion": " 4"}]))
+    (document,) = Corpus([str(tmp_path / "a.jsonl")])
+    assert document == Document.of_completion("2 + 2 =", " 4")
+    assert [(segment.role, segment.train) for segment in document.segments] == [("prompt", False), ("completion", True)]
+
+
+def test_columns_with_other_names_are_mapped(tmp_path):
+    records = [{"question": "2 + 2 =", "answer": " 4", "text": "not this"}]
+    (tmp_path / "a.jsonl").write_text(lines_of(records))
+    (pair,) = Corpus([str(tmp_path / "a.jsonl")], columns_option("prompt=question,completion=answer"))
+    assert pair == Document.of_completion("2 + 2 =", " 4")
+    (alone,) = Corpus([str(tmp_path / "a.jsonl")], columns_option("text=answer"))
+    assert alone == Document.of_text(" 4")
+
+
+def test_lone_surrogates_become_replacement_characters(tmp_path):
+    (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b\udc00 \ud83d\ude00\ud83d"}')
+    (document,) = Corpus([str(tmp_path / "a.jsonl")])
+    assert document.text == "a\ufffdb\ufffd 😀\ufffd"
+    assert readable("\ufeffä\ud800") == "\ufeffä\ufffd"
+
+
+def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> XtkError:
+    with pytest.raises(XtkError) as caught:
+        list(Corpus([str(source) for source in sources], columns))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"text": "unfinished', "this line is no JSON"),
+        ('["a list"]', "a document is a JSON object"),
+        ('"Anna"', "a document is a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path, line, what):
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n\n' + line + "\n")
+    failure = failure_of([tmp_path / "a.jsonl"])
+    assert failure.what.startswith(what)
+    assert failure.where == f"{tmp_path}/a.jsonl, line 3"
+
+
+def test_data_without_a_text_names_the_columns_that_it_has(tmp_path):
+    (tmp_path / "a.jsonl").write_text(lines_of([{"question": "2 + 2 =", "answer": " 4"}]))
+    failure = failure_of([tmp_path / "a.jsonl"])
+    assert "it has question, answer" in failure.what
+    assert failure.where == f"{tmp_path}/a.jsonl, document 0"
+    assert "--columns" in failure.hint
+    assert "it has question, answer" in failure_of([tmp_path / "a.jsonl"], {"text": "body"}).what
+    assert "it has question, answer" in failure_of([tmp_path / "a.jsonl"], {"prompt": "question"}).what
+
+
+def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 12}')
+    assert failure_of([tmp_path / "a.jsonl"]).what == "text is int, not text"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "completion": null}')
+    assert failure_of([tmp_path / "a.jsonl"]).what == "completion is NoneType, not text"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_a_corpus_without_a_document_is_refused(tmp_path, name):
+    (tmp_path / name).write_text("")
+    failure = failure_of([tmp_path / name])
+    assert failure.what == "there is no document in this corpus"
+    assert failure.where == str(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "*.parquet", "no/such/folder/"])
+def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name):
+    with pytest.raises(XtkError, match="there is no such data") as caught:
+        Corpus([f"{tmp_path}/{name}"])
+    assert caught.value.where == f"{tmp_path}/{name}"
+    assert caught.value.hint
+
+
+def test_an_unknown_ending_is_answered_with_the_known_ones(tmp_path):
+    (tmp_path / "a.csv").write_text("text\nAnna\n")
+    failure = failure_of([tmp_path / "a.csv"])
+    assert failure.what == "data ending in .csv cannot be read"
+    assert ".parquet" in failure.hint
+
+
+def test_a_folder_without_data_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("nothing here")
+    assert failure_of([tmp_path]).what == "this folder holds no data files"
+
+
+@pytest.mark.parametrize("write", [as_parquet, as_arrow_file, as_datasets_saves_it, as_jsonl_gz])
+def test_a_file_cut_short_is_named(tmp_path, write):
+    path = write(tmp_path / "data")
+    os.truncate(path, path.stat().st_size // 2)
+    failure = failure_of([path])
+    assert failure.where.startswith(str(path))
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_file_of_another_format_is_named(tmp_path, name):
+    (tmp_path / name).write_text("Anna has 12 apples.")
+    assert failure_of([tmp_path / name]).where.startswith(str(tmp_path / name))
+
+
+def test_an_unknown_field_in_columns_is_answered_with_the_nearest_one():
+    with pytest.raises(XtkError, match=r"no document field called 'texts'; did you mean text\?"):
+        Corpus([], {"texts": "body"})
+
+
+@pytest.mark.parametrize("value", ["text", "text=", "=body", "prompt=a,completion"])
+def test_columns_that_are_no_pairs_are_refused(value):
+    with pytest.raises(XtkError, match="--columns is"):
+        columns_option(value)
+    assert columns_option(None) == columns_option("") == {}
+    assert columns_option("prompt=a, completion=b=c") == {"prompt": "a", "completion": "b=c"}
+
+
+@pytest.mark.parametrize(
+    ("piped", "texts"),
+    [
+        (lines_of([{"text": text} for text in TEXTS]), TEXTS),
+        ("Anna has 12 apples.\nAnd Bert.\n", ["Anna has 12 apples.\nAnd Bert.\n"]),
+    ],
+)
+def test_a_pipe_holds_json_lines_or_one_text(monkeypatch, piped, texts):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    corpus = Corpus(["-"])
+    assert [document.text for document in corpus] == texts
+    assert [document.text for document in corpus] == texts
+
+
+def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    with pytest.raises(XtkError, match="the command before it seems to have failed"):
+        Corpus(["-"])
+
+
+def fingerprint(*documents: Document) -> str:
+    whole = Fingerprint()
+    for document in documents:
+        whole.add(document)
+    return str(whole)
+
+
+def test_a_fingerprint_tells_documents_apart_by_text_order_and_training():
+    one, other = Document.of_text("Anna"), Document.of_text("Bert")
+    different = [
+        fingerprint(one, other),
+        fingerprint(other, one),
+        fingerprint(one),
+        fingerprint(Document.of_text("AnnaBert")),
+        fingerprint(Document.of_completion("Anna", "Bert")),
+        fingerprint(Document.of_completion("AnnaBert", "")),
+        fingerprint(one, Document.of_text(""), other),
+    ]
+    assert len(set(different)) == len(different)
+    assert fingerprint(one, other) == fingerprint(Document.of_text("Anna"), other)

@@ -1,0 +1,162 @@
+"""A projection as a file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.projection_file import TENSORS, read_projection, read_projection_header, write_projection
+from xtk.errors import Damaged, XtkError
+from xtk.projection.build import build_projection
+from xtk.projection.projection import Projection
+from xtk.tokens.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def built(families) -> Projection:
+    return build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
+
+
+@pytest.fixture(scope="module")
+def small() -> Projection:
+    """Seven entries, so that most bytes of its file are those of the header."""
+    return Projection(
+        row_offsets=np.array([0, 2, 2, 5, 6, 7], np.int64),
+        teacher_ids=np.array([0, 3, 1, 2, 3, 0, 2], np.int32),
+        weights=np.array([0.75, 0.25, 0.5, 0.25, 0.125, 1, 1], np.float32),
+        student_cells=np.array([-1, 0, 1, -1, 2], np.int32),
+        teacher_cells=np.array([-1, 0, 1, 2], np.int32),
+        header={"kind": "projection", "student": {"name": "s", "tokens": 5}, "teacher": {"name": "térmico"}},
+    )
+
+
+def flipped(raw: bytes, position: int, bits: int = 0xFF) -> bytes:
+    return raw[:position] + bytes([raw[position] ^ bits]) + raw[position + 1 :]
+
+
+def test_what_is_written_is_read_back(built, small, tmp_path):
+    for projection in (built, small):
+        write_projection(projection, tmp_path / "p")
+        again = read_projection(tmp_path / "p")
+        for name in TENSORS:
+            assert getattr(again, name).dtype == getattr(projection, name).dtype
+            assert getattr(again, name).tobytes() == getattr(projection, name).tobytes()
+        assert again.header == projection.header
+
+
+def test_same_inputs_give_the_same_bytes_wherever_they_lie(families, built, tmp_path):
+    write_projection(built, tmp_path / "one")
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("student", "teacher"):
+        (tmp_path / "elsewhere" / name).symlink_to(families[name])
+    again = build_projection(
+        Tokenizer(tmp_path / "elsewhere/student", name="mine"), Tokenizer(tmp_path / "elsewhere/teacher", name="yours")
+    )
+    write_projection(again, tmp_path / "elsewhere/another name.bin")
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "elsewhere/another name.bin").read_bytes()
+    assert str(tmp_path).encode() not in (tmp_path / "one").read_bytes()
+
+
+def test_the_standard_library_reads_the_header(built, families, tmp_path):
+    write_projection(built, tmp_path / "p")
+    raw = (tmp_path / "p").read_bytes()
+    (size,) = struct.unpack("<Q", raw[:8])
+    table = json.loads(raw[8 : 8 + size])
+    header = json.loads(table["__metadata__"]["xtk"])
+    assert list(table["__metadata__"]) == ["xtk"]
+    assert (header["format"], header["version"], header["method"]) == ("xtk-projection", 1, "multitoken")
+    assert header["student"]["tokenizer"] == Tokenizer(families["student"]).fingerprint
+    assert header == read_projection_header(tmp_path / "p")
+    start, stop = table["weights"]["data_offsets"]
+    weights = struct.unpack(f"<{(stop - start) // 4}f", raw[8 + size + start : 8 + size + stop])
+    assert weights == tuple(built.weights.tolist())
+
+
+def test_nothing_but_the_file_is_left_and_an_old_one_is_replaced(small, tmp_path):
+    (tmp_path / "p").write_text("an older file")
+    write_projection(small, tmp_path / "p")
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+    assert read_projection(tmp_path / "p").header == small.header
+
+
+def refused(path) -> XtkError:
+    with pytest.raises(XtkError) as caught:
+        read_projection(path)
+    assert caught.value.where == str(path)
+    return caught.value
+
+
+@pytest.mark.parametrize("bits", [0xFF, 0x01])
+def test_a_flipped_byte_anywhere_is_refused(small, tmp_path, bits):
+    path = tmp_path / "p"
+    write_projection(small, path)
+    raw = path.read_bytes()
+    for position in range(bits % 2, len(raw), 5):
+        path.write_bytes(flipped(raw, position, bits))
+        refused(path)
+
+
+def test_a_flipped_byte_in_a_built_projection_is_refused(built, tmp_path):
+    path = tmp_path / "p"
+    write_projection(built, path)
+    raw = path.read_bytes()
+    for position in np.linspace(0, len(raw) - 1, 60).astype(int).tolist():
+        path.write_bytes(flipped(raw, position))
+        refused(path)
+
+
+def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
+    path = tmp_path / "p"
+    write_projection(small, path)
+    raw = path.read_bytes()
+    for size in [*range(0, len(raw), 7), len(raw) - 1]:
+        path.write_bytes(raw[:size])
+        assert isinstance(refused(path), Damaged)
+    path.write_bytes(raw + b"\0")
+    assert isinstance(refused(path), Damaged)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"\xff" * 100, b"PK\x03\x04", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"null"]
+)
+def test_another_file_is_no_projection(tmp_path, content):
+    (tmp_path / "p").write_bytes(content)
+    assert isinstance(refused(tmp_path / "p"), Damaged)
+
+
+def test_a_file_that_is_not_there_is_named_with_the_command_that_makes_one(tmp_path):
+    assert "build-projection" in refused(tmp_path / "p").hint
+
+
+def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("xtk.artifacts.projection_file.VERSION", 7)
+    write_projection(small, tmp_path / "p")
+    monkeypatch.undo()
+    failure = refused(tmp_path / "p")
+    assert failure.what == "this projection has version 7; this xtk reads version 1"
+    assert failure.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"weights": np.array([0.75, np.nan, 0.5, 0.25, 0.125, 1, 1], np.float32)}, "weights outside of"),
+        ({"weights": np.array([0.75, -0.25, 0.5, 0.25, 0.125, 1, 1], np.float32)}, "weights outside of"),
+        ({"weights": np.array([0.75, 0.75, 0.5, 0.25, 0.125, 1, 1], np.float32)}, "sum to more than 1"),
+        ({"teacher_ids": np.array([0, 4, 1, 2, 3, 0, 2], np.int32)}, "does not have"),
+        ({"teacher_ids": np.array([0, -1, 1, 2, 3, 0, 2], np.int32)}, "does not have"),
+        ({"row_offsets": np.array([0, 2, 2, 5, 6, 8], np.int64)}, "row offsets"),
+        ({"student_cells": np.array([-1, 0], np.int32)}, "row offsets"),
+        ({"weights": np.ones(7, np.float64)}, "no weights of type float32"),
+        ({"teacher_ids": np.zeros((7, 1), np.int32)}, "no teacher_ids of type int32"),
+    ],
+)
+def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(small, tmp_path, changes, message):
+    write_projection(replace(small, **changes), tmp_path / "p")
+    failure = refused(tmp_path / "p")
+    assert isinstance(failure, Damaged)
+    assert message in failure.what

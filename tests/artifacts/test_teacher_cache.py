@@ -1,0 +1,306 @@
+"""The teacher cache: what is written is read, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, TeacherCache, finished_cache, remove_cache, totals
+from xtk.errors import Damaged, XtkError
+from xtk.tokens.alignment import Sequence
+from xtk.tokens.document import Document, Segment
+from xtk.tokens.signal import Signal
+
+HEADER = {
+    "codec": CODEC,
+    "teacher": {"name": "qwen", "tokenizer": "sha256:one", "weights": "sha256:two"},
+    "data": {"fingerprint": "sha256:three"},
+    "options": {"top_k": 4, "max_length": 128},
+}
+SIZES = [3, 1, 4, 2]  # documents a shard
+DOCUMENTS = [
+    Document.of_text("Anna has 12 apples."),
+    Document.of_completion("2 + 2 =", " 4"),
+    Document.of_text(""),
+    Document.of_text("日本語 😀 \x00 e\u0301"),
+    Document.of_completion("", "all of it"),
+    Document.of_text("a piece of a longer text").piece(0, 7),
+    Document((Segment("prompt", "nothing here is trained", False),)),
+    Document.of_text("x" * 300),
+    Document.of_text("the last but one"),
+    Document.of_text("the last"),
+]
+
+
+def row_of(document: Document, support: int, draw: np.random.Generator) -> Row:
+    """Return a row as if each byte were a token, with any numbers as signal."""
+    text = document.text.encode()
+    ends = np.arange(len(text) + 1, dtype=np.int32)
+    tokens = Sequence(
+        ids=draw.integers(0, 151_646, len(ends), dtype=np.int32),
+        ends=ends,
+        trained=document.trained(ends),
+        starts=1,
+        finished=False,
+    )
+    positions = np.flatnonzero(tokens.trained).astype(np.int32)
+    size = len(positions)
+    signal = Signal(
+        positions=positions,
+        support_ids=draw.integers(0, 151_646, (size, support), dtype=np.int32),
+        support_logprobs=-draw.exponential(size=(size, support)).astype(np.float32),
+        tail_mass=draw.random(size, np.float32),
+        realised_logprobs=-draw.exponential(size=size).astype(np.float32),
+        entropy=draw.exponential(size=size).astype(np.float32),
+    )
+    return Row(document, tokens, signal)
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    draw = np.random.default_rng(0)
+    return [row_of(document, 4, draw) for document in DOCUMENTS]
+
+
+def write(folder: Path, rows: list[Row], numbers: list[int] | None = None) -> CacheWriter:
+    writer = CacheWriter(folder, HEADER, len(SIZES))
+    firsts = np.cumsum([0, *SIZES]).tolist()
+    for number in range(len(SIZES)) if numbers is None else numbers:
+        writer.write(number, firsts[number], rows[firsts[number] : firsts[number + 1]])
+    return writer
+
+
+@pytest.fixture
+def cache(rows, tmp_path) -> Path:
+    folder = tmp_path / "cache"
+    write(folder, rows).finish()
+    return folder
+
+
+def assert_equal(found: Row, expected: Row) -> None:
+    assert found.document == expected.document
+    assert found.document.ends == expected.document.ends
+    for name in ("ids", "ends", "trained"):
+        ours, theirs = getattr(found.tokens, name), getattr(expected.tokens, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.tolist() == theirs.tolist()
+    assert (found.tokens.starts, found.tokens.finished) == (expected.tokens.starts, expected.tokens.finished)
+    assert len(found.signal) == len(expected.signal)
+    for name, theirs in vars(expected.signal).items():
+        ours = getattr(found.signal, name)
+        assert ours.dtype == theirs.dtype
+        assert ours.tobytes() == theirs.tobytes()
+        assert ours.shape == theirs.shape or not theirs.size  # without positions, no K is known
+
+
+def test_rows_are_read_back_exactly_in_any_order(cache, rows):
+    found = TeacherCache(cache)
+    assert len(found) == len(rows)
+    for number in np.random.default_rng(1).permutation(len(rows)).tolist():
+        assert_equal(found.row(number), rows[number])
+    for ours, theirs in zip(found, rows, strict=True):
+        assert_equal(ours, theirs)
+    for number in (-1, len(rows)):
+        with pytest.raises(IndexError):
+            found.row(number)
+
+
+def test_an_infinite_or_missing_number_comes_back_as_it_was(tmp_path):
+    row = row_of(Document.of_text("Anna"), 2, np.random.default_rng(0))
+    row.signal.support_logprobs[0] = [-np.inf, np.nan]
+    writer = CacheWriter(tmp_path / "cache", HEADER, 1)
+    writer.write(0, 0, [row])
+    writer.finish()
+    assert_equal(TeacherCache(tmp_path / "cache").row(0), row)
+
+
+def test_the_sizes_of_texts_are_known_without_the_signal(cache):
+    sizes = TeacherCache(cache).text_bytes().tolist()
+    assert sizes == [len(document.text.encode()) for document in DOCUMENTS]
+
+
+def test_the_manifest_counts_what_the_shards_hold(cache, rows):
+    manifest = TeacherCache(cache).manifest
+    assert [shard["rows"] for shard in manifest["shards"]] == SIZES
+    assert totals(manifest) == {
+        "documents": len(rows),
+        "positions": sum(len(row.signal) for row in rows),
+        "tokens": sum(len(row.tokens) for row in rows),
+        "bytes": sum(path.stat().st_size for path in cache.glob("*.arrow")),
+    }
+
+
+def test_a_stranger_reads_a_shard_with_pyarrow_alone(cache, rows):
+    with pa.memory_map(str(cache / "shard-00002.arrow")) as source:
+        table = pa.ipc.open_file(source).read_all()
+        header = json.loads(table.schema.metadata[b"xtk"])
+        records = table.to_pylist()
+    assert header == HEADER
+    assert [record["document"] for record in records] == [4, 5, 6, 7]
+    for record, row in zip(records, rows[4:8], strict=True):
+        assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
+        assert record["ids"] == row.tokens.ids.tolist()
+        assert record["byte_ends"] == row.tokens.ends.tolist()
+        assert record["positions"] == row.signal.positions.tolist()
+        assert record["support_logprobs"] == row.signal.support_logprobs.reshape(-1).tolist()
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_same_rows_give_the_same_bytes_in_whatever_order_shards_are_written(cache, rows, tmp_path):
+    write(tmp_path / "other", rows, numbers=[3, 0, 2, 1]).finish()
+    assert files_of(tmp_path / "other") == files_of(cache)
+    assert sorted(files_of(cache)) == ["manifest.json", *(f"shard-{number:05d}.arrow" for number in range(4))]
+
+
+def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(cache, rows, tmp_path):
+    folder = tmp_path / "interrupted"
+    assert write(folder, rows, numbers=[0, 2]).missing() == [1, 3]
+    (folder / ".xtk-tmp-123-shard-00001.arrow").write_bytes(b"killed while writing")
+    missing = CacheWriter(folder, HEADER, len(SIZES)).missing()
+    assert missing == [1, 3]
+    write(folder, rows, numbers=missing).finish()
+    assert files_of(folder) == files_of(cache)
+
+
+def failure_of(folder: Path) -> XtkError:
+    """Open a cache and read all of it: it has to fail."""
+    with pytest.raises(XtkError) as caught:
+        for _ in TeacherCache(folder):
+            pass
+    assert str(folder) in caught.value.where
+    assert caught.value.hint
+    return caught.value
+
+
+def test_an_unfinished_cache_says_so(rows, tmp_path):
+    write(tmp_path / "cache", rows, numbers=[0, 1])
+    failure = failure_of(tmp_path / "cache")
+    assert failure.what == "this teacher cache is unfinished"
+    assert "again" in failure.hint
+    assert finished_cache(tmp_path / "cache", HEADER) is None
+
+
+def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
+    assert failure_of(tmp_path).what == "there is no teacher cache"
+    assert failure_of(tmp_path / "missing").what == "there is no teacher cache"
+
+
+def test_a_missing_shard_is_named_when_the_cache_is_opened(cache):
+    (cache / "shard-00001.arrow").unlink()
+    with pytest.raises(Damaged, match="a shard of this cache is missing") as caught:
+        TeacherCache(cache)
+    assert caught.value.where.endswith("shard-00001.arrow")
+
+
+@pytest.mark.parametrize("change", [-1, -500, 1])
+def test_a_shard_of_another_size_is_named_when_the_cache_is_opened(cache, change):
+    path = cache / "shard-00002.arrow"
+    raw = path.read_bytes()
+    path.write_bytes(raw[:change] if change < 0 else raw + b"\0")
+    with pytest.raises(Damaged, match=f"has {len(raw) + change} bytes; {len(raw)} were written") as caught:
+        TeacherCache(cache)
+    assert caught.value.where.endswith("shard-00002.arrow")
+
+
+def test_a_flipped_byte_in_a_shard_is_refused_naming_it(cache, rows):
+    path = cache / "shard-00001.arrow"
+    raw = path.read_bytes()
+    for position in np.linspace(0, len(raw) - 1, 60).astype(int).tolist():
+        path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x10]) + raw[position + 1 :])
+        opened = TeacherCache(cache)
+        assert_equal(opened.row(0), rows[0])  # the other shards are good
+        for read in (partial(opened.row, 3), opened.verify, opened.text_bytes):
+            with pytest.raises(Damaged) as caught:
+                read()
+            assert caught.value.where == str(path)
+            assert str(path) in caught.value.hint
+
+
+def test_a_flipped_byte_anywhere_in_the_manifest_is_refused(cache):
+    path = cache / "manifest.json"
+    raw = path.read_bytes()
+    for position in range(0, len(raw), 3):
+        path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x01]) + raw[position + 1 :])
+        failure_of(cache)
+
+
+def test_a_manifest_cut_short_is_refused(cache):
+    path = cache / "manifest.json"
+    raw = path.read_bytes()
+    for size in range(0, len(raw) - 1, 25):
+        path.write_bytes(raw[:size])
+        failure_of(cache)
+
+
+def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
+    other = CacheWriter(tmp_path / "other", {**HEADER, "options": {"top_k": 4, "max_length": 129}}, len(SIZES))
+    other.write(1, 3, rows[3:4])
+    shutil.copy(tmp_path / "other/shard-00001.arrow", cache)
+    assert failure_of(cache).where.endswith("shard-00001.arrow")
+
+
+def test_a_later_version_is_refused_by_its_number(cache):
+    manifest = json.loads((cache / "manifest.json").read_text())
+    (cache / "manifest.json").write_text(json.dumps({**manifest, "version": 7}))
+    with pytest.raises(XtkError, match="this cache has version 7"):
+        TeacherCache(cache)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("teacher", "weights", "sha256:others"), ("data", "fingerprint", "sha256:others"), ("options", "top_k", 8)],
+)
+def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, tmp_path, section, key, value):
+    wanted = {**HEADER, section: {**HEADER[section], key: value}}
+    assert finished_cache(cache, HEADER) == TeacherCache(cache).manifest
+    unfinished = tmp_path / "unfinished"
+    write(unfinished, rows, numbers=[0])
+    for request in (
+        lambda: finished_cache(cache, wanted),
+        lambda: CacheWriter(cache, wanted, len(SIZES)),
+        lambda: CacheWriter(unfinished, wanted, len(SIZES)),
+    ):
+        with pytest.raises(XtkError, match="there is a cache of another request") as caught:
+            request()
+        assert f"{section}.{key}: {HEADER[section][key]} there, {value} asked for" in caught.value.where
+
+
+def test_a_damaged_shard_of_an_unfinished_cache_is_named(rows, tmp_path):
+    folder = tmp_path / "cache"
+    write(folder, rows, numbers=[0, 1])
+    path = folder / "shard-00001.arrow"
+    raw = path.read_bytes()
+    for size in (0, 7, len(raw) // 2, len(raw) - 1):
+        path.write_bytes(raw[:size])
+        with pytest.raises(Damaged, match="cannot be read") as caught:
+            CacheWriter(folder, HEADER, len(SIZES))
+        assert caught.value.where == str(path)
+
+
+def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
+    (cache / "thesis.tex").write_text("precious")
+    for request in (lambda: CacheWriter(cache, HEADER, len(SIZES)), lambda: remove_cache(cache)):
+        with pytest.raises(XtkError, match=r"this folder holds other things \(thesis.tex\)"):
+            request()
+    assert len(files_of(cache)) == len(SIZES) + 2
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(XtkError, match="a cache is a folder"):
+        CacheWriter(tmp_path / "cache", HEADER, 1)
+
+
+def test_a_removed_cache_leaves_an_empty_folder(cache):
+    remove_cache(cache)
+    assert files_of(cache) == {}
+    remove_cache(cache / "missing")

@@ -1,0 +1,301 @@
+"""What a user can get wrong: exit code 1, a message that says what, where and what next, and nothing half-made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import material
+import pytest
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr, f"{word!r} is not in\n{done.stderr}"
+
+
+def copy(folder: Path, target: Path) -> Path:
+    return Path(shutil.copytree(folder, target))
+
+
+def test_a_tokenizer_without_a_fast_backend(run, pair, tmp_path):
+    slow = copy(pair.student, tmp_path / "slow")
+    (slow / "tokenizer.json").rename(slow / "tokenizer.model")
+    done = run("build-projection", slow, pair.teacher, "-o", "p", cwd=tmp_path, code=None)
+    refused(done, "no fast backend", str(slow), "try:")
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
+    bare = copy(pair.teacher, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    refused(
+        run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "no tokenizer in this folder", "try:"
+    )
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_tokenizer_folder_where_a_model_is_needed(run, pair, corpus, tmp_path):
+    bare = material.make_teacher_tokenizer(tmp_path / "tokenizer")
+    refused(run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "no model in this folder")
+
+
+@pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
+def test_an_empty_corpus(run, pair, tmp_path, content):
+    (tmp_path / "empty.jsonl").write_text(content)
+    refused(run("cache-teacher", pair.teacher, "empty.jsonl", "-o", "c", cwd=tmp_path, code=None), "empty.jsonl")
+    assert not (tmp_path / "c").exists()
+
+
+def test_documents_longer_than_the_teachers_context_are_counted_and_told(run, pair, tmp_path):
+    texts = [*material.sentences(3), "many words " * 300]
+    corpus = material.write_jsonl(tmp_path / "long.jsonl", texts)
+    done = run("cache-teacher", pair.teacher, corpus, "-o", "c", cwd=tmp_path, code=None)
+    refused(done, "1 of 4 documents", "256 tokens", "--long-documents")
+    assert not (tmp_path / "c").exists()
+    for way, documents in (("skip", 3), ("truncate", 4)):
+        done = run("cache-teacher", pair.teacher, corpus, "--long-documents", way, "-o", way, "--json", cwd=tmp_path)
+        assert json.loads(done.stdout)["documents"] == documents
+        assert "1 of 4 documents" in done.stderr
+    done = run(
+        "cache-teacher", pair.teacher, corpus, "--long-documents", "split", "-o", "split", "--json", cwd=tmp_path
+    )
+    assert json.loads(done.stdout)["documents"] > 5
+
+
+def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
+    from xtk.artifacts.teacher_cache import TeacherCache
+
+    text = "日本語 with emoji 😀 and numbers 12345. " * 40
+    corpus = material.write_jsonl(tmp_path / "long.jsonl", [text])
+    run("cache-teacher", pair.teacher, corpus, "--long-documents", "split", "-o", "c", cwd=tmp_path)
+    rows = list(TeacherCache(tmp_path / "c"))
+    assert "".join(row.document.text for row in rows) == text
+    assert [row.tokens.finished for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert all(len(row.tokens) <= 256 for row in rows)
+
+
+def test_documents_longer_than_the_students_context_are_counted_and_told(run, pair, cache, projection, tmp_path):
+    short = material.make_student(tmp_path / "short", context=24)
+    arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
+    done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "40 documents are longer than the 24 tokens", "--long-documents")
+    done = run(*arguments, "--long-documents", "truncate", "-o", "cut", cwd=tmp_path)
+    assert "longer than the 24 tokens" in done.stderr
+
+
+def test_a_projection_of_another_teacher(run, pair, cache, metaspace, tmp_path):
+    run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
+    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "built for another teacher", str(cache), "xtk build-projection")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_projection_of_another_student(run, pair, cache, metaspace, tmp_path):
+    run("build-projection", metaspace, pair.teacher, "-o", "p", cwd=tmp_path)
+    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "built for another student")
+
+
+def test_a_teacher_whose_template_changed(run, pair, cache, tmp_path):
+    other = copy(pair.teacher, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    run("build-projection", pair.student, other, "-o", "p", cwd=tmp_path)
+    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "another chat template")
+
+
+def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
+    done = run("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "own tokenizer", "--projection")
+
+
+def test_a_loss_without_its_projection(run, pair, cache, tmp_path):
+    done = run("distill", pair.student, cache, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "needs a projection", "xtk build-projection")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+def test_a_damaged_shard(run, pair, cache, projection, tmp_path, damage):
+    broken = copy(cache, tmp_path / "broken")
+    shard = broken / "shard-00001.arrow"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    {
+        "truncated": lambda: shard.write_bytes(shard.read_bytes()[:-100]),
+        "altered": lambda: shard.write_bytes(bytes(raw)),
+        "missing": shard.unlink,
+    }[damage]()
+    done = run("distill", pair.student, broken, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "shard-00001.arrow", "try:")
+    assert not (tmp_path / "out" / "config.json").exists()
+    refused(run("inspect", "--verify", broken, code=None), "shard-00001.arrow")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered"])
+def test_a_damaged_projection(run, pair, cache, projection, tmp_path, damage):
+    raw = bytearray(projection.read_bytes())
+    raw[-40] ^= 1
+    (tmp_path / "p").write_bytes(raw[:-100] if damage == "truncated" else raw)
+    refused(run("prune-projection", "p", "--top-k", 1, "-o", "p1", cwd=tmp_path, code=None), "projection", "where: p")
+    refused(run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None), "where: p")
+    assert not (tmp_path / "p1").exists()
+
+
+def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, projection, tmp_path):
+    small = copy(pair.student, tmp_path / "small")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small)
+    model.resize_token_embeddings(600)
+    model.save_pretrained(small)
+    done = run("distill", small, cache, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "600 vocabulary rows", "640 tokens")
+    refused(run("evaluate", small, "-", stdin="some text", code=None), "600 vocabulary rows")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("prune-projection", "-", "-o", "p"),
+        ("distill", "STUDENT", "-", "-o", "out"),
+        ("evaluate", "-", "corpus.txt"),
+        ("inspect", "-"),
+        ("align", "STUDENT", "TEACHER", "-"),
+        ("cache-teacher", "TEACHER", "-", "-o", "c"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
+    names = {"STUDENT": pair.student, "TEACHER": pair.teacher}
+    done = run(*(names.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
+    refused(done, "the command before it seems to have failed")
+    assert not any(tmp_path.iterdir())
+
+
+def test_weights_that_are_cut_short(run, pair, corpus, tmp_path):
+    broken = copy(pair.teacher, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refused(
+        run("cache-teacher", broken, corpus, "-o", "c", cwd=tmp_path, code=None), "weights cannot be read", str(broken)
+    )
+
+
+def test_an_output_that_holds_other_things(run, pair, corpus, cache, projection, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("mine")
+    for arguments in (
+        ("cache-teacher", pair.teacher, corpus),
+        ("distill", pair.student, cache, "--projection", projection),
+        ("quickstart",),
+        ("build-projection", pair.student, pair.teacher),
+    ):
+        for force in ((), ("--force",)) if arguments[0] != "quickstart" else ((),):
+            done = run(*arguments, "-o", "notes", *force, cwd=tmp_path, code=None)
+            refused(done, "notes")
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["diary.txt"]
+
+
+def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, projection, tmp_path):
+    train = ("distill", pair.student, cache, "--projection", projection, "-o", "out")
+    for arguments, words in (
+        ((*train, "--loss", "p_kl"), "did you mean p-kl?"),
+        ((*train, "--loss", "p-kl:wait=2"), "did you mean weight?"),
+        ((*train, "--loss", "p-kl:weight=-1"), "weight"),
+        ((*train, "--lr-scheduler-type", "cosin"), "did you mean cosine?"),
+        ((*train, "--learning-rate", "0"), "--learning-rate"),
+        (("build-projection", pair.student, pair.teacher, "--method", "multi", "-o", "p"), "multitoken"),
+        (("cache-teacher", pair.teacher, corpus, "--top-k", "0", "-o", "c"), "--top-k"),
+        (("cache-teacher", pair.teacher, corpus, "--dtype", "fp32", "-o", "c"), "float32"),
+        (("prune-projection", projection, "--min-weight", "2", "-o", "p"), "--min-weight"),
+    ):
+        refused(run(*arguments, cwd=tmp_path, code=None), words)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus, small_disk, tmp_path):
+    arguments = ("cache-teacher", pair.teacher, corpus, "--top-k", 64, "--shard-tokens", 300, "-o", small_disk / "c")
+    done = run(*arguments, code=None)
+    refused(done, "the disk is full", "run the same command again")
+    names = {path.name for path in (small_disk / "c").iterdir()}
+    assert names
+    assert all(name.startswith("shard-") for name in names)
+    subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
+    done = run(*arguments)
+    assert "going on" in done.stderr
+    run(*arguments[:-1], tmp_path / "c")
+    assert same_files(small_disk / "c", tmp_path / "c")
+
+
+def test_a_projection_on_a_full_disk(run, pair, small_disk):
+    (small_disk / "ballast").write_bytes(bytes(195_000))
+    refused(run("build-projection", pair.student, pair.teacher, "-o", small_disk / "p", code=None), "the disk is full")
+    assert [path.name for path in small_disk.iterdir()] == ["ballast"]
+
+
+def same_files(one: Path, other: Path) -> bool:
+    names = sorted(path.name for path in one.iterdir())
+    assert names == sorted(path.name for path in other.iterdir())
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_a_cache_that_is_stopped_goes_on_and_ends_equal(run, pair, corpus, tmp_path, number):
+    many = material.write_jsonl(tmp_path / "many.jsonl", material.sentences(400))
+    arguments = ["cache-teacher", pair.teacher, many, "--top-k", 8, "--shard-tokens", 500, "-o"]
+    run(*arguments, tmp_path / "whole")
+    command = [sys.executable, "-m", "xtk", *map(str, arguments), str(tmp_path / "stopped")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "stopped").glob("shard-*"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    assert out == ""
+    assert not (tmp_path / "stopped" / "manifest.json").exists()
+    refused(run("distill", pair.student, tmp_path / "stopped", "-o", tmp_path / "x", code=None), "unfinished")
+    run(*arguments, tmp_path / "stopped")
+    assert same_files(tmp_path / "whole", tmp_path / "stopped")
+
+
+def test_an_interrupt_while_it_starts_is_130(pair, corpus, tmp_path):
+    for delay in (0.05, 0.3, 1.0, 2.5):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "xtk", "cache-teacher", str(pair.teacher), str(corpus), "-o", str(tmp_path / "c")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ},
+        )
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        # Before Python itself is up, its own handler answers; xtk cannot.
+        assert process.returncode in ((130, -2, 1) if delay < 0.2 else (130, 0)), err
+        if delay >= 0.3:
+            assert "Traceback" not in err

@@ -1,0 +1,192 @@
+"""The contract of every command: stdout, --json, pipes, re-runs, configuration, exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+
+def only_line(done) -> str:
+    (line,) = done.stdout.splitlines()
+    return line
+
+
+def test_commands_print_the_path_they_wrote_and_nothing_else(run, pair, corpus, projection, cache, tmp_path):
+    for arguments in (
+        ("build-projection", pair.student, pair.teacher, "-o", "p"),
+        ("prune-projection", "p", "--top-k", 2, "-o", "p2"),
+        ("cache-teacher", pair.teacher, corpus, "-o", "c"),
+        ("distill", pair.student, "c", "--projection", "p2", "--max-steps", 2, "-o", "out"),
+    ):
+        assert only_line(run(*arguments, cwd=tmp_path)) == arguments[-1]
+
+
+def test_json_lines_have_what_machines_read(run, pair, corpus, projection, cache, tmp_path):
+    figures = json.loads(
+        only_line(run("build-projection", pair.student, pair.teacher, "-o", "p", "--json", cwd=tmp_path))
+    )
+    assert figures["path"] == "p"
+    assert figures["kind"] == "projection"
+    assert figures["rows"] == 656
+    assert figures["entries"] > 400
+    assert 0 <= figures["missing_mass"] < 0.2
+    figures = json.loads(only_line(run("prune-projection", "p", "--top-k", 1, "-o", "p1", "--json", cwd=tmp_path)))
+    assert {"path", "kind", "rows", "entries", "missing_mass"} <= set(figures)
+    figures = json.loads(only_line(run("cache-teacher", pair.teacher, corpus, "-o", "c", "--json", cwd=tmp_path)))
+    assert figures["documents"] == 40
+    assert figures["bytes"] == sum(path.stat().st_size for path in (tmp_path / "c").glob("*.arrow"))
+    assert figures["positions"] > 40
+    done = run("distill", pair.student, "c", "--projection", "p", "--max-steps", 2, "-o", "out", "--json", cwd=tmp_path)
+    figures = json.loads(only_line(done))
+    assert figures["kind"] == "student"
+    assert figures["steps"] == 2
+    assert {"loss", "ce", "p-kl", "gradient_norm", "learning_rate"} <= set(figures["metrics"])
+    figures = json.loads(only_line(run("evaluate", "out", corpus, "--json", cwd=tmp_path)))
+    assert {"model", "data", "bits_per_byte", "bytes", "documents"} <= set(figures)
+    for path in ("p", "c", "out", "c/shard-00000.arrow", pair.student, projection):
+        record = json.loads(only_line(run("inspect", path, "--json", cwd=tmp_path)))
+        assert {"path", "kind", "header", "statistics"} <= set(record)
+
+
+def test_align_prints_spans_that_spell_the_text(run, pair):
+    from xtk.tokens.tokenizer import Tokenizer
+
+    text = "Anna has 1234 apples.\nTab\tand 日本 😀"
+    done = run(
+        "align", pair.student, pair.teacher, stdin=json.dumps({"text": text}) + "\n" + json.dumps({"text": ""}) + "\n"
+    )
+    record, empty = map(json.loads, done.stdout.splitlines())
+    assert record["text"] == text
+    assert empty["spans"] == []
+    student, teacher = (Tokenizer(side).vocabulary for side in (pair.student, pair.teacher))
+    spelled = b""
+    for s0, s1, t0, t1 in record["spans"]:
+        left = b"".join(student.spelling(token) for token in record["student_ids"][s0:s1])
+        assert left == b"".join(teacher.spelling(token) for token in record["teacher_ids"][t0:t1])
+        spelled += left
+    assert spelled == text.encode()
+    assert only_line(run("align", pair.student, pair.teacher, text)) == done.stdout.splitlines()[0]
+
+
+def test_align_on_a_terminal_is_coloured(pair):
+    import os
+    import pty
+    import subprocess
+    import sys
+
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), "Anna has 1234 apples"],
+        stdout=follower,
+        stderr=subprocess.PIPE,
+        env={key: value for key, value in os.environ.items() if key != "NO_COLOR"} | {"TERM": "xterm-256color"},
+    )
+    os.close(follower)
+    shown = b""
+    while True:
+        try:
+            part = os.read(leader, 4096)
+        except OSError:
+            break
+        if not part:
+            break
+        shown += part
+    process.communicate()
+    assert process.returncode == 0
+    assert b"\x1b[" in shown
+    assert b"student" in shown
+    assert b"spans" in shown
+
+
+def test_a_json_line_through_the_pipe_is_as_good_as_a_path(run, projection, tmp_path):
+    line = json.dumps({"path": str(projection), "kind": "projection"})
+    assert only_line(run("prune-projection", "-", "--top-k", 1, "-o", "p1", stdin=line + "\n", cwd=tmp_path)) == "p1"
+
+
+def test_run_again_a_command_finds_its_artifact_and_another_request_is_refused(
+    run, pair, corpus, cache, projection, tmp_path
+):
+    requests = (
+        (("build-projection", pair.student, pair.teacher, "-o", "p"), ("--method", "exact")),
+        (("prune-projection", projection, "--top-k", 2, "-o", "p2"), ("--min-weight", 0.5)),
+        (("cache-teacher", pair.teacher, corpus, "-o", "c"), ("--top-k", 5)),
+        (("distill", pair.student, cache, "--projection", projection, "--max-steps", 1, "-o", "out"), ("--seed", 7)),
+    )
+    for arguments, other in requests:
+        run(*arguments, cwd=tmp_path)
+        written = tmp_path / arguments[-1]
+        before = {path: path.stat().st_mtime_ns for path in [written, *written.glob("*")]}
+        assert only_line(run(*arguments, cwd=tmp_path)) == arguments[-1]
+        assert {path: path.stat().st_mtime_ns for path in [written, *written.glob("*")]} == before
+        done = run(*arguments, *other, cwd=tmp_path, code=1)
+        assert "--force" in done.stderr
+        assert done.stdout == ""
+        assert only_line(run(*arguments, *other, "--force", cwd=tmp_path)) == arguments[-1]
+        run(*arguments, cwd=tmp_path, code=1)
+
+
+def test_the_same_inputs_give_the_same_bytes_in_another_place(run, pair, corpus, cache, projection, tmp_path):
+    run("build-projection", pair.student, pair.teacher, "-o", tmp_path / "p")
+    assert (tmp_path / "p").read_bytes() == projection.read_bytes()
+    run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", tmp_path / "c")
+    for path in cache.iterdir():
+        assert (tmp_path / "c" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_options_are_read_in_snake_case_and_from_a_file_and_flags_win(run, pair, corpus, tmp_path):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"top_k": 3, "shard-tokens": 300, "output": "c"}))
+    run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "--shard_tokens", 400, cwd=tmp_path)
+    header = json.loads((tmp_path / "c" / "manifest.json").read_text())["header"]
+    assert header["options"]["top_k"] == 3
+    assert header["options"]["shard_tokens"] == 400
+
+
+def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, corpus, tmp_path):
+    (tmp_path / "run.yaml").write_text("top_q: 3\n")
+    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    assert "did you mean top-k?" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("nonsense",), ("distill",), ("inspect", "--no-such-option", "x"), ("evaluate", "a")]
+)
+def test_wrong_usage_is_exit_code_2(run, arguments):
+    done = run(*arguments, code=2)
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+
+
+def test_quiet_is_quiet(run, pair, corpus, tmp_path):
+    done = run("cache-teacher", pair.teacher, corpus, "-o", "c", "--quiet", cwd=tmp_path)
+    assert done.stderr == ""
+
+
+def test_a_reader_that_goes_away_is_no_traceback(pair, tmp_path):
+    import subprocess
+    import sys
+
+    (tmp_path / "many.jsonl").write_text('{"text": "many words and 12345 numbers"}\n' * 20000)
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m xtk align {pair.student} {pair.teacher} many.jsonl | head -n 1"],
+        capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
+    )  # fmt: skip
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_a_teacher_with_the_students_tokenizer_needs_no_projection(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.student, corpus, "--top-k", 656, "-o", "c", cwd=tmp_path)
+    done = run(
+        "distill", pair.student, "c", "--loss", "forward-kl", "--max-steps", 1, "-o", "out", "--json", cwd=tmp_path
+    )
+    # The student is its own teacher: there is nothing to learn.
+    assert abs(json.loads(only_line(done))["metrics"]["forward-kl"]) < 1e-5
+
+
+def test_metrics_go_to_a_tracker_that_accelerate_knows(run, pair, cache, projection, tmp_path):
+    pytest.importorskip("tensorboard")
+    run("distill", pair.student, cache, "--projection", projection, "--max-steps", 2, "--report-to", "tensorboard",
+        "-o", "out", cwd=tmp_path)  # fmt: skip
+    assert list((tmp_path / "out" / "trackers").rglob("events.out.*"))

@@ -1,0 +1,236 @@
+"""Bits per byte are the model's, not the batch's, the window's or the tokenizer's numbering."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import material
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtk.errors import XtkError
+from xtk.evaluation.bits import _windows, bits_per_byte
+from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.alignment import sequences
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+
+TEXTS = [*material.sentences(12, seed=5), *material.ODD, "a", ""]
+LONG = [" ".join(material.sentences(40, seed=6)), " ".join(material.sentences(33, seed=7)), "Anna has 12 apples."]
+
+
+def documents(texts: list[str]) -> list[Document]:
+    return [Document.of_text(text) for text in texts]
+
+
+def plain_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
+    """Bits, bytes and tokens of short documents, one by one, in float64."""
+    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    bits, size, count = 0.0, 0, 0
+    for text, sequence in zip(texts, sequences(Tokenizer(folder), documents(texts)), strict=True):
+        ids = torch.from_numpy(sequence.ids[: sequence.text_stop].astype(np.int64))
+        size += len(text.encode())
+        if len(ids) < 2:
+            continue
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)
+        bits -= float(logprobs[torch.arange(len(ids) - 1), ids[1:]].sum()) / math.log(2)
+        count += len(ids) - 1
+    return bits, size, count
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_bits_per_byte_are_those_of_a_plain_float64_computation(pair, side):
+    folder = getattr(pair, side)
+    bits, size, count = plain_bits(folder, TEXTS)
+    found = bits_per_byte(Cut(load_causal_lm(folder)), Tokenizer(folder), documents(TEXTS))
+    assert (found.bytes, found.tokens, found.documents) == (size, count, len(TEXTS))
+    assert found.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert found.windows == len(TEXTS) - 1  # nothing is read for the empty one
+    assert found.bits == pytest.approx(bits, rel=1e-6)
+    assert found.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
+
+
+def test_bits_per_byte_do_not_depend_on_the_batch(pair):
+    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    corpus = documents(TEXTS + LONG)
+    results = [bits_per_byte(model, tokenizer, corpus, batch_tokens=tokens) for tokens in (1, 300, 8192, 10**9)]
+    for result in results[1:]:
+        assert result.bits == pytest.approx(results[0].bits, rel=1e-6)
+        assert (result.bytes, result.tokens, result.windows) == (
+            results[0].bytes,
+            results[0].tokens,
+            results[0].windows,
+        )
+
+
+def test_more_documents_than_are_read_at_once_add_up(pair):
+    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    corpus = documents(material.sentences(300, seed=2))
+
+    def stream() -> Iterator[Document]:
+        yield from corpus
+
+    parts = [bits_per_byte(model, tokenizer, corpus[at : at + 100]) for at in (0, 100, 200)]
+    whole = bits_per_byte(model, tokenizer, stream())
+    assert whole.bits == pytest.approx(sum(part.bits for part in parts), rel=1e-6)
+    assert (whole.documents, whole.bytes) == (300, sum(part.bytes for part in parts))
+
+
+def renumbered(folder: Path, other: Path, seed: int) -> Path:
+    """The same model with the ids of its tokens, its embedding's and its head's rows permuted alike."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    model = load_causal_lm(folder)
+    rows = model.get_input_embeddings().weight.shape[0]
+    new_id = np.random.default_rng(seed).permutation(rows)
+    content["model"]["vocab"] = {token: int(new_id[number]) for token, number in content["model"]["vocab"].items()}
+    for token in content["added_tokens"]:
+        token["id"] = int(new_id[token["id"]])
+    order = torch.from_numpy(np.argsort(new_id))
+    with torch.no_grad():
+        for matrix in {
+            id(layer.weight): layer.weight for layer in (model.get_input_embeddings(), model.lm_head)
+        }.values():
+            matrix.copy_(matrix[order].clone())
+    model.save_pretrained(other)
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    (other / "tokenizer_config.json").write_bytes((folder / "tokenizer_config.json").read_bytes())
+    return other
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_renumbered_vocabulary_is_the_same_model(pair, side, tmp_path):
+    folder = getattr(pair, side)
+    other = renumbered(folder, tmp_path / "other", seed=1)
+    one = Tokenizer(folder).encode([TEXTS[0]])[0].ids
+    assert one.tolist() != Tokenizer(other).encode([TEXTS[0]])[0].ids.tolist()
+    results = [
+        bits_per_byte(Cut(load_causal_lm(place)), Tokenizer(place), documents(TEXTS + LONG))
+        for place in (folder, other)
+    ]
+    assert results[1].bits == pytest.approx(results[0].bits, rel=1e-6)
+    assert results[1].bytes == results[0].bytes
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 200), limit=st.integers(2, 50))
+def test_windows_score_every_token_once_with_half_a_context_before_it(length, limit):
+    ids = np.arange(length, dtype=np.int32)
+    counted = np.ones(length, np.bool_)
+    counted[0] = False
+    times = np.zeros(length, np.int64)
+    for number, window in enumerate(_windows(ids, counted, limit)):
+        assert len(window.ids) <= limit
+        assert not window.counted[0]  # nothing predicts the first token of a window
+        times[window.ids[window.counted]] += 1
+        if number:
+            assert np.flatnonzero(window.counted).min() >= limit // 2
+    assert times.tolist() == counted.astype(int).tolist()
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("max_length", [None, 100, 17, 2])
+def test_of_long_documents_every_byte_counts_once(pair, side, max_length):
+    folder = getattr(pair, side)
+    tokenizer = Tokenizer(folder)
+    read = [sequence.text_stop for sequence in sequences(tokenizer, documents(LONG))]
+    limit = max_length or 256
+    found = bits_per_byte(Cut(load_causal_lm(folder)), tokenizer, documents(LONG), max_length=max_length)
+    assert max(read) > limit
+    assert found.bytes == sum(len(text.encode()) for text in LONG)
+    assert found.tokens == sum(read) - len(LONG)
+    assert found.windows == sum(1 + max(0, math.ceil((length - limit) / (limit // 2))) for length in read)
+    assert 0 < found.bits_per_byte < 12
+
+
+def test_a_window_scores_its_tokens_as_if_it_were_the_whole_text(pair):
+    """The plain computation over the same windows, in float64."""
+    tokenizer = Tokenizer(pair.student)
+    (sequence,) = sequences(tokenizer, documents(LONG[:1]))
+    model = load_causal_lm(pair.student, dtype=torch.float64).eval()
+    ids = torch.from_numpy(sequence.ids[: sequence.text_stop].astype(np.int64))
+    bits, done, limit = 0.0, 1, 64
+    while done < len(ids):
+        stop = min(limit if done == 1 else done + limit // 2, len(ids))
+        start = max(0, stop - limit)
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(input_ids=ids[None, start:stop]).logits[0], -1)
+        bits -= sum(float(logprobs[at - 1 - start, ids[at]]) for at in range(done, stop)) / math.log(2)
+        done = stop
+    found = bits_per_byte(Cut(load_causal_lm(pair.student)), tokenizer, documents(LONG[:1]), max_length=limit)
+    assert found.bits == pytest.approx(bits, rel=1e-6)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_of_a_prompt_with_its_completion_the_completion_counts(pair, side):
+    folder = getattr(pair, side)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    prompt, completion = "Anna has 12 apples. Bert has 4 pears.", " Now Anna has 8 apples left — café."
+    both = bits_per_byte(model, tokenizer, documents([prompt + completion]))
+    first = bits_per_byte(model, tokenizer, documents([prompt]))
+    found = bits_per_byte(model, tokenizer, [Document.of_completion(prompt, completion)])
+    assert found.bytes == len(completion.encode())
+    assert found.tokens == both.tokens - first.tokens
+    assert found.bits == pytest.approx(both.bits - first.bits, rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_an_empty_prompt_is_no_prompt(pair, side):
+    folder = getattr(pair, side)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    text = bits_per_byte(model, tokenizer, documents([TEXTS[0]]))
+    found = bits_per_byte(model, tokenizer, [Document.of_completion("", TEXTS[0])])
+    assert (found.bytes, found.tokens) == (text.bytes, text.tokens)
+    assert found.bits == pytest.approx(text.bits, rel=1e-6)
+
+
+def without_start(folder: Path, other: Path) -> Path:
+    load_causal_lm(folder).save_pretrained(other)
+    (other / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (other / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return other
+
+
+def test_without_a_start_token_the_bytes_that_nothing_predicts_do_not_count(pair, tmp_path):
+    folder = without_start(pair.student, tmp_path)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    text = TEXTS[0]
+    first = int(tokenizer.encode([text])[0].ends[0])
+    for document in (Document.of_text(text), Document.of_completion("", text)):
+        found = bits_per_byte(model, tokenizer, [document])
+        assert found.bytes == len(text.encode()) - first
+        assert found.tokens == len(tokenizer.encode([text])[0].ids) - 1
+
+
+def test_a_first_token_that_nothing_predicts_may_end_in_the_completion(pair, tmp_path):
+    folder = without_start(pair.student, tmp_path)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    first = int(tokenizer.encode(["Jakob has 12 apples."])[0].ends[0])
+    assert first > 2
+    found = bits_per_byte(model, tokenizer, [Document.of_completion("Ja", "kob has 12 apples.")])
+    assert found.bytes == len("Jakob has 12 apples.") - first
+
+
+def test_a_context_of_one_token_is_refused(pair):
+    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    with pytest.raises(XtkError, match="--max-length is 1"):
+        bits_per_byte(model, tokenizer, documents(TEXTS), max_length=1)
+
+
+def test_a_model_comes_back_in_the_mode_that_it_came_in(pair):
+    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    for training in (True, False):
+        model.train(training)
+        bits_per_byte(model, tokenizer, documents(TEXTS[:2]))
+        assert model.training is training
+
+
+def test_nothing_has_no_bits_per_byte(pair):
+    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    assert math.isnan(bits_per_byte(model, tokenizer, documents([""])).bits_per_byte)

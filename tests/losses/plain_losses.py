@@ -1,0 +1,202 @@
+"""Every loss once more, written for reading: dense W, full probabilities, explicit loops, float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from xtk.losses.cells import Cells, Example
+from xtk.projection.projection import Projection
+from xtk.tokens.signal import Signal
+
+# What the kernel states: below this, in fp32, a rest is no rest.
+SMALLEST_REST = 1e-7
+
+
+def kl_with_other(teacher: list[float], student: list[Tensor]) -> Tensor:
+    """KL of two distributions over cells and the other cell."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t, s in zip(teacher, student, strict=True):
+        if t > 0:
+            total = total + t * (math.log(t) - s.log())
+    t_rest = 1 - sum(teacher)
+    if t_rest > SMALLEST_REST:
+        s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(SMALLEST_REST)
+        total = total + t_rest * (math.log(t_rest) - s_rest.log())
+    return total
+
+
+def predicted_spans(example: Example) -> list[tuple[list[int], list[int]]]:
+    """The spans of which both models predict every token: (student tokens, teacher tokens)."""
+    signal = example.signal
+    assert signal is not None
+    of_student, of_teacher = {int(row) + 1 for row in example.rows}, set(signal.positions.tolist())
+    spans = [(list(range(s0, s1)), list(range(t0, t1))) for s0, s1, t0, t1 in example.spans.tolist()]
+    return [(s, t) for s, t in spans if of_student.issuperset(s) and of_teacher.issuperset(t)]
+
+
+def plain_ce(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
+    return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.rows)]
+
+
+def plain_p_kl(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
+    return [_projected(example, W, probs_NV, s, t) for s, t in predicted_spans(example)]
+
+
+def plain_boundary_kl(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
+    return [_projected(example, W, probs_NV, s[:1], t[:1]) for s, t in predicted_spans(example)]
+
+
+PLAIN = {"ce": plain_ce, "forward-kl": plain_p_kl, "boundary-kl": plain_boundary_kl, "p-kl": plain_p_kl}
+
+
+def _projected(example: Example, W: Tensor | None, probs_NV: Tensor, student: list[int], teacher: list[int]) -> Tensor:
+    signal = example.signal
+    assert signal is not None
+    assert W is not None
+    row_of = {int(row) + 1: n for n, row in enumerate(example.rows)}
+    index_of = {int(position): n for n, position in enumerate(signal.positions)}
+    support: set[int] = set()
+    t = [0.0] * W.shape[1]
+    for position in teacher:
+        at = index_of[position]
+        said = dict(zip(signal.support_ids[at].tolist(), signal.support_logprobs[at].tolist(), strict=True))
+        said[int(example.teacher_ids[position])] = float(signal.realised_logprobs[at])
+        for token, logprob in said.items():
+            t[token] += math.exp(logprob) / len(teacher)
+            support.add(token)
+    y = sum((probs_NV[row_of[token]] @ W for token in student), torch.zeros(W.shape[1], dtype=torch.float64))
+    reached = sorted(token for token in support if W[:, token].sum() > 0)
+    return kl_with_other([t[token] for token in reached], [y[token] / len(student) for token in reached])
+
+
+def plain_sum_of_cells(cells: Cells, probs_NV: Tensor) -> Tensor:
+    """What a loss is, given its cells: explicit loops over items, cells, entries."""
+    total = torch.zeros((), dtype=torch.float64)
+    for item in range(cells.items):
+        teacher, student = [], []
+        for cell in range(cells.cell_offsets[item], cells.cell_offsets[item + 1]):
+            entries = range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
+            teacher.append(float(cells.teacher_probs[cell]))
+            student.append(
+                sum(
+                    (probs_NV[cells.rows[e], cells.tokens[e]] * math.exp(cells.log_weights[e]) for e in entries),
+                    torch.zeros((), dtype=torch.float64),
+                )
+            )
+        total = total + kl_with_other(teacher, student)
+    return total
+
+
+@dataclass(frozen=True)
+class Case:
+    """A document in both tokenisations, W, and a student cut before its head."""
+
+    example: Example
+    projection: Projection
+    states: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def dense(self) -> Tensor:
+        """W [V, U]."""
+        projection = self.projection
+        W = torch.zeros(projection.student_width, projection.teacher_width, dtype=torch.float64)
+        W[projection.rows_of_entries, projection.teacher_ids] = torch.from_numpy(projection.weights).double()
+        return W
+
+
+def draw_projection(draw: np.random.Generator, V: int, U: int) -> Projection:
+    """Rows that sum to 1, to less, or to nothing; every third teacher token is reached by none."""
+    rows = []
+    for _ in range(V):
+        tokens = np.unique(draw.integers(0, U, draw.integers(0, 4)))
+        tokens = tokens[tokens % 3 != 2]
+        rows.append((tokens, draw.dirichlet(np.ones(len(tokens))) * draw.choice([1.0, 0.6]) if len(tokens) else []))
+    return Projection(
+        row_offsets=np.cumsum([0] + [len(tokens) for tokens, _ in rows]).astype(np.int64),
+        teacher_ids=np.concatenate([tokens for tokens, _ in rows]).astype(np.int32),
+        weights=np.concatenate([weights for _, weights in rows]).astype(np.float32),
+        student_cells=np.full(V, -1, np.int32),
+        teacher_cells=np.full(U, -1, np.int32),
+    )
+
+
+def signal_of(logprobs_PU: np.ndarray, positions: np.ndarray, realised: np.ndarray, K: int) -> Signal:
+    """The K most likely of full distributions, as a teacher tells them."""
+    ids = np.argsort(-logprobs_PU, axis=1, kind="stable")[:, :K]
+    kept = np.take_along_axis(logprobs_PU, ids, 1)
+    return Signal(
+        positions=positions.astype(np.int32),
+        support_ids=ids.astype(np.int32),
+        support_logprobs=kept.astype(np.float32),
+        tail_mass=np.maximum(0, 1 - np.exp(kept).sum(1)).astype(np.float32),
+        realised_logprobs=np.take_along_axis(logprobs_PU, realised[:, None], 1)[:, 0].astype(np.float32),
+        entropy=-(np.exp(logprobs_PU) * logprobs_PU).sum(1).astype(np.float32),
+    )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    return torch.log_softmax(torch.from_numpy(logits), -1).numpy()
+
+
+def draw_spans(draw: np.random.Generator, count: int, one_to_one: bool) -> tuple[np.ndarray, int, int]:
+    """Spans of 1 to 3 tokens on each side after the start tokens, and the lengths of both sequences."""
+    sizes = np.ones((count, 2), np.int64) if one_to_one else draw.integers(1, 4, (count, 2))
+    edges = 1 + np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(sizes, 0)])
+    spans = np.stack([edges[:-1, 0], edges[1:, 0], edges[:-1, 1], edges[1:, 1]], 1)
+    return spans.astype(np.int32), int(edges[-1, 0]), int(edges[-1, 1])
+
+
+def draw_case(
+    seed: int,
+    *,
+    K: int,
+    one_tokenizer: bool = False,
+    sharpness: float = 2.0,
+    spans: int = 6,
+    V: int = 23,
+    U: int = 19,
+    H: int = 5,
+    bias: bool = False,
+) -> Case:
+    """A random document: some tokens are not trained, some of the teacher's positions are missing."""
+    draw = np.random.default_rng(seed)
+    U = V if one_tokenizer else U
+    table, T, S = draw_spans(draw, spans, one_tokenizer)
+    student_ids = draw.integers(0, V, T).astype(np.int32)
+    teacher_ids = student_ids if one_tokenizer else draw.integers(0, U, S).astype(np.int32)
+    trained = draw.random(T - 1) < 0.9
+    positions = 1 + np.flatnonzero(draw.random(S - 1) < 0.9)
+    logprobs = log_softmax(draw.normal(0, sharpness, (len(positions), U)))
+    signal = signal_of(logprobs, positions, teacher_ids[positions], min(K, U))
+    example = Example(student_ids, np.flatnonzero(trained).astype(np.int64), table, teacher_ids, signal)
+    projection = Projection.identity(V) if one_tokenizer else draw_projection(draw, V, U)
+    torch.manual_seed(seed)
+    return Case(
+        example,
+        projection,
+        torch.randn(len(example.rows), H, dtype=torch.float64),
+        torch.randn(V, H, dtype=torch.float64) / 3,
+        torch.randn(V, dtype=torch.float64) / 3 if bias else None,
+    )
+
+
+def case_of_one_model(seed: int, *, K: int, spans: int = 6, one_to_one: bool = False, V: int = 23, H: int = 5) -> Case:
+    """A document on which student and teacher are one model: what the teacher said is what the student says."""
+    draw = np.random.default_rng(seed)
+    table, T, _ = draw_spans(draw, spans, one_to_one)
+    sizes = table[:, 1] - table[:, 0]
+    edges = 1 + np.concatenate([[0], np.cumsum(sizes)])
+    table = np.stack([edges[:-1], edges[1:], edges[:-1], edges[1:]], 1).astype(np.int32)
+    ids = draw.integers(0, V, T).astype(np.int32)
+    states, weight = torch.from_numpy(draw.normal(size=(T - 1, H))), torch.from_numpy(draw.normal(size=(V, H)))
+    positions = np.arange(1, T)
+    signal = signal_of(torch.log_softmax(states @ weight.T, 1).numpy(), positions, ids[positions], K)
+    example = Example(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal)
+    return Case(example, Projection.identity(V), states, weight)

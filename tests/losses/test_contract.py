@@ -1,0 +1,563 @@
+"""What every loss of the table must satisfy; a new loss is tested on arrival."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_losses import PLAIN, Case, case_of_one_model, draw_case, plain_sum_of_cells, predicted_spans, signal_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xtk.errors import XtkError
+from xtk.lookup import lookup
+from xtk.losses import LOSSES, LossSpecification, parse_losses
+from xtk.losses.cells import Cells, Example, join_cells
+from xtk.losses.head import Term, chunk_starts, fused_loss
+from xtk.losses.kernels import fill_cells
+from xtk.projection.projection import Columns, Projection
+from xtk.tokens.signal import Signal
+
+CPU = torch.device("cpu")
+RULES = {name: lookup(LOSSES, name, "loss")() for name in LOSSES}
+DISTRIBUTIONS = [name for name, rule in RULES.items() if rule.needs_teacher]
+
+every_loss = pytest.mark.parametrize("name", list(LOSSES))
+every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
+
+# V = 23, U = 19. "one hot" gives log-probabilities of -100 and less.
+KINDS = {
+    "sparse support": {"K": 4},
+    "K = 1": {"K": 1},
+    "K = U": {"K": 99},
+    "one-hot teacher": {"K": 4, "sharpness": 300.0},
+    "one-hot teacher, K = U": {"K": 99, "sharpness": 300.0},
+    "a head with a bias": {"K": 4, "bias": True},
+}
+every_kind = pytest.mark.parametrize("kind", list(KINDS))
+
+
+def case_for(name: str, seed: int, **options: object) -> Case:
+    return draw_case(seed, one_tokenizer=RULES[name].same_tokenizer, **options)
+
+
+def cells_of(name: str, case: Case) -> Cells:
+    return RULES[name].cells(case.example, case.projection.columns if RULES[name].needs_teacher else None)
+
+
+def leaves(*tensors: Tensor | None, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+
+
+def fused(
+    case: Case, cells: list[Cells], scales: list[float], *, chunk: int = 64, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The total, each term's sum, and the gradients of states, head and bias."""
+    inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
+    terms = [Term.of(part, scale, CPU) for part, scale in zip(cells, scales, strict=True)]
+    total, sums = fused_loss(*inputs, terms, chunk)
+    total.backward()
+    return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
+
+
+def plain(case: Case, items: object) -> tuple[Tensor, list[Tensor]]:
+    """The same of a readable loss, a function of the student's probabilities [N, V]."""
+    inputs = leaves(case.states, case.weight, case.bias)
+    total = items(torch.softmax(torch.nn.functional.linear(*inputs), 1))
+    gradients = [torch.zeros_like(tensor) for tensor in inputs if tensor is not None]
+    if total.requires_grad:
+        total.backward()
+        gradients = [tensor.grad for tensor in inputs if tensor is not None]
+    return total.detach(), gradients
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        scale = max(float(other.abs().max()) if other.numel() else 0.0, 1e-3)
+        torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance * scale)
+
+
+def test_every_loss_has_a_readable_reference():
+    assert set(PLAIN) == set(LOSSES)
+
+
+@every_kind
+@every_loss
+def test_a_loss_and_its_gradient_are_those_of_dense_matrices_and_full_probabilities(name, kind):
+    for seed in range(4):
+        case = case_for(name, seed, **KINDS[kind])
+        W = case.dense
+
+        def items(probs: Tensor, case: Case = case, W: Tensor = W) -> Tensor:
+            return torch.stack(PLAIN[name](case.example, W, probs)).sum()
+
+        total, gradients = plain(case, items)
+        cells = cells_of(name, case)
+        # Cells are kept in fp32, and that bounds the agreement.
+        found, sums, exact = fused(case, [cells], [1.0])
+        assert_close([found, *exact], [total, *gradients], 1e-6)
+        assert_close([sums[0]], [total], 1e-6)
+        found, _, narrow = fused(case, [cells], [1.0], dtype=torch.float32)
+        assert_close([found, *narrow], [total, *gradients], 1e-5)
+
+
+@every_kind
+@every_loss
+def test_the_kernel_agrees_with_loops_over_items_cells_and_entries(name, kind):
+    for seed in range(4):
+        case = case_for(name, seed, **KINDS[kind])
+        cells = cells_of(name, case)
+        total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
+        found, _, exact = fused(case, [cells], [1.0], chunk=3)
+        assert_close([found, *exact], [total, *gradients], 1e-10)
+
+
+def test_the_cases_have_what_is_asked_of_them():
+    cases = [draw_case(seed, K=4) for seed in range(4)]
+    masses = np.concatenate([case.projection.row_masses for case in cases])
+    assert (masses == 0).any()
+    assert ((masses > 0) & (masses < 0.9)).any()
+    assert (masses > 0.99).any()
+    for case in cases:
+        signal = case.example.signal
+        realised = case.example.teacher_ids[signal.positions]
+        assert not all(token in support for token, support in zip(realised, signal.support_ids, strict=True))
+        assert not np.isin(signal.support_ids, case.projection.teacher_ids).all()
+        assert len(case.example.rows) < len(case.example.student_ids) - 1
+    assert draw_case(0, K=99, sharpness=300.0).example.signal.support_logprobs.min() < -100
+
+
+@every_kind
+@every_distribution_loss
+def test_a_loss_between_distributions_is_not_negative(name, kind):
+    for seed in range(30):
+        case = case_for(name, seed, **KINDS[kind])
+        cells = cells_of(name, case)
+        for scale in (0.0, 1.0, 4.0):
+            case = dataclasses.replace(case, states=case.states * scale)
+            _, sums, _ = fused(case, [cells], [1.0], dtype=torch.float32)
+            assert sums[0] >= -1e-6
+
+
+@pytest.mark.parametrize("K", [1, 3, 23])
+@every_distribution_loss
+def test_a_model_is_at_distance_0_from_itself_and_is_not_moved(name, K):
+    # Means over a span of supports that are cut at different tokens are no means of the distributions: K = U there.
+    one_to_one = K < 23 or RULES[name].same_tokenizer
+    for seed in range(5):
+        case = case_of_one_model(seed, K=K, one_to_one=one_to_one)
+        cells = cells_of(name, case)
+        assert cells.items == 6
+        for dtype in (torch.float64, torch.float32):
+            total, _, gradients = fused(case, [cells], [1.0], dtype=dtype)
+            assert abs(float(total)) < 3e-6
+            assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-5
+
+
+@every_distribution_loss
+def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
+    """P-KL as published gives -0.31 nats forward and +0.51 reverse here."""
+    probs = np.array([[0.9, 0.1], [0.1, 0.9]])
+    ids = np.array([0, 0, 1], np.int32)
+    signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 2)
+    span = np.array([[1, 3, 1, 3]], np.int32)
+    example = Example(ids, np.array([0, 1]), span, ids, signal)
+    case = Case(example, Projection.identity(2), torch.from_numpy(np.log(probs)), torch.eye(2, dtype=torch.float64))
+    total, _, gradients = fused(case, [cells_of(name, case)], [1.0])
+    assert abs(float(total)) < 1e-6
+    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
+
+
+def test_a_full_support_gives_the_full_divergence():
+    case = case_for("forward-kl", 3, K=99)
+    shuffled = dataclasses.replace(case, states=case.states.flip(0))
+    signal = case.example.signal
+    logprobs = np.full((len(signal), 23), -np.inf)
+    np.put_along_axis(logprobs, signal.support_ids.astype(np.int64), signal.support_logprobs.astype(np.float64), 1)
+    places = {int(row) + 1: n for n, row in enumerate(case.example.rows)}
+    both = [(n, places[int(at)]) for n, at in enumerate(signal.positions) if int(at) in places]
+    student = torch.log_softmax(shuffled.states @ shuffled.weight.T, 1)
+    expected = sum(
+        float((torch.from_numpy(logprobs[t]).exp() * (torch.from_numpy(logprobs[t]) - student[s])).sum())
+        for t, s in both
+    )
+    total, _, _ = fused(shuffled, [cells_of("forward-kl", shuffled)], [1.0])
+    assert float(total) == pytest.approx(expected, rel=1e-6)
+
+
+@every_loss
+def test_the_size_of_a_chunk_changes_nothing(name):
+    case = case_for(name, 7, K=5, spans=40, bias=True)
+    cells = cells_of(name, case)
+    total, _, gradients = fused(case, [cells], [1.0], chunk=len(case.states))
+    for chunk in (1, 3, 64):
+        found, _, others = fused(case, [cells], [1.0], chunk=chunk)
+        assert_close([found, *others], [total, *gradients], 1e-12)
+
+
+@every_loss
+def test_the_order_of_documents_changes_nothing(name):
+    cases = [case_for(name, 5, K=4), *(case_for(name, seed, K=4) for seed in (6, 7))]
+    cases = [dataclasses.replace(case, weight=cases[0].weight, projection=cases[0].projection) for case in cases]
+    results = []
+    for order in itertools.permutations(range(3)):
+        chosen = [cases[at] for at in order]
+        joined = join_cells([cells_of(name, case) for case in chosen], [len(case.states) for case in chosen])
+        batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in chosen]))
+        total, _, (d_states, d_weight) = fused(batch, [joined], [1 / joined.items], chunk=4)
+        parts = d_states.split([len(case.states) for case in chosen])
+        results.append([total, d_weight, *(parts[order.index(at)] for at in range(3))])
+    for result in results[1:]:
+        assert_close(result, results[0], 1e-12)
+
+
+@every_loss
+def test_micro_batches_over_one_denominator_add_up_to_the_batch(name):
+    cases = [case_for(name, seed, K=4, spans=spans) for seed, spans in ((5, 6), (6, 1), (7, 15))]
+    cases = [dataclasses.replace(case, weight=cases[0].weight, projection=cases[0].projection) for case in cases]
+    cells = [cells_of(name, case) for case in cases]
+    items = sum(part.items for part in cells)
+    joined = join_cells(cells, [len(case.states) for case in cases])
+    batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in cases]))
+    total, _, (d_states, d_weight) = fused(batch, [joined], [1 / items])
+    parts = [fused(case, [part], [1 / items]) for case, part in zip(cases, cells, strict=True)]
+    assert_close([sum(part[0] for part in parts)], [total], 1e-12)
+    assert_close(
+        [torch.cat([part[2][0] for part in parts]), sum(part[2][1] for part in parts)], [d_states, d_weight], 1e-12
+    )
+
+
+def test_terms_of_a_sum_have_their_own_scales():
+    case = draw_case(11, K=4, spans=12)
+    cells = [cells_of(name, case) for name in ("ce", "p-kl", "boundary-kl")]
+    alone = [fused(case, [part], [1.0]) for part in cells]
+    total, sums, gradients = fused(case, cells, [0.5, 2.0, 0.25], chunk=5)
+    torch.testing.assert_close(sums, torch.stack([one[0] for one in alone]))
+    assert_close([total], [0.5 * alone[0][0] + 2 * alone[1][0] + 0.25 * alone[2][0]], 1e-12)
+    for at, gradient in enumerate(gradients):
+        expected = 0.5 * alone[0][2][at] + 2 * alone[1][2][at] + 0.25 * alone[2][2][at]
+        assert_close([gradient], [expected], 1e-12)
+
+
+@every_loss
+def test_a_gradient_that_comes_in_is_multiplied_through(name):
+    case = case_for(name, 2, K=4)
+    cells = cells_of(name, case)
+    _, _, once = fused(case, [cells], [1.0])
+    inputs = leaves(case.states, case.weight, None)
+    total, _ = fused_loss(*inputs, [Term.of(cells, 1.0, CPU)], 3)
+    (-2.5 * total).backward()
+    assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
+
+
+@every_loss
+def test_gradients_agree_with_finite_differences(name):
+    case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
+    term = Term.of(cells_of(name, case), 0.7, CPU)
+    inputs = tuple(leaves(case.states, case.weight, case.bias))
+    assert torch.autograd.gradcheck(lambda *tensors: fused_loss(*tensors, [term], 2)[0], inputs)
+
+
+@every_loss
+def test_logits_can_be_given_instead_of_states_and_a_head(name):
+    case = case_for(name, 4, K=4)
+    cells = cells_of(name, case)
+    logits = (case.states @ case.weight.T).requires_grad_()
+    before = logits.detach().clone()
+    found, _ = fused_loss(logits, None, None, [Term.of(cells, 1.0, CPU)], 3)
+    found.backward()
+    assert torch.equal(logits, before)
+    total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
+    assert_close([found.detach()], [total], 1e-12)
+    assert_close([logits.grad @ case.weight, logits.grad.T @ case.states], [d_states, d_weight], 1e-12)
+
+
+@every_loss
+def test_bf16_is_finite_and_near_fp32(name):
+    case = case_for(name, 9, K=6, spans=30, H=16, V=60, U=50, bias=True)
+    cells = cells_of(name, case)
+    rounded = dataclasses.replace(
+        case, states=case.states.bfloat16(), weight=case.weight.bfloat16(), bias=case.bias.bfloat16()
+    )
+    scale = 1 / cells.items
+    wide, _, expected = fused(rounded, [cells], [scale], dtype=torch.float32)
+    found, _, gradients = fused(rounded, [cells], [scale], dtype=torch.bfloat16)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(wide), rel=2e-2)
+    for one, other in zip(gradients, expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert torch.isfinite(one).all()
+        assert float((one.float() - other).norm() / other.norm()) < 2e-2
+
+
+@every_loss
+def test_bf16_logits_can_be_given_too(name):
+    case = case_for(name, 9, K=6)
+    logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
+    total, _ = fused_loss(logits, None, None, [Term.of(cells_of(name, case), 1.0, CPU)], 4)
+    total.backward()
+    assert torch.isfinite(total)
+    assert logits.grad.dtype == torch.bfloat16
+    assert torch.isfinite(logits.grad).all()
+
+
+@every_loss
+def test_an_empty_batch_gives_0_with_a_zero_gradient(name):
+    empty = dataclasses.replace(case_for(name, 1, K=4), states=torch.zeros(0, 5, dtype=torch.float64))
+    total, sums, (d_states, d_weight) = fused(empty, [join_cells([], [])], [1.0])
+    assert float(total) == 0
+    assert sums.tolist() == [0]
+    assert d_states.shape == (0, 5)
+    assert torch.equal(d_weight, torch.zeros_like(empty.weight))
+
+
+@every_distribution_loss
+def test_rows_that_no_span_covers_have_no_gradient(name):
+    case = case_for(name, 1, K=4)
+    example = dataclasses.replace(case.example, spans=np.zeros((0, 4), np.int32))
+    cells = RULES[name].cells(example, case.projection.columns)
+    assert cells.items == 0
+    total, _, gradients = fused(case, [cells], [1.0])
+    assert float(total) == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@every_distribution_loss
+def test_a_teacher_that_is_very_sure_stays_finite(name):
+    case = case_for(name, 3, K=23)
+    said = case.example.signal
+    logprobs = np.full_like(said.support_logprobs, -100)
+    logprobs[:, 0] = 0
+    signal = dataclasses.replace(said, support_logprobs=logprobs, realised_logprobs=np.full_like(said.entropy, -100))
+    sure = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
+    for states in (case.states, case.states * 100):
+        total, _, gradients = fused(
+            dataclasses.replace(sure, states=states), [cells_of(name, sure)], [1.0], dtype=torch.float32
+        )
+        assert torch.isfinite(total)
+        assert all(torch.isfinite(gradient).all() for gradient in gradients)
+
+
+def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
+    """All of both sides is in the other cell then: two equal distributions of one cell."""
+    case = draw_case(21, K=2, spans=9)
+    spans = predicted_spans(case.example)
+    rule, columns = RULES["p-kl"], case.projection.columns
+    for hidden in [*([at] for at in range(len(spans))), [0, 1], [len(spans) - 2, len(spans) - 1], range(len(spans))]:
+        positions = [position for at in hidden for position in spans[at][1]]
+        support, teacher_ids = case.example.signal.support_ids.copy(), case.example.teacher_ids.copy()
+        support[np.isin(case.example.signal.positions, positions)] = [2, 5]
+        teacher_ids[positions] = 2
+        signal = dataclasses.replace(case.example.signal, support_ids=support)
+        cells = rule.cells(dataclasses.replace(case.example, signal=signal, teacher_ids=teacher_ids), columns)
+        assert cells.items == len(spans)
+        assert not np.diff(cells.cell_offsets)[list(hidden)].any()
+        total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
+        for chunk in (1, 2, 64):
+            found, _, exact = fused(case, [cells], [1.0], chunk=chunk)
+            assert_close([found, *exact], [total, *gradients], 1e-10)
+
+
+# --- cells, chunks, memory
+
+
+def plain_fill(
+    items: list[tuple[list[int], list[int]]],
+    support: list[list[tuple[int, float]]],
+    realised: list[tuple[int, float]],
+    columns: Columns,
+) -> list[list[tuple[float, list[tuple[int, int, float]]]]]:
+    """The cells of each item, `(probability, entries)`, in the order in which the teacher names them."""
+    result = []
+    for rows, positions in items:
+        probs: dict[int, float] = {}
+        for position in positions:
+            said = dict(support[position])
+            said.setdefault(*realised[position])
+            for token, logprob in said.items():
+                probs[token] = probs.get(token, 0.0) + math.exp(logprob) / len(positions)
+        cells = []
+        for token, probability in probs.items():
+            column = range(columns.offsets[token], columns.offsets[token + 1])
+            if len(column):
+                cells.append(
+                    (
+                        probability,
+                        [
+                            (row, int(columns.student_ids[at]), float(columns.log_weights[at]) - math.log(len(rows)))
+                            for row in rows
+                            for at in column
+                        ],
+                    )
+                )
+        result.append(cells)
+    return result
+
+
+@st.composite
+def problems(draw):
+    seed = draw(st.integers(0, 2**32 - 1))
+    return draw_case(
+        seed,
+        K=draw(st.sampled_from([1, 2, 5, 19])),
+        spans=draw(st.integers(1, 12)),
+        sharpness=draw(st.sampled_from([0.5, 3.0, 60.0])),
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=problems())
+def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(case):
+    example, columns = case.example, case.projection.columns
+    signal = example.signal
+    draw = np.random.default_rng(len(example.student_ids))
+    rows = np.sort(draw.integers(0, 30, 8))
+    row_start, row_stop = rows[::2], rows[1::2] + 1
+    position_start = np.sort(draw.integers(0, max(1, len(signal)), 4))
+    position_stop = np.minimum(position_start + draw.integers(0, 4, 4), len(signal))
+    position_stop = np.maximum(position_start, position_stop)
+    realised = example.teacher_ids[signal.positions]
+    expected = plain_fill(
+        [
+            (list(range(r0, r1)), list(range(p0, p1)))
+            for r0, r1, p0, p1 in zip(row_start, row_stop, position_start, position_stop, strict=True)
+        ],
+        [
+            list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+            for ids, logprobs in zip(signal.support_ids, signal.support_logprobs, strict=True)
+        ],
+        list(zip(realised.tolist(), signal.realised_logprobs.tolist(), strict=True)),
+        columns,
+    )
+    for _ in range(2):
+        cells = Cells(
+            *fill_cells(
+                row_start, row_stop, position_start, position_stop, signal.support_ids, signal.support_logprobs,
+                realised, signal.realised_logprobs, columns.offsets, columns.student_ids, columns.log_weights,
+            )
+        )  # fmt: skip
+        assert np.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
+        flat = [cell for item in expected for cell in item]
+        assert np.diff(cells.entry_offsets).tolist() == [len(entries) for _, entries in flat]
+        np.testing.assert_allclose(cells.teacher_probs, [prob for prob, _ in flat], rtol=1e-6, atol=1e-30)
+        entries = [entry for _, entries in flat for entry in entries]
+        assert cells.rows.tolist() == [row for row, _, _ in entries]
+        assert cells.tokens.tolist() == [token for _, token, _ in entries]
+        np.testing.assert_allclose(cells.log_weights, [weight for _, _, weight in entries], rtol=1e-6, atol=1e-6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(case=problems(), size=st.integers(1, 20), both=st.booleans())
+def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
+    cells = [cells_of("p-kl", case), *([cells_of("ce", case)] if both else [])]
+    terms = [Term.of(part, 1.0, CPU) for part in cells]
+    starts = chunk_starts(len(case.states), size, terms)
+    assert starts[0] == 0
+    assert starts[-1] == len(case.states)
+    assert all(start < stop for start, stop in itertools.pairwise(starts))
+    of_row = np.searchsorted(starts, np.arange(len(case.states)), side="right")
+    longest = 1
+    for part in cells:
+        for item in range(part.items):
+            first, last = part.entry_offsets[part.cell_offsets[item : item + 2]]
+            rows = part.rows[first:last]
+            assert len(set(of_row[rows].tolist())) <= 1
+            longest = max(longest, len(set(rows.tolist())))
+    assert max(np.diff(starts), default=0) <= max(size, longest)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the most numbers that one tensor held."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        result = function(*arguments, **(keywords or {}))
+        tensors = result if isinstance(result, tuple | list) else [result]
+        self.numel = max([self.numel, *(tensor.numel() for tensor in tensors if isinstance(tensor, Tensor))])
+        return result
+
+
+def peak_bytes(action: object) -> int:
+    """The most bytes that were allocated at one time, beyond those at the start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        action()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return int(held.max(initial=0))
+
+
+def wide_case(name: str, N: int, V: int, H: int) -> Case:
+    """N trained tokens, each a span, over V tokens on both sides, which nothing dense is made of."""
+    draw = np.random.default_rng(N)
+    ids, positions = draw.integers(0, V, N + 1).astype(np.int32), np.arange(1, N + 1, dtype=np.int32)
+    spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
+    support = (ids[1:, None] + np.arange(1, 9)).astype(np.int32) % V
+    said = np.full((N, 8), math.log(0.1), np.float32)
+    signal = Signal(positions, support, said, said[:, 0], said[:, 0], said[:, 0])
+    example = Example(ids, np.arange(N, dtype=np.int64), spans, ids, signal)
+    return Case(example, Projection.identity(V), torch.randn(N, H), torch.randn(V, H))
+
+
+@every_loss
+def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
+    V, H, chunk = 20_000, 8, 32
+    peaks, largest = [], []
+    for N in (256, 1024):
+        case = wide_case(name, N, V, H)
+        states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
+        terms = [Term.of(cells_of(name, case), 1.0, CPU)]
+
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
+            fused_loss(states, weight, None, terms, chunk)[0].backward()
+
+        with Largest() as watch:
+            step()
+        largest.append(watch.numel)
+        states.grad = weight.grad = None
+        peaks.append(peak_bytes(step))
+    assert largest == [chunk * V, chunk * V]
+    assert min(peaks) > chunk * V * 4  # the chunk itself is seen
+    assert max(peaks) < 2.5 * chunk * V * 4 + 4 * V * H * 4
+    # What grows is the states' gradient, and what autograd hands out of it.
+    assert peaks[1] - peaks[0] <= 3 * (1024 - 256) * H * 4
+
+
+# --- specifications
+
+
+def test_a_specification_names_losses_and_weights():
+    assert parse_losses(["p-kl", "ce:weight=0.5"]) == [LossSpecification("p-kl"), LossSpecification("ce", 0.5)]
+    assert [str(loss) for loss in parse_losses(["p-kl:weight=1.0", "ce:weight=0.50"])] == ["p-kl", "ce:weight=0.5"]
+
+
+@pytest.mark.parametrize(
+    ("texts", "what", "hint"),
+    [
+        (["forward_kl"], "no loss called 'forward_kl'; did you mean forward-kl?", "one of: boundary-kl, ce, "),
+        (["xxxx"], "no loss called 'xxxx'", "one of: boundary-kl, ce, "),
+        (["ce:temperature=2"], "no option of the loss ce called 'temperature'", "one of: weight"),
+        (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "one of: weight"),
+        (["ce:weight=0"], "the weight of the loss ce is '0'", "--loss ce:weight=0.5"),
+        (["ce:weight=-1"], "the weight of the loss ce is '-1'", "--loss ce:weight=0.5"),
+        (["ce:weight=nan"], "the weight of the loss ce is 'nan'", "--loss ce:weight=0.5"),
+        (["ce:weight=inf"], "the weight of the loss ce is 'inf'", "--loss ce:weight=0.5"),
+        (["ce:weight=half"], "the weight of the loss ce is 'half'", "--loss ce:weight=0.5"),
+        (["ce:weight"], "the weight of the loss ce is ''", "--loss ce:weight=0.5"),
+        (["ce", "p-kl", "ce:weight=2"], "the loss ce is asked for twice", "one --loss for each, with its weight"),
+    ],
+)
+def test_a_bad_specification_is_told(texts, what, hint):
+    with pytest.raises(XtkError, match=f"^{re.escape(what)}$|^{re.escape(what)}\n") as told:
+        parse_losses(texts)
+    assert told.value.what == what
+    assert told.value.hint.startswith(hint)

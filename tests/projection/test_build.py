@@ -1,0 +1,277 @@
+"""Building a projection: what each rule puts where."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.projection_file import read_projection
+from xtk.errors import XtkError
+from xtk.projection.build import METHODS, build_projection
+from xtk.projection.projection import Projection
+from xtk.tokens.tokenizer import Tokenizer
+
+FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
+PAIRS = list(itertools.permutations(FAMILIES, 2))
+# X-Token, arXiv 2605.21699: 0.9 * 0.1^i over the pieces, normalised.
+DECAYING = {
+    1: [1.0],
+    2: [1 / 1.1, 0.1 / 1.1],
+    3: [1 / 1.11, 0.1 / 1.11, 0.01 / 1.11],
+    4: [1 / 1.111, 0.1 / 1.111, 0.01 / 1.111, 0.001 / 1.111],
+}
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(families):
+    return {name: Tokenizer(folder) for name, folder in families.items()}
+
+
+def entries(projection: Projection) -> list[tuple[int, int, float]]:
+    return list(
+        zip(
+            projection.rows_of_entries.tolist(),
+            projection.teacher_ids.tolist(),
+            projection.weights.tolist(),
+            strict=True,
+        )
+    )
+
+
+def row(projection: Projection, token: int) -> dict[int, float]:
+    place = slice(projection.row_offsets[token], projection.row_offsets[token + 1])
+    return dict(zip(projection.teacher_ids[place].tolist(), projection.weights[place].tolist(), strict=True))
+
+
+def dense(projection: Projection) -> np.ndarray:
+    matrix = np.zeros((projection.student_width, projection.teacher_width))
+    for token, teacher_id, weight in entries(projection):
+        matrix[token, teacher_id] = weight
+    return matrix
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, student, teacher, method):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    projection = build_projection(one, other, method)
+    projection.check()
+    assert (projection.row_masses <= 1 + 1e-6).all()
+    assert ((projection.weights > 0) & (projection.weights <= 1)).all()
+    for token, teacher_id, _ in entries(projection):
+        spelling, piece = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+        if one.vocabulary.special[token]:
+            assert other.vocabulary.special[teacher_id]
+        else:
+            assert piece
+            assert piece in spelling
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_exact_joins_tokens_of_equal_bytes_and_nothing_else(tokenizer_of, student, teacher):
+    one, other = tokenizer_of[student].vocabulary, tokenizer_of[teacher].vocabulary
+    projection = build_projection(tokenizer_of[student], tokenizer_of[teacher], "exact")
+    expected = {token for token, spelling in enumerate(one.spellings) if spelling in other.token_of_bytes}
+    ordinary = [entry for entry in entries(projection) if not one.special[entry[0]]]
+    assert {token for token, _, _ in ordinary} == expected
+    assert all(weight == 1 for _, _, weight in ordinary)
+    assert all(one.spelling(token) == other.spelling(teacher_id) for token, teacher_id, _ in ordinary)
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_first_puts_all_weight_on_the_first_piece(tokenizer_of, student, teacher):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    projection = build_projection(one, other, "first")
+    exact = build_projection(one, other, "exact")
+    pieces = other.spell(one.vocabulary.spellings)
+    for token in range(len(one)):
+        if row(exact, token):
+            assert row(projection, token) == row(exact, token)
+        elif not one.vocabulary.lengths[token] or pieces[token] is None:
+            assert row(projection, token) == {}
+        else:
+            assert row(projection, token) == {int(pieces[token][0]): 1.0}
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_multitoken_weights_fall_to_a_tenth_and_long_spellings_have_no_row(tokenizer_of, student, teacher):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    projection = build_projection(one, other, "multitoken")
+    exact = build_projection(one, other, "exact")
+    pieces = other.spell(one.vocabulary.spellings)
+    for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
+        if row(exact, token):
+            assert row(projection, token) == row(exact, token)
+            continue
+        expected: dict[int, float] = {}
+        ids = [] if pieces[token] is None else pieces[token].tolist()
+        for teacher_id, weight in zip(ids, DECAYING.get(len(ids), []), strict=False):
+            expected[teacher_id] = expected.get(teacher_id, 0) + weight  # "88" is twice the same piece
+        assert row(projection, token) == pytest.approx(expected, rel=1e-6)
+
+
+def test_long_spellings_are_met_in_this_test_material(tokenizer_of):
+    pieces = tokenizer_of["teacher"].spell(tokenizer_of["metaspace"].vocabulary.spellings)
+    sizes = {len(ids) for ids in pieces if ids is not None}
+    assert {1, 2, 3, 4, 5} <= sizes
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "pairs"),
+    [
+        ("student", "teacher", {"<|end_of_text|>": "<|im_end|>", "<|pad|>": "<|endoftext|>"}),
+        ("teacher", "student", {"<|im_end|>": "<|end_of_text|>", "<|endoftext|>": "<|pad|>"}),
+        ("student", "metaspace", {"<|begin_of_text|>": "<s>", "<|end_of_text|>": "</s>"}),
+        ("teacher", "composing", {"<|im_end|>": "<|endoftext|>", "<|endoftext|>": "<|endoftext|>"}),
+        ("word-piece", "metaspace", {"[CLS]": "<s>", "[SEP]": "</s>", "[UNK]": "<unk>"}),
+    ],
+)
+def test_special_tokens_are_matched_by_role_then_by_name(tokenizer_of, student, teacher, pairs):
+    one, other = tokenizer_of[student].vocabulary, tokenizer_of[teacher].vocabulary
+    projection = build_projection(tokenizer_of[student], tokenizer_of[teacher])
+    name_of = {token: name for name, token in other.special_tokens.items()}
+    found = {
+        name: name_of[teacher_id] for name, token in one.special_tokens.items() for teacher_id in row(projection, token)
+    }
+    assert found == pairs
+
+
+def test_a_role_that_an_ordinary_word_plays_is_not_matched(families, tokenizer_of, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "copy")
+    configuration = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "."}))
+    teacher = Tokenizer(folder)
+    assert "eos" in teacher.roles
+    assert not teacher.vocabulary.special[teacher.roles["eos"]]
+    projection = build_projection(tokenizer_of["student"], teacher)
+    assert row(projection, tokenizer_of["student"].roles["eos"]) == {}
+
+
+def test_tokens_that_split_a_character_map_by_bytes(tokenizer_of):
+    one, other = tokenizer_of["student"].vocabulary, tokenizer_of["metaspace"].vocabulary
+    projection = build_projection(tokenizer_of["student"], tokenizer_of["metaspace"])
+    lone = one.token_of_bytes[b"\xe6"]
+    assert row(projection, lone) == {other.token_of_bytes[b"\xe6"]: 1.0}
+    split = one.token_of_bytes[b"\xe6\x97"]  # the first two bytes of 日
+    assert row(projection, split) == pytest.approx(
+        {other.token_of_bytes[b"\xe6"]: 1 / 1.1, other.token_of_bytes[b"\x97"]: 0.1 / 1.1}
+    )
+
+
+def test_rows_above_the_tokenizer_are_empty(families, tmp_path):
+    student = shutil.copytree(families["student"], tmp_path / "student")
+    teacher = shutil.copytree(families["teacher"], tmp_path / "teacher")
+    (student / "config.json").write_text('{"vocab_size": 656}')
+    (teacher / "config.json").write_text('{"vocab_size": 512}')
+    projection = build_projection(Tokenizer(student), Tokenizer(teacher))
+    assert (projection.student_width, projection.teacher_width) == (656, 512)
+    assert (projection.row_masses[640:] == 0).all()
+    assert projection.teacher_ids.max() < 445
+    # The padded rows are no tokens, so they are no missing mass.
+    assert projection.figures()["missing_mass"] == pytest.approx(1 - projection.row_masses[:640].mean(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, name, method):
+    tokenizer = tokenizer_of[name]
+    projection = build_projection(tokenizer, Tokenizer(tokenizer.folder), method)
+    identity = Projection.identity(len(tokenizer))
+    assert projection.row_offsets.tolist() == identity.row_offsets.tolist()
+    assert projection.teacher_ids.tolist() == identity.teacher_ids.tolist()
+    assert projection.weights.tolist() == identity.weights.tolist()
+    assert projection.figures()["missing_mass"] == 0
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_missing_mass_is_never_negative(tokenizer_of, student, teacher):
+    figures = build_projection(tokenizer_of[student], tokenizer_of[teacher]).figures()
+    assert 0 <= figures["missing_mass"] <= 1
+    assert not json.dumps(figures["missing_mass"]).startswith("-")
+
+
+@pytest.mark.parametrize(("student", "teacher"), [("student", "teacher"), ("metaspace", "student")])
+def test_columns_are_the_same_matrix_seen_from_the_teacher(tokenizer_of, student, teacher):
+    projection = build_projection(tokenizer_of[student], tokenizer_of[teacher])
+    matrix = dense(projection)
+    columns = projection.columns.widened(projection.teacher_width + 3)
+    assert len(columns.offsets) == projection.teacher_width + 4
+    for teacher_id in range(projection.teacher_width + 3):
+        place = slice(columns.offsets[teacher_id], columns.offsets[teacher_id + 1])
+        found = np.zeros(projection.student_width)
+        found[columns.student_ids[place]] = np.exp(columns.log_weights[place])
+        reference = matrix[:, teacher_id] if teacher_id < projection.teacher_width else 0
+        np.testing.assert_allclose(found, np.broadcast_to(reference, found.shape), rtol=1e-6)
+
+
+def test_an_unknown_method_is_answered_with_the_nearest_one(tokenizer_of):
+    with pytest.raises(XtkError, match=r"no method called 'multi_token'; did you mean multitoken\?"):
+        build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "multi_token")
+
+
+def bad(**changes: object) -> Projection:
+    good = {
+        "row_offsets": np.array([0, 1, 2], np.int64),
+        "teacher_ids": np.array([0, 1], np.int32),
+        "weights": np.array([1, 0.5], np.float32),
+        "student_cells": np.array([-1, -1], np.int32),
+        "teacher_cells": np.array([-1, -1], np.int32),
+    }
+    return Projection(**{**good, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_offsets": np.array([0, 1], np.int64)}, "row offsets do not fit"),
+        ({"row_offsets": np.array([0, 1, 3], np.int64)}, "row offsets do not fit"),
+        ({"row_offsets": np.array([1, 1, 2], np.int64)}, "row offsets do not fit"),
+        ({"row_offsets": np.array([0, 3, 2], np.int64)}, "weights do not fit"),
+        ({"weights": np.array([1], np.float32)}, "weights do not fit"),
+        ({"teacher_ids": np.array([0, 2], np.int32)}, "teacher tokens that the teacher's vocabulary does not have"),
+        ({"teacher_ids": np.array([-1, 1], np.int32)}, "teacher tokens that the teacher's vocabulary does not have"),
+        ({"weights": np.array([1, np.nan], np.float32)}, "weights outside of"),
+        ({"weights": np.array([1, -0.5], np.float32)}, "weights outside of"),
+        ({"weights": np.array([1, 0], np.float32)}, "weights outside of"),
+        ({"weights": np.array([1.5, 0.5], np.float32)}, "weights outside of"),
+        ({"row_offsets": np.array([0, 2, 2], np.int64)}, "rows that sum to more than 1"),
+    ],
+)
+def test_a_matrix_that_is_no_projection_is_refused(changes, message):
+    bad().check()
+    with pytest.raises(XtkError, match=message):
+        bad(**changes).check()
+
+
+BUILD = """
+import resource, sys
+from pathlib import Path
+from xtk.artifacts.projection_file import write_projection
+from xtk.projection.build import build_projection
+from xtk.tokens.tokenizer import Tokenizer
+projection = build_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2]))
+write_projection(projection, Path(sys.argv[3]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_the_real_pair_builds_within_a_gigabyte_and_201_goes_to_2_first(real_data, tmp_path):
+    llama, qwen = real_data / "tokenizers/llama3", real_data / "tokenizers/qwen"
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, llama, qwen, tmp_path / "p"], capture_output=True, text=True, check=True
+    )
+    assert int(done.stdout) * 1024 < 1_000_000_000
+    projection = read_projection(tmp_path / "p")
+    student, teacher = Tokenizer(llama), Tokenizer(qwen)
+    numeral = student.vocabulary.token_of_bytes[b"201"]
+    digits = [teacher.vocabulary.token_of_bytes[digit] for digit in (b"2", b"0", b"1")]
+    assert row(projection, numeral) == pytest.approx(dict(zip(digits, DECAYING[3], strict=True)))
+    assert projection.figures()["missing_mass"] < 0.05
+    end = student.roles["eos"]
+    assert row(projection, end) == {teacher.roles["eos"]: 1.0}

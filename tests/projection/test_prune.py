@@ -1,0 +1,121 @@
+"""Making a projection smaller."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtk.artifacts.projection_file import write_projection
+from xtk.errors import XtkError
+from xtk.projection.build import assemble, build_projection
+from xtk.projection.projection import Projection
+from xtk.projection.prune import prune_projection
+from xtk.tokens.tokenizer import Tokenizer
+
+quick = settings(max_examples=60, deadline=None)
+ROWS, COLUMNS = 6, 5
+
+
+@st.composite
+def projections(draw) -> Projection:
+    """Return any projection [6, 5]: weights are sixteenths or less, ties and empty rows included."""
+    parts = np.array(
+        draw(st.lists(st.lists(st.integers(0, 16), min_size=COLUMNS, max_size=COLUMNS), min_size=ROWS, max_size=ROWS))
+    )
+    matrix = parts / np.maximum(parts.sum(1, keepdims=True), draw(st.sampled_from([16, 40])))
+    rows, columns = np.nonzero(matrix)
+    return assemble(
+        rows.astype(np.int32), columns.astype(np.int32), matrix[rows, columns].astype(np.float32), (ROWS, COLUMNS), {}
+    )
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "top_k": st.sampled_from([None, 1, 2, 3]),
+        "min_weight": st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+        "renormalise": st.booleans(),
+    }
+)
+
+
+def rows_of(projection: Projection) -> list[dict[int, float]]:
+    ends = projection.row_offsets.tolist()
+    return [
+        dict(zip(projection.teacher_ids[a:b].tolist(), projection.weights[a:b].tolist(), strict=True))
+        for a, b in itertools.pairwise(ends)
+    ]
+
+
+def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float) -> dict[int, float]:
+    """Slow twin, of one row."""
+    heaviest_first = sorted(row, key=lambda teacher_id: (-row[teacher_id], teacher_id))
+    return {teacher_id: row[teacher_id] for teacher_id in heaviest_first[:top_k] if row[teacher_id] >= min_weight}
+
+
+@given(projection=projections(), options=OPTIONS)
+@quick
+def test_the_heaviest_entries_of_each_row_stay(projection, options):
+    pruned = prune_projection(projection, **{**options, "renormalise": False})
+    pruned.check()
+    expected = [readable_prune(row, options["top_k"], options["min_weight"]) for row in rows_of(projection)]
+    assert rows_of(pruned) == expected
+    assert (np.diff(pruned.row_offsets) <= (options["top_k"] or COLUMNS)).all()
+    assert (pruned.weights >= options["min_weight"]).all()
+
+
+@given(projection=projections(), options=OPTIONS)
+@quick
+def test_renormalised_rows_keep_their_mass_and_others_miss_it(projection, options):
+    kept = prune_projection(projection, **{**options, "renormalise": True})
+    plain = prune_projection(projection, **{**options, "renormalise": False})
+    kept.check()
+    assert kept.teacher_ids.tolist() == plain.teacher_ids.tolist()
+    left = np.diff(kept.row_offsets) > 0
+    np.testing.assert_allclose(kept.row_masses[left], projection.row_masses[left], rtol=1e-6)
+    assert (kept.row_masses[~left] == 0).all()
+    lost = [sum(before.values()) - sum(after.values()) for before, after in
+            zip(rows_of(projection), rows_of(plain), strict=True)]  # fmt: skip
+    np.testing.assert_allclose(projection.row_masses - plain.row_masses, lost, atol=1e-6)
+
+
+@given(projection=projections(), options=OPTIONS)
+@quick
+def test_pruning_again_in_the_same_way_changes_nothing(projection, options):
+    once = prune_projection(projection, **options)
+    twice = prune_projection(once, **options)
+    for name in ("row_offsets", "teacher_ids", "weights"):
+        assert getattr(once, name).tobytes() == getattr(twice, name).tobytes()
+    assert once.header == twice.header
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path, renormalise):
+    projection = build_projection(Tokenizer(families["metaspace"]), Tokenizer(families["teacher"]))
+    once = prune_projection(projection, top_k=2, min_weight=0.01, renormalise=renormalise)
+    assert len(once.teacher_ids) < len(projection.teacher_ids)
+    write_projection(once, tmp_path / "once")
+    write_projection(prune_projection(once, top_k=2, min_weight=0.01, renormalise=renormalise), tmp_path / "twice")
+    assert (tmp_path / "once").read_bytes() == (tmp_path / "twice").read_bytes()
+
+
+def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families):
+    projection = build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
+    before = projection.weights.copy()
+    pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalise=True)
+    assert pruned.header["prunings"] == [
+        {"top_k": 2, "min_weight": 0.0, "renormalise": False},
+        {"top_k": None, "min_weight": 0.5, "renormalise": True},
+    ]
+    assert projection.header["prunings"] == []
+    assert projection.weights.tobytes() == before.tobytes()
+    assert pruned.header["student"] == projection.header["student"]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 0}, {"min_weight": -0.1}, {"min_weight": 1.1}, {"min_weight": np.nan}])
+def test_options_without_meaning_are_refused(options):
+    with pytest.raises(XtkError, match="--"):
+        prune_projection(Projection.identity(3), **options)

@@ -1,0 +1,72 @@
+"""What xtk says, and tables of variants."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from xtk.errors import Damaged, Mismatch, XtkError, from_os_error
+from xtk.lookup import did_you_mean, lookup, unknown
+
+TABLE = {"ordered": "collections:OrderedDict", "counter": "collections:Counter", "forward-kl": "json:dumps"}
+
+
+def test_an_error_says_what_where_and_what_next():
+    full = XtkError("this is wrong", where="p.safetensors", hint="xtk build-projection A B -o p.safetensors")
+    assert str(full) == ("this is wrong\n  where: p.safetensors\n  try:   xtk build-projection A B -o p.safetensors")
+    assert str(XtkError("this is wrong")) == "this is wrong"
+    assert str(XtkError("this is wrong", hint="another")) == "this is wrong\n  try:   another"
+
+
+def test_damage_and_mismatch_are_mistakes_that_a_user_can_mend():
+    assert issubclass(Damaged, XtkError)
+    assert issubclass(Mismatch, XtkError)
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "cache/shard"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "cache/shard"), "the disk is full"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "cache/shard"), "no such file or folder"),
+        (PermissionError(errno.EACCES, "Permission denied", "cache/shard"), "no permission"),
+    ],
+)
+def test_errors_of_the_operating_system_are_told_with_their_path(error, what):
+    told = from_os_error(error)
+    assert told.what == what
+    assert told.where == "cache/shard"
+
+
+def test_a_full_disk_is_recognised_in_what_libraries_make_of_it():
+    told = from_os_error(RuntimeError("I/O error: No space left on device (os error 28)"))
+    assert told.what == "the disk is full"
+    assert told.hint
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback():
+    assert from_os_error(ValueError("shapes differ")) is None
+    assert from_os_error(OSError(errno.EIO, "Input/output error")) is None
+
+
+def test_a_name_stands_for_what_its_table_says():
+    from collections import Counter
+
+    assert lookup(TABLE, "counter", "thing") is Counter
+
+
+@pytest.mark.parametrize(
+    ("name", "near"), [("forward_kl", "forward-kl"), ("forwardkl", "forward-kl"), ("orderd", "ordered"), ("xyz", None)]
+)
+def test_a_typo_is_answered_with_the_nearest_name(name, near):
+    assert did_you_mean(name, TABLE) == near
+    with pytest.raises(XtkError) as caught:
+        lookup(TABLE, name, "loss")
+    question = f"; did you mean {near}?" if near else ""
+    assert caught.value.what == f"no loss called {name!r}{question}"
+    assert caught.value.hint == "one of: counter, forward-kl, ordered"
+
+
+def test_known_names_need_no_table():
+    assert unknown("option", "top_k", iter(["top-k", "top-p"])).what == "no option called 'top_k'; did you mean top-k?"

@@ -1,0 +1,89 @@
+"""The house: floors, lazy imports, a fast --help, and names that keep their promises."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "xtk"
+
+# Imports go down only. Folders on one floor never meet, but for those named together.
+FLOORS = {
+    "errors": 0, "lookup": 0, "terminal": 0,
+    "tokens": 1,
+    "projection": 2,
+    "artifacts": 3, "losses": 3, "models": 3,
+    "teachers": 4,
+    "evaluation": 5, "training": 5,
+    "quickstart": 6, "commands": 6,
+    "cli": 7, "__main__": 8,
+}  # fmt: skip
+MAY_MEET = {("training", "evaluation"), ("commands", "quickstart")}
+HEAVY = {"torch", "transformers", "pyarrow", "numba", "accelerate", "datasets", "numpy", "safetensors", "matplotlib"}
+
+
+def imports_of(path: Path) -> set[str]:
+    """The parts of xtk that a file imports, at any depth."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+            if node.module == "xtk":
+                names = [f"xtk.{alias.name}" for alias in node.names]
+        found |= {name.split(".")[1] for name in names if name.startswith("xtk.")}
+    return found - {"__version__"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_go_down_only(path):
+    here = part_of(path)
+    if here == "__init__":
+        return
+    for other in imports_of(path) - {here}:
+        allowed = FLOORS[other] < FLOORS[here] or (here, other) in MAY_MEET or FLOORS[other] == 0 == FLOORS[here]
+        assert allowed, f"{here} imports {other}"
+
+
+def test_help_imports_nothing_heavy():
+    script = f"import sys; import xtk.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_projection_commands_need_no_torch(pair, tmp_path):
+    arguments = ["build-projection", str(pair.student), str(pair.teacher), "-o", str(tmp_path / "p")]
+    script = (
+        f"import sys; from xtk.cli import run; assert run({arguments!r}) == 0; "
+        "print(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_functions_are_seen_at_once():
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and part_of(path) != "commands":
+                size = (node.end_lineno or 0) - node.lineno - len((ast.get_docstring(node) or "").splitlines())
+                assert size <= 80, f"{path.name}: {node.name} has {size} lines"
+
+
+def test_only_the_terminal_writes_to_stdout_and_nothing_is_pickled():
+    forbidden = {"print", "torch.save", "torch.load"}
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert not called & forbidden, f"{path.name}: {called & forbidden}"
+        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        assert not imported & {"pickle", "cloudpickle", "dill"}, path.name

@@ -1,0 +1,248 @@
+"""Tokenizers: where each token ends in the text, and folders that hold none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
+
+from xtk.errors import XtkError
+from xtk.tokens.kernels import byte_ends
+from xtk.tokens.tokenizer import Tokenizer
+
+UNCHANGING = ["student", "teacher", "metaspace"]  # without a normaliser
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(families):
+    return {name: Tokenizer(folder) for name, folder in families.items()}
+
+
+def readable_byte_ends(spellings: list[bytes], text: bytes) -> list[int] | None:
+    """Slow twin of byte_ends: None where the tokens do not spell the text."""
+    whole = b"".join(spellings)
+    added = whole == b" " + text
+    if whole != text and not added:
+        return None
+    ends = [len(b"".join(spellings[: at + 1])) for at in range(len(spellings))]
+    return [max(end - added, 0) for end in ends]
+
+
+@pytest.mark.parametrize("name", UNCHANGING)
+@given(text=TEXTS)
+@quick
+def test_tokens_spell_the_text_byte_for_byte(tokenizer_of, name, text):
+    assume(name != "metaspace" or "▁" not in text)  # the letter that it writes spaces with
+    tokenizer = tokenizer_of[name]
+    (tokens,) = tokenizer.encode([text])
+    spellings = [tokenizer.vocabulary.spelling(token) for token in tokens.ids]
+    whole = b"".join(spellings)
+    assert whole == text.encode() or (name == "metaspace" and whole == b" " + text.encode())
+    start = 0
+    for spelling, end in zip(spellings, tokens.ends.tolist(), strict=True):
+        # The space in front of a metaspace text is the tokenizer's own.
+        assert text.encode()[start:end] in (spelling, spelling.removeprefix(b" ") if start == 0 else spelling)
+        start = end
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(text=TEXTS)
+@quick
+def test_ends_never_fall_and_the_last_one_is_the_end_of_the_text(tokenizer_of, name, text):
+    (tokens,) = tokenizer_of[name].encode([text])
+    assert tokens.ids.dtype == tokens.ends.dtype == np.int32
+    assert len(tokens.ids) == len(tokens.ends)
+    assert (np.diff(tokens.ends) >= 0).all()
+    assert (tokens.ends >= 0).all()
+    if len(tokens.ends):
+        assert tokens.ends[-1] == len(text.encode())
+    else:
+        assert not text or name == "word-piece"  # which drops whitespace and control characters
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(before=st.text(max_size=5), spelling=st.sampled_from(SPECIAL_SPELLINGS), after=st.text(max_size=5))
+@quick
+def test_the_spelling_of_a_special_token_is_not_that_token(tokenizer_of, name, before, spelling, after):
+    tokenizer = tokenizer_of[name]
+    (tokens,) = tokenizer.encode([before + spelling + after])
+    controls = set(tokenizer.vocabulary.special_tokens.values()) - {tokenizer.roles.get("unk")}
+    assert not controls & set(tokens.ids.tolist())
+    assert len(tokens.ids) > 1
+
+
+@given(text=TEXTS)
+@quick
+def test_documents_do_not_depend_on_those_beside_them(tokenizer_of, text):
+    for tokenizer in tokenizer_of.values():
+        (alone,) = tokenizer.encode([text])
+        _, among, _ = tokenizer.encode(["Anna has 12 apples.", text, "é" * 30])
+        assert among.ids.tolist() == alone.ids.tolist()
+        assert among.ends.tolist() == alone.ends.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "ends"),
+    [
+        ("ze\u0301x", ["z", "é", "x"], [1, 4, 5]),  # composed: the mark belongs to its letter
+        ("a\u0302\u0323x", ["\u1ead", "x"], [5, 6]),  # put into order and composed
+        ("\u1112\u1161\u11abx", ["\ud55c", "x"], [9, 10]),  # Hangul from its letters
+        ("\u2126x", ["\u03a9", "x"], [3, 4]),
+    ],
+)
+def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenizer_of, text, tokens, ends):
+    tokenizer = tokenizer_of["composing"]
+    (encoded,) = tokenizer.encode([text])
+    spellings = [tokenizer.vocabulary.spelling(token) for token in encoded.ids]
+    assert b"".join(spellings).decode() == "".join(tokens)
+    positions = np.cumsum([len(token.encode()) for token in tokens]).tolist()
+    found = dict(zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.ends.tolist(), strict=True))
+    assert [found[position] for position in positions] == ends
+    # Tokens inside of a rewritten character end with the character before it.
+    assert set(encoded.ends.tolist()) <= {0, *ends}
+
+
+def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer_of):
+    tokenizer = tokenizer_of["word-piece"]
+    text = "Anna  lèft 12\n"
+    (tokens,) = tokenizer.encode([text])
+    assert [tokenizer.vocabulary.spelling(token) for token in tokens.ids] == [b"anna", b"left", b"12"]
+    assert tokens.ends.tolist() == [4, 11, 15]
+
+
+@given(data=st.data())
+@quick
+def test_the_byte_kernel_agrees_with_its_readable_twin(tokenizer_of, data):
+    vocabulary = tokenizer_of[data.draw(st.sampled_from(["student", "metaspace", "word-piece"]))].vocabulary
+    ids = np.array(data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12)), np.int32)
+    spellings = [vocabulary.spelling(token) for token in ids]
+    whole = b"".join(spellings)
+    text = data.draw(
+        st.sampled_from([whole, whole.removeprefix(b" "), whole[:-1], whole + b"x", b"x" + whole[1:], whole[1:], b""])
+    )
+    ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, np.frombuffer(text, np.uint8))
+    assert (ends.tolist() if exact else None) == readable_byte_ends(spellings, text)
+
+
+@pytest.mark.parametrize("name", ["student", "teacher", "composing"])
+@given(spelling=st.one_of(st.binary(min_size=1, max_size=12), st.text(min_size=1, max_size=8).map(str.encode)))
+@quick
+def test_byte_level_tokenizers_spell_any_bytes(tokenizer_of, name, spelling):
+    tokenizer = tokenizer_of[name]
+    (ids,) = tokenizer.spell([spelling])
+    assert b"".join(tokenizer.vocabulary.spelling(token) for token in ids) == spelling
+
+
+def test_what_cannot_be_spelled_has_no_spelling(tokenizer_of):
+    assert tokenizer_of["word-piece"].spell([b"\xff", "日本".encode(), b" the"])[0] is None
+    assert tokenizer_of["metaspace"].spell([b""]) == [None]
+
+
+def test_a_token_is_spelled_as_inside_a_text(tokenizer_of):
+    tokenizer = tokenizer_of["teacher"]
+    (ids,) = tokenizer.spell([b" 201"])
+    assert [tokenizer.vocabulary.spelling(token) for token in ids] == [b" ", b"2", b"0", b"1"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_truncation_and_padding_change_neither_the_fingerprint_nor_the_tokens(families, tokenizer_of, name, tmp_path):
+    shutil.copytree(families[name], tmp_path / "copy")
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "copy/tokenizer.json"))
+    backend.enable_truncation(3)
+    backend.enable_padding(length=32)
+    backend.save(str(tmp_path / "copy/tokenizer.json"))
+    copy = Tokenizer(tmp_path / "copy")
+    assert copy.fingerprint == tokenizer_of[name].fingerprint
+    text = "Anna has 1234 apples and gives 12 to Bert."
+    assert copy.encode([text])[0].ids.tolist() == tokenizer_of[name].encode([text])[0].ids.tolist()
+
+
+def test_every_tokenizer_has_a_fingerprint_of_its_own(tokenizer_of):
+    assert len({tokenizer.fingerprint for tokenizer in tokenizer_of.values()}) == len(FAMILIES)
+
+
+def test_a_chat_template_is_named_wherever_it_is_written(families, tmp_path):
+    folder = shutil.copytree(families["student"], tmp_path / "copy")
+    assert Tokenizer(folder).template_fingerprint is None
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    in_a_file = Tokenizer(folder).template_fingerprint
+    (folder / "chat_template.jinja").unlink()
+    configuration = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "chat_template": "{{ messages }}"}))
+    assert Tokenizer(folder).template_fingerprint == in_a_file is not None
+
+
+def test_roles_and_width_are_read_from_the_folder(families, tmp_path):
+    folder = shutil.copytree(families["student"], tmp_path / "copy")
+    assert Tokenizer(folder).roles == {"bos": 0, "eos": 1, "pad": 2}
+    assert Tokenizer(folder).width == 640
+    (folder / "config.json").write_text('{"vocab_size": 656}')
+    assert Tokenizer(folder).width == 656
+    (folder / "config.json").write_text('{"text_config": {"vocab_size": 700}}')
+    assert Tokenizer(folder).width == 700
+
+
+def test_a_tokenizer_without_bos_starts_with_eos(tokenizer_of):
+    assert (tokenizer_of["student"].start_id, tokenizer_of["student"].end_id) == (0, 1)
+    assert (tokenizer_of["teacher"].start_id, tokenizer_of["teacher"].end_id) == (1, 1)
+
+
+def folder_without_a_tokenizer(folder):
+    folder.mkdir()
+    return "there is no tokenizer in this folder"
+
+
+def folder_with_sentencepiece_alone(folder):
+    folder.mkdir()
+    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    return "this tokenizer has no fast backend: the folder has tokenizer.model"
+
+
+def folder_with_broken_json(folder):
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text('{"model": ')
+    return "this tokenizer.json cannot be read"
+
+
+def folder_with_other_json(folder):
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text('["a list"]')
+    return "this tokenizer.json cannot be read"
+
+
+def no_folder(folder):
+    return "no such model or tokenizer folder"
+
+
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        folder_without_a_tokenizer,
+        folder_with_sentencepiece_alone,
+        folder_with_broken_json,
+        folder_with_other_json,
+        no_folder,
+    ],
+)
+def test_a_folder_without_a_fast_tokenizer_is_named_with_a_next_step(tmp_path, prepare):
+    folder = tmp_path / "model"
+    what = prepare(folder)
+    with pytest.raises(XtkError) as caught:
+        Tokenizer(folder)
+    assert caught.value.what.startswith(what)
+    assert str(folder) in caught.value.where
+    assert caught.value.hint
+
+
+def test_a_broken_configuration_beside_the_tokenizer_is_named(families, tmp_path):
+    folder = shutil.copytree(families["student"], tmp_path / "copy")
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(XtkError, match="this file is no JSON") as caught:
+        Tokenizer(folder)
+    assert caught.value.where == str(folder / "tokenizer_config.json")

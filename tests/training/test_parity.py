@@ -1,0 +1,182 @@
+"""One process or several, one forward pass or several a step: the same loss, the same gradient, the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from xtk.training.metrics import read_metrics
+
+LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25"
+TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+            "--nproc-per-node", "2"]  # fmt: skip
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
+              "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true"}
+
+
+def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# --- loss and gradient
+
+# Eight documents in one pass, in two and in four; five in one, in three; in two processes each, the last
+# with nothing for the second process to do.
+ONE_PROCESS = ["8:8", "8:4", "8:2", "5:5", "5:2"]
+TWO_PROCESSES = ["8:4", "8:2", "8:3", "5:3", "5:2", "5:5"]
+
+
+@dataclass(frozen=True)
+class Dumped:
+    folder: Path
+    told: dict[str, Any]
+
+    def gradient(self, way: str) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{way.replace(':', '-')}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def dumped(pair, cache, projection, tmp_path_factory) -> dict[int, Dumped]:
+    """What one process and what two processes got, by the number of processes."""
+    script = Path(__file__).parent / "dump_gradients.py"
+    results = {}
+    for processes, launcher, ways in ((1, [], ONE_PROCESS), (2, TORCHRUN, TWO_PROCESSES)):
+        folder = tmp_path_factory.mktemp(f"gradients-{processes}")
+        python(*launcher, script, pair.student, cache, projection, folder, LOSSES, *ways, cwd=folder)
+        results[processes] = Dumped(folder, json.loads((folder / "losses.json").read_text()))
+    return results
+
+
+def test_the_ways_to_take_a_step_are_what_they_are_called(dumped):
+    assert {told["processes"] for told in dumped[1].told.values()} == {1}
+    assert {told["processes"] for told in dumped[2].told.values()} == {2}
+    assert [told["passes"] for told in dumped[1].told.values()] == [1, 2, 4, 1, 3]
+    assert [told["passes"] for told in dumped[2].told.values()] == [1, 2, 2, 1, 2, 1]
+    # Over two steps: 8 documents in threes leave the second process without a fourth batch.
+    assert [told["empty"] for told in dumped[2].told.values()] == [0, 0, 2, 0, 2, 2]
+
+
+@pytest.mark.parametrize(("processes", "way"), [(1, way) for way in ONE_PROCESS] + [(2, way) for way in TWO_PROCESSES])
+def test_the_gradient_is_that_of_one_process_with_one_pass(dumped, processes, way):
+    documents = way.split(":")[0]
+    whole = f"{documents}:{documents}"
+    expected, found = dumped[1].gradient(whole), dumped[processes].gradient(way)
+    assert expected.keys() == found.keys()
+    for name in expected:
+        scale = float(expected[name].abs().max())
+        assert scale > 0
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=2e-6 * scale)
+    for one, other in zip(dumped[processes].told[way]["losses"], dumped[1].told[whole]["losses"], strict=True):
+        assert one == pytest.approx(other, rel=2e-6)
+    assert dumped[processes].told[way]["norms"] == pytest.approx(dumped[1].told[whole]["norms"], rel=1e-5)
+
+
+def test_the_total_is_the_weighted_sum_of_the_terms(dumped):
+    for losses in dumped[2].told["8:4"]["losses"]:
+        expected = 0.5 * losses["ce"] + losses["p-kl"] + 0.25 * losses["boundary-kl"]
+        assert losses["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+# --- weights, through the command
+
+STEPS = 5
+
+
+@dataclass(frozen=True)
+class Trained:
+    weights: dict[str, torch.Tensor]
+    metrics: list[dict[str, Any]]
+    stdout: str
+    stderr: str
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def trained(pair, cache, projection, tmp_path_factory):
+    """Run `xtk distill` for five steps with a launcher and options; each is run once."""
+    done: dict[str, Trained] = {}
+
+    def train(name: str, launcher: list[str], *options: object) -> Trained:
+        if name not in done:
+            folder = tmp_path_factory.mktemp(name)
+            result = python(
+                *launcher, "-m", "xtk", "distill", pair.student, cache, "--projection", projection, "-o", "out",
+                "--max-steps", STEPS, "--logging-steps", 1, "--learning-rate", 1e-3, *options, cwd=folder,
+            )  # fmt: skip
+            out = folder / "out"
+            done[name] = Trained(
+                load_file(out / "model.safetensors"),
+                read_metrics(out / "metrics.jsonl"),
+                result.stdout,
+                result.stderr,
+                out,
+            )
+        return done[name]
+
+    return train
+
+
+def batch(documents: int, passes: int = 1) -> list[object]:
+    return ["--per-device-train-batch-size", documents, "--gradient-accumulation-steps", passes]
+
+
+def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
+    assert f"{STEPS} steps of 8 documents, 40 documents, {processes} process(es) on cpu" in found.stderr
+    assert found.stdout == "out\n"
+    for one, other in zip(found.metrics, expected.metrics, strict=True):
+        for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned"):
+            assert one[key] == pytest.approx(other[key], rel=1e-5), key
+    for name, weight in expected.weights.items():
+        assert float((found.weights[name] - weight).abs().max()) <= 1e-5 * float(weight.abs().max()), name
+
+
+def test_the_weights_do_not_depend_on_the_number_of_processes(trained):
+    one = trained("one", [], *batch(8))
+    two = trained("two", [], *batch(4), "--num-processes", 2)
+    assert_same_run(two, one, processes=2)
+    assert one.metrics[-1]["loss"] < one.metrics[0]["loss"]
+
+
+@pytest.mark.parametrize("passes", [2, 4])
+def test_the_weights_do_not_depend_on_gradient_accumulation(trained, passes):
+    one = trained("one", [], *batch(8))
+    assert_same_run(trained(f"passes-{passes}", [], *batch(8 // passes, passes)), one, processes=1)
+
+
+@pytest.mark.long
+def test_the_weights_do_not_depend_on_processes_and_accumulation_together(trained):
+    one = trained("one", [], *batch(8))
+    both = trained("both", [], *batch(2, 2), "--num-processes", 2)
+    assert_same_run(both, one, processes=2)
+
+
+def test_torchrun_starts_the_same_run(trained):
+    one = trained("one", [], *batch(8))
+    assert_same_run(trained("torchrun", TORCHRUN, *batch(4)), one, processes=2)
+
+
+@pytest.mark.long
+def test_accelerate_launch_starts_the_same_run(trained):
+    one = trained("one", [], *batch(8))
+    assert_same_run(trained("accelerate", ACCELERATE, *batch(4)), one, processes=2)

@@ -1,0 +1,260 @@
+"""A run that ends early goes on as if it had not; a run that has ended is left alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_xtk
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from xtk.losses import LossSpecification
+from xtk.training.metrics import MetricsFile, read_metrics
+from xtk.training.recipe import Recipe
+
+STEPS = 24
+REPORTED = {"step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds",
+            "unaligned"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def arguments(pair, cache, projection) -> list[object]:
+    """Twenty-four steps with a line of metrics each and a checkpoint every second; the output is given last.
+
+    All checkpoints stay, so that one is still there when it is looked for.
+    """
+    return [
+        "distill", pair.student, cache, "--projection", projection, "--max-steps", STEPS, "--save-steps", 2,
+        "--save-total-limit", STEPS, "--logging-steps", 1, "--learning-rate", 1e-3,
+        "--per-device-train-batch-size", 4, "-o",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory) -> Path:
+    """The run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    assert run_xtk(*arguments, folder, "--save-total-limit", 2).stdout == f"{folder}\n"
+    return folder
+
+
+def stop_at_a_checkpoint(arguments: list[object], output: Path, how: int, *extra: object) -> tuple[int, str]:
+    """Start a run, send a signal when `checkpoint-4` appears; return the exit code and what it wrote to stderr."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "xtk", *map(str, [*arguments, output, *extra])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        # A shell starts what runs in its background with ctrl-C ignored, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    until = time.monotonic() + 120
+    while not (output / "checkpoint-4").is_dir() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, how)
+    stdout, stderr = process.communicate(timeout=60)
+    assert stdout == ""
+    assert not (output / "xtk.json").exists()
+    return process.returncode, stderr
+
+
+def told(folder: Path) -> list[dict[str, object]]:
+    """The metrics without clocks."""
+    clocks = {"tokens_per_second", "seconds"}
+    return [
+        {key: value for key, value in line.items() if key not in clocks}
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def assert_same(found: Path, expected: Path) -> None:
+    assert told(found) == told(expected)
+    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
+    assert (found / "recipe.json").read_bytes() == (expected / "recipe.json").read_bytes()
+
+
+def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    done = run_xtk(*arguments, output)
+    assert done.stdout == f"{output}\n"
+    assert f"going on from {output}/checkpoint-" in done.stderr
+    assert_same(output, whole)
+
+
+def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
+    assert code == 130
+    assert "Traceback" not in stderr
+    assert "going on from" in run_xtk(*arguments, output).stderr
+    assert_same(output, whole)
+
+
+@pytest.mark.long
+def test_ctrl_c_of_two_processes_ends_with_130_and_leaves_none_behind(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGINT, "--num-processes", 2)
+    assert code == 130
+    until = time.monotonic() + 20
+    while (left := processes_that_name(output)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left
+
+
+def processes_that_name(output: Path) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if str(output).encode() in words and b"distill" in words:
+                found.append(int(path.parent.name))
+    return found
+
+
+def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, whole):
+    before = {path: path.stat().st_mtime_ns for path in whole.rglob("*")}
+    done = run_xtk(*arguments, whole)
+    assert done.stdout == f"{whole}\n"
+    assert "steps of" not in done.stderr
+    assert {path: path.stat().st_mtime_ns for path in whole.rglob("*")} == before
+
+
+def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    shutil.copytree(whole, output)
+    other = [*arguments, output, "--max-steps", 1]
+    refused = run_xtk(*other, code=1)
+    assert refused.stdout == ""
+    assert "there is a run of another recipe" in refused.stderr
+    assert f"max_steps: {STEPS} there, 1 asked for" in refused.stderr
+    assert "--force" in refused.stderr
+    assert_same(output, whole)
+    assert run_xtk(*other, "--force").stdout == f"{output}\n"
+    assert json.loads((output / "xtk.json").read_text())["steps"] == 1
+    assert not list(output.glob("checkpoint-*"))
+
+
+def test_a_folder_of_other_things_is_not_touched_even_when_forced(arguments, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    refused = run_xtk(*arguments, tmp_path, "--force", code=1)
+    assert "this folder holds other things" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_every_line_of_metrics_has_what_a_reader_needs(whole):
+    lines = read_metrics(whole / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    for line in lines:
+        assert set(line) == REPORTED
+        assert all(math.isfinite(value) for value in line.values())
+        assert line["loss"] == pytest.approx(line["ce"] + line["p-kl"])
+        assert line["gradient_norm"] > 0
+        assert line["tokens_per_second"] > 0
+    recipe = Recipe((LossSpecification("ce"),), learning_rate=1e-3)
+    assert [line["learning_rate"] for line in lines] == [recipe.learning_rate_at(step, STEPS) for step in range(STEPS)]
+    assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
+
+
+def test_the_student_loads_as_any_model_does(whole, pair):
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    tokenizer = AutoTokenizer.from_pretrained(whole)
+    original = AutoTokenizer.from_pretrained(pair.student)
+    text = "Anna has 1234 apples."
+    assert tokenizer(text).input_ids == original(text).input_ids
+    weights = load_file(whole / "model.safetensors")
+    before = load_file(pair.student / "model.safetensors")
+    assert weights.keys() == before.keys()
+    assert any(not torch.equal(weights[name], before[name]) for name in weights)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    generated = model.generate(**tokenizer(text, return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert generated.shape[1] >= 4
+
+
+def test_the_newest_checkpoints_are_kept_and_whole(whole):
+    kept = sorted(path.name for path in whole.glob("checkpoint-*"))
+    assert kept == ["checkpoint-20", "checkpoint-22"]
+    for name in kept:
+        step = int(name.removeprefix("checkpoint-"))
+        tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
+        assert json.loads((whole / name / "xtk.json").read_text()) == {
+            "kind": "checkpoint",
+            "step": step,
+            "tokens": tokens,
+        }
+        AutoModelForCausalLM.from_pretrained(whole / name)
+
+
+def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path):
+    output = tmp_path / "out"
+    run_xtk(
+        "distill", pair.student, cache, "--projection", projection, "--max-steps", STEPS, "--logging-steps", 1,
+        "--learning-rate", 1e-3, "--per-device-train-batch-size", 4, "--mixed-precision", "bf16",
+        "--gradient-checkpointing", "-o", output,
+    )  # fmt: skip
+    assert {value.dtype for value in load_file(output / "model.safetensors").values()} == {torch.float32}
+    losses = [line["loss"] for line in read_metrics(output / "metrics.jsonl")]
+    exact = [line["loss"] for line in read_metrics(whole / "metrics.jsonl")]
+    assert losses[-1] < 0.95 * losses[0]
+    assert losses == pytest.approx(exact, rel=0.02)
+    assert losses != exact
+
+
+# --- the pieces
+
+
+def recipe(**options: object) -> Recipe:
+    return Recipe((LossSpecification("ce"),), **{"learning_rate": 2.0, **options})
+
+
+def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_then_falls_as_a_cosine():
+    rates = [recipe(warmup_ratio=0.1).learning_rate_at(step, 100) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
+    assert rates[10] == 2.0
+    assert rates[55] == pytest.approx(1.0)
+    assert rates[40] == pytest.approx(1 + math.cos(math.pi / 3))
+    assert rates[99] == pytest.approx(1 + math.cos(math.pi * 89 / 90))
+
+
+def test_the_other_schedules_fall_in_a_line_or_not_at_all():
+    linear = [recipe(warmup_ratio=0.0, lr_scheduler_type="linear").learning_rate_at(step, 4) for step in range(4)]
+    assert linear == pytest.approx([2.0, 1.5, 1.0, 0.5])
+    constant = [recipe(warmup_ratio=0.5, lr_scheduler_type="constant").learning_rate_at(step, 4) for step in range(4)]
+    assert constant == pytest.approx([1.0, 2.0, 2.0, 2.0])
+
+
+@given(
+    steps=st.integers(1, 300),
+    warmup=st.floats(0, 1),
+    schedule=st.sampled_from(["cosine", "linear", "constant"]),
+)
+def test_no_step_is_wasted_on_a_learning_rate_of_0(steps, warmup, schedule):
+    made = recipe(warmup_ratio=warmup, lr_scheduler_type=schedule)
+    rates = [made.learning_rate_at(step, steps) for step in range(steps)]
+    assert all(0 < rate <= 2.0 for rate in rates)
+
+
+def test_metrics_of_steps_that_will_be_done_again_are_dropped_and_a_line_cut_short_too(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "loss": 1.5}\n{"step": 4, "lo')
+    metrics = MetricsFile(path, 2)
+    metrics.write({"step": 3, "loss": 1.0})
+    assert read_metrics(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 3, "loss": 1.0}]
