@@ -1,0 +1,72 @@
+"""`cache-teacher` against the bare forward passes of the same batches.
+
+The teacher: a Qwen3 of 12 layers, H = 1,024, U = 151,936, fp32, with random weights, on which time does not depend.
+Forward passes alone give logits [B, S, U]; the cache adds the top 64, tail, realised token and entropy of every
+position, and writes the shard. In turns, median of 3.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from common import gsm8k, model_folder, report
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from xtk.artifacts.teacher_cache import CacheWriter, Row
+from xtk.models.causal_lm import quieten_transformers
+from xtk.teachers.transformers import TransformersTeacher, batches_by_length
+from xtk.tokens.alignment import sequences
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+
+DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3
+
+
+def main() -> None:
+    """Measure and print."""
+    quieten_transformers()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
+    configuration = Qwen3Config(
+        **shape, vocab_size=151936, num_key_value_heads=8, head_dim=64, tie_word_embeddings=True
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(configuration))
+        documents = [Document.of_text(text) for text in gsm8k(DOCUMENTS)]
+        tokens = sequences(Tokenizer(folder), documents)
+        teacher = TransformersTeacher(folder, dtype="float32", batch_tokens=BATCH_TOKENS)
+        writer = CacheWriter(Path(name) / "cache", {"kind": "benchmark"}, 1)
+        batches = []
+        for batch in batches_by_length([len(document) for document in tokens], BATCH_TOKENS):
+            ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)
+            for row, at in enumerate(batch):
+                ids[row, : len(tokens[at])] = torch.from_numpy(tokens[at].ids)
+            batches.append(ids)
+
+        def bare() -> None:
+            with torch.inference_mode():
+                for ids in batches:
+                    teacher.model(input_ids=ids, use_cache=False)
+
+        def cache() -> None:
+            signals = teacher.score(tokens, TOP_K)
+            writer.write(0, 0, [Row(*row) for row in zip(documents, tokens, signals, strict=True)])
+
+        seconds: dict[str, list[float]] = {"bare": [], "cache": []}
+        for _ in range(TIMES + 1):
+            for label, work in (("bare", bare), ("cache", cache)):
+                started = time.perf_counter()
+                work()
+                seconds[label].append(time.perf_counter() - started)
+    count = sum(map(len, tokens))
+    rates = {label: count / statistics.median(found[1:]) for label, found in seconds.items()}
+    told = f"{rates['cache'] / rates['bare']:.0%} ({rates['cache']:.0f} of {rates['bare']:.0f} tokens/s)"
+    report(__file__, [("`cache-teacher`, tokens/s of the bare forward passes", told, "90 %")])
+
+
+if __name__ == "__main__":
+    main()

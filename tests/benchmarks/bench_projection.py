@@ -1,0 +1,55 @@
+"""`build-projection llama3 qwen` against its floor.
+
+The floor: reading both tokenizers, decoding both vocabularies once and encoding each with the other side.
+Both are whole processes, one after the other, median of 5.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+from common import process, real_data, report
+
+FLOOR = """
+import sys
+from tokenizers import Tokenizer
+sides = [Tokenizer.from_file(f"{folder}/tokenizer.json") for folder in sys.argv[1:3]]
+ids = [[[token] for token in range(side.get_vocab_size())] for side in sides]
+texts = [side.decode_batch(tokens, skip_special_tokens=False) for side, tokens in zip(sides, ids)]
+for side, foreign in zip(sides, reversed(texts)):
+    side.encode_batch_fast(foreign, add_special_tokens=False)
+"""
+TIMES = 5
+
+
+def main() -> None:
+    """Measure and print."""
+    sides = [str(real_data() / "tokenizers" / name) for name in ("llama3", "qwen")]
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        results: dict[str, list[float]] = {"floor": []}
+        memory = 0.0
+        for number in range(TIMES + 1):
+            for method in ("exact", "first", "multitoken"):
+                out = str(Path(folder) / f"{method}-{number}")
+                command = (sys.executable, "-m", "xtk", "build-projection", *sides, "--method", method, "-o", out)
+                seconds, peak, _ = process(*command)
+                memory = max(memory, peak)
+                results.setdefault(method, []).append(seconds)
+            results["floor"].append(process(sys.executable, "-c", FLOOR, *sides)[0])
+        medians = {name: statistics.median(seconds[1:]) for name, seconds in results.items()}
+        for method in ("exact", "first", "multitoken"):
+            ratio = medians[method] / medians["floor"]
+            told = f"{ratio:.2f} x ({medians[method]:.1f} s; floor {medians['floor']:.1f} s)"
+            rows.append(
+                (f"`build-projection llama3 qwen --method {method}`, whole process over its floor", told, "1.5 x")
+            )
+    rows.append(("its peak memory", f"{memory:.2f} GiB", "1 GB"))
+    report(__file__, rows)
+
+
+if __name__ == "__main__":
+    main()

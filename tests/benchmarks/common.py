@@ -1,0 +1,82 @@
+"""What the benchmarks share: the machine's description, medians, tables, real data."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+DATA = Path(os.environ.get("XTK_DATA", ROOT.parent / "shared" / "data"))
+
+
+def machine() -> str:
+    """Return one line about this machine and the versions that matter."""
+    from importlib.metadata import version
+
+    model = "unknown processor"
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    names = ("torch", "transformers", "tokenizers", "numba", "pyarrow")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    return f"{model}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, {versions}"
+
+
+def median_seconds(work: Callable[[], object], times: int) -> float:
+    """Return the median time of some calls, after one that is not counted."""
+    work()
+    seconds = []
+    for _ in range(times):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def process(*command: str) -> tuple[float, float, str]:
+    """Run a process; return its seconds, the peak of its memory in GiB, and its stdout."""
+    started = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    out, err = child.communicate()
+    seconds = time.perf_counter() - started
+    if child.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{err}")
+    return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, out
+
+
+def report(script: str, rows: list[tuple[str, str, str]]) -> None:
+    """Print a table: what, measured, reach."""
+    sys.stdout.write(f"\n`{Path(script).name}` on {machine()}\n\n| what | measured | reach |\n| --- | --- | --- |\n")
+    sys.stdout.write("".join(f"| {what} | {measured} | {reach} |\n" for what, measured, reach in rows))
+
+
+def real_data() -> Path:
+    """Return the folder of real tokenizers and corpora, or end with one line that says what is missing."""
+    if not (DATA / "tokenizers" / "llama3").is_dir():
+        raise SystemExit("skipped: XTK_DATA does not point to real tokenizers and corpora")
+    return DATA
+
+
+def gsm8k(rows: int | None = None) -> list[str]:
+    """Return problems with their answers."""
+    lines = (real_data() / "corpora" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
+    return [f"{row['question']}\n{row['answer']}" for row in map(json.loads, lines)]
+
+
+def model_folder(folder: Path, tokenizer: str, model: object) -> Path:
+    """Write a model with a real tokenizer beside it."""
+    model.save_pretrained(folder)  # type: ignore[attr-defined]
+    for file in (real_data() / "tokenizers" / tokenizer).iterdir():
+        shutil.copyfile(file, folder / file.name)
+    return folder
