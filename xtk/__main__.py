@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 
@@ -15,12 +14,6 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; the same command goes on where this one stopped\n")
         code = 130
-    except BrokenPipeError:  # the reader has gone, as in `xtk align ... | head`
-        code = 141
-    try:
-        sys.stdout.flush()
-    except (BrokenPipeError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
 
 

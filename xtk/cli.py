@@ -132,7 +132,7 @@ def run(arguments: list[str]) -> int:
     """Run one command line and return its exit code; tracebacks are for bugs only.
 
     Raises:
-        KeyboardInterrupt, BrokenPipeError: for the process to end on.
+        KeyboardInterrupt: for the process to end on.
     """
     signal.signal(signal.SIGTERM, _stop)
     if "-h" not in arguments and "--help" not in arguments:
@@ -140,13 +140,15 @@ def run(arguments: list[str]) -> int:
     try:
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="xtk", standalone_mode=False)
+        if code == INTERRUPTED:  # typer turns the exception into a code
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else DONE
     except XtkError as failure:
         terminal.error(failure)
         return FAILED
     except typer.Abort:
         raise KeyboardInterrupt from None
-    except (KeyboardInterrupt, BrokenPipeError):
+    except KeyboardInterrupt:
         raise
     except Exception as failure:
         if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # the command line's own errors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from types import TracebackType
@@ -65,9 +66,12 @@ def result_line(line: str) -> None:
     """Write one line of results to stdout."""
     if not _terminal.main_process:
         return
-    stream = results()
-    stream.write(line + "\n")
-    stream.flush()
+    try:
+        results().write(line + "\n")
+        results().flush()
+    except BrokenPipeError:  # the reader has gone, as in `xtk align ... | head`: end as Unix filters do
+        os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def result_json(record: dict[str, Any]) -> None:
@@ -186,7 +190,7 @@ def piped_records() -> list[dict[str, Any]]:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise XtkError("'-' reads what another command prints, and nothing is piped in", hint="xtk ... | xtk ... -")
-    lines = [line for line in sys.stdin.read().splitlines() if line.strip()]
+    lines = [line for line in sys.stdin.read().split("\n") if line.strip()]
     if not lines:
         raise XtkError(
             "nothing came through the pipe: the command before it seems to have failed",

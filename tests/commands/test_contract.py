@@ -168,12 +168,14 @@ def test_a_reader_that_goes_away_is_no_traceback(pair, tmp_path):
     import sys
 
     (tmp_path / "many.jsonl").write_text('{"text": "many words and 12345 numbers"}\n' * 20000)
+    line = f"{sys.executable} -m xtk align {pair.student} {pair.teacher} many.jsonl | head -n 1"
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m xtk align {pair.student} {pair.teacher} many.jsonl | head -n 1"],
+        ["bash", "-o", "pipefail", "-c", line],
         capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False,
     )  # fmt: skip
     assert len(done.stdout.splitlines()) == 1
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
+    assert done.returncode == 141
 
 
 def test_a_teacher_with_the_students_tokenizer_needs_no_projection(run, pair, corpus, tmp_path):

@@ -561,3 +561,39 @@ def test_a_bad_specification_is_told(texts, what, hint):
         parse_losses(texts)
     assert told.value.what == what
     assert told.value.hint.startswith(hint)
+
+
+@pytest.mark.parametrize("gap", [5.0, 15.0, 25.0, 40.0, 80.0])
+def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
+    # One cell, which holds all of the student's probability but e^-gap; the teacher has 0.3 elsewhere. fp32.
+    cells = Cells(
+        cell_offsets=np.array([0, 1]),
+        entry_offsets=np.array([0, 1]),
+        teacher_probs=np.array([0.7], np.float32),
+        rows=np.array([0]),
+        tokens=np.array([2]),
+        log_weights=np.zeros(1, np.float32),
+    )
+    logits = torch.zeros(1, 50)
+    logits[0, 2] = gap + math.log(49)
+    logits.requires_grad_()
+    total, _ = fused_loss(logits, None, None, [Term.of(cells, 1.0, CPU)], 4)
+    total.backward()
+    rest = math.exp(-gap) / (1 + math.exp(-gap))
+    assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)
+    assert logits.grad[0, 7].item() == pytest.approx(-(0.3 - rest) / 49, rel=1e-4)
+    expected = 0.7 * math.log(0.7 / (1 - rest)) + 0.3 * (math.log(0.3) - math.log(rest))
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_losses_together_are_the_sum_of_the_losses():
+    case = draw_case(5, one_tokenizer=False, K=4)
+    names = [name for name in LOSSES if not RULES[name].same_tokenizer]
+    scales = [0.5 + number for number in range(len(names))]
+    cells = [cells_of(name, case) for name in names]
+    total, sums, gradients = fused(case, cells, scales, chunk=3)
+    alone = [fused(case, [part], [scale], chunk=64) for part, scale in zip(cells, scales, strict=True)]
+    assert_close([total], [sum(found for found, _, _ in alone)], 1e-10)
+    assert_close(list(sums), [found[0] for _, found, _ in alone], 1e-10)
+    for number, gradient in enumerate(gradients):
+        assert_close([gradient], [sum(found[number] for _, _, found in alone)], 1e-10)

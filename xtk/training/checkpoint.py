@@ -58,7 +58,6 @@ def open_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, 
 
 def save_model(model: Any, tokenizer_folder: Path, folder: Path) -> None:
     """Write weights, configuration and the tokenizer's own files, unchanged."""
-    # A copy: save_pretrained takes tied tensors out of the state that it is given.
     model.save_pretrained(folder, safe_serialization=True)
     for name in TOKENIZER_FILES:
         if (tokenizer_folder / name).is_file():
@@ -71,7 +70,7 @@ def save_checkpoint(
     model: Any,
     optimizer: torch.optim.Optimizer,
     tokenizer_folder: Path,
-    random: torch.Tensor,
+    random: dict[str, torch.Tensor],
     tokens: int = 0,
 ) -> None:
     """Write `checkpoint-STEP`, whole: under a temporary name, synced, renamed.
@@ -82,7 +81,7 @@ def save_checkpoint(
         model: the student.
         optimizer: over the model's parameters.
         tokenizer_folder: where the tokenizer's files lie.
-        random: the state of torch's generator of each process, [processes, n].
+        random: the state of torch's generators of each process: {"cpu", "cuda": [processes, n]}.
         tokens: that the steps took, over all processes.
     """
     temporary = output / f"{TEMPORARY}checkpoint-{step}"
@@ -90,7 +89,7 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         save_model(model, tokenizer_folder, temporary)
-        state = {"random": random}
+        state = {f"random.{name}": states for name, states in random.items()}
         for name, parameter in model.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 state[f"{key}.{name}"] = value.detach().cpu().contiguous()
@@ -135,7 +134,7 @@ def load_trainer_state(folder: Path, model: Any, optimizer: torch.optim.Optimize
             where=str(path),
             hint=f"rm -r {folder}: the one before it is taken",
         ) from None
-    random = state.pop("random")
+    random = {name: state.pop(f"random.{name}") for name in ("cpu", "cuda") if f"random.{name}" in state}
     for name, parameter in model.named_parameters():
         keys = {key.split(".", 1)[0]: value for key, value in state.items() if key.split(".", 1)[1] == name}
         if parameter.requires_grad and not keys:
@@ -144,8 +143,10 @@ def load_trainer_state(folder: Path, model: Any, optimizer: torch.optim.Optimize
             optimizer.state[parameter] = {
                 key: value if key == "step" else value.to(parameter.device) for key, value in keys.items()
             }
-    if rank < len(random):
-        torch.set_rng_state(random[rank])
+    if rank < len(random["cpu"]):
+        torch.set_rng_state(random["cpu"][rank])
+        if "cuda" in random and torch.cuda.is_available():
+            torch.cuda.set_rng_state(random["cuda"][rank])
 
 
 def finish_run(output: Path, model: Any, tokenizer_folder: Path, content: dict[str, Any]) -> None:

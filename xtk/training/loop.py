@@ -108,7 +108,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             meter.count(micro_batches)
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
-            if (step + 1) % run.reporting.logging_steps == 0 or step == done or last:
+            if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read()
             if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_data:
                 record["eval_bits_per_byte"] = _evaluate(run)
@@ -197,7 +197,10 @@ def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
 
 def _save(run: Run, optimizer: torch.optim.Optimizer, step: int, tokens: int) -> None:
     accelerator = run.accelerator
-    random = accelerator.gather(torch.get_rng_state()[None].to(accelerator.device)).cpu()
+    generators = {"cpu": torch.get_rng_state()}
+    if accelerator.device.type == "cuda":
+        generators["cuda"] = torch.cuda.get_rng_state(accelerator.device)
+    random = {name: accelerator.gather(one[None].to(accelerator.device)).cpu() for name, one in generators.items()}
     if accelerator.is_main_process:
         save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random, tokens)
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
