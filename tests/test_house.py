@@ -15,8 +15,8 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 FLOORS = {
     "errors": 0, "lookup": 0, "terminal": 0,
     "tokens": 1,
-    "projection": 2,
-    "artifacts": 3, "losses": 3, "models": 3,
+    "projection": 2, "models": 2,
+    "artifacts": 3, "losses": 3,
     "teachers": 4,
     "evaluation": 5, "training": 5,
     "quickstart": 6, "commands": 6,

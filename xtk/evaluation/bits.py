@@ -12,7 +12,8 @@ from torch import Tensor
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.models.causal_lm import Cut, context_length, logits_of, rows_in_a_chunk
+from xtk.models.causal_lm import Cut, context_length
+from xtk.models.head import LogitsOfRows, rows_in_a_chunk
 from xtk.tokens.alignment import sequences
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
@@ -181,12 +182,11 @@ def _score(model: Cut, batch: list[_Window]) -> float:
 
 
 def _logprobs(model: Cut, states: Tensor, targets: Tensor) -> float:
-    head = model.head
-    width = states.shape[1] if head.weight is None else head.weight.shape[0]
-    chunk = rows_in_a_chunk(width, states.device)
+    chunk = rows_in_a_chunk(model.head.width_of(states), states.device)
+    logits_of = LogitsOfRows(model.head, states, chunk)
     total = 0.0
     for start in range(0, len(states), chunk):
-        logits = logits_of(states[start : start + chunk], head)
+        logits = logits_of(states[start : start + chunk])
         actual = logits.gather(1, targets[start : start + chunk, None])[:, 0]
         total += float((actual.double() - logits.logsumexp(1).double()).sum())
     return total

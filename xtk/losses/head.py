@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses.cells import Cells
+from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
 SMALLEST_REST = 1e-6
@@ -110,17 +111,17 @@ class FusedLoss(torch.autograd.Function):
         with_gradient = any(ctx.needs_input_grad[:3])
         compute = _compute_dtype(states, weight)
         matrix = None if weight is None else weight.detach().to(compute)
-        offset = None if bias is None else bias.detach().to(compute)
+        starts = chunk_starts(len(states), chunk, terms)
+        longest = max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
+        logits_of = LogitsOfRows(Head(matrix, bias), states, longest, compute)
         wide = torch.float64 if compute == torch.float64 else torch.float32
         d_states = torch.zeros_like(states, dtype=wide if matrix is None else compute) if with_gradient else None
         d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient and weight is not None else None
         d_bias = torch.zeros_like(bias, dtype=wide) if with_gradient and bias is not None else None
         sums = torch.zeros(len(terms), dtype=wide, device=states.device)
-        starts = chunk_starts(len(states), chunk, terms)
         for start, stop in itertools.pairwise(starts):
             rows = states[start:stop].detach().to(compute)
-            logits = rows if matrix is None else torch.nn.functional.linear(rows, matrix, offset)
-            logits = _wide(logits) if logits is not rows else _wide(logits).clone()
+            logits = logits_of(rows)
             parts = [_slice(term, start, stop, logits) for term in terms]
             values, d_logits = _chunk_loss(logits, parts, with_gradient)
             sums += values
@@ -177,10 +178,6 @@ def fused_loss(
     # FusedLoss expects it: its saved gradients are already those of the total.
     total = (detached * scales).sum() + (sums[0] - detached[0])
     return total, detached
-
-
-def _wide(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:

@@ -1,1 +1,1 @@
-"""Floor 3: any causal language model of transformers, cut into body and head."""
+"""Floor 2: any causal language model of transformers, cut into body and head."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from xtk.errors import Damaged, XtkError
+from xtk.models.head import Head
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -117,20 +117,6 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
         )
 
 
-@dataclass
-class Head:
-    """What turns hidden states into logits.
-
-    Attributes:
-        weight: [V, H]; None if the model's logits are more than one matrix product (soft caps, scales).
-            The "hidden states" are then the logits themselves.
-        bias: [V] or None.
-    """
-
-    weight: Tensor | None
-    bias: Tensor | None
-
-
 class Cut(nn.Module):
     """A causal language model that gives hidden states, with its head apart.
 
@@ -179,16 +165,3 @@ class Cut(nn.Module):
             return states
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits
-
-
-def logits_of(states: Tensor, head: Head) -> Tensor:
-    """Return logits [n, V] in fp32 of a few rows of hidden states [n, H]."""
-    if head.weight is None:
-        return states.float()
-    return nn.functional.linear(states.to(head.weight.dtype), head.weight, head.bias).float()
-
-
-def rows_in_a_chunk(width: int, device: torch.device) -> int:
-    """Return how many rows of logits [n, V] in fp32 fit the budget of a chunk: 64 MiB on a CPU, 512 MiB elsewhere."""
-    budget = (64 << 20) if device.type == "cpu" else (512 << 20)
-    return max(16, budget // (4 * width))

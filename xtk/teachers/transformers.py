@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import (
-    DTYPES,
-    Cut,
-    Head,
-    context_length,
-    default_device,
-    load_causal_lm,
-    logits_of,
-    rows_in_a_chunk,
-)
+from xtk.models.causal_lm import DTYPES, Cut, context_length, default_device, load_causal_lm
+from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
 from xtk.tokens.alignment import Sequence as TokenSequence
 from xtk.tokens.signal import Signal
 
@@ -123,18 +115,22 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 
 def _signals_of_rows(states: Tensor, realised: Tensor, head: Head, top_k: int) -> Iterator[tuple[Tensor, ...]]:
     """Yield (ids, logprobs, tail mass, realised logprob, entropy) of a chunk of rows at a time."""
-    width = states.shape[1] if head.weight is None else head.weight.shape[0]
+    width = head.width_of(states)
     chunk = rows_in_a_chunk(width, states.device)
+    logits_of = LogitsOfRows(head, states, chunk)
+    work = states.new_empty((min(chunk, len(states)), width), dtype=torch.float32)
     for start in range(0, len(states), chunk):
-        logits = logits_of(states[start : start + chunk], head)
+        logits = logits_of(states[start : start + chunk])
         values, ids = top_values(logits, top_k)
-        actual = logits.gather(1, realised[start : start + chunk, None])[:, 0]
+        actual = logits.gather(1, realised[start : start + len(logits), None])[:, 0]
         highest = values[:, :1]
         shifted = logits.sub_(highest)
-        exponentials = shifted.exp()
+        exponentials = torch.exp(shifted, out=work[: len(logits)])
         normaliser = exponentials.sum(1)
         log_normaliser = normaliser.log()
-        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser
+        mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser
+        if not mean.isfinite().all():  # tokens that the model rules out with a logit of -inf
+            mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser
         logprobs = values - highest - log_normaliser[:, None]
         tail = (1 - logprobs.exp().sum(1)).clamp_min(0)
         yield ids.int(), logprobs, tail, actual - highest[:, 0] - log_normaliser, log_normaliser - mean

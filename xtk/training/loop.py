@@ -18,7 +18,8 @@ from xtk.artifacts.files import read_json
 from xtk.errors import XtkError
 from xtk.evaluation.bits import bits_per_byte
 from xtk.losses.head import Term, fused_loss
-from xtk.models.causal_lm import Cut, rows_in_a_chunk
+from xtk.models.causal_lm import Cut
+from xtk.models.head import rows_in_a_chunk
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
 from xtk.training.checkpoint import (
@@ -51,8 +52,8 @@ class Student(nn.Module):
         """
         states = self.cut(input_ids).flatten(0, 1).index_select(0, places)
         head = self.cut.head
-        width = states.shape[1] if head.weight is None else head.weight.shape[0]
-        return fused_loss(states, head.weight, head.bias, terms, rows_in_a_chunk(width, states.device))
+        chunk = rows_in_a_chunk(head.width_of(states), states.device)
+        return fused_loss(states, head.weight, head.bias, terms, chunk)
 
 
 @dataclass
