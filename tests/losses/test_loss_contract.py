@@ -61,7 +61,7 @@ def fused(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The total, each term's sum, and the gradients of states, head and bias."""
     inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
-    terms = [Term.of(part, scale, CPU) for part, scale in zip(cells, scales, strict=True)]
+    terms = [Term.of(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
     total, sums = fused_loss(*inputs, terms, chunk)
     total.backward()
     return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
@@ -252,7 +252,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
     cells = cells_of(name, case)
     _, _, once = fused(case, [cells], [1.0])
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(*inputs, [Term.of(cells, 1.0, CPU)], 3)
+    total, _ = fused_loss(*inputs, [Term.of(cells).to(CPU, 1.0)], 3)
     (-2.5 * total).backward()
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
 
@@ -260,7 +260,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
 @every_loss
 def test_gradients_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
-    term = Term.of(cells_of(name, case), 0.7, CPU)
+    term = Term.of(cells_of(name, case)).to(CPU, 0.7)
     inputs = tuple(leaves(case.states, case.weight, case.bias))
     assert torch.autograd.gradcheck(lambda *tensors: fused_loss(*tensors, [term], 2)[0], inputs)
 
@@ -271,7 +271,7 @@ def test_logits_can_be_given_instead_of_states_and_a_head(name):
     cells = cells_of(name, case)
     logits = (case.states @ case.weight.T).requires_grad_()
     before = logits.detach().clone()
-    found, _ = fused_loss(logits, None, None, [Term.of(cells, 1.0, CPU)], 3)
+    found, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 3)
     found.backward()
     assert torch.equal(logits, before)
     total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
@@ -301,7 +301,7 @@ def test_bf16_is_finite_and_near_fp32(name):
 def test_bf16_logits_can_be_given_too(name):
     case = case_for(name, 9, K=6)
     logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells_of(name, case), 1.0, CPU)], 4)
+    total, _ = fused_loss(logits, None, None, [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
     total.backward()
     assert torch.isfinite(total)
     assert logits.grad.dtype == torch.bfloat16
@@ -457,7 +457,7 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
 @given(case=problems(), size=st.integers(1, 20), both=st.booleans())
 def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     cells = [cells_of("p-kl", case), *([cells_of("ce", case)] if both else [])]
-    terms = [Term.of(part, 1.0, CPU) for part in cells]
+    terms = [Term.of(part).to(CPU, 1.0) for part in cells]
     starts = chunk_starts(len(case.states), size, terms)
     assert starts[0] == 0
     assert starts[-1] == len(case.states)
@@ -515,7 +515,7 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
     for N in (256, 1024):
         case = wide_case(name, N, V, H)
         states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
-        terms = [Term.of(cells_of(name, case), 1.0, CPU)]
+        terms = [Term.of(cells_of(name, case)).to(CPU, 1.0)]
 
         def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
             fused_loss(states, weight, None, terms, chunk)[0].backward()
@@ -577,7 +577,7 @@ def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     logits = torch.zeros(1, 50)
     logits[0, 2] = gap + math.log(49)
     logits.requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells, 1.0, CPU)], 4)
+    total, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 4)
     total.backward()
     rest = math.exp(-gap) / (1 + math.exp(-gap))
     assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)

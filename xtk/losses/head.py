@@ -3,7 +3,7 @@
 All losses read the student at a few places of a row's logits: the log-probabilities of *entries* (row, token), and the
 *rest* of a row, what its entries leave over. Each is the log of a part of the softmax, and the gradient of such a log
 with respect to the row's logits is the softmax restricted to that part, minus the whole softmax. So of a chunk of rows
-one matrix product gives the logits, a small autograd graph over entries and rests gives their gradients `g`, and
+one matrix product gives the logits, a small autograd graph over cells gives the gradients `g` of entries and rests, and
 
     d loss / d logits[n, v] = sum over parts of row n of g * (softmax within the part - softmax)[n, v]
 
@@ -14,6 +14,7 @@ entries: a student that is sure, and wrong, has a rest of 1e-9, and fp32 does no
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ class Term:
         first_rows: [C], the first row of each item, rising.
         row_counts: [C], how many rows are averaged; 0 for an item without cells.
         rest_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
+        averaged: float32 [entries], over how many rows the item of an entry is averaged.
         scale: what each item is multiplied with: the weight over the global count of items.
     """
 
@@ -47,15 +49,28 @@ class Term:
     first_rows: Tensor
     row_counts: Tensor
     rest_probs: Tensor
+    entry_cells: Tensor
     teacher_probs: Tensor
     rows: Tensor
     tokens: Tensor
     log_weights: Tensor
+    averaged: Tensor
     scale: float
 
+    @property
+    def items(self) -> int:
+        """C, what the loss is averaged over."""
+        return len(self.first_rows)
+
+    def to(self, device: torch.device, scale: float) -> Term:
+        """Return the same on a device, with the scale that is known by then."""
+        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged")
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        return dataclasses.replace(self, **moved, scale=scale)
+
     @classmethod
-    def of(cls, cells: Cells, scale: float, device: torch.device) -> Term:
-        """Move cells to a device."""
+    def of(cls, cells: Cells) -> Term:
+        """Work out the structure of cells, on the CPU."""
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
@@ -70,11 +85,13 @@ class Term:
             first_rows=torch.from_numpy(rows[firsts]),
             row_counts=torch.from_numpy(counts),
             rest_probs=torch.from_numpy(rests),
-            teacher_probs=torch.from_numpy(cells.teacher_probs).to(device),
-            rows=torch.from_numpy(cells.rows).to(device),
-            tokens=torch.from_numpy(cells.tokens).to(device),
-            log_weights=torch.from_numpy(cells.log_weights).to(device),
-            scale=scale,
+            entry_cells=torch.from_numpy(np.repeat(np.arange(len(cells.teacher_probs)), np.diff(cells.entry_offsets))),
+            teacher_probs=torch.from_numpy(cells.teacher_probs),
+            rows=torch.from_numpy(cells.rows),
+            tokens=torch.from_numpy(cells.tokens),
+            log_weights=torch.from_numpy(cells.log_weights),
+            averaged=torch.from_numpy(np.repeat(counts.astype(np.float32), stops - firsts)),
+            scale=1.0,
         )
 
 
@@ -216,77 +233,74 @@ def _slice(term: Term, start: int, stop: int, logits: Tensor) -> _Part:
     cells = slice(int(cell_offsets[0]), int(cell_offsets[-1]))
     entry_offsets = term.entry_offsets[cells.start : cells.stop + 1]
     entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
-    counts = term.row_counts[low:high]
-    entries_of_items = term.entry_offsets[cell_offsets].diff()
     has_rest = term.rest_probs[low:high] > 0
-    rest_counts = counts[has_rest]
-    rest_items = torch.arange(len(rest_counts)).repeat_interleave(rest_counts)
-    within = torch.arange(len(rest_items)) - (rest_counts.cumsum(0) - rest_counts).repeat_interleave(rest_counts)
+    counts = term.row_counts[low:high][has_rest]
+    rest_items = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     device, rows = term.rows.device, term.rows[entries] - start
     log_weights = term.log_weights[entries].to(logits.dtype)
-    row_counts = counts.repeat_interleave(entries_of_items).to(device)
     return _Part(
-        entry_cells=torch.arange(len(entry_offsets) - 1).repeat_interleave(entry_offsets.diff()).to(device),
+        entry_cells=term.entry_cells[entries] - cells.start,
         teacher_probs=term.teacher_probs[cells],
         places=rows * logits.shape[1] + term.tokens[entries],
         rows=rows,
         log_weights=log_weights,
-        weights=log_weights.exp() * row_counts,
+        weights=log_weights.exp().mul_(term.averaged[entries]),
         rest_probs=term.rest_probs[low:high][has_rest].to(device),
         rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - start).to(device),
         rest_items=rest_items.to(device),
-        rest_log_shares=-rest_counts[rest_items].double().log().to(device),
+        rest_log_shares=-counts[rest_items].to(logits.dtype).log().to(device),
         scale=term.scale,
     )
 
 
 def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tuple[Tensor, Tensor | None]:
     """Return each term's sum [terms] and, in the memory of the logits, the gradient of the scaled total."""
-    gathered = logits.view(-1).index_select(0, torch.cat([part.places for part in parts]))
+    flat = logits.view(-1)
+    entries = [flat.take(part.places) for part in parts]
     highest = logits.amax(1, keepdim=True)
     exponentials = logits.sub_(highest).exp_()
     normaliser = exponentials.sum(1)
     log_normaliser = normaliser.log()
-    rows = torch.cat([part.rows for part in parts])
-    logprobs = gathered - (highest[:, 0] + log_normaliser)[rows]
-    entries = torch.split(logprobs, [len(part.rows) for part in parts])
-    covered = [_covered(exponentials, part) for part in parts]
-    left = [_left_over(exponentials, part, own) for part, own in zip(parts, covered, strict=True)]
-    rests = [own.log() - log_normaliser[part.rest_rows] for part, own in zip(parts, left, strict=True)]
-    leaves = [tensor.detach().requires_grad_(with_gradient) for tensor in (*entries, *rests)]
-    with torch.enable_grad():
-        pairs = zip(leaves[: len(parts)], leaves[len(parts) :], parts, strict=True)
-        sums = [divergence(one, other, part) for one, other, part in pairs]
-        values = torch.stack(sums)
-        if not with_gradient:
-            return values.detach(), None
-        scales = values.new_tensor([part.scale for part in parts])
-        gradients = torch.autograd.grad((values * scales).sum(), leaves, allow_unused=True, materialize_grads=True)
-    d_entries, d_rests = gradients[: len(parts)], gradients[len(parts) :]
+    log_total = log_normaliser + highest[:, 0]
+    with_rest = [part for part in parts if len(part.rest_rows)]
+    removed = with_rest[-1] if with_rest else None  # its entries are taken out of the exponentials, to be spread
+    covered = [flat.take(part.places).mul_(part.weights) if len(part.rest_rows) else None for part in parts]
+    left = [_left_over(exponentials, part, own, part is not removed) for part, own in zip(parts, covered, strict=True)]
+    values, d_entries, d_rests = [], [], []
+    for part, logits_of_entries, own in zip(parts, entries, left, strict=True):
+        cells = _LogSums(
+            logits_of_entries - log_total[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs)
+        )
+        log_rests = own.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
+        rests = _LogSums(log_rests, part.rest_items, len(part.rest_probs))
+        with torch.enable_grad():
+            leaves = [side.log_sums.requires_grad_(with_gradient) for side in (cells, rests)]
+            value = divergence(part.teacher_probs, leaves[0], part.rest_probs, leaves[1])
+            scaled = value * part.scale
+        values.append(value.detach())
+        if with_gradient:
+            d_cells, d_items = torch.autograd.grad(scaled, leaves)
+            d_entries.append(cells.gradient(d_cells))
+            d_rests.append(rests.gradient(d_items))
+    if not with_gradient:
+        return torch.stack(values), None
     of_rows = logits.new_zeros(len(logits))
     for part, one, other in zip(parts, d_entries, d_rests, strict=True):
-        of_rows.index_add_(0, part.rows, one).index_add_(0, part.rest_rows, other)
-    d_logits = _spread(exponentials, -of_rows / normaliser, parts, covered, left, d_rests)
-    for part, one in zip(parts, d_entries, strict=True):
-        d_logits.view(-1).index_add_(0, part.places, one)
-    return values.detach(), d_logits
+        of_rows.scatter_add_(0, part.rows, one).scatter_add_(0, part.rest_rows, other)
+    _spread(exponentials, -of_rows / normaliser, parts, removed, covered, left, d_entries, d_rests)
+    return torch.stack(values), exponentials
 
 
-def _covered(exponentials: Tensor, part: _Part) -> Tensor:
-    """Return [entries], what each entry takes of its row's exponentials."""
-    if not len(part.rest_rows):
-        return exponentials.new_zeros(0)
-    return exponentials.view(-1).index_select(0, part.places) * part.weights
-
-
-def _left_over(exponentials: Tensor, part: _Part, covered: Tensor) -> Tensor:
+def _left_over(exponentials: Tensor, part: _Part, covered: Tensor | None, restore: bool) -> Tensor:
     """Return [rest rows], the sum of the exponentials of a row that its entries leave over."""
-    if not len(part.rest_rows):
+    if covered is None:
         return exponentials.new_zeros(0)
     flat = exponentials.view(-1)
-    flat.index_add_(0, part.places, -covered)
+    flat.scatter_add_(0, part.places, -covered)
     left = exponentials.sum(1)[part.rest_rows].clamp_min(TINY)
-    flat.index_add_(0, part.places, covered)
+    if restore:
+        flat.scatter_add_(0, part.places, covered)
     return left
 
 
@@ -294,60 +308,73 @@ def _spread(
     exponentials: Tensor,
     factors: Tensor,
     parts: list[_Part],
-    covered: list[Tensor],
+    removed: _Part | None,
+    covered: list[Tensor | None],
     left: list[Tensor],
-    d_rests: Sequence[Tensor],
-) -> Tensor:
-    """Return `exponentials * factors`, and of each rest its gradient spread over what is left of its rows.
+    d_entries: list[Tensor],
+    d_rests: list[Tensor],
+) -> None:
+    """Turn the exponentials of a chunk, without the entries of `removed`, into the gradient of its logits, in place.
 
-    Works in the memory of the exponentials. Nothing is added to be taken away again: where a rest is tiny, its factor
-    is huge.
+    The gradient is `exponentials * factors`, that of each entry at its place, and that of each rest spread over what
+    is left of its rows. Nothing is added to be taken away again: where a rest is tiny, its factor is huge.
     """
-    with_rest = [number for number, part in enumerate(parts) if len(part.rest_rows)]
-    flat = exponentials.view(-1)
     more: list[Tensor] = []
-    for number in with_rest[1:]:
-        part = parts[number]
-        of_left = factors.new_zeros(len(factors)).index_add_(0, part.rest_rows, d_rests[number] / left[number])
-        flat.index_add_(0, part.places, -covered[number])
-        more.append(exponentials * of_left[:, None])
-        flat.index_add_(0, part.places, covered[number])
-    for number in with_rest[:1]:
-        part = parts[number]
-        of_left = factors.new_zeros(len(factors)).index_add_(0, part.rest_rows, d_rests[number] / left[number])
-        flat.index_add_(0, part.places, -covered[number])
-        exponentials.mul_((factors + of_left)[:, None])
-        flat.index_add_(0, part.places, covered[number] * factors[part.rows])
-    if not with_rest:
-        exponentials.mul_(factors[:, None])
+    sparse = [(part.places, gradient) for part, gradient in zip(parts, d_entries, strict=True)]
+    last = [(part, own) for part, own in zip(parts, covered, strict=True) if part is removed and own is not None]
+    in_place = factors
+    for part, own, rest, d_rest in zip(parts, covered, left, d_rests, strict=True):
+        if own is None:
+            continue
+        of_left = torch.zeros_like(factors).scatter_add_(0, part.rest_rows, d_rest / rest)
+        if part is removed:
+            in_place = factors + of_left
+            sparse.append((part.places, own * factors[part.rows]))
+        else:
+            copy = exponentials.clone()
+            for one, taken in last:
+                copy.view(-1).scatter_add_(0, one.places, taken)
+            copy.view(-1).scatter_add_(0, part.places, -own)
+            more.append(copy.mul_(of_left[:, None]))
+    exponentials.mul_(in_place[:, None])
     for tensor in more:
         exponentials.add_(tensor)
-    return exponentials
+    for places, gradient in sparse:
+        exponentials.view(-1).scatter_add_(0, places, gradient)
 
 
-def divergence(entries: Tensor, rests: Tensor, part: _Part) -> Tensor:
+def divergence(teacher_probs: Tensor, student_logprobs: Tensor, rest_probs: Tensor, rest_logprobs: Tensor) -> Tensor:
     """Return the sum over items of `KL(teacher's cells and rest | student's cells and rest)`.
 
     Args:
-        entries: [entries], the student's log-probabilities.
-        rests: [rest rows], the log of what a row's entries leave over.
-        part: the items they belong to.
+        teacher_probs: [cells].
+        student_logprobs: [cells].
+        rest_probs: [items with a rest], the teacher's probability of the other cell.
+        rest_logprobs: [items with a rest], the student's.
 
     Returns:
         A scalar, not negative but for rounding.
     """
-    probs = part.teacher_probs.to(entries.dtype)
-    student = _log_sum(entries + part.log_weights, part.entry_cells, len(probs))
-    inside = torch.xlogy(probs, probs) - probs * student
-    rest = part.rest_probs.to(entries.dtype)
-    student_rest = _log_sum(rests + part.rest_log_shares.to(rests.dtype), part.rest_items, len(rest))
-    outside = rest * (rest.log() - student_rest)
+    probs, rest = teacher_probs.to(student_logprobs.dtype), rest_probs.to(student_logprobs.dtype)
+    inside = torch.xlogy(probs, probs) - probs * student_logprobs
+    outside = rest * (rest.log() - rest_logprobs)
     return inside.sum() + outside.sum()
 
 
-def _log_sum(values: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return log-sum-exp [count] of values in groups, none of which is empty."""
-    highest = values.new_full((count,), -torch.inf)
-    highest = highest.scatter_reduce(0, groups, values.detach(), "amax").detach()
-    sums = values.new_zeros(count).index_add(0, groups, (values - highest[groups]).exp())
-    return sums.log() + highest
+class _LogSums:
+    """Log-sum-exp of values in groups, none of which is empty, and its gradient.
+
+    Attributes:
+        log_sums: [groups].
+    """
+
+    def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
+        self._groups = groups
+        highest = values.new_full((count,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
+        self._exponentials = values.sub_(highest[groups]).exp_()
+        self._sums = values.new_zeros(count).scatter_add_(0, groups, self._exponentials)
+        self.log_sums = self._sums.log() + highest
+
+    def gradient(self, of_log_sums: Tensor) -> Tensor:
+        """Return the gradient of the values [n], given that of the log-sums [groups]."""
+        return self._exponentials.mul_((of_log_sums / self._sums)[self._groups])

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses.cells import Cells, Example, join_cells
+from xtk.losses.head import Term
 from xtk.projection.projection import Columns
 from xtk.tokens.alignment import Sequence as TokenSequence
 from xtk.tokens.alignment import align_sequences, sequences
@@ -87,14 +88,14 @@ class MicroBatch:
     Attributes:
         input_ids: int64 [B, T], padded on the right.
         places: int64 [N], the rows of the flattened hidden states [B * T, H] that are compared.
-        cells: one for each loss.
+        terms: one for each loss, not yet scaled.
         tokens: of the documents, without padding.
         unaligned: trained student tokens that no span covers.
     """
 
     input_ids: NDArray[np.int64]
     places: NDArray[np.int64]
-    cells: tuple[Cells, ...]
+    terms: tuple[Term, ...]
     tokens: int
     unaligned: int
 
@@ -140,8 +141,8 @@ class BatchMaker:
             places=np.concatenate(
                 [*(example.rows + at * longest for at, example in enumerate(examples)), np.zeros(0, np.int64)]
             ),
-            cells=tuple(
-                join_cells([loss.cells(example, columns) for example in examples], counts)
+            terms=tuple(
+                Term.of(join_cells([loss.cells(example, columns) for example in examples], counts))
                 for loss, columns in zip(self._losses, self._columns, strict=True)
             ),
             tokens=sum(len(student) for student in students),

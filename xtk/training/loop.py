@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,12 +112,14 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read()
             if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_data:
-                record["eval_bits_per_byte"] = _evaluate(run)
+                with meter.paused():
+                    record["eval_bits_per_byte"] = _evaluate(run)
             if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
                 metrics.write(record)
                 accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
             if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
-                _save(run, optimizer, step + 1, meter.total())
+                with meter.paused():
+                    _save(run, optimizer, step + 1, meter.total())
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
     accelerator.wait_for_everyone()
@@ -137,15 +139,13 @@ def _step(
     accelerator, recipe = run.accelerator, run.recipe
     device = accelerator.device
     # The denominators are known before the first backward: items of the whole step, over all processes.
-    items = torch.tensor([[cells.items for cells in batch.cells] for batch in micro_batches], dtype=torch.float64).sum(
-        0
-    )
+    items = torch.tensor([[term.items for term in batch.terms] for batch in micro_batches], dtype=torch.float64).sum(0)
     counts = accelerator.reduce(items.to(device), "sum").clamp_min(1).tolist()
     scales = [loss.weight / count for loss, count in zip(recipe.losses, counts, strict=True)]
     sums = torch.zeros(len(counts), device=device, dtype=torch.float64)
     for number, batch in enumerate(micro_batches):
         last = number + 1 == len(micro_batches)
-        terms = [Term.of(cells, scale, device) for cells, scale in zip(batch.cells, scales, strict=True)]
+        terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             total, parts = model(
                 torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.places).to(device), terms
@@ -246,6 +246,13 @@ class _Meter:
         """Return the tokens of the run so far, over all processes; every process has to call it."""
         tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._accelerator.device)
         return self._all_tokens + int(self._accelerator.reduce(tokens, "sum"))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what is done meanwhile, which is no training, out of the rate."""
+        started = time.monotonic()
+        yield
+        self._since += time.monotonic() - started
 
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
