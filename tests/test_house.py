@@ -65,7 +65,7 @@ def test_the_projection_commands_need_no_torch(pair, tmp_path):
     arguments = ["build-projection", str(pair.student), str(pair.teacher), "-o", str(tmp_path / "p")]
     script = (
         f"import sys; from xtk.cli import run; assert run({arguments!r}) == 0; "
-        "print(sorted({'torch', 'transformers', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+        "print(sorted({'torch', 'transformers', 'pyarrow', 'numba'} & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines()[-1] == "[]"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ from xtk.commands.quickstart import quickstart
 from xtk.errors import XtkError, from_os_error
 from xtk.lookup import unknown
 
-DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+DONE, FAILED, INTERRUPTED = 0, 1, 130
+SECONDS_FOR_THE_FIRST_PROCESS = 3
 
 
 class Command(TyperCommand):
@@ -144,8 +147,7 @@ def run(arguments: list[str]) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else DONE
     except XtkError as failure:
-        terminal.error(failure)
-        return FAILED
+        return _failed(failure)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except KeyboardInterrupt:
@@ -157,8 +159,15 @@ def run(arguments: list[str]) -> int:
         mendable = from_os_error(failure)
         if mendable is None:
             raise
-        terminal.error(mendable)
-        return FAILED
+        return _failed(mendable)
+
+
+def _failed(failure: XtkError) -> int:
+    if os.environ.get("RANK", "0") != "0":
+        # What all processes find is told once: the launcher ends the others when the first has told it.
+        time.sleep(SECONDS_FOR_THE_FIRST_PROCESS)
+    terminal.error(failure)
+    return FAILED
 
 
 def _stop(number: int, frame: object) -> None:

@@ -89,6 +89,7 @@ def test_documents_longer_than_the_students_context_are_counted_and_told(run, pa
     arguments = ("distill", short, cache, "--projection", projection, "--max-steps", 1)
     done = run(*arguments, "-o", "out", cwd=tmp_path, code=None)
     refused(done, "40 documents are longer than the 24 tokens", "--long-documents")
+    assert not (tmp_path / "out").exists()
     done = run(*arguments, "--long-documents", "truncate", "-o", "cut", cwd=tmp_path)
     assert "longer than the 24 tokens" in done.stderr
 
@@ -160,6 +161,7 @@ def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, p
     model.save_pretrained(small)
     done = run("distill", small, cache, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
     refused(done, "600 vocabulary rows", "640 tokens")
+    assert not (tmp_path / "out").exists()
     refused(run("evaluate", small, "-", stdin="some text", code=None), "600 vocabulary rows")
 
 
@@ -180,6 +182,15 @@ def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
     done = run(*(names.get(word, word) for word in arguments), cwd=tmp_path, stdin="", code=None)
     refused(done, "the command before it seems to have failed")
     assert not any(tmp_path.iterdir())
+
+
+def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_path):
+    short = material.make_student(tmp_path / "short", context=24)
+    done = run("distill", short, cache, "--projection", projection, "--num-processes", 2, "-o", "out", cwd=tmp_path,
+               code=None)  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("longer than the 24 tokens") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_are_cut_short(run, pair, corpus, tmp_path):

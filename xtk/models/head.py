@@ -63,7 +63,11 @@ class LogitsOfRows:
         return logits if self._bias is None else logits.add_(self._bias)
 
 
+# Each chunk reads the whole head once more: at 64 MiB of logits that is half of the time, at 256 MiB a tenth.
+CHUNK_BYTES = {"cpu": 256 << 20}
+CHUNK_BYTES_ELSEWHERE = 512 << 20
+
+
 def rows_in_a_chunk(width: int, device: torch.device) -> int:
-    """Return how many rows of logits [n, V] in fp32 fit the budget of a chunk: 64 MiB on a CPU, 512 MiB elsewhere."""
-    budget = (64 << 20) if device.type == "cpu" else (512 << 20)
-    return max(16, budget // (4 * width))
+    """Return how many rows of logits [n, V] in fp32 fit the budget of a chunk."""
+    return max(16, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // (4 * width))

@@ -16,6 +16,8 @@ from xtk.tokens.alignment import Sequence as TokenSequence
 from xtk.tokens.signal import Signal
 
 BLOCK = 64
+# A product wants many rows; the passes over its logits want few, that stay in the processor's cache.
+PASSES = 16
 
 
 class TransformersTeacher:
@@ -114,26 +116,33 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 
 
 def _signals_of_rows(states: Tensor, realised: Tensor, head: Head, top_k: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield (ids, logprobs, tail mass, realised logprob, entropy) of a chunk of rows at a time."""
+    """Yield (ids, logprobs, tail mass, realised logprob, entropy) of some rows at a time."""
     width = head.width_of(states)
     chunk = rows_in_a_chunk(width, states.device)
     logits_of = LogitsOfRows(head, states, chunk)
-    work = states.new_empty((min(chunk, len(states)), width), dtype=torch.float32)
+    few = max(1, chunk // PASSES)
+    work = states.new_empty((min(few, len(states)), width), dtype=torch.float32)
     for start in range(0, len(states), chunk):
         logits = logits_of(states[start : start + chunk])
-        values, ids = top_values(logits, top_k)
-        actual = logits.gather(1, realised[start : start + len(logits), None])[:, 0]
-        highest = values[:, :1]
-        shifted = logits.sub_(highest)
-        exponentials = torch.exp(shifted, out=work[: len(logits)])
-        normaliser = exponentials.sum(1)
-        log_normaliser = normaliser.log()
-        mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser
-        if not mean.isfinite().all():  # tokens that the model rules out with a logit of -inf
-            mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser
-        logprobs = values - highest - log_normaliser[:, None]
-        tail = (1 - logprobs.exp().sum(1)).clamp_min(0)
-        yield ids.int(), logprobs, tail, actual - highest[:, 0] - log_normaliser, log_normaliser - mean
+        targets = realised[start : start + chunk]
+        for first in range(0, len(logits), few):
+            yield _signals_of_logits(logits[first : first + few], targets[first : first + few], top_k, work)
+
+
+def _signals_of_logits(logits: Tensor, realised: Tensor, top_k: int, work: Tensor) -> tuple[Tensor, ...]:
+    values, ids = top_values(logits, top_k)
+    actual = logits.gather(1, realised[:, None])[:, 0]
+    highest = values[:, :1]
+    shifted = logits.sub_(highest)
+    exponentials = torch.exp(shifted, out=work[: len(logits)])
+    normaliser = exponentials.sum(1)
+    log_normaliser = normaliser.log()
+    mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser
+    if not mean.isfinite().all():  # tokens that the model rules out with a logit of -inf
+        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser
+    logprobs = values - highest - log_normaliser[:, None]
+    tail = (1 - logprobs.exp().sum(1)).clamp_min(0)
+    return ids.int(), logprobs, tail, actual - highest[:, 0] - log_normaliser, log_normaliser - mean
 
 
 def top_values(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.kernels import byte_ends
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -110,6 +109,8 @@ class Tokenizer:
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
         Where a normaliser rewrote the text, the tokenizer's own character offsets are used.
         """
+        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
+
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         vocabulary = self.vocabulary
         results = []

@@ -21,39 +21,44 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def open_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Make a run's folder, or find it again.
+def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
+    """Look for a run in a folder, and touch nothing.
 
     Returns:
-        What the finished run wrote to `xtk.json`; None if there is something left to train.
+        What the finished run wrote to `xtk.json`; None if there is something left to train (or to begin anew: `force`).
 
     Raises:
         XtkError: the folder holds other things, or a run of another recipe.
     """
     if output.is_file():
         raise XtkError("a student is a folder, and there is a file of this name", where=str(output))
-    if output.is_dir() and any(output.iterdir()):
-        if not (output / RECIPE).is_file():
-            raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
-        found = read_json(output / RECIPE)
-        if force:
-            shutil.rmtree(output)
-        elif found != recipe:
-            differences = [key for key in sorted({*found, *recipe}) if found.get(key) != recipe.get(key)]
-            told = ", ".join(f"{key}: {found.get(key)} there, {recipe.get(key)} asked for" for key in differences[:3])
-            raise XtkError(
-                "there is a run of another recipe",
-                where=f"{output} ({told})",
-                hint="another -o, or --force to replace it",
-            )
-        elif (output / DONE).is_file():
-            return read_json(output / DONE)
+    if not output.is_dir() or all(path.name.startswith(TEMPORARY) for path in output.iterdir()):
+        return None
+    found = read_json(output / RECIPE) if (output / RECIPE).is_file() else {}
+    if not {"losses", "inputs"} <= set(found):
+        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+    if force:
+        return None
+    if found != recipe:
+        differences = [key for key in sorted({*found, *recipe}) if found.get(key) != recipe.get(key)]
+        told = ", ".join(f"{key}: {found.get(key)} there, {recipe.get(key)} asked for" for key in differences[:3])
+        raise XtkError(
+            "there is a run of another recipe",
+            where=f"{output} ({told})",
+            hint="another -o, or --force to replace it",
+        )
+    return read_json(output / DONE) if (output / DONE).is_file() else None
+
+
+def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
+    """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
+    if force:
+        shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
     for leftover in output.glob(f"{TEMPORARY}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     if not (output / RECIPE).is_file():
         write_json(output / RECIPE, recipe)
-    return None
 
 
 def save_model(model: Any, tokenizer_folder: Path, folder: Path) -> None:

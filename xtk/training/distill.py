@@ -13,7 +13,7 @@ from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_file import read_projection
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
@@ -77,7 +77,7 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
 
 
 def _is_cache(path: Path) -> bool:
-    return path.is_dir() and any(path.glob("*.arrow"))
+    return path.is_dir() and ((path / MANIFEST).is_file() or any(path.glob("shard-*.arrow")))
 
 
 def _fingerprint(projection: Projection) -> str:
@@ -162,7 +162,7 @@ def distill(
     from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
-    from xtk.training.checkpoint import checkpoints, open_run
+    from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.loop import Run, train
 
     quieten_transformers()
@@ -174,14 +174,10 @@ def distill(
     )
     terminal.set_main_process(accelerator.is_main_process)
     identity = identity_of(recipe, inputs, accelerator.num_processes)
-    if accelerator.is_main_process:
-        finished = open_run(places.output, identity, force=force)
-    accelerator.wait_for_everyone()
-    if not accelerator.is_main_process:
-        finished = open_run(places.output, identity, force=False)
+    finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
-    found = checkpoints(places.output)
+    found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
     model = load_causal_lm(
         found[-1][1] if found else places.student, device=accelerator.device, trust_remote_code=trust_remote_code
@@ -192,6 +188,10 @@ def distill(
     limits = [limit for limit in (context_length(model), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        begin_run(places.output, identity, force=force)
+    accelerator.wait_for_everyone()
     if reporting.report_to:
         accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
     run = Run(
