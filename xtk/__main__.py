@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -13,7 +14,8 @@ def main() -> None:
         code = run(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; the same command goes on where this one stopped\n")
-        code = 130
+        sys.stderr.flush()
+        os._exit(130)  # not sys.exit: interrupted while it imports, Python would end by the signal instead
     sys.exit(code)
 
 

@@ -60,7 +60,8 @@ class Command(TyperCommand):
             name = str(key).replace("_", "-")
             if name not in names or name in ("config", "help"):
                 raise XtkError(str(unknown("option", str(key), set(names) - {"config", "help"})), where=str(path))
-            values[names[name]] = value
+            several = any(parameter.name == names[name] and parameter.multiple for parameter in self.params)
+            values[names[name]] = [value] if several and not isinstance(value, list) else value
         return values
 
 
@@ -138,6 +139,8 @@ def run(arguments: list[str]) -> int:
         KeyboardInterrupt: for the process to end on.
     """
     signal.signal(signal.SIGTERM, _stop)
+    if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if "-h" not in arguments and "--help" not in arguments:
         terminal.own_stdout()
     try:

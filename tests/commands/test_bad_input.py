@@ -217,6 +217,45 @@ def test_an_output_that_holds_other_things(run, pair, corpus, cache, projection,
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["diary.txt"]
 
 
+def test_a_lost_shard_is_made_again(run, pair, corpus, cache, tmp_path):
+    broken = copy(cache, tmp_path / "broken")
+    (broken / "shard-00001.arrow").unlink()
+    (broken / "shard-00002.arrow").write_bytes(b"cut short")
+    run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", broken)
+    assert same_files(cache, broken)
+
+
+def test_force_removes_nothing_that_cannot_be_made_anew(run, pair, corpus, cache, tmp_path):
+    kept = copy(cache, tmp_path / "kept")
+    broken = copy(pair.teacher, tmp_path / "broken")
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    refused(run("cache-teacher", broken, corpus, "-o", kept, "--force", code=None), "weights cannot be read")
+    assert same_files(cache, kept)
+
+
+def test_a_model_folder_that_was_moved_is_the_same_model(run, pair, corpus, cache, projection, tmp_path):
+    moved = copy(pair.teacher, tmp_path / "another-name")
+    again = copy(cache, tmp_path / "cache")
+    run("cache-teacher", moved, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", again)
+    assert same_files(cache, again)
+    run("build-projection", pair.student, moved, "-o", projection)
+
+
+def test_a_model_that_transformers_does_not_know(run, pair, corpus, tmp_path):
+    unknown = copy(pair.teacher, tmp_path / "unknown")
+    (unknown / "config.json").write_text('{"model_type": "nobody-knows-this"}')
+    refused(run("cache-teacher", unknown, corpus, "-o", tmp_path / "c", code=None), "cannot be loaded", str(unknown))
+
+
+def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):
+    student = copy(pair.student, tmp_path / "student")
+    for force in ((), ("--force",)):
+        done = run("distill", student, cache, "--projection", projection, "-o", student, *force, code=None)
+        refused(done, "the output is one of the inputs")
+    assert (student / "model.safetensors").is_file()
+
+
 def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, projection, tmp_path):
     train = ("distill", pair.student, cache, "--projection", projection, "-o", "out")
     for arguments, words in (
@@ -225,6 +264,11 @@ def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, project
         ((*train, "--loss", "p-kl:weight=-1"), "weight"),
         ((*train, "--lr-scheduler-type", "cosin"), "did you mean cosine?"),
         ((*train, "--learning-rate", "0"), "--learning-rate"),
+        ((*train, "--num-train-epochs", "inf"), "--num-train-epochs"),
+        ((*train, "--weight-decay", "-1"), "--weight-decay"),
+        ((*train, "--report-to", "nobody"), "no tracker called nobody"),
+        ((*train, "--eval-data", "nowhere.jsonl"), "nowhere.jsonl"),
+        (("cache-teacher", pair.teacher, corpus, "--max-length", "-5", "-o", "c"), "--max-length"),
         (("build-projection", pair.student, pair.teacher, "--method", "multi", "-o", "p"), "multitoken"),
         (("cache-teacher", pair.teacher, corpus, "--top-k", "0", "-o", "c"), "--top-k"),
         (("cache-teacher", pair.teacher, corpus, "--dtype", "fp32", "-o", "c"), "float32"),

@@ -143,6 +143,12 @@ def test_options_are_read_in_snake_case_and_from_a_file_and_flags_win(run, pair,
     assert header["options"]["shard_tokens"] == 400
 
 
+def test_a_single_value_in_a_file_stands_for_a_list_of_one(run, pair, cache, tmp_path):
+    (tmp_path / "run.yaml").write_text("loss: ce\nmax-steps: 1\n")
+    done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "my out", "--json", cwd=tmp_path)
+    assert "ce" in json.loads(only_line(done))["metrics"]
+
+
 def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("top_q: 3\n")
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)

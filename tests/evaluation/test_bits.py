@@ -233,4 +233,5 @@ def test_a_model_comes_back_in_the_mode_that_it_came_in(pair):
 
 def test_nothing_has_no_bits_per_byte(pair):
     model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
-    assert math.isnan(bits_per_byte(model, tokenizer, documents([""])).bits_per_byte)
+    with pytest.raises(XtkError, match="no text to evaluate on"):
+        bits_per_byte(model, tokenizer, documents([""]))

@@ -72,8 +72,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder under temporary names."""
+    """Remove what killed writers left in a folder under temporary names; those of living processes stay."""
     for path in folder.glob(f"{TEMPORARY}*"):
+        process = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        if process.isdigit() and Path(f"/proc/{process}").exists() and int(process) != os.getpid():
+            continue
         with contextlib.suppress(OSError):
             path.unlink()
 

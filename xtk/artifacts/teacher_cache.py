@@ -7,6 +7,7 @@ where each ends, and the teacher's signal at each trained one. docs/reference/ar
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from xtk.artifacts.files import (
+    TEMPORARY,
     canonical_json,
     read_json,
     remove_leftovers,
@@ -33,7 +35,8 @@ from xtk.tokens.signal import Signal
 
 FORMAT, VERSION, CODEC = "xtk-teacher-cache", 1, "raw"
 MANIFEST = "manifest.json"
-OPEN_SHARDS = 256
+OPEN_SHARDS = 4096
+_SHARD = re.compile(r"shard-\d{5,}\.arrow")
 
 SCHEMA = pa.schema(
     [
@@ -97,7 +100,7 @@ class CacheWriter:
         remove_leftovers(folder)
         for number in range(shards):
             path = self.path_of(number)
-            if path.exists() and _read_shard_header(path) != header:
+            if path.exists() and _identity(_read_shard_header(path)) != _identity(header):
                 raise _other_request(folder, _read_shard_header(path), header)
 
     def path_of(self, number: int) -> Path:
@@ -156,9 +159,16 @@ def finished_cache(folder: Path, header: dict[str, Any]) -> dict[str, Any] | Non
     if not (folder / MANIFEST).is_file():
         return None
     manifest = read_manifest(folder)
-    if manifest["header"] != header:
+    if _identity(manifest["header"]) != _identity(header):
         raise _other_request(folder, manifest["header"], header)
-    return manifest
+    sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
+    if all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
+        return manifest
+    for path, size in sizes.items():  # a shard that was lost or cut short is made again
+        if path.is_file() and path.stat().st_size != size:
+            path.unlink()
+    (folder / MANIFEST).unlink()
+    return None
 
 
 def remove_cache(folder: Path) -> None:
@@ -245,6 +255,7 @@ class TeacherCache:
                 )
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self._verified: set[int] = set()
 
     def __len__(self) -> int:
         return int(self._first_rows[-1])
@@ -264,27 +275,31 @@ class TeacherCache:
         return self._open(shard).row(number - int(self._first_rows[shard]))
 
     def text_bytes(self) -> NDArray[np.int64]:
-        """Return int64 [documents], how many bytes each text has, without reading the signal."""
+        """Return int64 [documents], how many bytes each text has; opens, and so verifies, every shard."""
         return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
 
     def verify(self) -> None:
-        """Read every shard and compare it with its checksum and counts.
+        """Read every shard and compare it with its checksum.
 
         Raises:
             Damaged: one of them differs.
         """
         for number in range(len(self.manifest["shards"])):
+            self._verified.discard(number)
             self._open_shard(number)
 
     def _open_shard(self, number: int) -> _Shard:
         entry = self.manifest["shards"][number]
         path = self.folder / entry["file"]
+        if number in self._verified:
+            return _Shard(path)
         if sha256_of_file(path) != entry["checksum"]:
             raise Damaged(
                 "a shard of this cache was altered: its checksum does not fit", where=str(path), hint=_repair(path)
             )
-        if _read_shard_header(path) != self.header:
+        if _identity(_read_shard_header(path)) != _identity(self.header):
             raise Damaged("a shard is from another cache", where=str(path), hint=_repair(path))
+        self._verified.add(number)
         return _Shard(path)
 
 
@@ -411,7 +426,13 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def _belongs(name: str) -> bool:
-    return name == MANIFEST or name.startswith((".xtk-tmp-", "shard-"))
+    return name == MANIFEST or name.startswith(TEMPORARY) or bool(_SHARD.fullmatch(name))
+
+
+def _identity(header: dict[str, Any]) -> dict[str, Any]:
+    """Return a header without the teacher's name: a folder that was moved is the same teacher."""
+    teacher = {key: value for key, value in header.get("teacher", {}).items() if key != "name"}
+    return {**header, "teacher": teacher}
 
 
 def _repair(path: Path) -> str:

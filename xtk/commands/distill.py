@@ -43,7 +43,7 @@ def distill(
     ] = "cosine",
     warmup_ratio: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.05,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices; vectors have none.")] = 0.0,
-    max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm.")] = 1.0,
+    max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm; 0: never.")] = 1.0,
     mixed_precision: Annotated[
         str, typer.Option(help="no: fp32. bf16: activations in bf16, weights and losses in fp32.", metavar="[no|bf16]")
     ] = "no",
@@ -60,7 +60,7 @@ def distill(
     max_length: Annotated[
         int, typer.Option(help="Tokens a document at most, if less than the context; 0: the context.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the order of documents and of dropout.")] = 42,
+    seed: Annotated[int, typer.Option(help="Of the order of documents and of dropout.", min=0)] = 42,
     logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
     save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
     save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
@@ -92,6 +92,8 @@ def distill(
     from xtk.training.recipe import Places, Recipe, Reporting
 
     terminal.set_quiet(quiet)
+    if "-" in (eval_data or []):
+        raise typer.BadParameter("--eval-data is read from files, not from the pipe")
     if [student, cache, projection].count("-") > 1:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, cache, projection) else ""
@@ -126,12 +128,10 @@ def distill(
         save_steps=save_steps,
         save_total_limit=save_total_limit,
         report_to=tuple(report_to or ()),
-        eval_data=tuple(eval_data or ()),
+        # What is wrong with them is told now, not after hours.
+        eval_documents=tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         eval_steps=eval_steps,
-        eval_columns=tuple(columns_option(columns).items()),
     )
-    if eval_data:
-        Corpus(eval_data, columns_option(columns))  # a missing file is told now, not after hours
     inputs = open_inputs(places, recipe)
     if is_worker():
         die_with_the_launcher()

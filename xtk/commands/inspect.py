@@ -17,7 +17,8 @@ def inspect(
         typer.Argument(help="Projections, caches, shards, students, tokenizers; - for a pipe.", metavar="ARTIFACT..."),
     ],
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read everything and compare it with its checksums.")
+        bool,
+        typer.Option("--verify", help="Read all: checksums of projections and caches, weights of models."),
     ] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -47,7 +48,9 @@ def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
     from xtk.errors import XtkError
 
     if path.is_file():
-        return _describe_shard(path) if path.suffix == ".arrow" else _describe_projection(path)
+        with path.open("rb") as stream:
+            is_arrow = stream.read(6) == b"ARROW1"
+        return _describe_shard(path) if is_arrow else _describe_projection(path)
     if not path.is_dir():
         raise XtkError("there is no such artifact", where=str(path))
     if (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")):

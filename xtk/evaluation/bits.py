@@ -78,7 +78,7 @@ def bits_per_byte(
     Raises:
         XtkError: the limit is a single token.
     """
-    limits = [limit for limit in (context_length(model.model), max_length) if limit]
+    limits = [limit for limit in (context_length(model.model.config), max_length) if limit]
     limit = min(limits) if limits else None
     if limit is not None and limit < 2:
         raise XtkError(f"--max-length is {limit}: no token has one before it that predicts it", hint="2 or more")
@@ -102,6 +102,8 @@ def bits_per_byte(
             bits += _score(model, batch)
             tokens += sum(int(window.counted.sum()) for window in batch)
     model.train(training)
+    if not size:
+        raise XtkError("there is no text to evaluate on: its documents are empty")
     return BitsPerByte(bits, size, tokens, count, windows)
 
 

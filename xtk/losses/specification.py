@@ -21,7 +21,7 @@ class LossSpecification:
     weight: float = 1.0
 
     def __str__(self) -> str:
-        return self.name if self.weight == 1 else f"{self.name}:weight={self.weight:g}"
+        return self.name if self.weight == 1 else f"{self.name}:weight={self.weight!r}"
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:

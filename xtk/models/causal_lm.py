@@ -73,11 +73,12 @@ def load_causal_lm(
                 folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, use_safetensors=True
             )
     except Exception as wrong:
-        raise _loading_error(folder, wrong) from wrong
+        raise loading_error(folder, wrong) from wrong
     return model.to(device) if device is not None else model
 
 
-def _loading_error(folder: Path, wrong: Exception) -> Exception:
+def loading_error(folder: Path, wrong: Exception) -> Exception:
+    """Turn what transformers raises into what a user can act on; an error that is nobody's fault stays as it is."""
     text = " ".join(str(wrong).split())
     if "trust_remote_code" in text:
         return XtkError(
@@ -92,9 +93,9 @@ def _loading_error(folder: Path, wrong: Exception) -> Exception:
     return wrong
 
 
-def context_length(model: Any) -> int | None:
-    """Return the most tokens that the model was made to read; None if its configuration does not say."""
-    configuration = model.config.get_text_config()
+def context_length(configuration: Any) -> int | None:
+    """Return the most tokens that a model was made to read; None if its configuration does not say."""
+    configuration = configuration.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "seq_length"):
         value = getattr(configuration, name, None)
         if isinstance(value, int) and value > 0:

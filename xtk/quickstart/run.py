@@ -23,7 +23,7 @@ STUDENT_SHARE = 0.15
 TEACHER_SEED = 1234
 TEACHER_TRAINING = "--max-steps 1500 --per-device-train-batch-size 2 --learning-rate 3e-3"
 STUDENT_TRAINING = "--max-steps 800 --per-device-train-batch-size 2 --learning-rate 3e-3"
-BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 0"
+BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
 DISTILLED_LOSS = "--loss ce --loss p-kl:weight=2"
 RESULTS, PICTURE = "results.json", "curves.png"
 
@@ -45,26 +45,24 @@ def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
         raise XtkError(f"--seeds is {seeds}; it is 1 or more")
     started = time.monotonic()
     _prepare(folder, seeds)
+    at = shlex.quote(str(folder))
     _say("The teacher is trained on all of it, the slowest step:")
-    common = f"{BOTH_TRAININGS} --eval-data {folder}/test.jsonl"
+    common = f"{BOTH_TRAININGS} --eval-data {at}/test.jsonl"
     teacher = _run(
-        f"xtk distill {folder}/teacher-untrained {folder}/train.jsonl --loss ce {TEACHER_TRAINING} {common} "
-        f"-o {folder}/teacher"
+        f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {TEACHER_TRAINING} {common} -o {at}/teacher"
     )
     _say("The four commands. Which of the student's tokens land on which of the teacher's:")
-    _run(f"xtk build-projection {folder}/student-0 {folder}/teacher -o {folder}/projection")
-    _run(f"xtk prune-projection {folder}/projection --top-k 4 -o {folder}/projection-4")
+    _run(f"xtk build-projection {at}/student-0 {at}/teacher -o {at}/projection")
+    _run(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
     _say("What the teacher says about the student's part of the corpus, once:")
-    _run(f"xtk cache-teacher {folder}/teacher {folder}/part.jsonl --top-k 64 -o {folder}/cache")
+    _run(f"xtk cache-teacher {at}/teacher {at}/part.jsonl --top-k 64 -o {at}/cache")
     figures: dict[str, Any] = {"teacher": _bits(teacher), "ce": [], "distilled": []}
     for seed in range(seeds):
         training = f"{STUDENT_TRAINING} {common} --eval-steps 200 --seed {seed}"
-        start = f"xtk distill {folder}/student-{seed} {folder}/cache"
+        start = f"xtk distill {at}/student-{seed} {at}/cache"
         _say(f"Student {seed}, taught by the text alone, then by the teacher too:")
-        alone = _run(f"{start} --loss ce {training} -o {folder}/ce-{seed}")
-        taught = _run(
-            f"{start} --projection {folder}/projection-4 {DISTILLED_LOSS} {training} -o {folder}/distilled-{seed}"
-        )
+        alone = _run(f"{start} --loss ce {training} -o {at}/ce-{seed}")
+        taught = _run(f"{start} --projection {at}/projection-4 {DISTILLED_LOSS} {training} -o {at}/distilled-{seed}")
         figures["ce"].append(_bits(alone))
         figures["distilled"].append(_bits(taught))
     write_json(folder / RESULTS, {"bits_per_byte": figures, "seeds": seeds})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,12 +89,15 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force:
         XtkError: the data is empty or too long for the teacher, the folder holds another cache, a model cannot be
             loaded.
     """
+    if request.max_length is not None and request.max_length < 4:
+        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
     if request.top_k < 1:
         raise XtkError(f"--top-k is {request.top_k}; a support holds at least one id")
     tokenizer = Tokenizer(request.teacher, name=request.name)
     limit = _limit(request)
     plan = _plan(request, corpus, tokenizer, limit)
     header = _header(request, tokenizer, plan)
+    teacher = _teacher(request, tokenizer) if force else None  # what cannot be made anew is not removed
     if force:
         remove_cache(folder)
     if finished := finished_cache(folder, header):
@@ -104,20 +108,13 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force:
     if missing:
         if len(missing) < len(ranges):
             terminal.note(f"cache-teacher: going on, {len(ranges) - len(missing)} of {len(ranges)} shards are there")
-        _score(request, corpus, tokenizer, limit, plan, writer, ranges, missing)
+        _score(
+            teacher or _teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, ranges, missing
+        )
     return totals(writer.finish())
 
 
-def _score(
-    request: CacheRequest,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    limit: int | None,
-    plan: _Plan,
-    writer: CacheWriter,
-    ranges: list[tuple[int, int]],
-    missing: set[int],
-) -> None:
+def _teacher(request: CacheRequest, tokenizer: Tokenizer) -> Any:
     teacher = lookup(BACKENDS, request.backend, "backend")(
         request.teacher,
         dtype=request.dtype,
@@ -129,17 +126,40 @@ def _score(
             f"the teacher has {teacher.width:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
             where=request.name,
         )
-    pieces = _pieces(request, corpus, tokenizer, limit)
+    return teacher
+
+
+def _score(
+    teacher: Any,
+    request: CacheRequest,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    limit: int | None,
+    plan: _Plan,
+    writer: CacheWriter,
+    ranges: list[tuple[int, int]],
+    missing: set[int],
+) -> None:
+    fingerprint = Fingerprint()
+    pieces = _pieces(request, corpus, tokenizer, limit, fingerprint)
     done = int(sum(plan.lengths[low:high].sum() for at, (low, high) in enumerate(ranges) if at not in missing))
     with terminal.Progress("cache-teacher", int(plan.lengths.sum()), "tokens", done=done) as progress:
         for number, (first, last) in enumerate(ranges):
-            batch = [next(pieces) for _ in range(first, last)]
+            batch = list(itertools.islice(pieces, last - first))
+            if [len(tokens) for _, tokens in batch] != plan.lengths[first:last].tolist():
+                raise _changed(corpus)
             if number not in missing:
                 continue
             signals = teacher.score([tokens for _, tokens in batch], request.top_k)
             rows = [Row(document, tokens, signal) for (document, tokens), signal in zip(batch, signals, strict=True)]
             writer.write(number, first, rows)
             progress.advance(int(plan.lengths[first:last].sum()))
+    if next(pieces, None) is not None or str(fingerprint) != plan.fingerprint:
+        raise _changed(corpus)
+
+
+def _changed(corpus: Corpus) -> XtkError:
+    return XtkError("the data changed while it was read", where=corpus.name, hint="--force, once it stands still")
 
 
 def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None) -> _Plan:
@@ -219,19 +239,16 @@ def _split(
 
 
 def _pieces(
-    request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None
+    request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None, fingerprint: Fingerprint
 ) -> Iterator[tuple[Document, Sequence]]:
-    for document, tokens in _tokenised(corpus, tokenizer):
+    for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
         yield from _within(tokenizer, document, tokens, limit, request.long_documents)
 
 
-def _tokenised(
-    corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint | None = None
-) -> Iterator[tuple[Document, Sequence]]:
+def _tokenised(corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint) -> Iterator[tuple[Document, Sequence]]:
     documents: list[Document] = []
     for document in corpus:
-        if fingerprint is not None:
-            fingerprint.add(document)
+        fingerprint.add(document)
         documents.append(document)
         if len(documents) == READ_AT_ONCE:
             yield from zip(documents, sequences(tokenizer, documents), strict=True)
@@ -242,18 +259,19 @@ def _tokenised(
 def _limit(request: CacheRequest) -> int | None:
     from transformers import AutoConfig
 
-    from xtk.models.causal_lm import context_length, quieten_transformers
+    from xtk.models.causal_lm import context_length, loading_error, quieten_transformers
 
     quieten_transformers()
     if not (request.teacher / "config.json").is_file():
         raise XtkError("there is no model in this folder (config.json)", where=request.name)
 
-    class _Configured:
-        config = AutoConfig.from_pretrained(
+    try:
+        configuration = AutoConfig.from_pretrained(
             request.teacher, local_files_only=True, trust_remote_code=request.trust_remote_code
         )
-
-    context = context_length(_Configured)
+    except Exception as wrong:
+        raise loading_error(request.teacher, wrong) from wrong
+    context = context_length(configuration)
     limits = [limit for limit in (context, request.max_length) if limit is not None]
     return min(limits) if limits else None
 

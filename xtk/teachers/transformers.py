@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import DTYPES, Cut, context_length, default_device, load_causal_lm
+from xtk.models.causal_lm import DTYPES, Cut, default_device, load_causal_lm
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
 from xtk.tokens.alignment import Sequence as TokenSequence
 from xtk.tokens.signal import Signal
@@ -42,17 +42,12 @@ class TransformersTeacher:
         """U, the columns of its logits."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
-    @property
-    def context(self) -> int | None:
-        """The most tokens that it reads."""
-        return context_length(self.model)
-
     @torch.inference_mode()
     def score(self, documents: Sequence[TokenSequence], top_k: int) -> list[Signal]:
         """Return the signal at the trained tokens of each document.
 
         Args:
-            documents: at most `context` tokens each.
+            documents: at most as many tokens each as the model reads.
             top_k: ids in the support.
 
         Raises:

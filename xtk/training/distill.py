@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,9 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
     Raises:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
+    for path in (places.student, places.cache, places.projection):
+        if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
+            raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     tokenizer = Tokenizer(places.student)
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
@@ -159,18 +163,26 @@ def distill(
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.utils import set_seed
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import InitProcessGroupKwargs, set_seed
 
     from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.loop import Run, train
 
     quieten_transformers()
+    for name in reporting.report_to:
+        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
+            raise XtkError(
+                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
+            )
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
         project_dir=str(places.output / "trackers") if reporting.report_to else None,
+        # The others wait while the first process evaluates and saves.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
     terminal.set_main_process(accelerator.is_main_process)
     identity = identity_of(recipe, inputs, accelerator.num_processes)
@@ -185,7 +197,7 @@ def distill(
     check_rows(model, inputs.tokenizer)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limits = [limit for limit in (context_length(model), recipe.max_length) if limit]
+    limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
     accelerator.wait_for_everyone()

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from xtk import terminal
-from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.files import read_json
 from xtk.errors import XtkError
 from xtk.evaluation.bits import bits_per_byte
@@ -111,7 +110,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read()
-            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_data:
+            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
                 with meter.paused():
                     record["eval_bits_per_byte"] = _evaluate(run)
             if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
@@ -153,7 +152,7 @@ def _step(
             # Gradients are averaged over processes, and the scales are already those of the whole step.
             accelerator.backward(total * accelerator.num_processes)
         sums += parts.double()
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm))
+    norm = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or float("inf")))
     means = (accelerator.reduce(sums, "sum").cpu() / torch.tensor(counts, dtype=torch.float64)).tolist()
     losses = {loss.name: mean for loss, mean in zip(recipe.losses, means, strict=True)}
     total_loss = sum(loss.weight * losses[loss.name] for loss in recipe.losses)
@@ -212,8 +211,7 @@ def _evaluate(run: Run) -> float:
     """Return held-out bits per byte, computed by the first process while the others wait."""
     value = torch.zeros(1, dtype=torch.float64, device=run.accelerator.device)
     if run.accelerator.is_main_process:
-        corpus = list(Corpus(list(run.reporting.eval_data), dict(run.reporting.eval_columns)))
-        value[0] = bits_per_byte(run.cut, run.tokenizer, corpus).bits_per_byte
+        value[0] = bits_per_byte(run.cut, run.tokenizer, run.reporting.eval_documents).bits_per_byte
     return float(run.accelerator.reduce(value, "sum"))
 
 

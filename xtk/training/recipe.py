@@ -11,6 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
+from xtk.tokens.document import Document
 
 SCHEDULES = ("cosine", "linear", "constant")
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
@@ -61,6 +62,20 @@ class Recipe:
                 raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it is 1 or more")
         if self.max_steps < 0 or (self.max_steps == 0 and self.num_train_epochs <= 0):
             raise XtkError("there is nothing to train: give --max-steps or --num-train-epochs above 0")
+        limits = {
+            "num_train_epochs": (0, math.inf),
+            "warmup_ratio": (0, 1),
+            "weight_decay": (0, math.inf),
+            "max_grad_norm": (0, math.inf),
+            "seed": (0, 2**63),
+        }
+        for name, (low, high) in limits.items():
+            if not (low <= getattr(self, name) <= high and math.isfinite(getattr(self, name))):
+                raise XtkError(
+                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it is a number from {low} to {high}"
+                )
+        if self.max_length is not None and self.max_length < 2:
+            raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
@@ -102,7 +117,7 @@ class Reporting:
         save_steps: steps between two checkpoints; 0: none.
         save_total_limit: checkpoints kept.
         report_to: names of trackers that Accelerate knows.
-        eval_data: held-out data; None: no evaluation.
+        eval_documents: held-out documents, read before the start; without any there is no evaluation.
         eval_steps: steps between two evaluations.
     """
 
@@ -110,9 +125,8 @@ class Reporting:
     save_steps: int = 500
     save_total_limit: int = 2
     report_to: tuple[str, ...] = ()
-    eval_data: tuple[str, ...] = ()
+    eval_documents: tuple[Document, ...] = ()
     eval_steps: int = 0
-    eval_columns: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
