@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import nox
@@ -37,7 +38,9 @@ def run(session: nox.Session, program: str, *arguments: str, **env: str) -> None
     """Run a program of the shared environment, its folder first on the path."""
     programs = environment(session, SHARED, ".[dev]", editable=True)
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    session.run(str(programs / program), *arguments, env={"PATH": path, "HF_HUB_OFFLINE": "1", **env})
+    executable = programs / program
+    start = str(executable) if executable.exists() else program
+    session.run(start, *arguments, env={"PATH": path, "HF_HUB_OFFLINE": "1", **env}, external=True)
 
 
 @nox.session(venv_backend="none")
@@ -71,8 +74,8 @@ def examples(session: nox.Session) -> None:
     """Examples and tutorial, run as they stand, at small size."""
     run(session, "python", "docs/run_blocks.py", "docs/tutorial/first-distillation.md")
     for script in sorted((ROOT / "examples").glob("*.sh")):
-        folder = session.create_tmp()
-        run(session, "bash", str(script), folder)
+        with tempfile.TemporaryDirectory() as folder:
+            run(session, "bash", str(script), folder)
 
 
 @nox.session(venv_backend="none")
