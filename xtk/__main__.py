@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from typing import Any
+
+SECONDS_TO_LEAVE_A_DESTRUCTOR = 0.01
 
 
 def main() -> None:
     """Run the command line and end with its exit code."""
+    sys.unraisablehook = _stop_again
     try:
         from xtk.cli import run
 
@@ -17,6 +23,17 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(130)  # not sys.exit: interrupted while it imports, Python would end by the signal instead
     sys.exit(code)
+
+
+def _stop_again(dropped: Any) -> None:
+    """Send a signal once more whose exception fell into a destructor, where Python would drop it."""
+    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(dropped.exc_type)
+    if number is None:
+        sys.__unraisablehook__(dropped)
+        return
+    later = threading.Timer(SECONDS_TO_LEAVE_A_DESTRUCTOR, os.kill, (os.getpid(), number))
+    later.daemon = True
+    later.start()
 
 
 if __name__ == "__main__":

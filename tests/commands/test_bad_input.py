@@ -354,3 +354,32 @@ def test_an_interrupt_while_it_starts_is_130(pair, corpus, tmp_path):
         assert process.returncode in ((130, -2, 1) if delay < 0.2 else (130, 0)), err
         if delay >= 0.3:
             assert "Traceback" not in err
+
+
+INTERRUPTED_IN_A_DESTRUCTOR = """
+import os, signal, time
+import xtk.cli
+from xtk.__main__ import main
+
+class Thing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{name})
+        time.sleep(1)
+
+def work(arguments):
+    signal.signal(signal.SIGTERM, xtk.cli._stop)
+    Thing()
+    time.sleep(30)
+    return 0
+
+xtk.cli.run = work
+main()
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_that_falls_into_a_destructor_is_not_lost(name, code):
+    script = INTERRUPTED_IN_A_DESTRUCTOR.format(name=name)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=25, check=False)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
