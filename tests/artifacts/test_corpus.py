@@ -270,3 +270,77 @@ def test_a_fingerprint_tells_documents_apart_by_text_order_and_training():
     ]
     assert len(set(different)) == len(different)
     assert fingerprint(one, other) == fingerprint(Document.of_text("Anna"), other)
+
+
+CHAT = [
+    {"role": "user", "content": "12 + 5?"},
+    {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 12, "b": 5}}]},
+    {"role": "tool", "content": "17"},
+    {"role": "assistant", "content": "It is 17."},
+]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def chat_as_jsonl(folder):
+    (folder / "chat.jsonl").write_text(lines_of([{"messages": CHAT, "tools": TOOLS, "text": "rendered by somebody"}]))
+    return folder / "chat.jsonl"
+
+
+def chat_as_parquet(folder):
+    # Columns are filled up: every message has every key, and tools are JSON.
+    full = [{"role": None, "content": None, "tool_calls": None, **message} for message in CHAT]
+    pa.parquet.write_table(
+        pa.Table.from_pylist([{"messages": full, "tools": json.dumps(TOOLS)}]), folder / "chat.parquet"
+    )
+    return folder / "chat.parquet"
+
+
+def chat_as_prompt_and_completion(folder):
+    (folder / "pc.jsonl").write_text(lines_of([{"prompt": CHAT[:3], "completion": CHAT[3:], "tools": TOOLS}]))
+    return folder / "pc.jsonl"
+
+
+@pytest.mark.parametrize("write", [chat_as_jsonl, chat_as_parquet, chat_as_prompt_and_completion])
+def test_conversations_keep_their_messages_and_tools(tmp_path, write):
+    (document,) = Corpus([str(write(tmp_path))])
+    assert [dict(message) for message in document.conversation.messages] == CHAT
+    assert document.conversation.tools == tuple(TOOLS)
+    trained = [False, write is not chat_as_prompt_and_completion, False, True]
+    assert [part.train for part in document.segments] == trained
+
+
+def test_the_sharegpt_format_is_read_by_its_column(tmp_path):
+    turns = [
+        {"from": "system", "value": "Be brief."},
+        {"from": "human", "value": "5?"},
+        {"from": "gpt", "value": "Five."},
+    ]
+    (tmp_path / "s.jsonl").write_text(lines_of([{"conversations": turns}]))
+    (document,) = Corpus([str(tmp_path / "s.jsonl")], {"messages": "conversations"})
+    assert [(part.role, part.text, part.train) for part in document.segments] == [
+        ("system", "Be brief.", False),
+        ("user", "5?", False),
+        ("assistant", "Five.", True),
+    ]
+
+
+def test_the_text_column_is_taken_from_data_with_messages_when_it_is_asked_for(tmp_path):
+    (document,) = Corpus([str(chat_as_jsonl(tmp_path))], {"text": "text"})
+    assert document == Document.of_text("rendered by somebody")
+
+
+def test_a_message_without_a_role_is_named_by_its_document(tmp_path):
+    (tmp_path / "bad.jsonl").write_text(lines_of([{"messages": CHAT}, {"messages": [{"content": "who?"}]}]))
+    failure = failure_of([tmp_path / "bad.jsonl"])
+    assert "role" in failure.what
+    assert failure.where.endswith("document 1")
+
+
+def test_a_fingerprint_tells_conversations_apart_by_what_templates_read():
+    def fingerprint(messages, tools=None) -> str:
+        found = Fingerprint()
+        found.add(Document.of_messages(messages, tools=tools))
+        return str(found)
+
+    renamed = [{**CHAT[0], "name": "Anna"}, *CHAT[1:]]
+    assert len({fingerprint(CHAT), fingerprint(renamed), fingerprint(CHAT, TOOLS)}) == 3

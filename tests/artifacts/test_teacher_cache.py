@@ -13,8 +13,8 @@ import pytest
 
 from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, TeacherCache, finished_cache, remove_cache, totals
 from xtk.errors import Damaged, XtkError
-from xtk.tokens.alignment import Sequence
 from xtk.tokens.document import Document, Segment
+from xtk.tokens.sequence import Sequence
 from xtk.tokens.signal import Signal
 
 HEADER = {
@@ -34,7 +34,15 @@ DOCUMENTS = [
     Document((Segment("prompt", "nothing here is trained", False),)),
     Document.of_text("x" * 300),
     Document.of_text("the last but one"),
-    Document.of_text("the last"),
+    Document.of_messages(
+        [
+            {"role": "user", "content": "12 + 5?", "name": "Anna"},
+            {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 12}}}]},
+            {"role": "tool", "content": "17"},
+            {"role": "assistant", "content": "It is 17."},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    ),
 ]
 
 
@@ -46,8 +54,8 @@ def row_of(document: Document, support: int, draw: np.random.Generator) -> Row:
         ids=draw.integers(0, 151_646, len(ends), dtype=np.int32),
         ends=ends,
         trained=document.trained(ends),
-        starts=1,
-        finished=False,
+        pieces=np.array([[1, len(ends), 0]] if text else [], np.int32).reshape(-1, 3),
+        closers=np.full(len(document.segments), -1, np.int32),
     )
     positions = np.flatnonzero(tokens.trained).astype(np.int32)
     size = len(positions)
@@ -86,11 +94,11 @@ def cache(rows, tmp_path) -> Path:
 def assert_equal(found: Row, expected: Row) -> None:
     assert found.document == expected.document
     assert found.document.ends == expected.document.ends
-    for name in ("ids", "ends", "trained"):
+    assert found.document.conversation == expected.document.conversation
+    for name in ("ids", "ends", "trained", "pieces", "closers"):
         ours, theirs = getattr(found.tokens, name), getattr(expected.tokens, name)
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
-    assert (found.tokens.starts, found.tokens.finished) == (expected.tokens.starts, expected.tokens.finished)
     assert len(found.signal) == len(expected.signal)
     for name, theirs in vars(expected.signal).items():
         ours = getattr(found.signal, name)

@@ -19,8 +19,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from xtk.artifacts.teacher_cache import CacheWriter, Row
 from xtk.models.causal_lm import quieten_transformers
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
-from xtk.tokens.alignment import sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3

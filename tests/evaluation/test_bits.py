@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from xtk.errors import XtkError
 from xtk.evaluation.bits import _windows, bits_per_byte
 from xtk.models.causal_lm import Cut, load_causal_lm
-from xtk.tokens.alignment import sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [*material.sentences(12, seed=5), *material.ODD, "a", ""]
@@ -34,7 +34,7 @@ def plain_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
     model = load_causal_lm(folder, dtype=torch.float64).eval()
     bits, size, count = 0.0, 0, 0
     for text, sequence in zip(texts, sequences(Tokenizer(folder), documents(texts)), strict=True):
-        ids = torch.from_numpy(sequence.ids[: sequence.text_stop].astype(np.int64))
+        ids = torch.from_numpy(sequence.ids[: sequence.pieces[:, 1].max(initial=1)].astype(np.int64))
         size += len(text.encode())
         if len(ids) < 2:
             continue
@@ -139,7 +139,7 @@ def test_windows_score_every_token_once_with_half_a_context_before_it(length, li
 def test_of_long_documents_every_byte_counts_once(pair, side, max_length):
     folder = getattr(pair, side)
     tokenizer = Tokenizer(folder)
-    read = [sequence.text_stop for sequence in sequences(tokenizer, documents(LONG))]
+    read = [sequence.pieces[:, 1].max(initial=1) for sequence in sequences(tokenizer, documents(LONG))]
     limit = max_length or 256
     found = bits_per_byte(Cut(load_causal_lm(folder)), tokenizer, documents(LONG), max_length=max_length)
     assert max(read) > limit
@@ -154,7 +154,7 @@ def test_a_window_scores_its_tokens_as_if_it_were_the_whole_text(pair):
     tokenizer = Tokenizer(pair.student)
     (sequence,) = sequences(tokenizer, documents(LONG[:1]))
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
-    ids = torch.from_numpy(sequence.ids[: sequence.text_stop].astype(np.int64))
+    ids = torch.from_numpy(sequence.ids[: sequence.pieces[:, 1].max(initial=1)].astype(np.int64))
     bits, done, limit = 0.0, 1, 64
     while done < len(ids):
         stop = min(limit if done == 1 else done + limit // 2, len(ids))

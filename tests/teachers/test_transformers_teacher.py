@@ -15,8 +15,8 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
 from xtk.teachers.transformers import BLOCK, TransformersTeacher, batches_by_length, top_values
-from xtk.tokens.alignment import Sequence, sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import Sequence, sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
 

@@ -13,9 +13,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from texts import FAMILIES, TEXTS, quick
 
-from xtk.tokens.alignment import align, align_sequences, sequences
+from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.kernels import smallest_spans
+from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Encoded, Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden_alignment.jsonl"
@@ -177,12 +178,12 @@ def test_two_empty_texts_have_no_spans(tokenizer_of):
 def test_a_document_stands_between_its_start_and_end_token(tokenizer_of):
     (student,) = sequences(tokenizer_of["student"], [Document.of_text("Anna has 12")])
     (teacher,) = sequences(tokenizer_of["teacher"], [Document.of_text("Anna has 12")])
-    assert (student.ids[0], student.ids[-1], student.starts, student.finished) == (0, 1, 1, True)
+    assert (student.ids[0], student.ids[-1], student.closers.tolist()) == (0, 1, [len(student) - 1])
     assert (teacher.ids[0], teacher.ids[-1]) == (1, 1)  # without a bos, eos is in front too
     assert student.ends[0] == 0
     assert student.ends[-1] == student.ends[-2] == len("Anna has 12")
     assert student.trained.tolist() == [False] + [True] * (len(student) - 1)
-    assert len(student.text_tokens().ids) == len(student) - 2
+    assert student.pieces.tolist() == [[1, len(student) - 1, 0]]
 
 
 def test_only_the_completion_and_the_end_after_it_are_trained(tokenizer_of):
@@ -216,8 +217,8 @@ def test_a_piece_that_does_not_end_the_text_has_no_end_token(tokenizer_of):
     head, tail = document.piece(0, 9), document.piece(9, 24)
     (first,), (last,) = sequences(tokenizer_of["student"], [head]), sequences(tokenizer_of["student"], [tail])
     assert (head.text, tail.text) == ("Anna has ", "12 apples left.")
-    assert (first.finished, last.finished) == (False, True)
-    assert first.text_stop == len(first)
+    assert (first.closers.tolist(), last.closers.tolist()) == ([-1], [len(last) - 1])
+    assert first.pieces[-1, 1] == len(first)
     assert last.ids[-1] == 1
 
 
@@ -229,8 +230,11 @@ def test_the_end_token_is_aligned_with_the_end_token(tokenizer_of, text):
     (teacher,) = sequences(tokenizer_of["metaspace"], [document])
     spans = align_sequences(student, teacher)
     assert spans[-1].tolist() == [len(student) - 1, len(student), len(teacher) - 1, len(teacher)]
-    of_text = align(student.text_tokens(), teacher.text_tokens())
-    assert spans[:-1].tolist() == (of_text + 1).tolist()
+    (one,), (other,) = (
+        tokenizer_of["student"].encode([document.text]),
+        tokenizer_of["metaspace"].encode([document.text]),
+    )
+    assert spans[:-1].tolist() == (align(one, other) + 1).tolist()
 
 
 @given(text=TEXTS.filter(bool), keep=st.integers(1, 30))
@@ -250,7 +254,7 @@ def test_without_a_start_token_the_first_token_is_not_trained(families, tmp_path
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((families["teacher"] / "tokenizer.json").read_bytes())
     (sequence,) = sequences(Tokenizer(folder), [Document.of_text("Anna has")])
-    assert (sequence.starts, sequence.finished) == (0, False)
+    assert (sequence.pieces.tolist(), sequence.closers.tolist()) == ([[0, len(sequence), 0]], [-1])
     assert sequence.trained.tolist() == [False] + [True] * (len(sequence) - 1)
 
 

@@ -198,10 +198,10 @@ def folder_without_a_tokenizer(folder):
     return "there is no tokenizer in this folder"
 
 
-def folder_with_sentencepiece_alone(folder):
+def folder_with_words_alone(folder):
     folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
-    return "this tokenizer has no fast backend: the folder has tokenizer.model"
+    (folder / "vocab.txt").write_text("[UNK]\nanna\n")
+    return "this tokenizer has no fast backend: the folder has vocab.txt"
 
 
 def folder_with_broken_json(folder):
@@ -224,7 +224,7 @@ def no_folder(folder):
     "prepare",
     [
         folder_without_a_tokenizer,
-        folder_with_sentencepiece_alone,
+        folder_with_words_alone,
         folder_with_broken_json,
         folder_with_other_json,
         no_folder,

@@ -17,7 +17,8 @@ from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.tokens.document import Document
 
-FIELDS = ("text", "prompt", "completion")
+FIELDS = ("messages", "tools", "text", "prompt", "completion")
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
 _HUB_DATASET = re.compile(r"^[\w.-]+/[\w.-]+$")
 _REMOTE = re.compile(r"^\w+://")
 
@@ -80,18 +81,44 @@ class Corpus:
     def _document(self, record: Record, where: str) -> Document:
         names = {field: self.columns.get(field, field) for field in FIELDS}
         # Columns that were asked for come before a column that happens to be called text.
-        wanted = ("text",) if "text" in (self.columns or record) else ("prompt", "completion")
+        asked = self.columns or record
+        wanted: tuple[str, ...] = ("prompt", "completion")
+        if "messages" in asked or "text" in asked:
+            wanted = ("messages",) if "messages" in asked else ("text",)
         if any(names[field] not in record for field in wanted):
             raise XtkError(
-                f"a document has no text, nor prompt and completion; it has {', '.join(map(str, record)) or 'nothing'}",
+                "a document has no text, nor messages, nor prompt and completion; "
+                f"it has {', '.join(map(str, record)) or 'nothing'}",
                 where=where,
-                hint="--columns text=COLUMN, or --columns prompt=COLUMN,completion=COLUMN",
+                hint="--columns text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN",
             )
         values = [record[names[field]] for field in wanted]
+        if all(isinstance(value, list) for value in values):
+            return _conversation(values, record.get(names["tools"]), where)
         for field, value in zip(wanted, values, strict=True):
             if not isinstance(value, str):
                 raise XtkError(f"{names[field]} is {type(value).__name__}, not text", where=where)
         return Document.of_text(values[0]) if len(values) == 1 else Document.of_completion(*values)
+
+
+def _conversation(parts: list[list[Any]], tools: Any, where: str) -> Document:
+    """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
+    given = len(parts[0]) if len(parts) > 1 else 0
+    try:
+        if isinstance(tools, str):  # parquet holds no objects of different shapes, so data sets write JSON
+            tools = json.loads(tools)
+        messages = [_message(message) for part in parts for message in part]
+        return Document.of_messages(messages, tools=tools or None, given=given)
+    except ValueError as wrong:
+        raise XtkError(str(wrong), where=where) from None
+
+
+def _message(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    if "from" in message and "value" in message and "role" not in message:
+        return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
+    return {key: value for key, value in message.items() if value is not None}  # columns fill up what others have
 
 
 def columns_option(value: str | None) -> dict[str, str]:
@@ -101,7 +128,7 @@ def columns_option(value: str | None) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in value.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise XtkError(
-            f"--columns is {value!r}", hint="--columns text=COLUMN, or --columns prompt=COLUMN,completion=COLUMN"
+            f"--columns is {value!r}", hint="text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN"
         )
     return {field.strip(): column.strip() for field, column in pairs}
 
@@ -118,6 +145,9 @@ class Fingerprint:
             text = segment.text.encode()
             self._hash.update(f"{segment.role} {segment.train} {len(text)}\n".encode())
             self._hash.update(text)
+        if document.conversation is not None:
+            told = [document.conversation.messages, document.conversation.tools]
+            self._hash.update(json.dumps(told, sort_keys=True).encode())
         self._hash.update(b"\n")
 
     def __str__(self) -> str:

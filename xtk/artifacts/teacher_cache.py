@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,12 +29,17 @@ from xtk.artifacts.files import (
     written_whole,
 )
 from xtk.errors import Damaged, XtkError
-from xtk.tokens.alignment import Sequence as TokenSequence
-from xtk.tokens.document import Document, Segment
+from xtk.tokens.document import Conversation, Document, Segment
+from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Signal
 
-FORMAT, VERSION, CODEC = "xtk-teacher-cache", 1, "raw"
+if TYPE_CHECKING:
+    from xtk.tokens.tokenizer import Tokenizer
+
+FORMAT, VERSION, CODEC = "xtk-teacher-cache", 2, "raw"
 MANIFEST = "manifest.json"
+# The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
 
@@ -44,9 +49,10 @@ SCHEMA = pa.schema(
         ("segments", pa.list_(pa.struct([("role", pa.string()), ("text", pa.string()), ("train", pa.bool_())]))),
         ("ids", pa.list_(pa.int32())),
         ("byte_ends", pa.list_(pa.int32())),
-        ("starts", pa.int8()),
-        ("finished", pa.bool_()),
+        ("pieces", pa.list_(pa.int32())),
+        ("closers", pa.list_(pa.int32())),
         ("ends", pa.bool_()),
+        ("conversation", pa.string()),
         ("positions", pa.list_(pa.int32())),
         ("support_ids", pa.list_(pa.int32())),
         ("support_logprobs", pa.list_(pa.float32())),
@@ -126,6 +132,12 @@ class CacheWriter:
             pa.ipc.new_file(sink, schema) as writer,
         ):
             writer.write_batch(_to_arrow(rows, first, schema))
+
+    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Write the teacher's tokenizer, so that the cache is all that a student needs."""
+        for name, content in files.items():
+            with written_whole(self.folder / name) as temporary:
+                temporary.write_bytes(content)
 
     def finish(self) -> dict[str, Any]:
         """Write the manifest, last; return it."""
@@ -274,6 +286,29 @@ class TeacherCache:
         shard = int(np.searchsorted(self._first_rows, number, side="right")) - 1
         return self._open(shard).row(number - int(self._first_rows[shard]))
 
+    @property
+    def teacher(self) -> Tokenizer:
+        """The teacher's tokenizer.
+
+        Raises:
+            Damaged: it is missing, or not the one that the cache was made with.
+        """
+        from xtk.tokens.tokenizer import Tokenizer
+
+        identity = self.header["teacher"]
+        try:
+            tokenizer = Tokenizer(self.folder, name=str(identity["name"]), width=int(identity["width"]))
+        except Damaged:
+            raise
+        except XtkError as wrong:
+            raise Damaged(
+                f"the teacher's tokenizer is not in its cache: {wrong.what}", where=str(self.folder)
+            ) from None
+        found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
+        if found != (identity["tokenizer"], identity["template"]):
+            raise Damaged("the tokenizer in this cache is not the one it was made with", where=str(self.folder))
+        return tokenizer
+
     def text_bytes(self) -> NDArray[np.int64]:
         """Return int64 [documents], how many bytes each text has; opens, and so verifies, every shard."""
         return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
@@ -316,10 +351,8 @@ class _Shard:
         segments = batch.column("segments")
         self._segment_offsets = segments.offsets.to_numpy()
         self._roles, self._texts, self._trains = (segments.values.field(name) for name in ("role", "text", "train"))
-        self._starts = batch.column("starts").to_numpy()
-        self._finished, self._ends = (
-            batch.column(name).to_numpy(zero_copy_only=False) for name in ("finished", "ends")
-        )
+        self._ends = batch.column("ends").to_numpy(zero_copy_only=False)
+        self._conversations = batch.column("conversation")
 
     def text_bytes(self) -> NDArray[np.int64]:
         ends = np.frombuffer(self._texts.buffers()[1], np.int32)[self._texts.offset :][: len(self._texts) + 1]
@@ -327,12 +360,15 @@ class _Shard:
         return sizes
 
     def row(self, number: int) -> Row:
+        segments = tuple(
+            Segment(self._roles[at].as_py(), self._texts[at].as_py(), self._trains[at].as_py())
+            for at in range(self._segment_offsets[number], self._segment_offsets[number + 1])
+        )
+        written = self._conversations[number].as_py()
         document = Document(
-            tuple(
-                Segment(self._roles[at].as_py(), self._texts[at].as_py(), self._trains[at].as_py())
-                for at in range(self._segment_offsets[number], self._segment_offsets[number + 1])
-            ),
+            segments,
             ends=bool(self._ends[number]),
+            conversation=_conversation_of(written, [segment.text for segment in segments]),
         )
         positions = self._list("positions", number)
         size = len(positions)
@@ -342,7 +378,11 @@ class _Shard:
         return Row(
             document,
             TokenSequence(
-                ids, self._list("byte_ends", number), trained, int(self._starts[number]), bool(self._finished[number])
+                ids,
+                self._list("byte_ends", number),
+                trained,
+                self._list("pieces", number).reshape(-1, 3),
+                self._list("closers", number),
             ),
             Signal(
                 positions=positions,
@@ -384,12 +424,31 @@ def _to_arrow(rows: Sequence[Row], first: int, schema: pa.Schema) -> pa.RecordBa
         ),
         "ids": lists("ids", [row.tokens.ids for row in rows]),
         "byte_ends": lists("byte_ends", [row.tokens.ends for row in rows]),
-        "starts": pa.array([row.tokens.starts for row in rows], pa.int8()),
-        "finished": pa.array([row.tokens.finished for row in rows], pa.bool_()),
+        "pieces": lists("pieces", [row.tokens.pieces for row in rows]),
+        "closers": lists("closers", [row.tokens.closers for row in rows]),
         "ends": pa.array([row.document.ends for row in rows], pa.bool_()),
+        "conversation": pa.array([_json_of_conversation(row.document) for row in rows], pa.string()),
         **signal,
     }
     return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
+
+
+def _json_of_conversation(document: Document) -> str | None:
+    """Return the messages of a conversation without their contents, which are the document's segments."""
+    conversation = document.conversation
+    if conversation is None:
+        return None
+    bare = [{key: value for key, value in message.items() if key != "content"} for message in conversation.messages]
+    return canonical_json({"messages": bare, "tools": conversation.tools})
+
+
+def _conversation_of(written: str | None, texts: Sequence[str]) -> Conversation | None:
+    if written is None:
+        return None
+    content = json.loads(written)
+    messages = ({**bare, "content": text} for bare, text in zip(content["messages"], texts, strict=True))
+    tools = content["tools"]
+    return Conversation(tuple(messages), None if tools is None else tuple(tools))
 
 
 def _read_shard_header(path: Path) -> dict[str, Any]:
@@ -426,7 +485,7 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def _belongs(name: str) -> bool:
-    return name == MANIFEST or name.startswith(TEMPORARY) or bool(_SHARD.fullmatch(name))
+    return name == MANIFEST or name in TOKENIZER or name.startswith(TEMPORARY) or bool(_SHARD.fullmatch(name))
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
         return _describe_cache(path, verify=verify)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
         return _describe_run(path, verify=verify)
-    if (path / "tokenizer.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path)
     raise XtkError("there is nothing here that xtk wrote or reads", where=str(path))
 

@@ -22,8 +22,8 @@ TrustRemoteCode = Annotated[
 Columns = Annotated[
     str,
     typer.Option(
-        help="Names of the data's columns, where they are not text, or prompt and completion: "
-        "text=COLUMN, or prompt=COLUMN,completion=COLUMN.",
+        help="Names of the data's columns, where they are not text, messages, or prompt and completion: "
+        "text=COLUMN, messages=COLUMN, or prompt=COLUMN,completion=COLUMN.",
         metavar="FIELD=COLUMN,...",
     ),
 ]

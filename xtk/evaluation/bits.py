@@ -14,8 +14,8 @@ from xtk import terminal
 from xtk.errors import XtkError
 from xtk.models.causal_lm import Cut, context_length
 from xtk.models.head import LogitsOfRows, rows_in_a_chunk
-from xtk.tokens.alignment import sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import Sequence, bytes_read, sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 READ_AT_ONCE = 256
@@ -88,15 +88,13 @@ def bits_per_byte(
     for documents in _groups(corpus):
         pending: list[_Window] = []
         for document, sequence in zip(documents, sequences(tokenizer, documents), strict=True):
-            counted = sequence.trained.copy()
-            counted[sequence.text_stop :] = False
+            counted = sequence.trained & sequence.spells
             if counted.any():
-                pieces = list(_windows(sequence.ids[: sequence.text_stop], counted[: sequence.text_stop], limit))
+                stop = int(np.flatnonzero(counted)[-1]) + 1
+                pieces = list(_windows(sequence.ids[:stop], counted[:stop], limit))
                 pending += pieces
                 windows += len(pieces)
-            # Without a start token nothing predicts the first token.
-            unpredicted = int(sequence.ends[0]) if not sequence.starts and len(sequence) else 0
-            size += _trained_bytes(document, unpredicted)
+            size += _counted_bytes(document, sequence)
             count += 1
         for batch in _batches(pending, batch_tokens):
             bits += _score(model, batch)
@@ -121,15 +119,11 @@ def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
             yield group
 
 
-def _trained_bytes(document: Document, start: int) -> int:
-    """Return how many bytes of the trained text lie at `start` or after it."""
-    total = stop = 0
-    for segment in document.segments:
-        size = len(segment.text.encode())
-        stop += size
-        if segment.train:
-            total += min(size, max(0, stop - start))
-    return total
+def _counted_bytes(document: Document, sequence: Sequence) -> int:
+    """Return how many bytes of the trained text are predicted."""
+    # Without a start token nothing predicts the first token.
+    starts_at_once = len(sequence.pieces) > 0 and sequence.pieces[0, 0] == 0
+    return bytes_read(document, sequence, start=int(sequence.ends[0]) if starts_at_once else 0)
 
 
 class _Silent:

@@ -18,8 +18,8 @@ from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, finished_cache,
 from xtk.errors import XtkError
 from xtk.lookup import lookup
 from xtk.teachers import BACKENDS
-from xtk.tokens.alignment import Sequence, sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import Sequence, left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
@@ -111,6 +111,7 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force:
         _score(
             teacher or _teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, ranges, missing
         )
+    writer.write_tokenizer(tokenizer.files())
     return totals(writer.finish())
 
 
@@ -166,8 +167,11 @@ def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: in
     fingerprint = Fingerprint()
     lengths: list[int] = []
     too_long: list[tuple[int, int]] = []
+    rewritten: list[int] = []
     documents = empty = 0
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
+        if document.conversation is not None:
+            rewritten.append(left_out(document, tokens))
         if limit is not None and len(tokens) > limit:
             too_long.append((documents, len(tokens)))
         empty += not document.text
@@ -177,6 +181,8 @@ def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: in
         _tell_too_long(request, corpus, limit, too_long, documents)
     if empty:
         terminal.note(f"cache-teacher: {empty:,} of {documents:,} documents are empty; nothing of them is trained")
+    if sum(rewritten):
+        terminal.note("cache-teacher: " + told_rewritten(rewritten))
     if empty == documents or not lengths:
         raise XtkError("there is no text in this corpus", where=corpus.name)
     return _Plan(np.array(lengths, np.int64), str(fingerprint), len(too_long))
@@ -206,6 +212,14 @@ def _within(
     """Yield a document as it is cached: whole, or what `--long-documents` makes of one that is too long."""
     if limit is None or len(tokens) <= limit:
         yield document, tokens
+    elif document.conversation is not None:
+        if long_documents == "split":
+            raise XtkError(
+                "a conversation is longer than the teacher reads; its turns follow from each other and are not split",
+                hint="--long-documents truncate or skip",
+            )
+        if long_documents != "skip":
+            yield document, tokens.cut(limit)
     elif long_documents in ("refuse", "truncate"):
         yield next(_split(tokenizer, document, tokens, limit))
     elif long_documents == "split":
@@ -221,10 +235,10 @@ def _split(
     is what the teacher read.
     """
     text = document.text.encode()
-    ends = tokens.text_tokens().ends
+    ends = tokens.ends[tokens.spells]
     ends = np.unique(ends[[end > 0 and (end == len(text) or text[end] & 0xC0 != 0x80) for end in ends.tolist()]])
     # An end token, and a little room: a piece may have a token more than it had inside the whole.
-    room = max(1, limit - tokens.starts - 2 - limit // 64)
+    room = max(1, limit - int(tokens.pieces[0, 0]) - 2 - limit // 64)
     start = 0
     while start < len(text):
         held = int(np.searchsorted(ends, start, side="right"))

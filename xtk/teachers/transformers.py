@@ -12,7 +12,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, Cut, default_device, load_causal_lm
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
-from xtk.tokens.alignment import Sequence as TokenSequence
+from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Signal
 
 BLOCK = 64

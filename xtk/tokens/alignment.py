@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.tokens.document import Document
-from xtk.tokens.kernels import smallest_spans
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.kernels import smallest_spans, spans_of_pieces
+from xtk.tokens.sequence import Sequence
+from xtk.tokens.tokenizer import Encoded
 
 
 def align(student: Encoded, teacher: Encoded) -> NDArray[np.int32]:
@@ -24,81 +24,18 @@ def align(student: Encoded, teacher: Encoded) -> NDArray[np.int32]:
     return spans
 
 
-class Sequence:
-    """A document as one model reads it: start token, text, end token.
-
-    Attributes:
-        ids: int32 [T].
-        ends: int32 [T], the byte where each token ends; 0 for the start token, the text's length for the end token.
-        trained: bool [T], whether the token is predicted and carries a loss: not the first one, and
-            only inside trained segments.
-        starts: 1 if the first token is a start token, else 0.
-        finished: whether the last token is the end token.
-    """
-
-    def __init__(
-        self, ids: NDArray[np.int32], ends: NDArray[np.int32], trained: NDArray[np.bool_], starts: int, finished: bool
-    ) -> None:
-        self.ids, self.ends, self.trained, self.starts, self.finished = ids, ends, trained, starts, finished
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    @property
-    def text_stop(self) -> int:
-        """The index after the last token of the text."""
-        return len(self.ids) - int(self.finished)
-
-    def text_tokens(self) -> Encoded:
-        """Return the tokens of the text alone."""
-        return Encoded(self.ids[self.starts : self.text_stop], self.ends[self.starts : self.text_stop])
-
-    def cut(self, length: int) -> Sequence:
-        """Return the first `length` tokens; the end token goes first."""
-        if length >= len(self):
-            return self
-        return Sequence(self.ids[:length], self.ends[:length], self.trained[:length], self.starts, finished=False)
-
-
-def sequences(tokenizer: Tokenizer, documents: list[Document]) -> list[Sequence]:
-    """Tokenise documents as a model reads them.
-
-    The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start
-    token the first token of a text is not predicted by anything and not trained.
-    """
-    encoded = tokenizer.encode([document.text for document in documents])
-    start, end = tokenizer.start_id, tokenizer.end_id
-    results = []
-    for document, tokens in zip(documents, encoded, strict=True):
-        front = [] if start is None else [start]
-        back = [] if end is None or not document.ends else [end]
-        size = int(tokens.ends[-1]) if len(tokens.ends) else 0
-        trained = document.trained(tokens.ends)
-        results.append(
-            Sequence(
-                ids=np.concatenate([np.array(front, np.int32), tokens.ids, np.array(back, np.int32)]),
-                ends=np.concatenate([np.zeros(len(front), np.int32), tokens.ends, np.full(len(back), size, np.int32)]),
-                trained=np.concatenate(
-                    [np.zeros(len(front), np.bool_), trained, np.full(len(back), document.ends_trained, np.bool_)]
-                ),
-                starts=len(front),
-                finished=bool(back),
-            )
-        )
-        if not front and len(results[-1]):
-            results[-1].trained[0] = False
-    return results
-
-
 def align_sequences(student: Sequence, teacher: Sequence) -> NDArray[np.int32]:
-    """Align what two models read of one document: the text by bytes, the end token with the end token.
+    """Align what two models read of one document: the text by bytes, ends of segments with ends of segments.
+
+    What only one of them reads (its template, text that the other's template leaves out) is in no span.
 
     Returns:
-        int32 [C, 4], in positions of the sequences (the start token is position 0).
+        int32 [C, 4], in positions of the sequences, rising.
     """
-    spans = align(student.text_tokens(), teacher.text_tokens())
-    spans = spans + np.array([student.starts, student.starts, teacher.starts, teacher.starts], np.int32)
-    if student.finished and teacher.finished:
-        last = np.array([[student.text_stop, len(student), teacher.text_stop, len(teacher)]], np.int32)
-        spans = np.concatenate([spans, last])
-    return spans
+    spans: NDArray[np.int32] = spans_of_pieces(student.ends, teacher.ends, student.pieces, teacher.pieces)
+    both = (student.closers >= 0) & (teacher.closers >= 0)
+    ends = np.column_stack([student.closers[both], teacher.closers[both]])
+    if not len(ends):
+        return spans
+    spans = np.concatenate([spans, np.column_stack([ends[:, 0], ends[:, 0] + 1, ends[:, 1], ends[:, 1] + 1])])
+    return spans[np.argsort(spans[:, 0])]

@@ -64,12 +64,98 @@ def smallest_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int
     Returns:
         int32 [C, 4]: student tokens `[s0, s1)` and teacher tokens `[t0, t1)` of each span.
     """
-    students, teachers = len(student_ends), len(teacher_ends)
-    spans = np.empty((min(students, teachers), 4), np.int32)
-    count = 0
-    closed = 0  # the byte where the last span ended
-    student = teacher = 0
-    first_student = first_teacher = 0
+    spans = np.empty((min(len(student_ends), len(teacher_ends)), 4), np.int32)
+    count = _walk(student_ends, teacher_ends, 0, len(student_ends), 0, len(teacher_ends), 0, spans, 0)
+    return spans[:count]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def spans_of_pieces(
+    student_ends: NDArray[np.int32],
+    teacher_ends: NDArray[np.int32],
+    student_pieces: NDArray[np.int32],
+    teacher_pieces: NDArray[np.int32],
+) -> NDArray[np.int32]:
+    """Walk along the text that both sides have read, where each may have read it with gaps.
+
+    Args:
+        student_ends: [S], in bytes of the document's text.
+        teacher_ends: [T], likewise.
+        student_pieces: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on
+            without a gap; what lies between pieces (templates, text that was left out) is in no span.
+        teacher_pieces: int32 [Q, 3], likewise.
+
+    Returns:
+        int32 [C, 4], as `smallest_spans`.
+    """
+    spans = np.empty((min(len(student_ends), len(teacher_ends)), 4), np.int32)
+    count = student = teacher = 0
+    while student < len(student_pieces) and teacher < len(teacher_pieces):
+        first, stop, byte = student_pieces[student]
+        other_first, other_stop, other_byte = teacher_pieces[teacher]
+        end = student_ends[stop - 1] if stop > first else byte
+        other_end = teacher_ends[other_stop - 1] if other_stop > other_first else other_byte
+        common = max(byte, other_byte)
+        first, starts = _skip(student_ends, first, stop, byte, common)
+        other_first, other_starts = _skip(teacher_ends, other_first, other_stop, other_byte, common)
+        if not (starts and other_starts):  # a token runs over the common start: begin where both end again
+            first, other_first, common = _next_common_end(
+                student_ends, teacher_ends, first, stop, other_first, other_stop
+            )
+        count = _walk(student_ends, teacher_ends, first, stop, other_first, other_stop, common, spans, count)
+        student += end <= other_end
+        teacher += other_end <= end
+    return spans[:count]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _skip(ends: NDArray[np.int32], first: int, stop: int, byte: int, common: int) -> tuple[int, bool]:
+    """Return the first token of a piece that ends after `common`, and whether one starts just there."""
+    if byte == common:
+        return first, True
+    starts = False
+    while first < stop and ends[first] <= common:
+        starts = ends[first] == common
+        first += 1
+        if starts:  # tokens after it that spell nothing belong to the span that begins here
+            break
+    return first, starts
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _next_common_end(
+    student_ends: NDArray[np.int32],
+    teacher_ends: NDArray[np.int32],
+    student: int,
+    students: int,
+    teacher: int,
+    teachers: int,
+) -> tuple[int, int, int]:
+    while student < students and teacher < teachers:
+        student_end, teacher_end = student_ends[student], teacher_ends[teacher]
+        if student_end == teacher_end:
+            return student + 1, teacher + 1, student_end
+        if student_end < teacher_end:
+            student += 1
+        else:
+            teacher += 1
+    return students, teachers, 0
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _walk(
+    student_ends: NDArray[np.int32],
+    teacher_ends: NDArray[np.int32],
+    student: int,
+    students: int,
+    teacher: int,
+    teachers: int,
+    closed: int,
+    spans: NDArray[np.int32],
+    count: int,
+) -> int:
+    """Add the spans of two stretches of tokens that both begin at byte `closed`; return how many there are then."""
+    first_student, first_teacher = student, teacher
     while student < students and teacher < teachers:
         student_end, teacher_end = student_ends[student], teacher_ends[teacher]
         if student_end < teacher_end or student_end == closed:
@@ -86,4 +172,4 @@ def smallest_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int
             count += 1
             first_student, first_teacher = student, teacher
             closed = student_end
-    return spans[:count]
+    return count

@@ -6,11 +6,14 @@ import contextlib
 import gc
 import hashlib
 import json
+import re
+import threading
 import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
@@ -27,6 +30,9 @@ from xtk.tokens.vocabulary import (
     Vocabulary,
     read_vocabulary,
 )
+
+if TYPE_CHECKING:
+    from xtk.tokens.chat import ChatTemplate
 
 ROLES = ("bos", "eos", "pad", "unk")
 
@@ -50,8 +56,10 @@ class Tokenizer:
     """A fast tokenizer, read from a folder without transformers.
 
     Args:
-        folder: holds `tokenizer.json`, and beside it the configuration that names the special tokens.
+        folder: holds `tokenizer.json`, and beside it the configuration that names the special tokens; or else a file
+            of tiktoken, mistral-common or SentencePiece.
         name: how messages call it; the folder if left out.
+        width: rows of the model's embedding, where no configuration in the folder says it.
 
     Attributes:
         vocabulary: what each token spells.
@@ -65,10 +73,10 @@ class Tokenizer:
         XtkError: there is no fast tokenizer in the folder, or it cannot be read.
     """
 
-    def __init__(self, folder: str | Path, *, name: str | None = None) -> None:
+    def __init__(self, folder: str | Path, *, name: str | None = None, width: int | None = None) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
-        raw = self._read_json_bytes()
+        raw, configuration = self._read_files()
         try:
             with _no_garbage_collection():
                 content = json.loads(raw)
@@ -83,12 +91,14 @@ class Tokenizer:
         self._backend.no_padding()
         # Text is text: the spelling of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
+        self._lock = threading.Lock()  # of that setting, which conversations change for a moment
         self.fingerprint = _fingerprint_of(content)
-        configuration = _json_of(self.folder / "tokenizer_config.json")
-        self.template_fingerprint = self._template_fingerprint(configuration)
+        self._template = self._read_template(configuration)
+        self.template_fingerprint = _template_fingerprint_of(self._template)
         self.vocabulary = self._read_vocabulary(content)
         self.roles = self._read_roles(configuration)
-        self.width = max(len(self.vocabulary), _embedding_rows(self.folder))
+        self.width = max(len(self.vocabulary), width or _embedding_rows(self.folder))
+        self._raw = raw
 
     def __len__(self) -> int:
         return len(self.vocabulary)
@@ -111,7 +121,8 @@ class Tokenizer:
         """
         from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
 
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        with self._lock:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         vocabulary = self.vocabulary
         results = []
         for text, encoding in zip(texts, encodings, strict=True):
@@ -121,8 +132,112 @@ class Tokenizer:
             results.append(Encoded(ids, ends) if exact else self._encode_by_offsets(text))
         return results
 
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The template of conversations.
+
+        Raises:
+            XtkError: the tokenizer has none.
+        """
+        from xtk.tokens.chat import ChatTemplate
+
+        if self._template is None:
+            raise XtkError(
+                "this tokenizer has no chat template, and the data holds conversations",
+                where=self.name,
+                hint="put chat_template.jinja into its folder (of the model's chat version, say)",
+            )
+        tokens = {f"{role}_token": self._content_of[token] for role, token in self.roles.items()}
+        return ChatTemplate(self._template, tokens, self.name)
+
+    def encode_rendered(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoded:
+        """Tokenise a rendered conversation.
+
+        Args:
+            text: the conversation in this tokenizer's template.
+            contents: characters `[start, stop)` of it that were written by people and models, in order. A special
+                token that is spelled there is text, and is a token where the template spells it.
+
+        Returns:
+            The tokens; ends in bytes of the rendered text, special tokens end after their spelling.
+        """
+        controls = self._control_spellings
+        if controls is None or not any(controls.search(text, start, stop) for start, stop in contents):
+            with self._as_written():
+                encoding = self._backend.encode(text, add_special_tokens=False)
+            return self._between_controls(text, encoding)
+        parts, at = [], 0
+        for found in controls.finditer(text):
+            if not any(start < found.end() and found.start() < stop for start, stop in contents):
+                parts += [text[at : found.start()], found[0]]
+                at = found.end()
+        parts.append(text[at:])
+        return self._joined(parts[::2], parts[1::2], self.encode(parts[::2]))
+
+    def _joined(self, texts: list[str], controls: list[str], encoded: list[Encoded]) -> Encoded:
+        """Put texts with control tokens between them one after the other."""
+        ids, ends, byte = [], [], 0
+        for number, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
+            ids.append(tokens.ids)
+            ends.append(tokens.ends + byte)
+            byte += len(text.encode())
+            if number < len(controls):
+                byte += len(controls[number].encode())
+                ids.append(np.array([self.vocabulary.special_tokens[controls[number]]], np.int32))
+                ends.append(np.array([byte], np.int32))
+        return Encoded(np.concatenate(ids), np.concatenate(ends).astype(np.int32))
+
+    def _between_controls(self, text: str, encoding: Any) -> Encoded:
+        """Find the ends of tokens of a text in which every spelling of a control token is that token."""
+        from xtk.tokens.kernels import byte_ends
+
+        ids = np.array(encoding.ids, np.int32)
+        places = np.flatnonzero(self.vocabulary.special[ids]) if len(ids) else ids
+        texts, controls, at = [], [], 0
+        for place in places.tolist():
+            spelled = self._content_of[int(ids[place])]
+            found = text.find(spelled, at)
+            if found < 0:  # an unknown token, which spells nothing that could be found
+                return self._by_offsets(text, encoding)
+            texts.append(text[at:found])
+            controls.append(spelled)
+            at = found + len(spelled)
+        texts.append(text[at:])
+        encoded, first = [], 0
+        for part, stop in zip(texts, [*places.tolist(), len(ids)], strict=True):
+            tokens = ids[first:stop]
+            ends, exact = byte_ends(
+                self.vocabulary.pool, self.vocabulary.offsets, tokens, np.frombuffer(part.encode(), np.uint8)
+            )
+            if not exact:
+                return self._by_offsets(text, encoding)
+            encoded.append(Encoded(tokens, ends))
+            first = stop + 1
+        return self._joined(texts, controls, encoded)
+
+    @contextlib.contextmanager
+    def _as_written(self) -> Iterator[None]:
+        """Take spellings of special tokens for those tokens."""
+        with self._lock:
+            self._backend.encode_special_tokens = False
+            try:
+                yield
+            finally:
+                self._backend.encode_special_tokens = True
+
+    @cached_property
+    def _control_spellings(self) -> re.Pattern[str] | None:
+        spellings = sorted(self.vocabulary.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, spellings))) if spellings else None
+
+    @cached_property
+    def _content_of(self) -> dict[int, str]:
+        return {token: content for content, token in self.vocabulary.special_tokens.items()}
+
     def _encode_by_offsets(self, text: str) -> Encoded:
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
+
+    def _by_offsets(self, text: str, encoding: Any) -> Encoded:
         ids = np.array(encoding.ids, np.int32)
         if not len(ids):
             return Encoded(ids, np.zeros(0, np.int32))
@@ -136,6 +251,15 @@ class Tokenizer:
         ends = np.maximum.accumulate(np.where(shared, 0, ends))
         ends[-1] = byte_of_character[-1]
         return Encoded(ids, ends.astype(np.int32))
+
+    def files(self) -> dict[str, bytes]:
+        """Return {file name: content} of all that it takes to read this tokenizer again."""
+        roles = {f"{role}_token": self._content_of[token] for role, token in self.roles.items()}
+        files = {
+            "tokenizer.json": self._raw,
+            "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
+        }
+        return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 
     def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
         """Spell byte strings with this tokenizer's tokens, as it would inside a text.
@@ -186,17 +310,24 @@ class Tokenizer:
             return None
         return np.array(single, np.int32)
 
-    def _read_json_bytes(self) -> bytes:
+    def _read_files(self) -> tuple[bytes, dict[str, Any]]:
+        """Return tokenizer.json and the configuration beside it, made from another format where there is none."""
         path = self.folder / "tokenizer.json"
+        configuration = _json_of(self.folder / "tokenizer_config.json")
         if path.is_file():
-            return path.read_bytes()
+            return path.read_bytes(), configuration
         if not self.folder.is_dir():
             raise XtkError(
                 "no such model or tokenizer folder",
                 where=str(self.folder),
                 hint="a folder that holds tokenizer.json; check the spelling",
             )
-        slow = [name for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
+        from xtk.tokens.formats import files_of_other_formats
+
+        files = files_of_other_formats(self.folder)
+        if files is not None:
+            return files["tokenizer.json"], {**json.loads(files["tokenizer_config.json"]), **configuration}
+        slow = [name for name in ("vocab.json", "vocab.txt")
                 if (self.folder / name).is_file()]  # fmt: skip
         if slow:
             raise XtkError(
@@ -235,12 +366,15 @@ class Tokenizer:
                 roles[role] = int(number)
         return roles
 
-    def _template_fingerprint(self, configuration: dict[str, Any]) -> str | None:
+    def _read_template(self, configuration: dict[str, Any]) -> str | None:
         path = self.folder / "chat_template.jinja"
-        template = path.read_text(encoding="utf-8") if path.is_file() else configuration.get("chat_template")
-        if template is None:
-            return None
-        return "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        template = configuration.get("chat_template")
+        if isinstance(template, list):  # several, named
+            named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
 
 
 def _cluster_edges(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -285,6 +419,10 @@ def _fingerprint_of(content: dict[str, Any]) -> str:
     identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _template_fingerprint_of(template: str | None) -> str | None:
+    return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
 def _json_of(path: Path) -> dict[str, Any]:

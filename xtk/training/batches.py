@@ -14,9 +14,10 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses.cells import Cells, Example, join_cells
 from xtk.losses.head import Term
 from xtk.projection.projection import Columns
-from xtk.tokens.alignment import Sequence as TokenSequence
-from xtk.tokens.alignment import align_sequences, sequences
+from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import Sequence as TokenSequence
+from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
 

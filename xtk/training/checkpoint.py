@@ -17,7 +17,7 @@ from xtk.errors import Damaged, XtkError
 RECIPE, DONE, METRICS = "recipe.json", "xtk.json", "metrics.jsonl"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
+    "added_tokens.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
 )  # fmt: skip
 
 
@@ -64,9 +64,9 @@ def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
 def save_model(model: Any, tokenizer_folder: Path, folder: Path) -> None:
     """Write weights, configuration and the tokenizer's own files, unchanged."""
     model.save_pretrained(folder, safe_serialization=True)
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+    for pattern in TOKENIZER_FILES:
+        for path in tokenizer_folder.glob(pattern):
+            shutil.copyfile(path, folder / path.name)
 
 
 def save_checkpoint(

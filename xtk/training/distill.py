@@ -19,10 +19,12 @@ from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
 from xtk.projection.projection import Columns, Projection
-from xtk.tokens.alignment import sequences
+from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source, TextSource
 from xtk.training.recipe import Places, Recipe, Reporting
+
+LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -225,10 +227,21 @@ def distill(
     return train(run, identity)
 
 
+def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
+    """Tell what of the answers the student's chat template drops or rewrites, from conversations all over the cache."""
+    sample = documents[:: -(-len(documents) // LOOKED_AT) or 1]
+    read = [inputs.source.read(int(number))[0] for number in sample]
+    talks = [document for document in read if document.conversation is not None]
+    counts = [left_out(*pair) for pair in zip(talks, sequences(inputs.tokenizer, talks), strict=True)]
+    if sum(counts):
+        terminal.note("distill: " + told_rewritten(counts))
+
+
 def _documents(recipe: Recipe, inputs: Inputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the documents to train on, and all sizes; those that are too long are counted and told."""
     sizes = inputs.source.text_bytes()
     documents = np.flatnonzero(sizes > 0)
+    _tell_rewritten(inputs, documents)
     # A document has at most a token a byte, and two at its ends: only candidates are tokenised.
     candidates = [] if limit is None else np.flatnonzero(sizes + 2 > limit).tolist()
     too_long = []

@@ -1,0 +1,105 @@
+"""Conversations through the commands: each side in its own template, only answers trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.teacher_cache import TeacherCache
+
+HEADERS = (
+    "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
+    "{{ message['content'] }}<|end_of_text|>{% endfor %}"
+)
+TURNS = (
+    "{% for message in messages %}<|endoftext|>{{ message.role }}\n{{ message.content.split('</think>')[-1] | trim }}"
+    "<|im_end|>\n{% endfor %}"
+)
+ANSWER = "Anna has 1222 apples left."
+
+
+@pytest.fixture(scope="module")
+def chatting(pair, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chatting")
+    for name, template in (("student", HEADERS), ("teacher", TURNS)):
+        shutil.copytree(getattr(pair, name), folder / name)
+        (folder / name / "chat_template.jinja").write_text(template)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def conversations(chatting):
+    rows = [
+        [{"role": "user", "content": f"Anna gives {number}?"}, {"role": "assistant", "content": thought + ANSWER}]
+        for number, thought in ((12, ""), (13, "<think>1234 - 12</think>\n\n"), (14, ""))
+    ]
+    path = chatting / "chat.jsonl"
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(run, chatting, conversations):
+    done = run("cache-teacher", chatting / "teacher", conversations, "--top-k", 8, "-o", chatting / "cache")
+    # The second teacher's answer is told to be cut, with its bytes: the thought, and the line feeds after it.
+    assert "drops or rewrites 26 bytes of answers in 1 of 3 conversations" in done.stderr
+    return chatting / "cache"
+
+
+def test_a_cache_of_conversations_holds_the_signal_of_answers_alone(cache):
+    for row in TeacherCache(cache):
+        assert row.document.conversation is not None
+        spelled = np.flatnonzero(row.tokens.trained & row.tokens.spells)
+        tokens = row.tokens.ids[spelled].tolist()
+        vocabulary = TeacherCache(cache).teacher.vocabulary
+        assert b"".join(vocabulary.spelling(token) for token in tokens).decode() == ANSWER
+        # The answer's tokens, and the one that ends the turn.
+        assert len(row.signal) == len(spelled) + 1
+
+
+def test_a_student_learns_from_conversations_in_its_own_template(run, cache, chatting, tmp_path):
+    run("build-projection", chatting / "student", chatting / "teacher", "-o", tmp_path / "p")
+    done = run(
+        "distill", chatting / "student", cache, "--projection", tmp_path / "p", "--loss", "p-kl", "--max-steps", 2,
+        "--logging-steps", 1, "-o", tmp_path / "out", "--json",
+    )  # fmt: skip
+    assert json.loads(done.stdout)["metrics"]["p-kl"] > 0
+    assert "the student's chat template" not in done.stderr
+
+
+def test_a_student_whose_template_rewrites_answers_says_so(run, chatting, cache, tmp_path):
+    shutil.copytree(chatting / "student", tmp_path / "student")
+    (tmp_path / "student" / "chat_template.jinja").write_text(
+        HEADERS.replace("message['content']", "message['content'].split('</think>')[-1]")
+    )
+    done = run("distill", tmp_path / "student", cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
+    assert "drops or rewrites 24 bytes of answers in 1 of 3 conversations" in done.stderr
+
+
+def test_bits_per_byte_of_conversations_count_answers(run, chatting, conversations):
+    done = run("evaluate", chatting / "student", conversations, "--json")
+    assert json.loads(done.stdout)["bytes"] == 3 * len(ANSWER) + len("<think>1234 - 12</think>\n\n")
+
+
+def test_a_conversation_that_is_too_long_is_cut_or_skipped_never_split(run, chatting, tmp_path):
+    long = [{"role": "user", "content": "12?"}, {"role": "assistant", "content": "Anna has 1234 apples. " * 100}]
+    (tmp_path / "long.jsonl").write_text(
+        json.dumps({"messages": long}) + "\n" + json.dumps({"messages": long[:1]}) + "\n"
+    )
+    arguments = ("cache-teacher", chatting / "teacher", tmp_path / "long.jsonl", "--top-k", 4, "--long-documents")
+    refused = run(*arguments, "split", "-o", tmp_path / "s", code=1)
+    assert "not split" in refused.stderr
+    run(*arguments, "truncate", "-o", tmp_path / "t")
+    row = TeacherCache(tmp_path / "t").row(0)
+    assert len(row.tokens) == 256
+    assert row.tokens.closers.tolist()[1] == -1
+    assert len(row.signal) > 200
+
+
+def test_a_student_without_a_template_is_told_what_to_do(run, pair, cache, tmp_path):
+    done = run("distill", pair.student, cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=1)
+    assert "no chat template" in done.stderr
+    assert not (tmp_path / "out").exists()

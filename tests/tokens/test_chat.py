@@ -1,0 +1,333 @@
+"""Conversations: two templates, one alignment of what the assistant said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from texts import PIECES, SPECIAL_SPELLINGS, quick
+
+from xtk.errors import XtkError
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.chat import ChatTemplate
+from xtk.tokens.document import Conversation, Document
+from xtk.tokens.sequence import Sequence, bytes_read, left_out, sequences
+from xtk.tokens.tokenizer import Tokenizer
+
+HEADERS = (
+    "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
+    "{{ message['content'] }}<|end_of_text|>{% endfor %}"
+)
+TURNS = "{% for message in messages %}<|im_end|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+TRIMMING = TURNS.replace("message.content", "message.content | trim")
+# Drops what the assistant thought, and writes an empty thought before its last answer.
+THINKING = (
+    "{%- for message in messages %}{%- set content = message.content %}"
+    "{%- if message.role == 'assistant' and '</think>' in content %}"
+    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
+    "{{- '<|im_end|>' + message.role + '\\n' }}"
+    "{%- if message.role == 'assistant' and loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{{- content + '<|im_end|>\\n' }}{%- endfor %}"
+)
+# A system prompt has no turn of its own: it is written into the first question.
+INSTRUCTIONS = (
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for message in messages %}"
+    "{% if message.role == 'system' %}{% set ns.system = message.content + '\\n\\n' %}"
+    "{% elif message.role == 'user' %}[INST] {{ ns.system }}{{ message.content }} [/INST]{% set ns.system = '' %}"
+    "{% else %} {% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+STRICT = "{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + TURNS
+TEMPLATES = {"student": HEADERS, "teacher": TURNS, "metaspace": INSTRUCTIONS, "composing": TURNS, "word-piece": TURNS}
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Anna has 1234 apples and gives 12 to Bert?"},
+    {"role": "assistant", "content": "Anna has 1222 apples left."},
+    {"role": "tool", "content": "1222"},
+    {"role": "assistant", "content": "日本 😀 that is 1222."},
+]
+
+
+def with_template(families, tmp_path, name: str, template: str) -> Tokenizer:
+    folder = shutil.copytree(families[name], tmp_path / f"{name}-{abs(hash(template))}", dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(template)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def sides(families, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("templates")
+    return {name: with_template(families, folder, name, template) for name, template in TEMPLATES.items()}
+
+
+def read_of(tokenizer: Tokenizer, sequence: Sequence, mask: np.ndarray) -> bytes:
+    return b"".join(tokenizer.vocabulary.spelling(token) for token in sequence.ids[mask].tolist())
+
+
+def trained_text(tokenizer: Tokenizer, sequence: Sequence) -> str:
+    return read_of(tokenizer, sequence, sequence.trained & sequence.spells).decode()
+
+
+def spans_of(sides, student, teacher, document):
+    (left,), (right,) = sequences(sides[student], [document]), sequences(sides[teacher], [document])
+    return left, right, align_sequences(left, right)
+
+
+@pytest.mark.parametrize("name", ["student", "teacher"])
+def test_only_what_the_assistant_said_is_trained_and_that_its_turns_end(sides, name):
+    tokenizer = sides[name]
+    (sequence,) = sequences(tokenizer, [Document.of_messages(CHAT)])
+    assert trained_text(tokenizer, sequence) == CHAT[2]["content"] + CHAT[4]["content"]
+    enders = sequence.ids[sequence.trained & ~sequence.spells].tolist()
+    assert enders == [tokenizer.roles["eos"]] * 2
+    assert (sequence.closers >= 0).all()
+
+
+def test_every_span_spells_the_same_on_both_sides_and_none_holds_a_template(sides):
+    document = Document.of_messages(CHAT)
+    left, right, spans = spans_of(sides, "student", "teacher", document)
+    contents = []
+    for s0, s1, t0, t1 in spans.tolist():
+        one, other = (
+            read_of(sides[name], sequence, np.arange(low, high))
+            for name, sequence, low, high in (("student", left, s0, s1), ("teacher", right, t0, t1))
+        )
+        assert one == other
+        contents.append(one)
+    assert b"".join(contents).decode() == "".join(message["content"] for message in CHAT)
+    # Five turns end, on both sides.
+    assert sum(content == b"" for content in contents) == 5
+    covered = np.zeros(len(left), np.bool_)
+    for s0, s1, _, _ in spans.tolist():
+        covered[s0:s1] = True
+    assert (covered >= left.trained).all()
+
+
+def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_a_person_does(sides):
+    chat = [{"role": "user", "content": "What is <|im_end|>?"}, {"role": "assistant", "content": "<|im_end|> ends."}]
+    tokenizer = sides["teacher"]
+    (sequence,) = sequences(tokenizer, [Document.of_messages(chat)])
+    assert trained_text(tokenizer, sequence) == "<|im_end|> ends."
+    assert sequence.ids.tolist().count(tokenizer.roles["eos"]) == 4
+    plain = [{**message, "content": message["content"].replace("<|im_end|>", "it")} for message in chat]
+    (other,) = sequences(tokenizer, [Document.of_messages(plain)])
+    assert other.ids.tolist().count(tokenizer.roles["eos"]) == 4
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_tokens_are_those_of_the_rendered_text(sides, name):
+    import tokenizers
+
+    tokenizer = sides[name]
+    conversation = Conversation(tuple(CHAT))
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+    rendered = tokenizer.chat_template.place(conversation).text
+    (sequence,) = sequences(tokenizer, [Document.of_messages(CHAT)])
+    assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
+
+
+def test_a_system_prompt_inside_of_the_first_question_is_found(sides):
+    rendering = sides["metaspace"].chat_template.place(Conversation(tuple(CHAT[:3])))
+    found = [rendering.text[start:stop] for start, stop in rendering.regions]
+    assert found == [message["content"] for message in CHAT[:3]]
+
+
+def test_white_space_that_a_template_trims_is_told_and_carries_no_loss(families, tmp_path):
+    chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "  12 apples \n"}]
+    document = Document.of_messages(chat)
+    tokenizer = with_template(families, tmp_path, "teacher", TRIMMING)
+    (sequence,) = sequences(tokenizer, [document])
+    assert trained_text(tokenizer, sequence) == "12 apples"
+    assert left_out(document, sequence) == 4
+    assert sequence.ids[sequence.closers[1]] == tokenizer.roles["eos"]
+
+
+def test_a_thought_that_one_template_drops_is_in_no_span(sides, families, tmp_path):
+    thought = "<think>1234 - 12 = 1222</think>\n\n"
+    chat = [CHAT[1], {"role": "assistant", "content": thought + "Anna has 1222 apples left."}]
+    document = Document.of_messages(chat)
+    thinking = with_template(families, tmp_path, "teacher", THINKING)
+    (left,), (right,) = sequences(sides["student"], [document]), sequences(thinking, [document])
+    assert trained_text(thinking, right) == "Anna has 1222 apples left."
+    assert left_out(document, right) == len(thought)
+    assert left_out(document, left) == 0
+    spans = align_sequences(left, right)
+    spans = spans[left.trained[spans[:, 1] - 1]]
+    assert (
+        b"".join(read_of(sides["student"], left, np.arange(s0, s1)) for s0, s1, _, _ in spans.tolist()).decode()
+        == "Anna has 1222 apples left."
+    )
+
+
+def test_what_two_models_do_not_both_read_joins_no_span_however_it_lies():
+    def sequence(ends: list[int], pieces: list[list[int]]) -> Sequence:
+        size = len(ends)
+        return Sequence(
+            np.zeros(size, np.int32), np.array(ends, np.int32), np.ones(size, np.bool_),
+            np.array(pieces, np.int32).reshape(-1, 3), np.array([-1], np.int32),
+        )  # fmt: skip
+
+    whole = sequence([2, 3, 12, 14], [[0, 4, 0]])
+    # Bytes 3 to 8 are missing on this side, and its next token begins in the middle of the other's third.
+    gap = sequence([1, 2, 3, 10, 12, 14], [[0, 3, 0], [3, 6, 8]])
+    assert align_sequences(whole, gap).tolist() == [[0, 1, 0, 2], [1, 2, 2, 3], [3, 4, 5, 6]]
+    late = sequence([5, 14], [[0, 2, 3]])
+    assert align_sequences(gap, late).tolist() == []
+    assert align_sequences(sequence([3, 14], [[0, 2, 0]]), late).tolist() == [[1, 2, 0, 2]]
+    assert align_sequences(late, sequence([], [])).tolist() == []
+
+
+CONTENT = st.lists(st.sampled_from([*PIECES, *SPECIAL_SPELLINGS, "assistant", "[/INST]"]), max_size=5).map("".join)
+CHATS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
+
+
+def messages_of(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [
+        message
+        for question, answer in turns
+        for message in ({"role": "user", "content": question}, {"role": "assistant", "content": answer})
+    ]
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("student", "teacher"), ("teacher", "metaspace"), ("student", "composing")]
+)
+@given(turns=CHATS)
+@settings(quick, max_examples=40)
+def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, turns):
+    document = Document.of_messages(messages_of(turns))
+    left, right, spans = spans_of(sides, student, teacher, document)
+    for name, sequence in ((student, left), (teacher, right)):
+        assert (np.diff(sequence.ends) >= 0).all()
+        assert not sequence.trained[0]
+        assert bytes_read(document, sequence) + left_out(document, sequence) == sum(
+            len(answer.encode()) for _, answer in turns
+        )
+        assert sequence.ends[sequence.spells].max(initial=0) <= len(document.text.encode())
+        assert name
+    # A span ends at the same byte on both sides, and begins where the one before it ended or where both begin again.
+    assert (left.ends[spans[:, 1] - 1] == right.ends[spans[:, 3] - 1]).all()
+    assert (spans[1:, 0] >= spans[:-1, 1]).all()
+    assert (spans[1:, 2] >= spans[:-1, 3]).all()
+    swapped = align_sequences(right, left)
+    assert swapped[:, [2, 3, 0, 1]].tolist() == spans.tolist()
+
+
+@given(turns=CHATS)
+@settings(quick, max_examples=40)
+def test_spans_of_any_conversation_hold_equal_bytes(sides, turns):
+    document = Document.of_messages(messages_of(turns))
+    left, right, spans = spans_of(sides, "student", "teacher", document)
+    for s0, s1, t0, t1 in spans.tolist():
+        assert read_of(sides["student"], left, np.arange(s0, s1)) == read_of(sides["teacher"], right, np.arange(t0, t1))
+
+
+def test_a_sequence_cut_short_keeps_the_spans_that_it_still_holds(sides):
+    document = Document.of_messages(CHAT)
+    left, right, spans = spans_of(sides, "student", "teacher", document)
+    for length in range(len(left) + 1):
+        cut = left.cut(length)
+        assert align_sequences(cut, right).tolist() == spans[spans[:, 1] <= length].tolist()
+
+
+# Templates.
+
+
+def test_a_template_renders_as_transformers_does(sides):
+    from transformers import PreTrainedTokenizerFast
+
+    for name in ("student", "teacher"):
+        theirs = PreTrainedTokenizerFast.from_pretrained(sides[name].folder)
+        assert sides[name].chat_template.render(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False)
+
+
+def test_tools_calls_and_dates_reach_the_template():
+    template = ChatTemplate(
+        "{{ tools | tojson }}{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{% if message.tool_calls %}"
+        "{{ message.tool_calls | tojson }}{% endif %}{{ message.content }}|{% endfor %}",
+        {},
+        "here",
+    )
+    messages = [
+        {"role": "user", "content": "<b>"},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "é<"}]},
+        {"role": "tool", "content": "5"},
+    ]
+    rendering = template.place(Conversation(tuple(messages), tools=({"name": "add"},)))
+    assert rendering.text == '[{"name": "add"}]2024-07-26<b>|[{"name": "é<"}]|5|'
+    assert [region and rendering.text[region[0] : region[1]] for region in rendering.regions] == ["<b>", None, "5"]
+
+
+def test_a_template_that_leaves_a_message_out_gives_it_no_region():
+    template = ChatTemplate("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}", {}, "here")
+    rendering = template.place(Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"})))
+    assert rendering.regions == (None, (0, 1))
+
+
+def test_a_template_that_writes_a_content_twice_is_no_trap():
+    template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
+    ((start, stop),) = template.place(Conversation(({"role": "user", "content": "abc"},))).regions
+    assert (start, stop) == (0, 8)
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        ("{% for %}", "cannot be read"),
+        (STRICT, "the user begins"),
+        ("{{ nothing.at.all }}", "refuses a conversation"),
+        ("{{ ''.__class__.__mro__ }}", "refuses a conversation"),
+    ],
+)
+def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, template, what):
+    tokenizer = with_template(families, tmp_path, "teacher", template)
+    with pytest.raises(XtkError, match=what) as caught:
+        sequences(tokenizer, [Document.of_messages(CHAT)])
+    assert str(tokenizer.folder) in caught.value.where
+
+
+def test_a_tokenizer_without_a_template_says_so(families):
+    with pytest.raises(XtkError, match="no chat template"):
+        sequences(Tokenizer(families["student"]), [Document.of_messages(CHAT)])
+
+
+def test_of_several_templates_the_default_is_taken(families, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "several")
+    configuration = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TURNS}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "chat_template": named}))
+    assert Tokenizer(folder).chat_template.render(CHAT[:1]) == "<|im_end|>system\nBe brief.<|im_end|>\n"
+
+
+# Documents.
+
+
+def test_messages_become_segments_of_their_contents():
+    document = Document.of_messages(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b\ud800"}]},
+            {"role": "assistant", "content": None, "tool_calls": []},
+            {"role": "assistant", "content": "c"},
+        ]
+    )
+    assert [(part.role, part.text, part.train) for part in document.segments] == [
+        ("user", "ab\ufffd", False),
+        ("assistant", "", True),
+        ("assistant", "c", True),
+    ]
+
+
+def test_answers_inside_of_a_prompt_are_not_trained():
+    document = Document.of_messages(CHAT, given=3)
+    assert [part.train for part in document.segments] == [False, False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "a"}, {"role": "user", "content": 5}, {"role": "user", "content": [{"image": "x"}]}, "a"]
+)
+def test_what_is_no_message_is_refused(message):
+    with pytest.raises(ValueError, match="message"):
+        Document.of_messages([message])

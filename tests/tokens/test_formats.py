@@ -1,0 +1,188 @@
+"""Tokenizers in the files of tiktoken, mistral-common and SentencePiece, against those packages themselves."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import material
+import numpy as np
+import pytest
+import sentencepiece
+import tiktoken
+from hypothesis import given
+from texts import TEXTS, quick
+
+from xtk.errors import XtkError
+from xtk.tokens import formats
+from xtk.tokens.tokenizer import Tokenizer
+
+PATTERN = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+PROSE = [*material.sentences(200, seed=9), *material.ODD, "  two  spaces ", "tab\tx", "\n\n x", "  ", "a▁b", "ﬁne ½"]
+
+
+@pytest.fixture(scope="module")
+def ranks(families):
+    """Real ranks: the byte-level vocabulary of the student, in the order of its merges."""
+    vocabulary = Tokenizer(families["student"]).vocabulary
+    spellings = [spelling for spelling in vocabulary.spellings if spelling]
+    return {spelling: rank for rank, spelling in enumerate(spellings)}
+
+
+def write_tiktoken(path, ranks):
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks.items()))
+
+
+def write_tekken(path, ranks, specials: int):
+    vocabulary = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+        for token, rank in ranks.items()
+    ]
+    left_out = [{"rank": len(ranks), "token_bytes": base64.b64encode(b"beyond").decode(), "token_str": "beyond"}]
+    settings = {
+        "pattern": PATTERN, "num_vocab_tokens": len(ranks) + 1, "default_vocab_size": len(ranks) + specials,
+        "default_num_special_tokens": specials, "version": "v7",
+    }  # fmt: skip
+    named = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    told = [{"rank": at, "token_str": name, "is_control": True} for at, name in enumerate(named)]
+    path.write_text(json.dumps({"config": settings, "vocab": vocabulary + left_out, "special_tokens": told}))
+
+
+@pytest.fixture(scope="module")
+def tekken(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tekken")
+    write_tekken(folder / "tekken.json", ranks, 20)
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def rank_file(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    write_tiktoken(folder / "small.tiktoken", ranks)
+    specials = {"<|endoftext|>": len(ranks)}
+    with pytest.MonkeyPatch.context() as known:
+        known.setitem(formats.SCHEMES, len(ranks), formats.Scheme(PATTERN, specials, {"eos": "<|endoftext|>"}))
+        return Tokenizer(folder)
+
+
+@given(text=TEXTS)
+@quick
+def test_ranks_are_merged_as_tiktoken_merges_them(ranks, rank_file, tekken, text):
+    theirs = tiktoken.Encoding("small", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
+    expected = theirs.encode_ordinary(text)
+    assert rank_file.encode([text])[0].ids.tolist() == expected
+    # mistral-common counts its special tokens before the ranks.
+    assert tekken.encode([text])[0].ids.tolist() == [token + 20 for token in expected]
+
+
+def test_special_tokens_of_ranks_have_their_ids_and_roles(rank_file, tekken, ranks):
+    assert rank_file.roles == {"eos": len(ranks)}
+    assert len(rank_file) == len(ranks) + 1
+    assert tekken.roles == {"bos": 1, "eos": 2, "unk": 0}
+    assert tekken.vocabulary.special_tokens["[INST]"] == 3
+    assert tekken.vocabulary.special_tokens["<SPECIAL_19>"] == 19
+    assert len(tekken) == len(ranks) + 20
+    assert b"beyond" not in tekken.vocabulary.spellings
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Models trained by SentencePiece itself: BPE with byte fallback as Llama 2, with a normaliser, Unigram."""
+    folder = tmp_path_factory.mktemp("pieces")
+    (folder / "text").write_text("\n".join([*material.sentences(1500), *material.ODD]))
+    kinds = {
+        "bpe": {"model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity",
+                "remove_extra_whitespaces": False, "split_digits": True},
+        "bpe-nfkc": {"model_type": "bpe", "byte_fallback": True},
+        "unigram": {"model_type": "unigram", "user_defined_symbols": ["<sep>"]},
+        "no-prefix": {"model_type": "bpe", "byte_fallback": True, "add_dummy_prefix": False,
+                      "remove_extra_whitespaces": False, "normalization_rule_name": "identity"},
+    }  # fmt: skip
+    for name, options in kinds.items():
+        (folder / name).mkdir()
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "text"), model_prefix=str(folder / name / "tokenizer"), vocab_size=420,
+            character_coverage=1.0, hard_vocab_limit=False, minloglevel=2, **options,
+        )  # fmt: skip
+    return {name: folder / name for name in kinds}
+
+
+@pytest.mark.parametrize("name", ["bpe", "bpe-nfkc", "unigram", "no-prefix"])
+def test_pieces_are_those_of_sentencepiece(models, name):
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(models[name] / "tokenizer.model"))
+    ours = Tokenizer(models[name])
+    for text, tokens in zip(PROSE, ours.encode(PROSE), strict=True):
+        assert tokens.ids.tolist() == theirs.encode(text), text
+        assert tokens.ends[-1:].tolist() in ([], [len(text.encode())])
+    assert ours.roles == {"bos": 1, "eos": 2, "unk": 0}
+    assert len(ours) == theirs.get_piece_size()
+
+
+def test_a_tokenizer_of_another_format_comes_back_from_its_own_files(models, tmp_path):
+    first = Tokenizer(models["bpe"])
+    for name, content in first.files().items():
+        (tmp_path / name).write_bytes(content)
+    second = Tokenizer(tmp_path)
+    assert second.fingerprint == first.fingerprint
+    assert second.roles == first.roles
+
+
+def test_the_configuration_of_the_folder_holds_over_the_formats_own(models, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((models["bpe"] / "tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    assert Tokenizer(tmp_path).roles == {"bos": 1, "eos": 1, "unk": 0}
+
+
+def cut_short(models, folder):
+    raw = (models["bpe"] / "tokenizer.model").read_bytes()
+    (folder / "tokenizer.model").write_bytes(raw[: len(raw) // 2])
+
+
+def another_file(models, folder):
+    (folder / "tokenizer.model").write_bytes(bytes(np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)))
+
+
+def ranks_of_an_unknown_tokenizer(models, folder):
+    write_tiktoken(folder / "mine.tiktoken", {bytes([byte]): byte for byte in range(256)})
+
+
+def ranks_that_are_no_base64(models, folder):
+    (folder / "mine.tiktoken").write_text("***** 5\n")
+
+
+def tekken_without_its_settings(models, folder):
+    (folder / "tekken.json").write_text('{"vocab": []}')
+
+
+@pytest.mark.parametrize(
+    ("prepare", "what"),
+    [
+        (cut_short, "cannot be read"),
+        (another_file, "cannot be read"),
+        (ranks_of_an_unknown_tokenizer, "does not know"),
+        (ranks_that_are_no_base64, "cannot be read"),
+        (tekken_without_its_settings, "cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_tokenizer_is_named(models, tmp_path, prepare, what):
+    prepare(models, tmp_path)
+    with pytest.raises(XtkError, match=what) as caught:
+        Tokenizer(tmp_path)
+    assert str(tmp_path) in caught.value.where
+
+
+@pytest.mark.parametrize(
+    ("name", "file"), [("llama3", "tokenizer.model"), ("qwen", "qwen.tiktoken"), ("gpt2", "gpt2.tiktoken")]
+)
+def test_the_rank_files_of_real_tokenizers_give_the_ids_of_their_tokenizer_json(real_data, tmp_path, name, file):
+    expected = Tokenizer(real_data / "tokenizers" / name)
+    vocabulary = expected.vocabulary
+    ranks = {vocabulary.spellings[token]: token for token in np.flatnonzero(~vocabulary.special).tolist()}
+    write_tiktoken(tmp_path / file, ranks)
+    found = Tokenizer(tmp_path)
+    articles = (real_data / "corpora/wikitext2-test.txt").read_text(encoding="utf-8").splitlines()
+    texts = [*articles[:1500], *PROSE]
+    for ours, theirs in zip(found.encode(texts), expected.encode(texts), strict=True):
+        assert ours.ids.tolist() == theirs.ids.tolist()
+    assert found.vocabulary.special_tokens == vocabulary.special_tokens
+    assert found.roles["eos"] == expected.roles["eos"]
