@@ -7,6 +7,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.tokens.chat import Rendering
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Encoded, Tokenizer
 
@@ -77,12 +78,18 @@ def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Seq
     Raises:
         XtkError: a conversation, and the tokenizer has no chat template or one that refuses it.
     """
-    plain = [document for document in documents if document.conversation is None]
-    encoded = iter(tokenizer.encode([document.text for document in plain]))
+    encoded = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
+    talks = [document.conversation for document in documents if document.conversation is not None]
+    renderings = [tokenizer.chat_template.place(talk) for talk in talks]
+    tokens = tokenizer.encode_rendered(
+        [rendering.text for rendering in renderings],
+        [[region for region in rendering.regions if region] for rendering in renderings],
+    )
+    rendered = zip(renderings, tokens, strict=True)
     return [
         _of_text(tokenizer, document, next(encoded))
         if document.conversation is None
-        else _of_conversation(tokenizer, document)
+        else _of_conversation(tokenizer, document, *next(rendered))
         for document in documents
     ]
 
@@ -109,10 +116,7 @@ def _of_text(tokenizer: Tokenizer, document: Document, tokens: Encoded) -> Seque
     )
 
 
-def _of_conversation(tokenizer: Tokenizer, document: Document) -> Sequence:
-    assert document.conversation is not None
-    rendering = tokenizer.chat_template.place(document.conversation)
-    tokens = tokenizer.encode_rendered(rendering.text, [region for region in rendering.regions if region])
+def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Rendering, tokens: Encoded) -> Sequence:
     starts = np.concatenate([np.zeros(1, np.int32), tokens.ends])[:-1]
     pieces, closers = [], np.full(len(document.segments), -1, np.int32)
     ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)

@@ -150,24 +150,35 @@ class Tokenizer:
         tokens = {f"{role}_token": self._content_of[token] for role, token in self.roles.items()}
         return ChatTemplate(self._template, tokens, self.name)
 
-    def encode_rendered(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoded:
-        """Tokenise a rendered conversation.
+    def encode_rendered(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoded]:
+        """Tokenise rendered conversations.
 
         Args:
-            text: the conversation in this tokenizer's template.
-            contents: characters `[start, stop)` of it that were written by people and models, in order. A special
-                token that is spelled there is text, and is a token where the template spells it.
+            texts: conversations in this tokenizer's template.
+            contents: for each the characters `[start, stop)` of it that were written by people and models, in
+                order. A special token that is spelled there is text, and is a token where the template spells it.
 
         Returns:
             The tokens; ends in bytes of the rendered text, special tokens end after their spelling.
         """
         controls = self._control_spellings
-        if controls is None or not any(controls.search(text, start, stop) for start, stop in contents):
-            with self._as_written():
-                encoding = self._backend.encode(text, add_special_tokens=False)
-            return self._between_controls(text, encoding)
+        spelled = [
+            controls is not None and any(controls.search(text, start, stop) for start, stop in regions)
+            for text, regions in zip(texts, contents, strict=True)
+        ]
+        with self._as_written():
+            plain = [text for text, special in zip(texts, spelled, strict=True) if not special]
+            encodings = iter(self._backend.encode_batch_fast(plain, add_special_tokens=False))
+        return [
+            self._around_contents(text, regions) if special else self._between_controls(text, next(encodings))
+            for text, regions, special in zip(texts, contents, spelled, strict=True)
+        ]
+
+    def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoded:
+        """Tokenise a text in which only the control tokens outside of the contents are meant."""
+        assert self._control_spellings is not None
         parts, at = [], 0
-        for found in controls.finditer(text):
+        for found in self._control_spellings.finditer(text):
             if not any(start < found.end() and found.start() < stop for start, stop in contents):
                 parts += [text[at : found.start()], found[0]]
                 at = found.end()
@@ -198,7 +209,7 @@ class Tokenizer:
             spelled = self._content_of[int(ids[place])]
             found = text.find(spelled, at)
             if found < 0:  # an unknown token, which spells nothing that could be found
-                return self._by_offsets(text, encoding)
+                return self._as_written_by_offsets(text)
             texts.append(text[at:found])
             controls.append(spelled)
             at = found + len(spelled)
@@ -210,10 +221,15 @@ class Tokenizer:
                 self.vocabulary.pool, self.vocabulary.offsets, tokens, np.frombuffer(part.encode(), np.uint8)
             )
             if not exact:
-                return self._by_offsets(text, encoding)
+                return self._as_written_by_offsets(text)
             encoded.append(Encoded(tokens, ends))
             first = stop + 1
         return self._joined(texts, controls, encoded)
+
+    def _as_written_by_offsets(self, text: str) -> Encoded:
+        with self._as_written():
+            encoding = self._backend.encode(text, add_special_tokens=False)
+        return self._by_offsets(text, encoding)
 
     @contextlib.contextmanager
     def _as_written(self) -> Iterator[None]:
