@@ -108,7 +108,7 @@ def _longest(record: dict[str, Any]) -> Table:
             _count(span["at_byte"]),
             _count(span["bytes"]),
             f"{span['student_tokens']}:{span['teacher_tokens']}",
-            visible(span["excerpt"]),
+            visible(span["excerpt"]).replace(" ", "·"),
         )
         for span in record["longest_spans"]
     ]
@@ -144,7 +144,7 @@ def _draw(table: Table) -> None:
 
     drawn = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
     for head, right in zip(table.heads, _right(table), strict=True):
-        drawn.add_column(Text(head), justify="right" if right else "left")
+        drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
     Console(force_terminal=True, highlight=False, file=terminal.results()).print(drawn)
