@@ -10,6 +10,7 @@ import os
 os.environ["RAYON_NUM_THREADS"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 
+import gc
 import statistics
 import subprocess
 import sys
@@ -18,17 +19,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, gsm8k, real_data, report
+from common import ROOT, gsm8k, machine, real_data
 from hard_texts import made
 
 from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.tokenizer import Encoded, Tokenizer
 
 VERSION = "1.16.0"
 FOLDER = ROOT / ".nox" / "trl"
 PAIRS = (("llama3", "qwen"), ("llama3", "mistral-v1"))
 ROUNDS = 3
 
+Sides = tuple[Tokenizer, Tokenizer]
 Groups = list[tuple[list[int], list[int]]]
 
 
@@ -48,19 +50,30 @@ def trl() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return encode_with_byte_offsets, ULDLoss._align_by_byte_offsets
 
 
-def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the median time of some calls, and what the last one returned."""
-    times = []
+def in_turns(*works: Callable[[], object]) -> list[float]:
+    """Return the median time of each, called in turns, so that other work on the machine hits all of them."""
+    times: list[list[float]] = [[] for _ in works]
+    gc.collect()
+    gc.freeze()  # what the other side made is not searched for garbage while this one is timed
     for _ in range(ROUNDS):
-        started = time.perf_counter()
-        result = work()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times), result
+        for work, found in zip(works, times, strict=True):
+            started = time.perf_counter()
+            work()
+            found.append(time.perf_counter() - started)
+    return [statistics.median(found) for found in times]
 
 
-def wrong_spans(
-    sides: tuple[Tokenizer, Tokenizer], ids: tuple[list[int], list[int]], groups: Groups, text: bytes
-) -> int:
+def each(work: Callable[..., object], pairs: list[tuple[Any, Any]]) -> Callable[[], None]:
+    """Return a function that works on one pair after the other and keeps nothing."""
+
+    def loop() -> None:
+        for one, other in pairs:
+            work(one, other)
+
+    return loop
+
+
+def wrong_spans(sides: Sides, ids: tuple[list[int], list[int]], groups: Groups, text: bytes) -> int:
     """Count groups of tokens that spell different bytes on the two sides; text that no group spells is one more."""
     wrong, whole = 0, []
     for number, group in enumerate(groups):
@@ -76,68 +89,58 @@ def wrong_spans(
     return wrong + (b"".join(whole) != text)
 
 
-class Measured:
-    """Seconds of tokenising with byte ends, seconds of aligning, spans, wrong spans, tokens."""
-
-    def __init__(self, offsets: float, aligning: float, spans: int, wrong: int, tokens: int) -> None:
-        self.offsets, self.aligning, self.spans, self.wrong, self.tokens = offsets, aligning, spans, wrong, tokens
-
-
-def ours(sides: tuple[Tokenizer, Tokenizer], texts: list[str]) -> Measured:
-    """Measure xtk."""
-    offsets, (left, right) = seconds(lambda: [side.encode(texts) for side in sides])
-    pairs = list(zip(left, right, strict=True))
-    align(*pairs[0])
-    aligning, spans = seconds(lambda: [align(*pair) for pair in pairs])
-    wrong = sum(
-        wrong_spans(
-            sides,
-            (one.ids.tolist(), other.ids.tolist()),
-            [(list(range(s0, s1)), list(range(t0, t1))) for s0, s1, t0, t1 in found.tolist()],
-            text.encode(),
-        )
-        for (one, other), found, text in zip(pairs, spans, texts, strict=True)
-    )
-    tokens = sum(len(one.ids) + len(other.ids) for one, other in pairs)
-    return Measured(offsets, aligning, sum(map(len, spans)), wrong, tokens)
+def our_wrong_spans(sides: Sides, pairs: list[tuple[Encoded, Encoded]], texts: list[str]) -> str:
+    """Count the wrong spans of xtk, and all."""
+    wrong = total = 0
+    for (one, other), text in zip(pairs, texts, strict=True):
+        spans = align(one, other).tolist()
+        groups = [(list(range(s0, s1)), list(range(t0, t1))) for s0, s1, t0, t1 in spans]
+        wrong += wrong_spans(sides, (one.ids.tolist(), other.ids.tolist()), groups, text.encode())
+        total += len(spans)
+    return f"{wrong:,} of {total:,}"
 
 
-def theirs(
-    encode: Callable[..., Any], aligner: Callable[..., Any], sides: tuple[Tokenizer, Tokenizer], texts: list[str]
-) -> Measured:
-    """Measure TRL.
-
-    Raises:
-        NotImplementedError: TRL refuses a tokenizer.
-        ValueError: TRL cannot make sense of the offsets of a text.
-    """
-    offsets, (left, right) = seconds(lambda: [encode(side._backend, texts) for side in sides])
-    aligning, groups = seconds(lambda: [aligner(one[1], other[1]) for one, other in zip(left, right, strict=True)])
-    wrong = sum(
-        wrong_spans(sides, (one[0], other[0]), list(zip(*found, strict=True)), text.encode())
-        for one, other, found, text in zip(left, right, groups, texts, strict=True)
-    )
-    tokens = sum(len(one[0]) + len(other[0]) for one, other in zip(left, right, strict=True))
-    return Measured(offsets, aligning, sum(len(found[0]) for found in groups), wrong, tokens)
+def their_wrong_spans(aligner: Callable[..., Any], sides: Sides, pairs: list[tuple[Any, Any]], texts: list[str]) -> str:
+    """Count the wrong groups of TRL, and all."""
+    wrong = total = 0
+    for (one, other), text in zip(pairs, texts, strict=True):
+        groups = list(zip(*aligner(one[1], other[1]), strict=True))
+        wrong += wrong_spans(sides, (one[0], other[0]), groups, text.encode())
+        total += len(groups)
+    return f"{wrong:,} of {total:,}"
 
 
-def lines(name: str, plain: float, xtk: Measured, other: Measured | str) -> list[tuple[str, str, str]]:
-    """Return the lines of the table for one corpus: ours, and TRL's in the last column."""
-    if isinstance(other, str):
-        told = [other] * 3
+def compare(encode: Callable[..., Any], aligner: Callable[..., Any], sides: Sides, texts: list[str]) -> list[list[str]]:
+    """Return for time of aligning, time of byte ends and wrong spans: what, ours, TRL's."""
+
+    def plain() -> None:
+        for side in sides:
+            side._backend.encode_batch_fast(texts, add_special_tokens=False)
+
+    def encode_ours() -> list[tuple[Encoded, Encoded]]:
+        return list(zip(*(side.encode(texts) for side in sides), strict=True))
+
+    def encode_theirs() -> list[tuple[Any, Any]]:
+        return list(zip(*(encode(side._backend, texts) for side in sides), strict=True))
+
+    ours = encode_ours()
+    align(*ours[0])
+    tokens = sum(len(one.ids) + len(other.ids) for one, other in ours) / 1e9
+    whats = ["aligning, a token of either side", "ids and byte ends, over ids alone", "wrong spans"]
+    try:
+        theirs = encode_theirs()
+    except (NotImplementedError, ValueError) as refused:
+        alone, offsets, aligning = in_turns(plain, encode_ours, each(align, ours))
+        told = [f"refused: {str(refused).partition(' (')[0]}", "refused", "refused"]
     else:
-        told = [
-            f"{1e9 * other.aligning / other.tokens:.0f} ns",
-            f"{other.offsets / plain:.2f} x",
-            f"{other.wrong:,} of {other.spans:,}",
-        ]
-    mine = [
-        f"{1e9 * xtk.aligning / xtk.tokens:.1f} ns",
-        f"{xtk.offsets / plain:.2f} x",
-        f"{xtk.wrong:,} of {xtk.spans:,}",
-    ]
-    whats = ["aligning, a token of either side", "byte ends over plain tokenising", "wrong spans"]
-    return [(f"{name}: {what}", one, told) for what, one, told in zip(whats, mine, told, strict=True)]
+        by_offsets = [(one[1], other[1]) for one, other in theirs]
+        alone, offsets, aligning, their_offsets, their_aligning = in_turns(
+            plain, encode_ours, each(align, ours), encode_theirs, each(aligner, by_offsets)
+        )
+        told = [f"{their_aligning / tokens:.0f} ns", f"{their_offsets / alone:.2f} x"]
+        told.append(their_wrong_spans(aligner, sides, theirs, texts))
+    mine = [f"{aligning / tokens:.1f} ns", f"{offsets / alone:.2f} x", our_wrong_spans(sides, ours, texts)]
+    return [list(line) for line in zip(whats, mine, told, strict=True)]
 
 
 def main() -> None:
@@ -145,23 +148,15 @@ def main() -> None:
     folder = real_data() / "tokenizers"
     encode, aligner = trl()
     corpora = {"GSM8K": gsm8k(2000), **{name: made(name, 20) for name in ("number tables", "CJK", "emoji")}}
-    rows = []
-    for pair in PAIRS:
-        sides = Tokenizer(Path(folder) / pair[0]), Tokenizer(Path(folder) / pair[1])
+    sys.stdout.write(
+        f"\n`{Path(__file__).name}` on {machine()}\n\n"
+        f"| what, one core | xtk | TRL {VERSION}, GOLD |\n| --- | --- | --- |\n"
+    )
+    for one, other in PAIRS:
+        sides = Tokenizer(folder / one), Tokenizer(folder / other)
         for corpus, texts in corpora.items():
-            plain, _ = seconds(
-                lambda texts=texts, sides=sides: [
-                    side._backend.encode_batch_fast(texts, add_special_tokens=False) for side in sides
-                ]
-            )
-            other: Measured | str
-            try:
-                other = theirs(encode, aligner, sides, texts)
-            except (NotImplementedError, ValueError) as refused:
-                other = f"refused: {str(refused).partition('.')[0]}"
-            rows += lines(f"{corpus}, {' x '.join(pair)}", plain, ours(sides, texts), other)
-    rows.insert(0, ("(the columns)", "xtk", f"TRL {VERSION}, GOLD"))
-    report(__file__, rows)
+            for what, mine, told in compare(encode, aligner, sides, texts):
+                sys.stdout.write(f"| {corpus}, {one} x {other}: {what} | {mine} | {told} |\n")
 
 
 if __name__ == "__main__":

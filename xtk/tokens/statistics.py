@@ -300,12 +300,14 @@ def spelled(
         added = total - (text_edges[document + 1] - text_edges[document])
         if added != 0 and added != 1:
             continue
-        position = text_edges[document] - added
-        same = True
+        position, skip, same = text_edges[document], added, True
         for at in range(token_edges[document], token_edges[document + 1]):
-            for byte in range(offsets[ids[at]], offsets[ids[at] + 1]):
-                wanted = texts[position] if position >= text_edges[document] else 32
-                same = same and pool[byte] == wanted
+            start, stop = offsets[ids[at]], offsets[ids[at] + 1]
+            if skip and stop > start:  # the space in front of the text
+                same = pool[start] == 32
+                start, skip = start + 1, 0
+            for byte in range(start, stop):
+                same &= pool[byte] == texts[position]
                 position += 1
             if not same:
                 break
