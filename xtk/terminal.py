@@ -127,11 +127,11 @@ class Progress:
 
     Args:
         label: what is being done.
-        total: how much there is of it.
+        total: how much there is of it; None where nobody knows.
         unit: of what.
     """
 
-    def __init__(self, label: str, total: int, unit: str, *, done: int = 0) -> None:
+    def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0) -> None:
         self.label, self.total, self.unit, self.done = label, total, unit, done
         self._first = done
         self._started = self._last_line = time.monotonic()
@@ -173,13 +173,16 @@ class Progress:
             return
         now = time.monotonic()
         elapsed = now - self._started
-        left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
-        text = f"{detail}  {duration(left)} left" if detail else f"{duration(left)} left"
+        text = detail
+        if self.total is not None:
+            left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
+            text = f"{detail}  {duration(left)} left" if detail else f"{duration(left)} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, detail=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = now
-            note(f"{self.label}: {self.done:,}/{self.total:,} {self.unit}  {text}")
+            of_total = "" if self.total is None else f"/{self.total:,}"
+            note(f"{self.label}: {self.done:,}{of_total} {self.unit}  {text}")
 
 
 def piped_records() -> list[dict[str, Any]]:

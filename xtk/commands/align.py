@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,11 +10,15 @@ from xtk import terminal
 from xtk.commands import options
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
     from xtk.tokens.document import Document
+    from xtk.tokens.statistics import Aligned, Statistics
     from xtk.tokens.tokenizer import Tokenizer
 
-AT_ONCE = 256
 COLOURS = ("black on bright_cyan", "black on bright_yellow")
+ORDERS = ("worst", "first")
 
 
 def align(
@@ -25,6 +28,26 @@ def align(
         str, typer.Argument(help="A data file, - for a pipe (as left out), or the text itself.", metavar="[TEXT]")
     ] = "-",
     columns: options.Columns = "",
+    stats: Annotated[
+        bool,
+        typer.Option("--stats", help="Count over all documents instead: spans by kind, bytes in each, the worst."),
+    ] = False,
+    html: Annotated[
+        bool,
+        typer.Option("--html", help="Write these statistics and the documents, span by span, as a page to -o."),
+    ] = False,
+    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "",
+    limit: Annotated[
+        int, typer.Option(min=0, help="Documents on the page; long ones, and the page, are cut at a size it tells.")
+    ] = 20,
+    order: Annotated[
+        str,
+        typer.Option(
+            help="worst: the documents with most of their bytes in n:m spans or in none; first: those that come first.",
+            metavar="|".join(ORDERS),
+        ),
+    ] = "worst",
+    force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
@@ -33,20 +56,35 @@ def align(
 
     Prints a JSON line for each document; on a terminal, the tokens of both sides above each other in colours.
     """
+    from pathlib import Path
+
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
+    from xtk.commands.alignment_page import page
+    from xtk.lookup import unknown
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
 
     terminal.set_quiet(quiet)
+    if html != bool(output):
+        raise typer.BadParameter("--html and -o FILE go together")
+    if order not in ORDERS:
+        raise unknown("--order", order, ORDERS)
+    documents: Iterable[Document]
     documents = Corpus([text], columns_option(columns)) if _is_data(text) else [Document.of_text(text)]
-    sides = [Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher)]
-    coloured = terminal.results_are_seen_by_a_person() and not as_json
-    for record in _records(documents, *sides):
-        if coloured:
-            _show(record, *sides)
-        else:
-            terminal.result_json(record)
+    one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher))
+    if html:
+        request = _request([one.fingerprint, other.fingerprint, text, columns, limit, order])
+        if not force:
+            _refuse_another(Path(output), request)
+        statistics, shown = _counted(documents, one, other, **{order: limit})
+        record = statistics.record()
+        _write(Path(output), "".join(page(record, shown, one, other, order=order, request=request)))
+        terminal.result_artifact({**record, "path": output, "kind": "alignment-page"}, as_json=as_json)
+    elif stats:
+        _show_statistics(_counted(documents, one, other)[0], as_json=as_json)
+    else:
+        _show_spans(documents, one, other, as_json=as_json)
 
 
 def _is_data(text: str) -> bool:
@@ -61,26 +99,86 @@ def _is_data(text: str) -> bool:
     return one_word and Path(text).suffix in (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz")
 
 
-def _records(documents: Any, student: Tokenizer, teacher: Tokenizer) -> Iterator[dict[str, Any]]:
-    from xtk.tokens.alignment import align as spans_of
+def _counted(
+    documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, first: int = 0, worst: int = 0
+) -> tuple[Statistics, list[Aligned]]:
+    """Return the counts over all documents, and the first or the worst of them."""
+    from xtk.tokens.statistics import Statistics, aligned
 
-    def flush(group: list[Document]) -> Iterator[dict[str, Any]]:
-        texts = [document.text for document in group]
-        for content, left, right in zip(texts, student.encode(texts), teacher.encode(texts), strict=True):
-            yield {
-                "text": content,
-                "student_ids": left.ids.tolist(),
-                "teacher_ids": right.ids.tolist(),
-                "spans": spans_of(left, right).tolist(),
-            }
+    statistics = Statistics(student, teacher, keep=worst)
+    begin: list[Aligned] = []
+    with terminal.Progress("align", None, "documents") as progress:
+        for group in aligned(documents, student, teacher):
+            statistics.add(group)
+            begin += group[: first - len(begin)]
+            progress.advance(len(group), f"{statistics.bytes / 1e6:,.1f} MB")
+    return statistics, begin or statistics.worst[:worst]
 
-    group: list[Document] = []
-    for document in documents:
-        group.append(document)
-        if len(group) == AT_ONCE:
-            yield from flush(group)
-            group = []
-    yield from flush(group)
+
+def _show_statistics(statistics: Statistics, *, as_json: bool) -> None:
+    from xtk.commands.alignment_tables import show
+
+    if as_json:
+        terminal.result_json(statistics.record())
+    else:
+        show(statistics.record())
+
+
+def _request(parts: list[Any]) -> str:
+    from xtk.artifacts.files import canonical_json, sha256
+
+    return sha256(canonical_json(parts))
+
+
+def _write(path: Path, page: str) -> None:
+    """Write a page, unless the same one is there."""
+    from xtk.artifacts.files import written_whole
+
+    content = page.encode()
+    if path.is_file() and path.read_bytes() == content:
+        return
+    with written_whole(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def _refuse_another(path: Path, request: str) -> None:
+    """Refuse to replace what is not a page of the same request.
+
+    Raises:
+        XtkError: there is a folder, another file or another page.
+    """
+    from xtk.errors import XtkError
+
+    if path.is_dir():
+        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
+    if not path.exists():
+        return
+    with path.open("rb") as stream:
+        head = stream.read(4096)
+    if f'"xtk-request" content="{request}"'.encode() not in head:
+        what = "a page of another request" if b'"xtk-request"' in head else "another file"
+        raise XtkError(f"there is {what}", where=str(path), hint="another -o, or --force to replace it")
+
+
+def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
+    from xtk.tokens.statistics import aligned
+
+    coloured = terminal.results_are_seen_by_a_person() and not as_json
+    for group in aligned(documents, student, teacher):
+        for document in group:
+            if coloured:
+                _show(_record(document), student, teacher)
+            else:
+                terminal.result_json(_record(document))
+
+
+def _record(document: Aligned) -> dict[str, Any]:
+    return {
+        "text": document.text,
+        "student_ids": document.student.ids.tolist(),
+        "teacher_ids": document.teacher.ids.tolist(),
+        "spans": document.spans.tolist(),
+    }
 
 
 def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:

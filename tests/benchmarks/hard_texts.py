@@ -1,0 +1,104 @@
+"""Texts that two tokenizers cut differently, made the same in every run: documents of about 6,000 characters."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+
+from common import gsm8k, real_data
+
+CHARACTERS = 6000
+SENTENCES = (
+    "Der schnelle braune Fuchs springt über den faulen Hund, größer als je zuvor. ",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю. ",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία σε 3 ημέρες. ",
+    "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر. ",
+    "דג סקרן שט בים מאוכזב ולפתע מצא חברה. ",
+    "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा रावण का सर्वनाश। ",
+    "เป็นมนุษย์สุดประเสริฐเลิศคุณค่า กว่าบรรดาฝูงสัตว์เดรัจฉาน ",
+    "Do bạch kim rất quý nên sẽ dùng để lắp vô xương. ",
+    "Pijamalı hasta yağız şoföre çabucak güvendi; İstanbul'da. ",
+    "Zwölf Boxkämpfer jagen Viktor quer über den Sylter Deich. ",
+    "எல்லா மனிதர்களும் சுதந்திரமாகவே பிறக்கின்றனர். ",
+    "ყველა ადამიანი იბადება თავისუფალი. ",
+)
+EMOJI = ("😀", "🤷🏽‍♀️", "👩‍👩‍👧", "🇫🇷", "☎️", "1️⃣", "🏳️‍🌈", "❤️", "🫠", "👍🏿", "🧑‍🚀", "🇺🇳", "™️", "⌚")
+WORDS = ("ok", " thanks", "!!", " see you ", "\n", " 12", "...", " lol")
+CJK = (
+    "天地玄黄宇宙洪荒日月盈昃辰宿列张寒来暑往秋收冬藏闰余成岁律吕调阳",
+    "いろはにほへとちりぬるをわかよたれそつねならむ",
+    "アイウエオカキクケコサシスセソ",
+    "모든인간은태어날때부터자유로우며그존엄과권리에있어동등하다",
+    "，。！？「」、；：１２３",
+    "𠀋𡈽𡌛𡑮𡢽𠮟𩸽",
+    "龘靐齉齾爩鱻麤灪",
+)
+
+
+def number_table(draw: random.Random) -> str:
+    """Return rows of numbers of many lengths and forms."""
+    rows = [
+        f"{draw.randint(0, 10**9)},{draw.uniform(-1e4, 1e4):.4f},{draw.randint(0, 99999):05d},"
+        f"20{draw.randint(10, 39)}-{draw.randint(1, 12):02d}-{draw.randint(1, 28):02d},{draw.random():.3e},"
+        f"{draw.randint(0, 10**7):,}"
+        for _ in range(CHARACTERS // 60)
+    ]
+    return "\n".join(rows)
+
+
+def repetitive(draw: random.Random) -> str:
+    """Return one short text again and again."""
+    piece = draw.choice(["x = x + 1\n", "ab", "-", " ", "=", "na ", "0", "\t\n", "the the ", "a\n\n", ".,"])
+    return piece * (CHARACTERS // len(piece))
+
+
+def multilingual(draw: random.Random) -> str:
+    """Return sentences in twelve languages."""
+    return _drawn(draw, lambda: draw.choice(SENTENCES))
+
+
+def emoji(draw: random.Random) -> str:
+    """Return emoji of one and of many code points, and a few words."""
+    return _drawn(draw, lambda: draw.choice(EMOJI if draw.random() < 0.7 else WORDS))
+
+
+def cjk(draw: random.Random) -> str:
+    """Return Chinese, Japanese and Korean letters, common and rare, without spaces."""
+    return _drawn(draw, lambda: "".join(draw.choices(draw.choice(CJK), k=draw.randint(1, 9))))
+
+
+MADE: dict[str, Callable[[random.Random], str]] = {
+    "number tables": number_table,
+    "repetitive": repetitive,
+    "multilingual": multilingual,
+    "emoji": emoji,
+    "CJK": cjk,
+}
+
+
+def made(name: str, documents: int) -> list[str]:
+    """Return documents of a kind, the same ones each time."""
+    draw = random.Random(name)
+    return [MADE[name](draw) for _ in range(documents)]
+
+
+def wikitext() -> list[str]:
+    """Return the articles of WikiText-2's validation and test parts."""
+    corpora = real_data() / "corpora"
+    whole = "".join((corpora / f"wikitext2-{part}.txt").read_text(encoding="utf-8") for part in ("valid", "test"))
+    return [article for article in re.split(r"(?m)^(?= = [^=])", whole) if article.strip()]
+
+
+def corpora(documents: int) -> dict[str, list[str]]:
+    """Return all of them: real ones whole, and some documents of each that is made."""
+    return {"GSM8K": gsm8k(), "WikiText-2": wikitext(), **{name: made(name, documents) for name in MADE}}
+
+
+def _drawn(draw: random.Random, piece: Callable[[], str]) -> str:
+    parts: list[str] = []
+    size = 0
+    while size < CHARACTERS:
+        parts.append(piece())
+        size += len(parts[-1])
+    return "".join(parts)

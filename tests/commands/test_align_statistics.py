@@ -1,0 +1,241 @@
+"""`xtk align --stats` and `--html`: the counts are those of the spans that it prints, the page shows every token."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import material
+import pytest
+from test_bad_input import refused
+
+from xtk.tokens.tokenizer import Tokenizer
+
+TRAPS = [
+    "<script>alert('1 & 2')</script> \"quoted\" </style> <!-- x --> &amp;",
+    "tab\there\nnew line\r\n\x00\x07\x7f\u0085\u200d\u202e\ufeff",
+    "שלום עולם 12345",
+    "日本語 😀👩\u200d👩\u200d👧 e\u0301 \u0301",
+    "· ⏎ ␇ U+200D ∅ ◌ E6",
+    "",
+]
+VOID = {"meta", "br"}
+
+
+class Page(HTMLParser):
+    """Reads a page: its elements nest, and the tokens of each document, as bytes, by side."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.request = ""
+        self.documents: dict[int, dict[str, list[bytes]]] = {}
+        self.titles: list[str] = []
+        self._side: str | None = None
+        self._tokens: dict[str, list[bytes]] | None = None
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        given = dict(attrs)
+        assert not set(given) & {"src", "href", "onclick", "onload"}
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "article":
+            self._tokens = self.documents[int(given["id"].removeprefix("document-"))] = {"student": [], "teacher": []}
+        elif given.get("class") in ("student", "teacher"):
+            self._side = given["class"]
+        elif tag == "bdi" and self._tokens is not None:
+            self._tokens[self._side].append(b"")
+            self.titles.append(given["title"])
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        if tag == "article":
+            self._tokens = None
+
+    def handle_data(self, data):
+        if self._tokens is not None and "bdi" in self.open:
+            self._tokens[self._side][-1] += shown(data, self.open[-1])
+
+
+def shown(data: str, inside: str) -> bytes:
+    """Turn what is drawn back into bytes: `i` stands for a character, `b` for a byte."""
+    if inside == "b":
+        return bytes.fromhex(data)
+    if inside != "i":
+        return data.encode()
+    if data in ("◌", "∅"):
+        return b""
+    if data.startswith("U+"):
+        return chr(int(data[2:], 16)).encode()
+    known = {"·": " ", "⏎": "\n", "⇥": "\t", "␍": "\r", "␡": "\x7f"}
+    return known.get(data, chr(ord(data[0]) - 0x2400 if data not in known else 0)).encode()
+
+
+def json_lines(text: str) -> list[dict]:
+    # Not splitlines(): JSON strings may hold U+0085 as it is.
+    return [json.loads(line) for line in text.removesuffix("\n").split("\n")]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return material.write_jsonl(
+        tmp_path_factory.mktemp("align") / "data.jsonl", [*TRAPS, *material.sentences(30, seed=5)]
+    )
+
+
+def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspace, data):
+    student, teacher = pair.student, metaspace
+    documents = json_lines(run("align", student, teacher, data).stdout)
+    done = run("align", student, teacher, data, "--stats", "--json")
+    (record,) = json_lines(done.stdout)
+    vocabulary = Tokenizer(student).vocabulary
+    counts = {kind: [0, 0] for kind in record["kinds"]}
+    for document in documents:
+        for s0, s1, t0, t1 in document["spans"]:
+            kind = ("1:" if s1 - s0 == 1 else "n:") + ("1" if t1 - t0 == 1 else "n" if s1 - s0 == 1 else "m")
+            counts[kind][0] += 1
+            counts[kind][1] += len(b"".join(map(vocabulary.spelling, document["student_ids"][s0:s1])))
+    assert {kind: [found["spans"], found["bytes"]] for kind, found in record["kinds"].items()} == counts
+    assert min(spans for spans, _ in counts.values()) > 0
+    assert record["documents"] == len(documents) == 36
+    assert record["bytes"] == sum(len(document["text"].encode()) for document in documents)
+    assert record["student_tokens"] == sum(len(document["student_ids"]) for document in documents)
+    assert record["teacher_tokens"] == sum(len(document["teacher_ids"]) for document in documents)
+    assert record["student"] == str(student)
+    assert record["nanoseconds_per_token"] > 0
+
+
+def test_statistics_of_a_pipe_and_of_a_text(run, pair, data):
+    whole = json.loads(run("align", pair.student, pair.teacher, data, "--stats", "--json").stdout)
+    piped = json.loads(run("align", pair.student, pair.teacher, "--stats", "--json", stdin=data.read_text()).stdout)
+    for key in set(whole) - {"seconds", "nanoseconds_per_token"}:
+        assert piped[key] == whole[key]
+    alone = json.loads(run("align", pair.student, pair.teacher, "Anna has 123", "--stats", "--json", "-q").stdout)
+    assert (alone["documents"], alone["bytes"]) == (1, 12)
+    refused(run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before it")
+
+
+def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):
+    done = run("align", pair.student, pair.teacher, data, "--stats", "--quiet")
+    assert done.stderr == ""
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e]", done.stdout)
+    for words in ("36 documents", "1:n", "n:m", "in no span", "Longest spans", "ns a token"):
+        assert words in done.stdout
+    assert "align: 36 documents" in run("align", pair.student, pair.teacher, data, "--stats").stderr
+
+
+@pytest.mark.parametrize("order", ["first", "worst"])
+def test_the_page_shows_every_token_once_a_side_in_order(run, pair, metaspace, data, tmp_path, order):
+    student, teacher = pair.student, metaspace
+    arguments = ("align", student, teacher, data, "--html", "-o", "page.html", "--limit", 40, "--order", order)
+    done = run(*arguments, cwd=tmp_path)
+    assert done.stdout == "page.html\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    lines = json_lines(run("align", student, teacher, data).stdout)
+    assert sorted(page.documents) == list(range(len(lines)))
+    sides = [(name, Tokenizer(side).vocabulary) for name, side in (("student", student), ("teacher", teacher))]
+    for number, tokens in page.documents.items():
+        document = lines[number]
+        for name, vocabulary in sides:
+            assert tokens[name] == [vocabulary.spelling(token) for token in document[f"{name}_ids"]]
+        assert b"".join(tokens["student"]) == document["text"].encode()
+    if order == "first":
+        assert list(page.documents) == sorted(page.documents)
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
+    assert page.tags >= {"style", "main", "table", "caption", "article", "h1", "h2", "h3"}
+    raw = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "<script" not in raw
+    assert "http" not in raw
+    assert 'dir="rtl"' in raw
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e\ufeff]", raw)
+
+
+def test_titles_tell_ids_and_bytes(run, pair, tmp_path):
+    run("align", pair.student, pair.teacher, "Anna 日", "--html", "-o", "p.html", cwd=tmp_path)
+    page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
+    tokens = page.documents[0]
+    vocabularies = [Tokenizer(side).vocabulary for side in (pair.student, pair.teacher)]
+    told = {re.fullmatch(r"id (\d+), bytes ([0-9A-F ]+)", title).groups() for title in page.titles}
+    assert {bytes.fromhex(spelled) for _, spelled in told} == set(tokens["student"]) | set(tokens["teacher"])
+    for number, spelled in told:
+        assert bytes.fromhex(spelled) in {
+            vocabulary.spelling(int(number)) for vocabulary in vocabularies if int(number) < len(vocabulary)
+        }
+
+
+def test_the_page_tells_what_it_leaves_out(run, pair, tmp_path):
+    long = "Anna has 1234 apples. " * 2000
+    data = material.write_jsonl(tmp_path / "long.jsonl", [long, *material.sentences(20)])
+    run("align", pair.student, pair.teacher, data, "--html", "-o", "p.html", "--limit", 3, "--order", "first",
+        cwd=tmp_path)  # fmt: skip
+    raw = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert "3 of 21 documents" in raw
+    assert "Shown up to byte 16,3" in raw
+    page = Page(raw)
+    assert list(page.documents) == [0, 1, 2]
+    whole = b"".join(page.documents[0]["student"])
+    assert long.encode().startswith(whole)
+    assert whole == b"".join(page.documents[0]["teacher"])
+    assert len(raw) < 4_000_000
+    run("align", pair.student, pair.teacher, data, "--html", "-o", "none.html", "--limit", 0, cwd=tmp_path)
+    assert Page((tmp_path / "none.html").read_text(encoding="utf-8")).documents == {}
+
+
+def test_tokens_in_no_span_are_on_the_page_too(run, pair, families, tmp_path):
+    run("align", pair.student, families["word-piece"], "   \n", "--html", "-o", "p.html", cwd=tmp_path)
+    raw = (tmp_path / "p.html").read_text(encoding="utf-8")
+    assert b"".join(Page(raw).documents[0]["student"]) == b"   \n"
+    assert "The last 4 bytes of its text are in no span." in raw
+
+
+def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
+    arguments = ("align", pair.student, pair.teacher, data, "--html", "-o", "sub/no-ending")
+    record = json.loads(run(*arguments, "--json", cwd=tmp_path).stdout)
+    assert (record["path"], record["kind"], record["documents"]) == ("sub/no-ending", "alignment-page", 36)
+    path: Path = tmp_path / "sub" / "no-ending"
+    before = path.read_bytes(), path.stat().st_mtime_ns
+    assert run(*arguments, cwd=tmp_path).stdout == "sub/no-ending\n"
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page of another request", "--force")
+    assert path.read_bytes() == before[0]
+    run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
+    assert path.read_bytes() != before[0]
+    path.write_text("my notes")
+    refused(run(*arguments, cwd=tmp_path, code=None), "another file", "--force")
+    refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "folder of this name")
+    assert path.read_text() == "my notes"
+
+
+@pytest.mark.parametrize("arguments", [("--html",), ("-o", "p.html"), ("--html", "-o", "p.html", "--limit", "-1")])
+def test_a_page_without_its_place_is_wrong_usage(run, pair, tmp_path, arguments):
+    done = run("align", pair.student, pair.teacher, "text", *arguments, cwd=tmp_path, code=2)
+    assert done.stdout == ""
+    assert not any(tmp_path.iterdir())
+    refused(run("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first")
+
+
+def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
+    sides = (real_data / "tokenizers" / "llama3", real_data / "tokenizers" / "mistral-v1")
+    lines = (real_data / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()[:200]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines) + "\n")
+    data = ("some.jsonl", "--columns", "prompt=question,completion=answer")
+    record = json.loads(run("align", *sides, *data, "--stats", "--json", cwd=tmp_path).stdout)
+    assert record["documents"] == 200
+    assert record["unaligned_bytes"] == 0
+    assert record["rewritten_documents"]["either"] == 0
+    assert record["kinds"]["1:1"]["share_of_bytes"] > 0.7
+    assert record["kinds"]["1:n"]["spans"] > record["kinds"]["n:1"]["spans"] > 0  # mistral-v1 has single digits
+    assert len(record["worst_documents"]) == len(record["longest_spans"]) == 5
+    run("align", *sides, *data, "--html", "-o", "p.html", cwd=tmp_path)
+    page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))
+    assert list(page.documents)[:5] == [worst["document"] for worst in record["worst_documents"]]
+    for tokens in page.documents.values():
+        assert b"".join(tokens["teacher"]) == b" " + b"".join(tokens["student"])

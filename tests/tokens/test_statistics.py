@@ -1,0 +1,196 @@
+"""Counts over a corpus: the same as a slow reading of each span, however the corpus is cut into groups."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from texts import FAMILIES, TEXTS, quick
+
+from xtk.tokens import statistics as module
+from xtk.tokens.document import Document
+from xtk.tokens.statistics import KINDS, Aligned, Statistics, aligned
+from xtk.tokens.tokenizer import Tokenizer
+
+PAIRS = list(itertools.product(FAMILIES, FAMILIES))
+
+
+@pytest.fixture(scope="session")
+def tokenizer_of(families):
+    return {name: Tokenizer(folder) for name, folder in families.items()}
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    monkeypatch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
+
+
+def counted(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> tuple[dict, list[Aligned]]:
+    statistics = Statistics(student, teacher)
+    seen = []
+    for group in aligned(map(Document.of_text, texts), student, teacher):
+        statistics.add(group)
+        seen += group
+    return statistics.record(), seen
+
+
+def readable_kind(span: list[int]) -> str:
+    s0, s1, t0, t1 = span
+    return f"{'1' if s1 - s0 == 1 else 'n'}:{'1' if t1 - t0 == 1 else 'm' if s1 - s0 > 1 else 'n'}"
+
+
+def sizes_of(document: Aligned) -> list[int]:
+    ends = [0, *document.student.ends.tolist()]
+    return [ends[s1] - ends[s0] for s0, s1, _, _ in document.spans.tolist()]
+
+
+def readable_counts(documents: list[Aligned]) -> dict[str, list[int]]:
+    """Slow twin: {kind: [spans, bytes, student tokens, teacher tokens]}."""
+    counts = {kind: [0, 0, 0, 0] for kind in KINDS}
+    for document in documents:
+        for span, size in zip(document.spans.tolist(), sizes_of(document), strict=True):
+            found = counts[readable_kind(span)]
+            for at, amount in enumerate((1, size, span[1] - span[0], span[3] - span[2])):
+                found[at] += amount
+    return counts
+
+
+def readable_share(document: Aligned) -> float:
+    size = len(document.text.encode())
+    pairs = list(zip(map(readable_kind, document.spans.tolist()), sizes_of(document), strict=True))
+    several = sum(amount for kind, amount in pairs if kind == "n:m")
+    return (several + size - sum(amount for _, amount in pairs)) / max(size, 1)
+
+
+def is_spelled(tokenizer: Tokenizer, document: Aligned, ids: list[int]) -> bool:
+    whole = b"".join(map(tokenizer.vocabulary.spelling, ids))
+    return whole in (document.text.encode(), b" " + document.text.encode())
+
+
+def kinds_in(record: dict) -> dict[str, list[int]]:
+    names = ("spans", "bytes", "student_tokens", "teacher_tokens")
+    return {kind: [found[name] for name in names] for kind, found in record["kinds"].items()}
+
+
+@pytest.mark.parametrize(("student_name", "teacher_name"), PAIRS)
+@given(texts=st.lists(TEXTS, min_size=1, max_size=8))
+@settings(quick, max_examples=15)
+def test_counts_agree_with_a_slow_reading_of_each_span(tokenizer_of, student_name, teacher_name, texts):
+    student, teacher = tokenizer_of[student_name], tokenizer_of[teacher_name]
+    record, documents = counted(student, teacher, texts)
+    assert [document.text for document in documents] == [Document.of_text(text).text for text in texts]
+    assert record["documents"] == len(texts)
+    assert record["bytes"] == sum(len(document.text.encode()) for document in documents)
+    assert kinds_in(record) == readable_counts(documents)
+    assert record["student_tokens"] == sum(len(document.student.ids) for document in documents)
+    assert record["teacher_tokens"] == sum(len(document.teacher.ids) for document in documents)
+    rewritten = [
+        [not is_spelled(side, document, getattr(document, name).ids.tolist()) for document in documents]
+        for name, side in (("student", student), ("teacher", teacher))
+    ]
+    assert record["rewritten_documents"] == {
+        "student": sum(rewritten[0]),
+        "teacher": sum(rewritten[1]),
+        "either": sum(map(max, zip(*rewritten, strict=True))),
+    }
+
+
+@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(FAMILIES, 2))
+@given(texts=st.lists(TEXTS, min_size=1, max_size=8))
+@settings(quick, max_examples=15)
+def test_kinds_and_what_is_left_sum_up(tokenizer_of, student_name, teacher_name, texts):
+    record, _ = counted(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
+    kinds = record["kinds"].values()
+    assert sum(kind["spans"] for kind in kinds) == record["spans"]
+    assert sum(kind["bytes"] for kind in kinds) + record["unaligned_bytes"] == record["bytes"]
+    if record["spans"]:
+        assert sum(kind["share_of_spans"] for kind in kinds) == pytest.approx(1, abs=1e-5)
+        shares = sum(kind["share_of_bytes"] for kind in kinds) + record["unaligned_share_of_bytes"]
+        assert shares == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(FAMILIES, 2))
+@given(texts=st.lists(TEXTS, min_size=1, max_size=8))
+@settings(quick, max_examples=15)
+def test_sides_that_are_swapped_swap_the_kinds(tokenizer_of, student_name, teacher_name, texts):
+    student, teacher = tokenizer_of[student_name], tokenizer_of[teacher_name]
+    one, other = kinds_in(counted(student, teacher, texts)[0]), kinds_in(counted(teacher, student, texts)[0])
+    for kind, swapped in (("1:1", "1:1"), ("1:n", "n:1"), ("n:1", "1:n"), ("n:m", "n:m")):
+        spans, size, students, teachers = one[kind]
+        assert other[swapped] == [spans, size, teachers, students]
+
+
+def test_equal_tokenizers_have_nothing_but_one_to_one(tokenizer_of):
+    record, _ = counted(tokenizer_of["student"], tokenizer_of["student"], ["Anna has 1234 apples", "日本 😀", ""])
+    assert record["kinds"]["1:1"]["share_of_bytes"] == 1
+    assert record["worst_documents"] == record["longest_spans"] == []
+
+
+def test_empty_documents_count_as_documents(tokenizer_of):
+    record, documents = counted(tokenizer_of["student"], tokenizer_of["teacher"], ["", ""])
+    assert (record["documents"], record["bytes"], record["spans"], record["unaligned_bytes"]) == (2, 0, 0, 0)
+    assert record["student_bytes_per_token"] == record["kinds"]["1:1"]["share_of_bytes"] == 0
+    assert record["rewritten_documents"]["either"] == 0
+    assert [document.number for document in documents] == [0, 1]
+
+
+def test_text_that_one_side_does_not_read_is_unaligned(tokenizer_of):
+    record, _ = counted(tokenizer_of["student"], tokenizer_of["word-piece"], ["Anna has", "   "])
+    assert record["unaligned_bytes"] == 3
+    (worst, *_) = record["worst_documents"]
+    assert (worst["document"], worst["share_of_bytes"], worst["unaligned_bytes"]) == (1, 1, 3)
+    assert worst["rewritten_by"] == ["teacher"]
+
+
+@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(FAMILIES, 2))
+@given(texts=st.lists(TEXTS, min_size=1, max_size=20))
+@settings(quick, max_examples=15, suppress_health_check=[])
+def test_the_worst_documents_and_the_longest_spans_are_those_of_the_whole_corpus(
+    tokenizer_of, student_name, teacher_name, texts
+):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
+        record, documents = counted(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
+    shares = [(-readable_share(document), document.number) for document in documents]
+    worst = [number for share, number in sorted(shares) if share < 0][: module.LISTED]
+    assert [found["document"] for found in record["worst_documents"]] == worst
+    longest: dict[bytes, int] = {}
+    for document in documents:
+        ends, text = [0, *document.student.ends.tolist()], document.text.encode()
+        for s0, s1, t0, t1 in document.spans.tolist():
+            if (s1 - s0, t1 - t0) != (1, 1) and ends[s1] > ends[s0]:
+                longest.setdefault(text[ends[s0] : ends[s1]], ends[s1] - ends[s0])
+    sizes = sorted(longest.values(), reverse=True)[: module.LISTED]
+    assert [found["bytes"] for found in record["longest_spans"]] == sizes
+
+
+def test_groups_change_nothing(tokenizer_of, monkeypatch):
+    import material
+
+    texts = [*material.sentences(20), "", *material.ODD, "x" * 300]
+    pair = tokenizer_of["student"], tokenizer_of["metaspace"]
+    whole, _ = counted(*pair, texts)
+    for name, value in (("DOCUMENTS_AT_ONCE", 1), ("DOCUMENTS_AT_ONCE", 7), ("CHARACTERS_AT_ONCE", 100)):
+        monkeypatch.setattr(module, name, value)
+        cut, documents = counted(*pair, texts)
+        assert [document.number for document in documents] == list(range(len(texts)))
+        for key in set(whole) - {"seconds", "nanoseconds_per_token"}:
+            assert cut[key] == whole[key], key
+
+
+def test_a_corpus_is_read_as_it_is_counted(tokenizer_of, small_groups):
+    read = 0
+
+    def endless():
+        nonlocal read
+        while True:
+            read += 1
+            yield Document.of_text("Anna has 12 apples")
+
+    groups = aligned(endless(), tokenizer_of["student"], tokenizer_of["teacher"])
+    for _ in range(4):
+        next(groups)
+    groups.close()
+    assert read <= 3 * 6

@@ -1,0 +1,230 @@
+"""A page on which two tokenisations of a text stand above each other."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from xtk.commands.alignment_tables import PICTURES, Table, picture, tables
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from xtk.tokens.statistics import Aligned
+    from xtk.tokens.tokenizer import Tokenizer
+
+# A span is about 250 bytes of page for 4 bytes of text; a browser scrolls 10 MB without halting.
+BYTES_OF_A_DOCUMENT = 16_384
+BYTES_OF_A_PAGE = 131_072
+TOKENS_OF_A_SPAN = 500
+CLASSES = ("one", "to-many", "from-many", "many")  # of KINDS, in their order
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --faint: #6b6b70; --line: #c9c9ce;
+  --to-many: #d7e9ff; --from-many: #ffe9c7; --many: #ffd5de; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececee; --paper: #17171a; --faint: #9a9aa2; --line: #4a4a52;
+  --to-many: #12395f; --from-many: #553a08; --many: #611d33; } }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
+  font: 1rem/1.45 system-ui, sans-serif; }
+table { border-collapse: collapse; margin: 1.2rem 0; display: block; overflow-x: auto; }
+caption { text-align: start; font-weight: 600; padding: 0.2rem 0; white-space: nowrap; }
+th, td { padding: 0.15rem 0.7rem; border-bottom: 1px solid var(--line); text-align: start; }
+td.number { text-align: end; font-variant-numeric: tabular-nums; }
+article { content-visibility: auto; contain-intrinsic-size: auto 30rem; }
+.spans { font: 0.95rem/1.5 ui-monospace, monospace; }
+.span { display: inline-flex; flex-direction: column; vertical-align: top; max-width: 100%; margin: 0.15rem 0.1rem;
+  border: 1px solid var(--line); border-radius: 0.2rem; }
+.to-many { background: var(--to-many); } .from-many { background: var(--from-many); } .many { background: var(--many); }
+.left { border-style: dashed; }
+.student, .teacher { display: flex; flex-wrap: wrap; }
+.teacher { border-top: 1px solid var(--line); }
+bdi { white-space: pre; padding: 0 0.15rem; } bdi + bdi { border-inline-start: 1px solid var(--line); }
+i, b { color: var(--faint); font-style: normal; font-weight: normal; font-size: 0.85em; }
+b { text-decoration: underline dotted; } b + b { margin-inline-start: 0.25em; }
+"""
+
+
+def page(
+    record: dict[str, Any],
+    documents: Sequence[Aligned],
+    student: Tokenizer,
+    teacher: Tokenizer,
+    *,
+    order: str,
+    request: str = "",
+) -> Iterator[str]:
+    """Write a page that needs nothing but itself: statistics, then documents span by span.
+
+    Args:
+        record: what `Statistics.record` returned.
+        documents: those to show, in this order, as far as the page has room.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        order: "first" or "worst", told on the page.
+        request: kept in the head of the page, for a later run to compare.
+
+    Yields:
+        HTML. A token is a `bdi` element; in it `i` stands for a character that cannot be seen, `b` for bytes
+        that are no whole character.
+    """
+    title = escape(f"{record['student']} and {record['teacher']}, aligned")
+    yield (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="generator" content="xtk">\n'
+        f'<meta name="xtk-request" content="{escape(request)}">\n<style>{STYLE}</style>\n</head>\n<body>\n<header>\n'
+        f"<h1>{title}</h1>\n</header>\n<main>\n<section>\n<h2>Statistics</h2>\n"
+    )
+    for table in tables(record):
+        yield from _table(table)
+    yield f"</section>\n<section>\n<h2>Documents</h2>\n{_legend()}"
+    yield from _documents(documents, record["documents"], student, teacher, order)
+    yield "</section>\n</main>\n</body>\n</html>\n"
+
+
+def _table(table: Table) -> Iterator[str]:
+    yield f"<table>\n<caption>{escape(table.title)}</caption>\n<thead><tr>"
+    yield from (f'<th scope="col">{escape(head)}</th>' for head in table.heads)
+    yield "</tr></thead>\n<tbody>\n"
+    for row in table.rows:
+        yield "<tr>"
+        for cell in row:
+            kind = ' class="number"' if cell[:1].isdigit() else ""
+            yield f"<td{kind}><bdi>{escape(cell)}</bdi></td>" if not kind else f"<td{kind}>{escape(cell)}</td>"
+        yield "</tr>\n"
+    yield "</tbody>\n</table>\n"
+
+
+def _legend() -> str:
+    kinds = (
+        ("one", "one token on each side"),
+        ("to-many", "one token of the student, several of the teacher"),
+        ("from-many", "several of the student, one of the teacher"),
+        ("many", "several on both sides"),
+        ("left", "in no span"),
+    )
+    boxes = " ".join(
+        f'<span class="span {name}"><span class="student">student</span><span class="teacher">teacher</span></span> '
+        f"{meaning};"
+        for name, meaning in kinds
+    )
+    return (
+        "<p>A box is a span: the same bytes of the text, above in the student's tokens, below in the teacher's. "
+        f"{boxes.rstrip(';')}.</p>\n"
+        "<p>Grey signs stand for characters that cannot be seen (<i>·</i> a space, <i>⏎</i> a new line, "
+        "<i>U+200D</i> others by number); underlined ones (<b>E6</b>) are bytes that are a part of a character. "
+        "Point at a token to see its id and its bytes.</p>\n"
+    )
+
+
+def _documents(
+    documents: Sequence[Aligned], total: int, student: Tokenizer, teacher: Tokenizer, order: str
+) -> Iterator[str]:
+    room, shown = BYTES_OF_A_PAGE, 0
+    parts = []
+    for document in documents:
+        if room <= 0:
+            break
+        part, used = _document(document, student, teacher, min(room, BYTES_OF_A_DOCUMENT))
+        parts.append(part)
+        room -= used
+        shown += 1
+    chosen = "the worst ones first" if order == "worst" else "in the order of the data"
+    yield f"<p>{shown:,} of {total:,} documents are on this page, {chosen}.</p>\n"
+    yield from parts
+
+
+def _document(document: Aligned, student: Tokenizer, teacher: Tokenizer, room: int) -> tuple[str, int]:
+    """Return a document, cut after the span that fills the room, and how many bytes of its text are shown."""
+    size = len(document.text.encode())
+    ends, spans = document.student.ends, document.spans
+    stop = min(int(np.searchsorted(ends[spans[:, 1] - 1], room)) + 1, len(spans))
+    used = int(ends[spans[stop - 1, 1] - 1]) if stop else 0
+    whole = stop == len(spans)
+    lengths = len(document.student.ids), len(document.teacher.ids)
+    note = ""
+    if not whole:
+        note = f"<p>Shown up to byte {used:,}: {stop:,} of its {len(spans):,} spans.</p>\n"
+    elif used < size:
+        note = f"<p>The last {size - used:,} bytes of its text are in no span.</p>\n"
+    boxes = _boxes(document, student, teacher, stop, lengths if whole else None)
+    figures = f"{size:,} bytes, {lengths[0]:,} student and {lengths[1]:,} teacher tokens, {len(spans):,} spans"
+    part = (
+        f'<article id="document-{document.number}">\n<h3>Document {document.number:,}</h3>\n<p>{figures}.</p>\n'
+        f'<p class="spans" lang="" translate="no" dir="{_direction(document.text)}">{"".join(boxes)}</p>\n{note}'
+        "</article>\n"
+    )
+    return part, used
+
+
+def _boxes(
+    document: Aligned, student: Tokenizer, teacher: Tokenizer, stop: int, lengths: tuple[int, int] | None
+) -> Iterator[str]:
+    """Yield the boxes of the first spans, and of the tokens between them that are in none.
+
+    Args:
+        document: what is shown.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        stop: how many spans.
+        lengths: how many tokens the two sides have, if what comes after the last span is shown too.
+    """
+    from xtk.tokens.statistics import kinds_of
+
+    sides = (student, document.student.ids), (teacher, document.teacher.ids)
+    spans = document.spans[:stop]
+    left_at, right_at = 0, 0
+    for (s0, s1, t0, t1), kind in zip(spans.tolist(), kinds_of(spans).tolist(), strict=True):
+        if s0 > left_at or t0 > right_at:
+            yield _span(sides, (left_at, s0, right_at, t0), "left")
+        yield _span(sides, (s0, s1, t0, t1), CLASSES[kind])
+        left_at, right_at = s1, t1
+    if lengths and (left_at, right_at) != lengths:
+        yield _span(sides, (left_at, lengths[0], right_at, lengths[1]), "left")
+
+
+def _span(sides: tuple[tuple[Tokenizer, NDArray[np.int32]], ...], edges: tuple[int, int, int, int], kind: str) -> str:
+    rows, breaks = [], False
+    for name, (side, ids), start, stop in zip(("student", "teacher"), sides, edges[::2], edges[1::2], strict=True):
+        shown = ids[start : min(stop, start + TOKENS_OF_A_SPAN)].tolist()
+        tokens = "".join(_token(side, token) for token in shown)
+        breaks = breaks or PICTURES["\n"] in tokens
+        more = f"<i>… {stop - start - len(shown):,} tokens more</i>" if stop - start > len(shown) else ""
+        rows.append(f'<span class="{name}">{tokens}{more}</span>')
+    return f'<span class="span {kind}">{"".join(rows)}</span>' + ("<br>\n" if breaks else "\n")
+
+
+def _token(side: Tokenizer, token: int) -> str:
+    spelling = side.vocabulary.spelling(token)
+    title = f"id {token}, {'bytes ' + spelling.hex(' ').upper() if spelling else 'no bytes'}"
+    return f'<bdi title="{title}">{_drawn(spelling)}</bdi>'
+
+
+def _drawn(spelling: bytes) -> str:
+    """Return bytes as HTML in which all of them can be seen."""
+    if not spelling:
+        return "<i>∅</i>"
+    text = spelling.decode("utf-8", "surrogateescape")
+    # A mark at the front would be drawn on top of what stands before it.
+    parts = ["<i>◌</i>"] if unicodedata.category(text[0]).startswith("M") else []
+    for character in text:
+        if "\udc80" <= character <= "\udcff":
+            parts.append(f"<b>{ord(character) - 0xDC00:02X}</b>")
+        elif character == " ":
+            parts.append("<i>·</i>")
+        else:
+            drawn = picture(character)
+            parts.append(f"<i>{drawn}</i>" if drawn else escape(character))
+    return "".join(parts)
+
+
+def _direction(text: str) -> str:
+    """Return the direction of a text: that of its first letter that has one."""
+    for character in text[:BYTES_OF_A_DOCUMENT]:
+        kind = unicodedata.bidirectional(character)
+        if kind in ("L", "R", "AL"):
+            return "ltr" if kind == "L" else "rtl"
+    return "ltr"

@@ -1,0 +1,349 @@
+"""How two tokenizers agree over a corpus: spans by kind, bytes in each, and where they agree least."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.tokens.alignment import align
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Encoded, Tokenizer
+
+KINDS = ("1:1", "1:n", "n:1", "n:m")
+SPANS, BYTES, STUDENT_TOKENS, TEACHER_TOKENS = range(4)  # what is counted of each kind
+LISTED = 5  # longest spans and worst documents in the record
+LOOKED_AT = 1000  # long spans of each group, many of which may spell the same
+DOCUMENTS_AT_ONCE = 1024
+CHARACTERS_AT_ONCE = 1 << 20
+EXCERPT = 60  # characters
+BEFORE = 15  # characters of an excerpt that stand before the place it is about
+
+Spans = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """A document, its two tokenisations and their spans.
+
+    Attributes:
+        number: its place in the corpus, from 0.
+        text: what was tokenised.
+        student: the student's tokens.
+        teacher: the teacher's tokens.
+        spans: int32 [C, 4].
+    """
+
+    number: int
+    text: str
+    student: Encoded
+    teacher: Encoded
+    spans: Spans
+
+
+def aligned(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer) -> Iterator[list[Aligned]]:
+    """Tokenise and align documents of any number, some at a time, in their order.
+
+    The next documents are tokenised, each side in a thread of its own, while these are worked on.
+    """
+    number = 0
+    for texts, left, right in _encoded(documents, student, teacher):
+        yield [
+            Aligned(number + at, text, one, other, align(one, other))
+            for at, (text, one, other) in enumerate(zip(texts, left, right, strict=True))
+        ]
+        number += len(texts)
+
+
+def _encoded(
+    documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
+) -> Iterator[tuple[list[str], list[Encoded], list[Encoded]]]:
+    waiting: tuple[list[str], Future[list[Encoded]], Future[list[Encoded]]] | None = None
+    with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as threads:
+        for texts in _groups(documents):
+            begun = texts, threads.submit(student.encode, texts), threads.submit(teacher.encode, texts)
+            if waiting:
+                yield waiting[0], waiting[1].result(), waiting[2].result()
+            waiting = begun
+        if waiting:
+            yield waiting[0], waiting[1].result(), waiting[2].result()
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[str]]:
+    texts: list[str] = []
+    size = 0
+    for document in documents:
+        texts.append(document.text)
+        size += len(document.text)
+        if len(texts) == DOCUMENTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield texts
+            texts, size = [], 0
+    if texts:
+        yield texts
+
+
+class Statistics:
+    """Counts over a corpus, in memory that does not grow with it.
+
+    Args:
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        keep: how many of the worst documents are kept whole: those with the largest share of bytes that
+            lie in n:m spans or in none.
+    """
+
+    def __init__(self, student: Tokenizer, teacher: Tokenizer, *, keep: int = 0) -> None:
+        self._student, self._teacher = student, teacher
+        self._keep = max(keep, LISTED)
+        self._kinds = np.zeros((len(KINDS), 4), np.int64)
+        self._tokens = np.zeros(2, np.int64)
+        self._rewritten = np.zeros(3, np.int64)  # by the student, by the teacher, by either
+        self._longest: dict[bytes, dict[str, Any]] = {}  # by what they spell
+        self._worst: list[tuple[float, Aligned, dict[str, Any]]] = []
+        self.documents = self.bytes = 0
+        self._started = time.perf_counter()
+
+    def add(self, documents: Sequence[Aligned]) -> None:
+        """Count some documents."""
+        texts, text_edges = _joined([np.frombuffer(document.text.encode(), np.uint8) for document in documents])
+        spans, span_edges = _joined([document.spans for document in documents])
+        ends, token_edges = _joined([document.student.ends for document in documents])
+        counts, starts, sizes = tally(spans, span_edges, ends, token_edges)
+        rewritten = np.stack([
+            ~_spelled(self._student, [document.student.ids for document in documents], texts, text_edges),
+            ~_spelled(self._teacher, [document.teacher.ids for document in documents], texts, text_edges),
+        ])  # fmt: skip
+        self.documents += len(documents)
+        self.bytes += len(texts)
+        self._kinds += counts.sum(axis=0)
+        self._tokens += (len(ends), sum(len(document.teacher.ids) for document in documents))
+        self._rewritten += (*rewritten.sum(axis=1), rewritten.any(axis=0).sum())
+        self._note_longest(documents, (texts, text_edges), (spans, span_edges), starts, sizes)
+        self._note_worst(documents, counts, np.diff(text_edges), rewritten)
+
+    @property
+    def worst(self) -> list[Aligned]:
+        """The worst documents that were kept, worst first."""
+        return [document for _, document, _ in self._worst]
+
+    def record(self) -> dict[str, Any]:
+        """Return all that was counted, as JSON holds it; shares are of all spans and of all bytes."""
+        seconds = time.perf_counter() - self._started
+        total_spans, covered = (int(self._kinds[:, column].sum()) for column in (SPANS, BYTES))
+        tokens = int(self._tokens.sum())
+        return {
+            "kind": "alignment-statistics",
+            "student": self._student.name,
+            "teacher": self._teacher.name,
+            "documents": self.documents,
+            "bytes": self.bytes,
+            "student_tokens": int(self._tokens[0]),
+            "teacher_tokens": int(self._tokens[1]),
+            "student_bytes_per_token": _ratio(self.bytes, int(self._tokens[0])),
+            "teacher_bytes_per_token": _ratio(self.bytes, int(self._tokens[1])),
+            "spans": total_spans,
+            "kinds": {
+                name: {
+                    "spans": int(row[SPANS]),
+                    "share_of_spans": _ratio(int(row[SPANS]), total_spans),
+                    "bytes": int(row[BYTES]),
+                    "share_of_bytes": _ratio(int(row[BYTES]), self.bytes),
+                    "student_tokens": int(row[STUDENT_TOKENS]),
+                    "teacher_tokens": int(row[TEACHER_TOKENS]),
+                }
+                for name, row in zip(KINDS, self._kinds, strict=True)
+            },
+            "unaligned_bytes": self.bytes - covered,
+            "unaligned_share_of_bytes": _ratio(self.bytes - covered, self.bytes),
+            "rewritten_documents": dict(zip(("student", "teacher", "either"), self._rewritten.tolist(), strict=True)),
+            # Of more than one token on a side: a long run of spaces that is one token on both is no news.
+            "longest_spans": list(self._longest.values()),
+            "worst_documents": [found for share, _, found in self._worst[:LISTED] if share > 0],
+            "seconds": round(seconds, 3),
+            "nanoseconds_per_token": _ratio(1e9 * seconds, tokens),
+        }
+
+    def _note_longest(
+        self,
+        documents: Sequence[Aligned],
+        texts: tuple[NDArray[np.uint8], NDArray[np.int64]],
+        joined_spans: tuple[Spans, NDArray[np.int64]],
+        starts: NDArray[np.int32],
+        sizes: NDArray[np.int32],
+    ) -> None:
+        (letters, text_edges), (spans, span_edges) = texts, joined_spans
+        several = (spans[:, 1] - spans[:, 0] > 1) | (spans[:, 3] - spans[:, 2] > 1)
+        least = min(found["bytes"] for found in self._longest.values()) if len(self._longest) == LISTED else 0
+        places = np.flatnonzero(several & (sizes > least))
+        fresh: dict[bytes, dict[str, Any]] = {}
+        for place in places[np.argsort(-sizes[places], kind="stable")][:LOOKED_AT].tolist():
+            at = int(np.searchsorted(span_edges, place, side="right")) - 1
+            start = int(text_edges[at]) + int(starts[place])
+            spelling = letters[start : start + int(sizes[place])].tobytes()
+            if spelling in fresh or spelling in self._longest:
+                continue
+            s0, s1, t0, t1 = spans[place].tolist()
+            fresh[spelling] = {
+                "document": documents[at].number,
+                "at_byte": int(starts[place]),
+                "bytes": len(spelling),
+                "student_tokens": s1 - s0,
+                "teacher_tokens": t1 - t0,
+                "excerpt": _clipped(spelling.decode("utf-8", "replace")),
+            }
+            if len(fresh) == LISTED:
+                break
+        # The sort is stable: of equally long ones, the first in the corpus is kept.
+        order = sorted({**self._longest, **fresh}.items(), key=lambda entry: -entry[1]["bytes"])
+        self._longest = dict(order[:LISTED])
+
+    def _note_worst(
+        self,
+        documents: Sequence[Aligned],
+        counts: NDArray[np.int64],
+        sizes: NDArray[np.int64],
+        rewritten: NDArray[np.bool_],
+    ) -> None:
+        several = counts[:, KINDS.index("n:m"), BYTES]
+        unaligned = sizes - counts[:, :, BYTES].sum(axis=1)
+        shares = (several + unaligned) / np.maximum(sizes, 1)
+        full = len(self._worst) == self._keep
+        least = self._worst[-1][0] if full else -1.0  # without anything bad, the first documents are kept
+        places = np.flatnonzero(shares > least)
+        for place in places[np.argsort(-shares[places], kind="stable")][: self._keep].tolist():
+            sides = [side for side, flag in zip(("student", "teacher"), rewritten[:, place], strict=True) if flag]
+            found = {
+                "document": documents[place].number,
+                "bytes": int(sizes[place]),
+                "share_of_bytes": round(float(shares[place]), 6),
+                "n:m_bytes": int(several[place]),
+                "unaligned_bytes": int(unaligned[place]),
+                "rewritten_by": sides,
+                "excerpt": _excerpt(documents[place]),
+            }
+            self._worst.append((float(shares[place]), documents[place], found))
+        self._worst.sort(key=lambda entry: (-entry[0], entry[1].number))
+        del self._worst[self._keep :]
+
+
+def kinds_of(spans: Spans) -> NDArray[np.int64]:
+    """Return for each span its place in KINDS."""
+    kinds: NDArray[np.int64] = 2 * (spans[:, 1] - spans[:, 0] > 1) + 1 * (spans[:, 3] - spans[:, 2] > 1)
+    return kinds
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def tally(
+    spans: Spans, span_edges: NDArray[np.int64], ends: NDArray[np.int32], token_edges: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
+    """Count the spans of some documents by kind.
+
+    Args:
+        spans: int32 [C, 4], those of one document after those of another.
+        span_edges: [D+1], where the spans of each document begin.
+        ends: [T], the bytes where the student's tokens end, likewise.
+        token_edges: [D+1], where the tokens of each document begin.
+
+    Returns:
+        int64 [D, 4 kinds, 4]: spans, bytes, student tokens, teacher tokens; the first byte of each
+        span, int32 [C]; how many bytes each has, int32 [C].
+    """
+    documents = len(span_edges) - 1
+    counts = np.zeros((documents, 4, 4), np.int64)
+    starts, sizes = np.empty(len(spans), np.int32), np.empty(len(spans), np.int32)
+    for document in range(documents):
+        first = token_edges[document]
+        for at in range(span_edges[document], span_edges[document + 1]):
+            student, teacher = spans[at, 1] - spans[at, 0], spans[at, 3] - spans[at, 2]
+            start = ends[first + spans[at, 0] - 1] if spans[at, 0] > 0 else 0
+            starts[at] = start
+            sizes[at] = ends[first + spans[at, 1] - 1] - start
+            kind = (2 if student > 1 else 0) + (1 if teacher > 1 else 0)
+            counts[document, kind, 0] += 1
+            counts[document, kind, 1] += sizes[at]
+            counts[document, kind, 2] += student
+            counts[document, kind, 3] += teacher
+    return counts, starts, sizes
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def spelled(
+    pool: NDArray[np.uint8],
+    offsets: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    token_edges: NDArray[np.int64],
+    texts: NDArray[np.uint8],
+    text_edges: NDArray[np.int64],
+) -> NDArray[np.bool_]:
+    """Say for each document whether its tokens spell its text byte for byte, but for a space added in front.
+
+    Args:
+        pool: uint8, the bytes of all tokens of the vocabulary.
+        offsets: [V+1], where each token's bytes begin.
+        ids: [T], the tokens of one document after those of another.
+        token_edges: [D+1], where the tokens of each document begin.
+        texts: uint8, the bytes of the documents, likewise.
+        text_edges: [D+1].
+    """
+    documents = len(token_edges) - 1
+    exact = np.zeros(documents, np.bool_)
+    for document in range(documents):
+        total = 0
+        for at in range(token_edges[document], token_edges[document + 1]):
+            total += offsets[ids[at] + 1] - offsets[ids[at]]
+        added = total - (text_edges[document + 1] - text_edges[document])
+        if added != 0 and added != 1:
+            continue
+        position, skip, same = text_edges[document], added, True
+        for at in range(token_edges[document], token_edges[document + 1]):
+            start, stop = offsets[ids[at]], offsets[ids[at] + 1]
+            if skip and stop > start:  # the space in front of the text
+                same = pool[start] == 32
+                start, skip = start + 1, 0
+            for byte in range(start, stop):
+                same &= pool[byte] == texts[position]
+                position += 1
+            if not same:
+                break
+        exact[document] = same
+    return exact
+
+
+def _spelled(
+    tokenizer: Tokenizer, ids: list[NDArray[np.int32]], texts: NDArray[np.uint8], text_edges: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    tokens, token_edges = _joined(ids)
+    vocabulary = tokenizer.vocabulary
+    exact: NDArray[np.bool_] = spelled(vocabulary.pool, vocabulary.offsets, tokens, token_edges, texts, text_edges)
+    return exact
+
+
+def _joined(parts: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    return np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+def _ratio(amount: float, whole: int) -> float:
+    return round(amount / whole, 6) if whole else 0.0
+
+
+def _excerpt(document: Aligned) -> str:
+    """Return the text around the longest n:m span; without one, around the first byte that no span covers."""
+    spans, ends = document.spans, document.student.ends
+    several = spans[kinds_of(spans) == KINDS.index("n:m")]
+    if len(several):
+        starts = np.where(several[:, 0] > 0, ends[several[:, 0] - 1], 0)
+        start = int(starts[np.argmax(ends[several[:, 1] - 1] - starts)])
+    else:
+        start = int(ends[spans[-1, 1] - 1]) if len(spans) else 0
+    at = max(0, len(document.text.encode()[:start].decode("utf-8", "ignore")) - BEFORE)
+    return ("…" if at else "") + _clipped(document.text[at:])
+
+
+def _clipped(text: str) -> str:
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 1] + "…"
