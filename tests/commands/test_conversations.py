@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.tokenizer import Tokenizer
 
 HEADERS = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
@@ -103,3 +104,34 @@ def test_a_student_without_a_template_is_told_what_to_do(run, pair, cache, tmp_p
     done = run("distill", pair.student, cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=1)
     assert "no chat template" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_align_shows_what_of_a_conversation_is_compared(run, chatting, conversations):
+    done = run("align", chatting / "student", chatting / "teacher", conversations)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert records[0]["text"] == "Anna gives 12?" + ANSWER
+    vocabulary = Tokenizer(chatting / "student").vocabulary
+    compared = [
+        b"".join(
+            vocabulary.spelling(token) for s0, s1, _, _ in record["spans"] for token in record["student_ids"][s0:s1]
+        )
+        for record in records
+    ]
+    # The thought of the second answer is read by one side alone.
+    assert [text.decode() for text in compared] == [f"Anna gives {number}?" + ANSWER for number in (12, 13, 14)]
+
+
+def test_statistics_of_conversations_count_contents_alone(run, chatting, conversations):
+    done = run("align", chatting / "student", chatting / "teacher", conversations, "--stats", "--json")
+    record = json.loads(done.stdout)
+    thought = len("<think>1234 - 12</think>\n\n")
+    assert record["bytes"] == 3 * (len("Anna gives 12?") + len(ANSWER)) + thought
+    assert record["unaligned_bytes"] == thought
+    assert sum(kind["bytes"] for kind in record["kinds"].values()) == record["bytes"] - thought
+
+
+def test_the_page_of_conversations_names_the_tokens_of_templates(run, chatting, conversations, tmp_path):
+    run("align", chatting / "student", chatting / "teacher", conversations, "--html", "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;|end_of_text|&gt;" in page
+    assert "&lt;|im_end|&gt;" in page

@@ -194,7 +194,7 @@ def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> Non
         line = Text(f"{name}  ", style="bold")
         for number, span in enumerate(record["spans"]):
             for at in range(span[edges[0]], span[edges[1]]):
-                piece = side.vocabulary.spelling(ids[at]).decode("utf-8", "replace")
+                piece = side.control_names.get(ids[at]) or side.vocabulary.spelling(ids[at]).decode("utf-8", "replace")
                 line.append(_visible(piece), style=COLOURS[number % 2])
                 line.append("·" if at + 1 < span[edges[1]] else "")
         console.print(line, soft_wrap=True)

@@ -199,6 +199,8 @@ def _span(sides: tuple[tuple[Tokenizer, NDArray[np.int32]], ...], edges: tuple[i
 
 def _token(side: Tokenizer, token: int) -> str:
     spelling = side.vocabulary.spelling(token)
+    if token in side.control_names:
+        return f'<bdi title="id {token}, a control token"><i>{escape(side.control_names[token])}</i></bdi>'
     title = f"id {token}, {'bytes ' + spelling.hex(' ').upper() if spelling else 'no bytes'}"
     return f'<bdi title="{title}">{_drawn(spelling)}</bdi>'
 

@@ -20,7 +20,8 @@ class Sequence:
     Attributes:
         ids: int32 [T].
         ends: int32 [T], never falling: the byte of the document's text where each token ends. Tokens that spell
-            none of it (a start token, templates) end where the text before them did.
+            none of it (a start token, templates) end where the text before them did, but for the last of them
+            before a piece: it ends where the piece begins, so that every token begins where the one before it ends.
         trained: bool [T], whether the token is predicted and carries a loss: not the first one, and
             only inside trained segments.
         pieces: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on, without a gap.
@@ -118,7 +119,8 @@ def _of_text(tokenizer: Tokenizer, document: Document, tokens: Encoded) -> Seque
 
 def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Rendering, tokens: Encoded) -> Sequence:
     starts = np.concatenate([np.zeros(1, np.int32), tokens.ends])[:-1]
-    pieces, closers = [], np.full(len(document.segments), -1, np.int32)
+    pieces: list[tuple[int, int, int]] = []
+    closers = np.full(len(document.segments), -1, np.int32)
     ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)
     first_byte = 0
     for number, (segment, region) in enumerate(zip(document.segments, rendering.regions, strict=True)):
@@ -128,6 +130,8 @@ def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Render
                 high = int(np.searchsorted(tokens.ends, rendered + size, side="right"))
                 if low < high:
                     shift = first_byte + byte - rendered
+                    if low and not (pieces and pieces[-1][1] == low):
+                        ends[low - 1] = starts[low] + shift
                     pieces.append((low, high, starts[low] + shift))
                     ends[low:high] = tokens.ends[low:high] + shift
                     trained[low:high] = segment.train

@@ -12,8 +12,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.tokens.alignment import align
+from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.document import Document
+from xtk.tokens.sequence import Sequence as TokenSequence
+from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Encoded, Tokenizer
 
 KINDS = ("1:1", "1:n", "n:1", "n:m")
@@ -26,6 +28,7 @@ EXCERPT = 60  # characters
 BEFORE = 15  # characters of an excerpt that stand before the place it is about
 
 Spans = NDArray[np.int32]
+Read = Encoded | TokenSequence
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,8 @@ class Aligned:
 
     Attributes:
         number: its place in the corpus, from 0.
-        text: what was tokenised.
-        student: the student's tokens.
+        text: what was tokenised; of a conversation the contents of its messages.
+        student: the student's tokens; of a conversation with those of its template.
         teacher: the teacher's tokens.
         spans: int32 [C, 4].
     """
@@ -53,21 +56,31 @@ def aligned(documents: Iterable[Document], student: Tokenizer, teacher: Tokenize
     The next documents are tokenised, each side in a thread of its own, while these are worked on.
     """
     number = 0
-    for texts, left, right in _encoded(documents, student, teacher):
+    for group, left, right in _read(documents, student, teacher):
         yield [
-            Aligned(number + at, text, one, other, align(one, other))
-            for at, (text, one, other) in enumerate(zip(texts, left, right, strict=True))
+            _aligned(number + at, document.text, one, other)
+            for at, (document, one, other) in enumerate(zip(group, left, right, strict=True))
         ]
-        number += len(texts)
+        number += len(group)
 
 
-def _encoded(
+def _aligned(number: int, text: str, student: Read, teacher: Read) -> Aligned:
+    if isinstance(student, Encoded) and isinstance(teacher, Encoded):
+        return Aligned(number, text, student, teacher, align(student, teacher))
+    assert isinstance(student, TokenSequence)
+    assert isinstance(teacher, TokenSequence)
+    spans = align_sequences(student, teacher)
+    one, other = (Encoded(side.ids, side.ends) for side in (student, teacher))
+    return Aligned(number, text, one, other, spans)
+
+
+def _read(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
-) -> Iterator[tuple[list[str], list[Encoded], list[Encoded]]]:
-    waiting: tuple[list[str], Future[list[Encoded]], Future[list[Encoded]]] | None = None
+) -> Iterator[tuple[list[Document], list[Read], list[Read]]]:
+    waiting: tuple[list[Document], Future[list[Read]], Future[list[Read]]] | None = None
     with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as threads:
-        for texts in _groups(documents):
-            begun = texts, threads.submit(student.encode, texts), threads.submit(teacher.encode, texts)
+        for group in _groups(documents):
+            begun = group, threads.submit(_tokens, student, group), threads.submit(_tokens, teacher, group)
             if waiting:
                 yield waiting[0], waiting[1].result(), waiting[2].result()
             waiting = begun
@@ -75,17 +88,24 @@ def _encoded(
             yield waiting[0], waiting[1].result(), waiting[2].result()
 
 
-def _groups(documents: Iterable[Document]) -> Iterator[list[str]]:
-    texts: list[str] = []
+def _tokens(tokenizer: Tokenizer, documents: list[Document]) -> list[Read]:
+    """Tokenise texts alone, and conversations in the tokenizer's template."""
+    talks = iter(sequences(tokenizer, [document for document in documents if document.conversation is not None]))
+    texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
+    return [next(texts) if document.conversation is None else next(talks) for document in documents]
+
+
+def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    group: list[Document] = []
     size = 0
     for document in documents:
-        texts.append(document.text)
+        group.append(document)
         size += len(document.text)
-        if len(texts) == DOCUMENTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
-            yield texts
-            texts, size = [], 0
-    if texts:
-        yield texts
+        if len(group) == DOCUMENTS_AT_ONCE or size >= CHARACTERS_AT_ONCE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 class Statistics:

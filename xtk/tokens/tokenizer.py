@@ -147,7 +147,7 @@ class Tokenizer:
                 where=self.name,
                 hint="put chat_template.jinja into its folder (of the model's chat version, say)",
             )
-        tokens = {f"{role}_token": self._content_of[token] for role, token in self.roles.items()}
+        tokens = {f"{role}_token": self.control_names[token] for role, token in self.roles.items()}
         return ChatTemplate(self._template, tokens, self.name)
 
     def encode_rendered(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoded]:
@@ -206,7 +206,7 @@ class Tokenizer:
         places = np.flatnonzero(self.vocabulary.special[ids]) if len(ids) else ids
         texts, controls, at = [], [], 0
         for place in places.tolist():
-            spelled = self._content_of[int(ids[place])]
+            spelled = self.control_names[int(ids[place])]
             found = text.find(spelled, at)
             if found < 0:  # an unknown token, which spells nothing that could be found
                 return self._as_written_by_offsets(text)
@@ -247,7 +247,8 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @cached_property
-    def _content_of(self) -> dict[int, str]:
+    def control_names(self) -> dict[int, str]:
+        """{id: content} of the control tokens, which spell nothing."""
         return {token: content for content, token in self.vocabulary.special_tokens.items()}
 
     def _encode_by_offsets(self, text: str) -> Encoded:
@@ -270,7 +271,7 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Return {file name: content} of all that it takes to read this tokenizer again."""
-        roles = {f"{role}_token": self._content_of[token] for role, token in self.roles.items()}
+        roles = {f"{role}_token": self.control_names[token] for role, token in self.roles.items()}
         files = {
             "tokenizer.json": self._raw,
             "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
