@@ -6,9 +6,9 @@ import contextlib
 import gc
 import hashlib
 import json
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.tokens.offsets import ends_by_offsets
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -29,6 +30,7 @@ from xtk.tokens.vocabulary import (
 )
 
 ROLES = ("bos", "eos", "pad", "unk")
+_NO_TEXT = "\uffff\ufffe"  # two code points that are no characters
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,13 @@ class Encoded:
         ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
             spells nothing of it (a prefix that the tokenizer added) ends where the one before it does;
             of tokens that share a character which a normaliser rewrote, only the last has its end.
+        exact: whether the tokens' bytes spell the text, perhaps after a space that the tokenizer put in front.
+            Otherwise the tokenizer rewrote some of it, and the ends come from its offsets.
     """
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
+    exact: bool = True
 
 
 class Tokenizer:
@@ -59,6 +64,7 @@ class Tokenizer:
             and `padding`, which ordinary calls switch on.
         template_fingerprint: the same for its chat template; None without one.
         roles: {"bos", "eos", "pad", "unk": id}, as far as it has them.
+        unknown_id: the token that stands for what the tokenizer cannot write; None if it has a token for every text.
         width: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
 
     Raises:
@@ -81,12 +87,15 @@ class Tokenizer:
             ) from None
         self._backend.no_truncation()
         self._backend.no_padding()
+        # It adds special tokens, which are not asked for here, and cuts white space off the offsets.
+        self._backend.post_processor = None
         # Text is text: the spelling of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
         self.fingerprint = _fingerprint_of(content)
         configuration = _json_of(self.folder / "tokenizer_config.json")
         self.template_fingerprint = self._template_fingerprint(configuration)
         self.vocabulary = self._read_vocabulary(content)
+        self.unknown_id = self._read_unknown_id(content["model"])
         self.roles = self._read_roles(configuration)
         self.width = max(len(self.vocabulary), _embedding_rows(self.folder))
 
@@ -107,35 +116,66 @@ class Tokenizer:
         """Tokenise texts, without special tokens, and find the byte where each token ends.
 
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
-        Where a normaliser rewrote the text, the tokenizer's own character offsets are used.
+        Where the tokenizer rewrote the text, its own character offsets are used: see `ends_by_offsets`.
         """
         from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
 
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         vocabulary = self.vocabulary
-        results = []
-        for text, encoding in zip(texts, encodings, strict=True):
+        results, rewritten = [], []
+        for at, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
             ids = np.array(encoding.ids, np.int32)
             spelled = np.frombuffer(text.encode(), np.uint8)
             ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, spelled)
-            results.append(Encoded(ids, ends) if exact else self._encode_by_offsets(text))
+            results.append(Encoded(ids, ends, exact))
+            if not exact:
+                rewritten.append(at)
+        if rewritten:
+            for at, encoded in zip(rewritten, self._encode_by_offsets([texts[at] for at in rewritten]), strict=True):
+                results[at] = encoded
         return results
 
-    def _encode_by_offsets(self, text: str) -> Encoded:
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
-        if not len(ids):
-            return Encoded(ids, np.zeros(0, np.int32))
-        byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
-        before, after = _cluster_edges(text)
-        offsets = np.array(encoding.offsets, np.int64)
-        starts = byte_of_character[before[offsets[:, 0]]]
-        ends = np.maximum.accumulate(byte_of_character[after[offsets[:, 1]]])
-        # Of tokens that share a character only the last ends with it; the others end where the token before them does.
-        shared = np.append(starts[1:] < ends[:-1], False)
-        ends = np.maximum.accumulate(np.where(shared, 0, ends))
-        ends[-1] = byte_of_character[-1]
-        return Encoded(ids, ends.astype(np.int32))
+    def normalise(self, text: str) -> str:
+        """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    def _encode_by_offsets(self, texts: Sequence[str]) -> list[Encoded]:
+        normalizer = self._backend.normalizer
+        normalise = None if normalizer is None else normalizer.normalize_str
+        results = []
+        for text, encoding in zip(texts, self._backend.encode_batch(texts, add_special_tokens=False), strict=True):
+            if not self._controls.isdisjoint(encoding.ids):
+                encoding = self._backend_without_controls.encode(text, add_special_tokens=False)
+            spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
+            ends = ends_by_offsets(text, encoding.offsets, spellings, normalise)
+            results.append(Encoded(np.array(encoding.ids, np.int32), ends, exact=False))
+        return results
+
+    @cached_property
+    def _controls(self) -> set[int]:
+        return set(self.vocabulary.special_tokens.values()) - {self.unknown_id}
+
+    @cached_property
+    def _backend_without_controls(self) -> Any:
+        """The backend for texts in which the model itself finds a control token, past `encode_special_tokens`.
+
+        Unigram models have their control tokens among their pieces, and a piece that is spelled is taken: "</s>" in
+        a document would end it. Here these pieces have names that no text has.
+        """
+        content = json.loads(self._read_json_bytes())
+        model, controls = content["model"], self._controls
+        if model["type"] == "Unigram":
+            for token in controls:
+                model["vocab"][token][0] += _NO_TEXT
+        elif model["type"] in ("WordLevel", "WordPiece"):
+            model["vocab"] = {key + _NO_TEXT * (token in controls): token for key, token in model["vocab"].items()}
+        else:
+            return self._backend
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
+        backend = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
+        backend.encode_special_tokens, backend.post_processor = True, None
+        return backend
 
     def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
         """Spell byte strings with this tokenizer's tokens, as it would inside a text.
@@ -216,13 +256,21 @@ class Tokenizer:
         token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
         for token, number in table.items():
             token_of_id[number] = token
-        added = content.get("added_tokens") or []
+        added, model = content.get("added_tokens") or [], content["model"]
         return read_vocabulary(
             _family(content),
             token_of_id,
             literal={token["id"]: token["content"] for token in added},
             special={token["content"]: token["id"] for token in added if token.get("special")},
+            byte_fallback=bool(model.get("byte_fallback")),
+            word_mark=model.get("continuing_subword_prefix") or "",
+            end_mark=model.get("end_of_word_suffix") or "",
         )
+
+    def _read_unknown_id(self, model: dict[str, Any]) -> int | None:
+        token = model.get("unk_token")
+        number = model.get("unk_id") if token is None else self._backend.token_to_id(token)
+        return None if number is None else int(number)
 
     def _read_roles(self, configuration: dict[str, Any]) -> dict[str, int]:
         fallback = _json_of(self.folder / "special_tokens_map.json")
@@ -241,25 +289,6 @@ class Tokenizer:
         if template is None:
             return None
         return "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
-
-
-def _cluster_edges(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each offset into the text the edges of its character with marks, at or before and at or after it.
-
-    A normaliser composes a character with the marks behind it and puts marks into order, and gives the
-    result the offset of the first character alone: "e" + U+0301 as U+00E9 seems to end after the "e".
-    """
-    inside = [_goes_on(character) for character in text[1:]]
-    edges = np.flatnonzero(~np.array([False, *inside, False][: len(text) + 1], np.bool_))
-    offsets = np.arange(len(text) + 1)
-    before = edges[np.searchsorted(edges, offsets, side="right") - 1]
-    after = edges[np.searchsorted(edges, offsets, side="left")]
-    return before, after
-
-
-def _goes_on(character: str) -> bool:
-    # Hangul vowels and final consonants (U+1160 to U+11FF) are composed too, and are no marks.
-    return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
 
 
 @contextlib.contextmanager
