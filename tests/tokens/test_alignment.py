@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from texts import FAMILIES, TEXTS, quick
+from test_properties import readable_spans
+from texts import TEXTS, quick
 
 from xtk.tokens.alignment import align, align_sequences, sequences
 from xtk.tokens.document import Document
@@ -19,25 +20,12 @@ from xtk.tokens.kernels import smallest_spans
 from xtk.tokens.tokenizer import Encoded, Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden_alignment.jsonl"
-PAIRS = list(itertools.product(FAMILIES, FAMILIES))
 UNCHANGING = ["student", "teacher", "metaspace"]
 
 
 @pytest.fixture(scope="session")
 def tokenizer_of(families):
     return {name: Tokenizer(folder) for name, folder in families.items()}
-
-
-def readable_spans(student_ends: list[int], teacher_ends: list[int]) -> list[list[int]]:
-    """Slow twin: a span closes at every byte where a token ends on both sides."""
-    spans = []
-    first_student = first_teacher = 0
-    for byte in sorted(set(student_ends) & set(teacher_ends) - {0}):
-        # The first token that ends there; those after it spell nothing and join the next span.
-        student, teacher = student_ends.index(byte) + 1, teacher_ends.index(byte) + 1
-        spans.append([first_student, student, first_teacher, teacher])
-        first_student, first_teacher = student, teacher
-    return spans
 
 
 def bytes_of_spans(tokenizer: Tokenizer, tokens: Encoded, spans: np.ndarray) -> list[bytes]:
@@ -61,25 +49,6 @@ def test_the_span_kernel_agrees_with_its_readable_twin(student, teacher):
     spans = smallest_spans(student_ends, teacher_ends)
     assert spans.dtype == np.int32
     assert spans.tolist() == readable_spans(student_ends.tolist(), teacher_ends.tolist())
-
-
-@pytest.mark.parametrize(("student_name", "teacher_name"), PAIRS)
-@given(text=TEXTS)
-@settings(quick, max_examples=25)
-def test_spans_cover_the_tokens_of_both_sides_once_in_order(tokenizer_of, student_name, teacher_name, text):
-    (student,), (teacher,) = tokenizer_of[student_name].encode([text]), tokenizer_of[teacher_name].encode([text])
-    spans = align(student, teacher)
-    assert spans.tolist() == readable_spans(student.ends.tolist(), teacher.ends.tolist())
-    if len(student.ids) and len(teacher.ids):
-        assert spans[0, [0, 2]].tolist() == [0, 0]
-        assert (spans[1:, 0] == spans[:-1, 1]).all()
-        assert (spans[1:, 2] == spans[:-1, 3]).all()
-        assert (spans[:, 1] > spans[:, 0]).all()
-        assert (spans[:, 3] > spans[:, 2]).all()
-        assert spans[-1, [1, 3]].tolist() == [len(student.ids), len(teacher.ids)]
-        assert (student.ends[spans[:, 1] - 1] == teacher.ends[spans[:, 3] - 1]).all()
-    else:
-        assert len(spans) == 0
 
 
 @pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(UNCHANGING, 2))
@@ -133,26 +102,6 @@ def test_word_piece_spans_hold_the_lower_case_letters_of_the_text(tokenizer_of, 
     ):
         letters = unicodedata.normalize("NFD", raw.decode().lower())
         assert "".join(x for x in letters if not x.isspace() and not unicodedata.combining(x)) == pieces.decode()
-
-
-@pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(FAMILIES, 2))
-@given(text=TEXTS)
-@settings(quick, max_examples=25)
-def test_swapping_the_sides_swaps_the_spans(tokenizer_of, student_name, teacher_name, text):
-    (student,), (teacher,) = tokenizer_of[student_name].encode([text]), tokenizer_of[teacher_name].encode([text])
-    assert align(student, teacher)[:, [2, 3, 0, 1]].tolist() == align(teacher, student).tolist()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-@given(text=TEXTS)
-@quick
-def test_equal_tokenizers_align_one_to_one(tokenizer_of, name, text):
-    (tokens,) = tokenizer_of[name].encode([text])
-    spans = align(tokens, tokens)
-    # One to one but for tokens that spell nothing of the text, which join the span after them.
-    spelling = np.diff(tokens.ends, prepend=0) > 0
-    assert spans[:, 1].tolist() == (np.flatnonzero(spelling) + 1).tolist()
-    assert (spans[:, :2] == spans[:, 2:]).all()
 
 
 @given(text=TEXTS, keep=st.integers(0, 40))

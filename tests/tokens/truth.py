@@ -48,9 +48,12 @@ def albert(text: str) -> str:
     return lower(without_marks(unicodedata.normalize("NFKD", text)))
 
 
+COMPILED = normalizers.Precompiled(charsmap(CHARSMAP))
+
+
 def read_by_charsmap(text: str) -> str:
     # Asked piece by piece: how a charsmap treats letters with marks, which it reads as one, only the backend knows.
-    return str(normalizers.Precompiled(charsmap(CHARSMAP)).normalize_str(text))
+    return str(COMPILED.normalize_str(text))
 
 
 def same(text: str) -> str:
@@ -152,7 +155,11 @@ def assert_ends_where_it_could(truth: Truth, tokenizer: Tokenizer, text: str, to
     spellings = [tokenizer.vocabulary.spelling(token) for token in tokens.ids.tolist()]
     fit = squeezed if truth.squeezes else bytes
     reads = [
-        (len(text[:at].encode()), fit(read_bytes(truth, text[:at].encode())), fit(read_bytes(truth, text[at:].encode())))
+        (
+            len(text[:at].encode()),
+            fit(read_bytes(truth, text[:at].encode())),
+            fit(read_bytes(truth, text[at:].encode())),
+        )
         for at in range(1, len(text))
     ]
     ends = set(tokens.ends.tolist())

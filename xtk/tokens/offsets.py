@@ -8,6 +8,7 @@ together.
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -43,10 +44,11 @@ def ends_by_offsets(
     if not len(offsets):
         return np.zeros(0, np.int32)
     byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
-    before, after = _edges(text, normalise)
+    edges = _edges(text, normalise)
     table = np.array(offsets, np.int64)
-    starts = byte_of_character[before[table[:, 0]]]
-    ends = np.maximum.accumulate(byte_of_character[after[table[:, 1]]])
+    # Widened: from the edge at or before the first character to the one at or after the last.
+    starts = byte_of_character[edges[np.searchsorted(edges, table[:, 0], side="right") - 1]]
+    ends = np.maximum.accumulate(byte_of_character[edges[np.searchsorted(edges, table[:, 1], side="left")]])
     earliest_later = np.minimum.accumulate(starts[::-1])[::-1]
     shared = np.append(earliest_later[1:] < ends[:-1], False)
     ends = np.maximum.accumulate(np.where(shared, 0, ends))
@@ -69,27 +71,29 @@ def _end_by_bytes(ends: NDArray[np.int32], text: bytes, spellings: Sequence[byte
         first, start = last + 1, stop
 
 
-def _edges(text: str, normalise: Callable[[str], str] | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each offset into the text the nearest edge at or before it, and the nearest at or after it.
+def kept_characters(text: str, normalise: Callable[[str], str]) -> list[int]:
+    """Return the indices of the characters of which the normaliser leaves something."""
+    nothing = normalise("00")  # a digit on each side, so that nothing is stripped as the edge of a text
+    kept: list[int] = []
+    for start, stop in itertools.pairwise(_edges(text, normalise).tolist()):
+        if normalise(f"0{text[start:stop]}0") != nothing:
+            kept.extend(range(start, stop))
+    return kept
 
-    An edge lies between any two characters that are not rewritten as one.
-    """
-    offsets = np.arange(len(text) + 1)
-    if normalise is None:
-        return offsets, offsets
+
+def _edges(text: str, normalise: Callable[[str], str] | None) -> NDArray[np.int64]:
+    """Return the offsets, 0 and the text's length among them, that lie in nothing that is rewritten as one."""
     inside = np.zeros(len(text) + 1, np.bool_)
-    for start, stop in _clusters(text):
-        inside[start + 1 : stop] = True
-        if stop - start <= LONGEST_CLUSTER:
-            inside[[start + at for at in _inner_edges(text[start:stop], normalise)]] = False
-    edges = np.flatnonzero(~inside)
-    before = edges[np.searchsorted(edges, offsets, side="right") - 1]
-    after = edges[np.searchsorted(edges, offsets, side="left")]
-    return before, after
+    if normalise is not None:
+        for start, stop in _clusters(text):
+            inside[start + 1 : stop] = True
+            if stop - start <= LONGEST_CLUSTER:
+                inside[[start + at for at in _inner_edges(text[start:stop], normalise)]] = False
+    return np.flatnonzero(~inside)
 
 
 def _clusters(text: str) -> list[tuple[int, int]]:
-    """Return `[start, stop)` of each character with all that may be composed with it, if that is more than itself."""
+    """Return `[start, stop)` of each character with all that may be rewritten with it, if that is more than itself."""
     if text.isascii():
         return []
     goes_on = [False, *map(_goes_on, text[1:]), False]
@@ -105,9 +109,7 @@ def _clusters(text: str) -> list[tuple[int, int]]:
 def _inner_edges(cluster: str, normalise: Callable[[str], str]) -> list[int]:
     """Return where a cluster may be cut without a change to what the normaliser makes of it."""
     whole = _normalised_parts([cluster], normalise)
-    return [
-        at for at in range(1, len(cluster)) if _normalised_parts([cluster[:at], cluster[at:]], normalise) == whole
-    ]
+    return [at for at in range(1, len(cluster)) if _normalised_parts([cluster[:at], cluster[at:]], normalise) == whole]
 
 
 def _normalised_parts(parts: Sequence[str], normalise: Callable[[str], str]) -> str:
@@ -121,7 +123,12 @@ def _goes_on(character: str) -> bool:
     """Say whether a normaliser may compose this character with the one before it.
 
     Marks are, and Hangul vowels and final consonants (U+1160 to U+11FF), which are no marks; and whatever NFKC first
-    turns into one of these: half-width voiced sound marks, the vowels of the compatibility alphabets.
+    turns into one of these: half-width voiced sound marks, the vowels of the compatibility alphabets. Charsmaps
+    rewrite whole graphemes, so joiners (Cf) and the skin tones of emoji go on too.
     """
     first = unicodedata.normalize("NFKD", character)[0]
-    return unicodedata.category(first).startswith("M") or "\u1160" <= first <= "\u11ff"
+    return (
+        unicodedata.category(first) in ("Mn", "Mc", "Me", "Cf")
+        or "\u1160" <= first <= "\u11ff"
+        or "\U0001f3fb" <= first <= "\U0001f3ff"
+    )

@@ -17,7 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.offsets import ends_by_offsets
+from xtk.tokens.offsets import ends_by_offsets, kept_characters
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -77,7 +77,7 @@ class Tokenizer:
         raw = self._read_json_bytes()
         try:
             with _no_garbage_collection():
-                content = json.loads(raw)
+                content = json.loads(raw, parse_float=_rounded)
             self._backend = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as wrong:  # the backend raises bare Exceptions
             raise XtkError(
@@ -95,6 +95,7 @@ class Tokenizer:
         configuration = _json_of(self.folder / "tokenizer_config.json")
         self.template_fingerprint = self._template_fingerprint(configuration)
         self.vocabulary = self._read_vocabulary(content)
+        self._has_charsmap = "Precompiled" in _types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
         self.roles = self._read_roles(configuration)
         self.width = max(len(self.vocabulary), _embedding_rows(self.folder))
@@ -145,12 +146,28 @@ class Tokenizer:
         normalise = None if normalizer is None else normalizer.normalize_str
         results = []
         for text, encoding in zip(texts, self._backend.encode_batch(texts, add_special_tokens=False), strict=True):
+            backend = self._backend
             if not self._controls.isdisjoint(encoding.ids):
-                encoding = self._backend_without_controls.encode(text, add_special_tokens=False)
+                backend = self._backend_without_controls
+                encoding = backend.encode(text, add_special_tokens=False)
+            offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
             spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
-            ends = ends_by_offsets(text, encoding.offsets, spellings, normalise)
+            ends = ends_by_offsets(text, offsets, spellings, normalise)
             results.append(Encoded(np.array(encoding.ids, np.int32), ends, exact=False))
         return results
+
+    def _offsets_past_dropped(self, backend: Any, text: str, encoding: Any) -> Sequence[tuple[int, int]]:
+        """Return the tokens' offsets where a charsmap drops characters: the backend's are too low after the first one.
+
+        They are those of the text without these characters; or, if that text has other tokens, all tokens together.
+        """
+        kept = kept_characters(text, self.normalise)
+        if len(kept) == len(text):
+            return list(encoding.offsets)
+        shorter = backend.encode("".join(text[at] for at in kept), add_special_tokens=False)
+        if shorter.ids != encoding.ids or shorter.tokens != encoding.tokens:
+            return [(0, len(text))] * len(encoding.ids)
+        return [(kept[start], kept[stop - 1] + 1) if stop > start else (0, 0) for start, stop in shorter.offsets]
 
     @cached_property
     def _controls(self) -> set[int]:
@@ -308,6 +325,11 @@ def _decoded(spelling: bytes) -> str | None:
         return spelling.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _rounded(number: str) -> float:
+    # The scores of Unigram pieces lose their last digits whenever a tokenizer is read and saved; its name must not.
+    return float(f"{float(number):.6g}")
 
 
 def _fingerprint_of(content: dict[str, Any]) -> str:
