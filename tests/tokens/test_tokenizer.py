@@ -73,6 +73,38 @@ def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenize
     assert set(encoded.ends.tolist()) <= {0, *ends}
 
 
+def test_offsets_are_not_those_that_a_post_processor_trimmed(families, tokenizer_of, tmp_path):
+    folder = shutil.copytree(families["composing"], tmp_path / "copy")
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    backend.save(str(folder / "tokenizer.json"))
+    text = "e\u0301 Anna \n  has"
+    assert (
+        Tokenizer(folder).encode([text])[0].ends.tolist() == tokenizer_of["composing"].encode([text])[0].ends.tolist()
+    )
+
+
+def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_refused_by_us(families, tokenizer_of):
+    for name, text in (("t5", "a</s>b"), ("word-level", "Anna [EOS] has")):
+        backend = tokenizers.Tokenizer.from_file(str(families[name] / "tokenizer.json"))
+        backend.encode_special_tokens = True
+        tokenizer = tokenizer_of[name]
+        assert tokenizer.roles["eos"] in backend.encode(text).ids
+        assert tokenizer.roles["eos"] not in tokenizer.encode([text])[0].ids
+
+
+def test_exact_says_that_the_tokens_spell_the_text(tokenizer_of):
+    def exact(name, text):
+        return tokenizer_of[name].encode([text])[0].exact
+
+    for name in ("student", "gpt2-prefix", "metaspace", "llama2", "gemma"):
+        assert exact(name, "Anna <0x41> ## Ġ café 日")
+    assert not exact("metaspace", "a▁b")  # it reads "▁" as a space
+    assert exact("composing", "é")
+    assert not exact("composing", "e\u0301")
+    assert not exact("characters", "☃")
+
+
 def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer_of):
     tokenizer = tokenizer_of["word-piece"]
     text = "Anna  lèft 12\n"

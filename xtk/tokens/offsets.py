@@ -85,10 +85,13 @@ def _edges(text: str, normalise: Callable[[str], str] | None) -> NDArray[np.int6
     """Return the offsets, 0 and the text's length among them, that lie in nothing that is rewritten as one."""
     inside = np.zeros(len(text) + 1, np.bool_)
     if normalise is not None:
+        cuts: dict[str, list[int]] = {}
         for start, stop in _clusters(text):
+            cluster = text[start:stop]
+            if cluster not in cuts:
+                cuts[cluster] = _inner_edges(cluster, normalise) if len(cluster) <= LONGEST_CLUSTER else []
             inside[start + 1 : stop] = True
-            if stop - start <= LONGEST_CLUSTER:
-                inside[[start + at for at in _inner_edges(text[start:stop], normalise)]] = False
+            inside[[start + at for at in cuts[cluster]]] = False
     return np.flatnonzero(~inside)
 
 
