@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -121,17 +123,21 @@ def make_gemma(folder: Path) -> Path:
     return _save_sentencepiece(tokenizer, folder)
 
 
-def _unigram(normalizer: Any, pre_tokenizer: Any, vocabulary: int, specials: list[str], unk: str) -> Tokenizer:
+def _unigram(normalizer: Any, pre_tokenizer: Any, specials: list[str], unk: str) -> Tokenizer:
+    """Make a Unigram tokenizer: all letters, the most frequent words and parts of words, by their frequency."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizer
-    trainer = trainers.UnigramTrainer(
-        vocab_size=vocabulary,
-        special_tokens=specials,
-        unk_token=unk,
-        initial_alphabet=list("▁" + ALPHABET),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([*material.sentences(400, seed=5), ALPHABET], trainer)
+    words = material.word_counts(tokenizer, [*material.sentences(400, seed=5), ALPHABET])
+    counts = Counter(dict.fromkeys("▁" + ALPHABET, 1))
+    for word, count in words:
+        counts[word] += 4 * count
+        for size in (1, 2, 3):
+            counts.update({word[at : at + size]: count for at in range(len(word) - size + 1)})
+    total = sum(counts.values())
+    best = sorted(counts.items(), key=lambda item: (len(item[0]) > 1, -item[1], item[0]))[:400]
+    pieces = [*((special, 0.0) for special in specials), *((piece, math.log(count / total)) for piece, count in best)]
+    tokenizer.model = models.Unigram(pieces, unk_id=specials.index(unk))
+    tokenizer.add_special_tokens(specials)
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
 
@@ -142,7 +148,7 @@ def make_t5(folder: Path) -> Path:
         [normalizers.NFKC(), normalizers.Strip(), normalizers.Replace(Regex(r"\s+"), " ")]
     )
     tokenizer = _unigram(
-        normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), 400, ["<pad>", "</s>", "<unk>"], "<unk>"
+        normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), ["<pad>", "</s>", "<unk>"], "<unk>"
     )
     tokenizer.add_tokens([AddedToken("<extra_id_0>", lstrip=True, normalized=False)])
     return material.save_tokenizer(tokenizer, folder, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
@@ -163,7 +169,7 @@ def make_albert(folder: Path) -> Path:
     pieces = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
     )
-    tokenizer = _unigram(normalizer, pieces, 380, ["<pad>", "<unk>", "[CLS]", "[SEP]"], "<unk>")
+    tokenizer = _unigram(normalizer, pieces, ["<pad>", "<unk>", "[CLS]", "[SEP]"], "<unk>")
     return material.save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", unk_token="<unk>")
 
 
@@ -211,7 +217,7 @@ def make_xlm_r(folder: Path) -> Path:
         [normalizers.Precompiled(charsmap(CHARSMAP)), normalizers.Replace(Regex(" {2,}"), " ")]
     )
     tokenizer = _unigram(
-        normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), 390, ["<s>", "<pad>", "</s>", "<unk>"], "<unk>"
+        normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), ["<s>", "<pad>", "</s>", "<unk>"], "<unk>"
     )
     content = json.loads(tokenizer.to_str())
     content["model"]["vocab"].append(["<0x41>", -3.0])
@@ -220,15 +226,8 @@ def make_xlm_r(folder: Path) -> Path:
 
 def make_word_piece_cased(folder: Path) -> Path:
     """Write a tokenizer like BERT's cased one: letters and accents stay, spaces go."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]", max_input_chars_per_word=100))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=460, special_tokens=specials, initial_alphabet=list(ALPHABET), show_progress=False
-    )
-    tokenizer.train_from_iterator([*material.sentences(400), *material.ODD], trainer)
+    normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    tokenizer = material.word_piece_tokenizer(normalizer, 460, [*material.sentences(400), *material.ODD, ALPHABET])
     return material.save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", unk_token="[UNK]")
 
 

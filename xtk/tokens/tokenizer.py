@@ -180,7 +180,7 @@ class Tokenizer:
         Unigram models have their control tokens among their pieces, and a piece that is spelled is taken: "</s>" in
         a document would end it. Here these pieces have names that no text has.
         """
-        content = json.loads(self._read_json_bytes())
+        content = json.loads(self._backend.to_str())
         model, controls = content["model"], self._controls
         if model["type"] == "Unigram":
             for token in controls:
@@ -190,8 +190,8 @@ class Tokenizer:
         else:
             return self._backend
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
-        backend = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
-        backend.encode_special_tokens, backend.post_processor = True, None
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        backend.encode_special_tokens = True
         return backend
 
     def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
