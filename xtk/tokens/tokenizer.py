@@ -30,7 +30,6 @@ from xtk.tokens.vocabulary import (
 )
 
 ROLES = ("bos", "eos", "pad", "unk")
-_NO_TEXT = "\uffff\ufffe"  # two code points that are no characters
 
 
 @dataclass(frozen=True)
@@ -119,21 +118,14 @@ class Tokenizer:
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
         Where the tokenizer rewrote the text, its own character offsets are used: see `ends_by_offsets`.
         """
-        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
-
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        vocabulary = self.vocabulary
-        results, rewritten = [], []
-        for at, (text, encoding) in enumerate(zip(texts, encodings, strict=True)):
-            ids = np.array(encoding.ids, np.int32)
-            spelled = np.frombuffer(text.encode(), np.uint8)
-            ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, spelled)
-            results.append(Encoded(ids, ends, exact))
-            if not exact:
-                rewritten.append(at)
+        results = list(map(self._by_bytes, texts, encodings))
+        rewritten = [at for at, encoded in enumerate(results) if not encoded.exact]
         if rewritten:
-            for at, encoded in zip(rewritten, self._encode_by_offsets([texts[at] for at in rewritten]), strict=True):
-                results[at] = encoded
+            some = [texts[at] for at in rewritten]
+            encodings = self._backend.encode_batch(some, add_special_tokens=False)
+            for at, text, encoding in zip(rewritten, some, encodings, strict=True):
+                results[at] = self._by_offsets(text, encoding)
         return results
 
     def normalise(self, text: str) -> str:
@@ -141,20 +133,25 @@ class Tokenizer:
         normalizer = self._backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
 
-    def _encode_by_offsets(self, texts: Sequence[str]) -> list[Encoded]:
-        normalizer = self._backend.normalizer
-        normalise = None if normalizer is None else normalizer.normalize_str
-        results = []
-        for text, encoding in zip(texts, self._backend.encode_batch(texts, add_special_tokens=False), strict=True):
-            backend = self._backend
-            if not self._controls.isdisjoint(encoding.ids):
-                backend = self._backend_without_controls
-                encoding = backend.encode(text, add_special_tokens=False)
-            offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
-            spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
-            ends = ends_by_offsets(text, offsets, spellings, normalise)
-            results.append(Encoded(np.array(encoding.ids, np.int32), ends, exact=False))
-        return results
+    def _by_bytes(self, text: str, encoding: Any) -> Encoded:
+        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
+
+        ids = np.array(encoding.ids, np.int32)
+        spelled = np.frombuffer(text.encode(), np.uint8)
+        return Encoded(ids, *byte_ends(self.vocabulary.pool, self.vocabulary.offsets, ids, spelled))
+
+    def _by_offsets(self, text: str, encoding: Any) -> Encoded:
+        backend = self._backend
+        if not self._controls.isdisjoint(encoding.ids):
+            backend = self._backend_without_controls
+            encoding = backend.encode(text, add_special_tokens=False)
+            encoded = self._by_bytes(text, encoding)
+            if encoded.exact:
+                return encoded
+        offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
+        spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
+        ends = ends_by_offsets(text, offsets, spellings, self.normalise if backend.normalizer else None)
+        return Encoded(np.array(encoding.ids, np.int32), ends, exact=False)
 
     def _offsets_past_dropped(self, backend: Any, text: str, encoding: Any) -> Sequence[tuple[int, int]]:
         """Return the tokens' offsets where a charsmap drops characters: the backend's are too low after the first one.
@@ -178,15 +175,18 @@ class Tokenizer:
         """The backend for texts in which the model itself finds a control token, past `encode_special_tokens`.
 
         Unigram models have their control tokens among their pieces, and a piece that is spelled is taken: "</s>" in
-        a document would end it. Here these pieces have names that no text has.
+        a document would end it. Here these pieces have the tokenizer's fingerprint behind them, which no text
+        has.
         """
         content = json.loads(self._backend.to_str())
         model, controls = content["model"], self._controls
         if model["type"] == "Unigram":
             for token in controls:
-                model["vocab"][token][0] += _NO_TEXT
+                model["vocab"][token][0] += self.fingerprint
         elif model["type"] in ("WordLevel", "WordPiece"):
-            model["vocab"] = {key + _NO_TEXT * (token in controls): token for key, token in model["vocab"].items()}
+            model["vocab"] = {
+                key + self.fingerprint * (token in controls): token for key, token in model["vocab"].items()
+            }
         else:
             return self._backend
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
