@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import command_line
 import material
+from families import Families
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -73,16 +74,9 @@ def metaspace(material_folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def families(material_folder: Path) -> dict[str, Path]:
-    """A tokenizer of each family: the pair's and three more, without models."""
-    folder = material_folder / "families"
-    return {
-        "student": material.make_student_tokenizer(folder / "student"),
-        "teacher": material.make_teacher_tokenizer(folder / "teacher"),
-        "metaspace": material.make_metaspace_tokenizer(folder / "metaspace"),
-        "composing": material.make_composing_tokenizer(folder / "composing"),
-        "word-piece": material.make_word_piece_tokenizer(folder / "word-piece"),
-    }
+def families(material_folder: Path) -> Families:
+    """A tokenizer of each family, without models."""
+    return Families(material_folder / "families")
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -110,15 +111,39 @@ def make_composing_tokenizer(folder: Path, vocabulary: int = 480) -> Path:
     return save_tokenizer(tokenizer, folder, bos_token=None, eos_token="<|endoftext|>")
 
 
+def word_counts(tokenizer: Tokenizer, texts: list[str]) -> list[tuple[str, int]]:
+    """Count words as a tokenizer's normaliser and pre-tokenizer cut them, the most frequent first.
+
+    The trainers of WordPiece and Unigram give another vocabulary at every run; what is made of these counts is
+    always the same.
+    """
+    counts: Counter[str] = Counter()
+    for text in texts:
+        normal = tokenizer.normalizer.normalize_str(text) if tokenizer.normalizer else text
+        counts.update(word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(normal))
+    return sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+
+
+def word_piece_tokenizer(normalizer: object, vocabulary: int, texts: list[str]) -> Tokenizer:
+    """Make a WordPiece tokenizer: all letters, in front and inside of words, then the most frequent words."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, pre_tokenizers.BertPreTokenizer()
+    words = [word for word, _ in word_counts(tokenizer, texts)]
+    letters = sorted(set("".join(words)))
+    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    endings = [f"##{word[-size:]}" for size in (2, 3) for word in words if len(word) > size + 1]
+    pieces = [*specials, *letters, *(f"##{letter}" for letter in letters), *words[: vocabulary // 2], *endings]
+    table = {piece: at for at, piece in enumerate(list(dict.fromkeys(pieces))[:vocabulary])}
+    tokenizer.model = models.WordPiece(table, unk_token="[UNK]")
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(specials)
+    return tokenizer
+
+
 def make_word_piece_tokenizer(folder: Path, vocabulary: int = 400) -> Path:
     """Write a tokenizer like BERT's first one: lower case, no accents, no spaces, "##" inside words."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    trainer = trainers.WordPieceTrainer(vocab_size=vocabulary, special_tokens=specials, show_progress=False)
-    tokenizer.train_from_iterator(sentences(400), trainer)
+    normalizer = normalizers.BertNormalizer(lowercase=True, strip_accents=True)
+    tokenizer = word_piece_tokenizer(normalizer, vocabulary, sentences(400))
     return save_tokenizer(tokenizer, folder, bos_token="[CLS]", eos_token="[SEP]", pad_token="[PAD]", unk_token="[UNK]")
 
 

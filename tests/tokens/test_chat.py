@@ -208,8 +208,9 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
         )
         assert sequence.ends[sequence.spells].max(initial=0) <= len(document.text.encode())
         assert name
-    # A span ends at the same byte on both sides, and begins where the one before it ended or where both begin again.
-    assert (left.ends[spans[:, 1] - 1] == right.ends[spans[:, 3] - 1]).all()
+    # A span of contents ends at the same byte on both sides, and begins after the one before it.
+    contents = spans[left.spells[spans[:, 0]]]
+    assert (left.ends[contents[:, 1] - 1] == right.ends[contents[:, 3] - 1]).all()
     assert (spans[1:, 0] >= spans[:-1, 1]).all()
     assert (spans[1:, 2] >= spans[:-1, 3]).all()
     swapped = align_sequences(right, left)

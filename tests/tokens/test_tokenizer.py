@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from test_properties import readable_byte_ends
 from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
 
 from xtk.errors import XtkError
@@ -22,16 +23,6 @@ UNCHANGING = ["student", "teacher", "metaspace"]  # without a normaliser
 @pytest.fixture(scope="session")
 def tokenizer_of(families):
     return {name: Tokenizer(folder) for name, folder in families.items()}
-
-
-def readable_byte_ends(spellings: list[bytes], text: bytes) -> list[int] | None:
-    """Slow twin of byte_ends: None where the tokens do not spell the text."""
-    whole = b"".join(spellings)
-    added = whole == b" " + text
-    if whole != text and not added:
-        return None
-    ends = [len(b"".join(spellings[: at + 1])) for at in range(len(spellings))]
-    return [max(end - added, 0) for end in ends]
 
 
 @pytest.mark.parametrize("name", UNCHANGING)
@@ -52,21 +43,6 @@ def test_tokens_spell_the_text_byte_for_byte(tokenizer_of, name, text):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@given(text=TEXTS)
-@quick
-def test_ends_never_fall_and_the_last_one_is_the_end_of_the_text(tokenizer_of, name, text):
-    (tokens,) = tokenizer_of[name].encode([text])
-    assert tokens.ids.dtype == tokens.ends.dtype == np.int32
-    assert len(tokens.ids) == len(tokens.ends)
-    assert (np.diff(tokens.ends) >= 0).all()
-    assert (tokens.ends >= 0).all()
-    if len(tokens.ends):
-        assert tokens.ends[-1] == len(text.encode())
-    else:
-        assert not text or name == "word-piece"  # which drops whitespace and control characters
-
-
-@pytest.mark.parametrize("name", FAMILIES)
 @given(before=st.text(max_size=5), spelling=st.sampled_from(SPECIAL_SPELLINGS), after=st.text(max_size=5))
 @quick
 def test_the_spelling_of_a_special_token_is_not_that_token(tokenizer_of, name, before, spelling, after):
@@ -74,17 +50,6 @@ def test_the_spelling_of_a_special_token_is_not_that_token(tokenizer_of, name, b
     (tokens,) = tokenizer.encode([before + spelling + after])
     controls = set(tokenizer.vocabulary.special_tokens.values()) - {tokenizer.roles.get("unk")}
     assert not controls & set(tokens.ids.tolist())
-    assert len(tokens.ids) > 1
-
-
-@given(text=TEXTS)
-@quick
-def test_documents_do_not_depend_on_those_beside_them(tokenizer_of, text):
-    for tokenizer in tokenizer_of.values():
-        (alone,) = tokenizer.encode([text])
-        _, among, _ = tokenizer.encode(["Anna has 12 apples.", text, "é" * 30])
-        assert among.ids.tolist() == alone.ids.tolist()
-        assert among.ends.tolist() == alone.ends.tolist()
 
 
 @pytest.mark.parametrize(
@@ -106,6 +71,42 @@ def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenize
     assert [found[position] for position in positions] == ends
     # Tokens inside of a rewritten character end with the character before it.
     assert set(encoded.ends.tolist()) <= {0, *ends}
+
+
+def test_offsets_are_not_those_that_a_post_processor_trimmed(tmp_path):
+    letters = ["e", "Ì", "ģ", "Ã", "©", "Ċ", "Ġ", "x", "ĊĠ"]
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE({letter: at for at, letter in enumerate(letters)}, [("Ċ", "Ġ")])
+    )
+    backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path)
+    (tokens,) = tokenizer.encode(["e\u0301\n x"])
+    assert [tokenizer.vocabulary.spelling(token) for token in tokens.ids] == [b"\xc3", b"\xa9", b"\n ", b"x"]
+    assert tokens.ends.tolist() == [0, 3, 5, 6]
+
+
+def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_refused_by_us(families, tokenizer_of):
+    for name, text in (("t5", "a</s>b"), ("word-level", "Anna [EOS] has")):
+        backend = tokenizers.Tokenizer.from_file(str(families[name] / "tokenizer.json"))
+        backend.encode_special_tokens = True
+        tokenizer = tokenizer_of[name]
+        assert tokenizer.roles["eos"] in backend.encode(text).ids
+        assert tokenizer.roles["eos"] not in tokenizer.encode([text])[0].ids
+
+
+def test_exact_says_that_the_tokens_spell_the_text(tokenizer_of):
+    def exact(name, text):
+        return tokenizer_of[name].encode([text])[0].exact
+
+    for name in ("student", "gpt2-prefix", "metaspace", "llama2", "gemma"):
+        assert exact(name, "Anna <0x41> ## Ġ café 日")
+    assert not exact("metaspace", "a▁b")  # it reads "▁" as a space
+    assert exact("composing", "é")
+    assert not exact("composing", "e\u0301")
+    assert not exact("characters", "☃")
 
 
 def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer_of):

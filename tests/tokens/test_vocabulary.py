@@ -55,16 +55,28 @@ def test_of_tokens_that_spell_the_same_the_ordinary_one_then_the_lowest_is_found
     assert vocabulary.token_of_bytes == {b"A": 3, b"\xe6": 1, b"B": 2}
 
 
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("student", BYTE_LEVEL),
-        ("teacher", BYTE_LEVEL),
-        ("composing", BYTE_LEVEL),
-        ("metaspace", METASPACE),
-        ("word-piece", WORD_PIECE),
-    ],
-)
+def test_without_byte_fallback_the_spelling_of_a_lone_byte_is_a_word():
+    vocabulary = read_vocabulary(METASPACE, ["<0x41>", "▁A"], literal={}, special={}, byte_fallback=False)
+    assert vocabulary.spellings == [b"<0x41>", b" A"]
+    assert not vocabulary.lone_byte.any()
+
+
+def test_the_marks_of_a_word_s_pieces_are_no_text():
+    assert read_vocabulary(WORD_PIECE, ["a", "@@b", "##c"], {}, {}, word_mark="@@").spellings == [b"a", b"b", b"##c"]
+    clip = read_vocabulary(BYTE_LEVEL, ["the</w>", "th", "</w>"], literal={}, special={}, end_mark="</w>")
+    assert clip.spellings == [b"the", b"th", b""]
+
+
+KINDS = {
+    BYTE_LEVEL: ["student", "teacher", "composing", "gpt2", "gpt2-prefix", "llama3", "tekken", "byte-lower", "added",
+                 "added-lower"],
+    METASPACE: ["metaspace", "metaspace-always", "llama2", "gemma", "t5", "albert", "xlm-r", "added-metaspace"],
+    WORD_PIECE: ["word-piece", "word-piece-cased"],
+    LITERAL: ["word-level", "characters"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "family"), [(name, kind) for kind, names in KINDS.items() for name in names])
 def test_the_family_of_a_tokenizer_is_recognised(families, name, family):
     tokenizer = Tokenizer(families[name])
     assert tokenizer.vocabulary.family == family

@@ -8,7 +8,6 @@ import hashlib
 import json
 import re
 import threading
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +19,7 @@ import tokenizers
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.tokens.offsets import ends_by_offsets, kept_characters
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -46,10 +46,13 @@ class Encoded:
         ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
             spells nothing of it (a prefix that the tokenizer added) ends where the one before it does;
             of tokens that share a character which a normaliser rewrote, only the last has its end.
+        exact: whether the tokens' bytes spell the text, perhaps after a space that the tokenizer put in front.
+            Otherwise the tokenizer rewrote some of it, and the ends come from its offsets.
     """
 
     ids: NDArray[np.int32]
     ends: NDArray[np.int32]
+    exact: bool = True
 
 
 class Tokenizer:
@@ -67,6 +70,7 @@ class Tokenizer:
             and `padding`, which ordinary calls switch on.
         template_fingerprint: the same for its chat template; None without one.
         roles: {"bos", "eos", "pad", "unk": id}, as far as it has them.
+        unknown_id: the token that stands for what the tokenizer cannot write; None if it has a token for every text.
         width: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
 
     Raises:
@@ -79,7 +83,7 @@ class Tokenizer:
         raw, configuration = self._read_files()
         try:
             with _no_garbage_collection():
-                content = json.loads(raw)
+                content = json.loads(raw, parse_float=_rounded)
             self._backend = tokenizers.Tokenizer.from_buffer(raw)
         except Exception as wrong:  # the backend raises bare Exceptions
             raise XtkError(
@@ -89,6 +93,8 @@ class Tokenizer:
             ) from None
         self._backend.no_truncation()
         self._backend.no_padding()
+        # It adds special tokens, which are not asked for here, and cuts white space off the offsets.
+        self._backend.post_processor = None
         # Text is text: the spelling of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
         self._lock = threading.Lock()  # of that setting, which conversations change for a moment
@@ -96,6 +102,8 @@ class Tokenizer:
         self._template = self._read_template(configuration)
         self.template_fingerprint = _template_fingerprint_of(self._template)
         self.vocabulary = self._read_vocabulary(content)
+        self._has_charsmap = "Precompiled" in _types(content.get("normalizer"))
+        self.unknown_id = self._read_unknown_id(content["model"])
         self.roles = self._read_roles(configuration)
         self.width = max(len(self.vocabulary), width or _embedding_rows(self.folder))
         self._raw = raw
@@ -117,20 +125,87 @@ class Tokenizer:
         """Tokenise texts, without special tokens, and find the byte where each token ends.
 
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
-        Where a normaliser rewrote the text, the tokenizer's own character offsets are used.
+        Where the tokenizer rewrote the text, its own character offsets are used: see `ends_by_offsets`.
         """
-        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
-
         with self._lock:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        vocabulary = self.vocabulary
-        results = []
-        for text, encoding in zip(texts, encodings, strict=True):
-            ids = np.array(encoding.ids, np.int32)
-            spelled = np.frombuffer(text.encode(), np.uint8)
-            ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, spelled)
-            results.append(Encoded(ids, ends) if exact else self._encode_by_offsets(text))
+        results = list(map(self._by_bytes, texts, encodings))
+        rewritten = [at for at, encoded in enumerate(results) if not encoded.exact]
+        if rewritten:
+            some = [texts[at] for at in rewritten]
+            with self._lock:
+                encodings = self._backend.encode_batch(some, add_special_tokens=False)
+            for at, text, encoding in zip(rewritten, some, encodings, strict=True):
+                results[at] = self._by_offsets(text, encoding)
         return results
+
+    def normalise(self, text: str) -> str:
+        """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
+        normalizer = self._backend.normalizer
+        return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    def _by_bytes(self, text: str, encoding: Any) -> Encoded:
+        return self._spelled_by(text, np.array(encoding.ids, np.int32))
+
+    def _spelled_by(self, text: str, ids: NDArray[np.int32]) -> Encoded:
+        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
+
+        spelled = np.frombuffer(text.encode(), np.uint8)
+        return Encoded(ids, *byte_ends(self.vocabulary.pool, self.vocabulary.offsets, ids, spelled))
+
+    def _by_offsets(self, text: str, encoding: Any) -> Encoded:
+        backend = self._backend
+        if not self._controls.isdisjoint(encoding.ids):
+            backend = self._backend_without_controls
+            encoding = backend.encode(text, add_special_tokens=False)
+            encoded = self._by_bytes(text, encoding)
+            if encoded.exact:
+                return encoded
+        offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
+        spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
+        ends = ends_by_offsets(text, offsets, spellings, self.normalise if backend.normalizer else None)
+        return Encoded(np.array(encoding.ids, np.int32), ends, exact=False)
+
+    def _offsets_past_dropped(self, backend: Any, text: str, encoding: Any) -> Sequence[tuple[int, int]]:
+        """Return the tokens' offsets where a charsmap drops characters: the backend's are too low after the first one.
+
+        They are those of the text without these characters; or, if that text has other tokens, all tokens together.
+        """
+        kept = kept_characters(text, self.normalise)
+        if len(kept) == len(text):
+            return list(encoding.offsets)
+        shorter = backend.encode("".join(text[at] for at in kept), add_special_tokens=False)
+        if shorter.ids != encoding.ids or shorter.tokens != encoding.tokens:
+            return [(0, len(text))] * len(encoding.ids)
+        return [(kept[start], kept[stop - 1] + 1) if stop > start else (0, 0) for start, stop in shorter.offsets]
+
+    @cached_property
+    def _controls(self) -> set[int]:
+        return set(self.vocabulary.special_tokens.values()) - {self.unknown_id}
+
+    @cached_property
+    def _backend_without_controls(self) -> Any:
+        """The backend for texts in which the model itself finds a control token, past `encode_special_tokens`.
+
+        Unigram models have their control tokens among their pieces, and a piece that is spelled is taken: "</s>" in
+        a document would end it. Here these pieces have the tokenizer's fingerprint behind them, which no text
+        has.
+        """
+        content = json.loads(self._backend.to_str())
+        model, controls = content["model"], self._controls
+        if model["type"] == "Unigram":
+            for token in controls:
+                model["vocab"][token][0] += self.fingerprint
+        elif model["type"] in ("WordLevel", "WordPiece"):
+            model["vocab"] = {
+                key + self.fingerprint * (token in controls): token for key, token in model["vocab"].items()
+            }
+        else:
+            return self._backend
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
+        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        backend.encode_special_tokens = True
+        return backend
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -196,40 +271,38 @@ class Tokenizer:
                 byte += len(controls[number].encode())
                 ids.append(np.array([self.vocabulary.special_tokens[controls[number]]], np.int32))
                 ends.append(np.array([byte], np.int32))
-        return Encoded(np.concatenate(ids), np.concatenate(ends).astype(np.int32))
+        exact = all(tokens.exact for tokens in encoded)
+        return Encoded(np.concatenate(ids), np.concatenate(ends).astype(np.int32), exact)
 
     def _between_controls(self, text: str, encoding: Any) -> Encoded:
         """Find the ends of tokens of a text in which every spelling of a control token is that token."""
-        from xtk.tokens.kernels import byte_ends
-
         ids = np.array(encoding.ids, np.int32)
-        places = np.flatnonzero(self.vocabulary.special[ids]) if len(ids) else ids
-        texts, controls, at = [], [], 0
-        for place in places.tolist():
-            spelled = self.control_names[int(ids[place])]
-            found = text.find(spelled, at)
-            if found < 0:  # an unknown token, which spells nothing that could be found
-                return self._as_written_by_offsets(text)
-            texts.append(text[at:found])
+        places = [at for at, token in enumerate(encoding.ids) if token in self._controls]
+        parts, controls, at, first = [], [], 0, 0
+        for place in [*places, len(ids)]:
+            spelled = "" if place == len(ids) else self.control_names[int(ids[place])]
+            found = len(text) if place == len(ids) else text.find(spelled, at)
+            if found < 0:  # a control token that the model found in another spelling: nothing of it can be told apart
+                return Encoded(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
+            parts.append((text[at:found], ids[first:place]))
             controls.append(spelled)
-            at = found + len(spelled)
-        texts.append(text[at:])
-        encoded, first = [], 0
-        for part, stop in zip(texts, [*places.tolist(), len(ids)], strict=True):
-            tokens = ids[first:stop]
-            ends, exact = byte_ends(
-                self.vocabulary.pool, self.vocabulary.offsets, tokens, np.frombuffer(part.encode(), np.uint8)
-            )
-            if not exact:
-                return self._as_written_by_offsets(text)
-            encoded.append(Encoded(tokens, ends))
-            first = stop + 1
-        return self._joined(texts, controls, encoded)
+            at, first = found + len(spelled), place + 1
+        encoded = [self._part_by_bytes(*part) or self._part_alone(*part) for part in parts]
+        return self._joined([part for part, _ in parts], controls[:-1], encoded)
 
-    def _as_written_by_offsets(self, text: str) -> Encoded:
-        with self._as_written():
-            encoding = self._backend.encode(text, add_special_tokens=False)
-        return self._by_offsets(text, encoding)
+    def _part_by_bytes(self, text: str, ids: NDArray[np.int32]) -> Encoded | None:
+        encoded = self._spelled_by(text, ids)
+        return encoded if encoded.exact else None
+
+    def _part_alone(self, text: str, ids: NDArray[np.int32]) -> Encoded:
+        """Find the ends of tokens between control tokens where a normaliser rewrote them: those of the part alone.
+
+        A part that has other tokens alone is one stretch, whose tokens all end with it.
+        """
+        (alone,) = self.encode([text])
+        if alone.ids.tolist() == ids.tolist():
+            return alone
+        return Encoded(ids, np.append(np.zeros(len(ids) - 1), len(text.encode())).astype(np.int32)[-len(ids) :], False)
 
     @contextlib.contextmanager
     def _as_written(self) -> Iterator[None]:
@@ -250,24 +323,6 @@ class Tokenizer:
     def control_names(self) -> dict[int, str]:
         """{id: content} of the control tokens, which spell nothing."""
         return {token: content for content, token in self.vocabulary.special_tokens.items()}
-
-    def _encode_by_offsets(self, text: str) -> Encoded:
-        return self._by_offsets(text, self._backend.encode(text, add_special_tokens=False))
-
-    def _by_offsets(self, text: str, encoding: Any) -> Encoded:
-        ids = np.array(encoding.ids, np.int32)
-        if not len(ids):
-            return Encoded(ids, np.zeros(0, np.int32))
-        byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
-        before, after = _cluster_edges(text)
-        offsets = np.array(encoding.offsets, np.int64)
-        starts = byte_of_character[before[offsets[:, 0]]]
-        ends = np.maximum.accumulate(byte_of_character[after[offsets[:, 1]]])
-        # Of tokens that share a character only the last ends with it; the others end where the token before them does.
-        shared = np.append(starts[1:] < ends[:-1], False)
-        ends = np.maximum.accumulate(np.where(shared, 0, ends))
-        ends[-1] = byte_of_character[-1]
-        return Encoded(ids, ends.astype(np.int32))
 
     def files(self) -> dict[str, bytes]:
         """Return {file name: content} of all that it takes to read this tokenizer again."""
@@ -364,13 +419,21 @@ class Tokenizer:
         token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
         for token, number in table.items():
             token_of_id[number] = token
-        added = content.get("added_tokens") or []
+        added, model = content.get("added_tokens") or [], content["model"]
         return read_vocabulary(
             _family(content),
             token_of_id,
             literal={token["id"]: token["content"] for token in added},
             special={token["content"]: token["id"] for token in added if token.get("special")},
+            byte_fallback=bool(model.get("byte_fallback")),
+            word_mark=model.get("continuing_subword_prefix") or "",
+            end_mark=model.get("end_of_word_suffix") or "",
         )
+
+    def _read_unknown_id(self, model: dict[str, Any]) -> int | None:
+        token = model.get("unk_token")
+        number = model.get("unk_id") if token is None else self._backend.token_to_id(token)
+        return None if number is None else int(number)
 
     def _read_roles(self, configuration: dict[str, Any]) -> dict[str, int]:
         fallback = _json_of(self.folder / "special_tokens_map.json")
@@ -394,25 +457,6 @@ class Tokenizer:
         return template if isinstance(template, str) else None
 
 
-def _cluster_edges(text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return for each offset into the text the edges of its character with marks, at or before and at or after it.
-
-    A normaliser composes a character with the marks behind it and puts marks into order, and gives the
-    result the offset of the first character alone: "e" + U+0301 as U+00E9 seems to end after the "e".
-    """
-    inside = [_goes_on(character) for character in text[1:]]
-    edges = np.flatnonzero(~np.array([False, *inside, False][: len(text) + 1], np.bool_))
-    offsets = np.arange(len(text) + 1)
-    before = edges[np.searchsorted(edges, offsets, side="right") - 1]
-    after = edges[np.searchsorted(edges, offsets, side="left")]
-    return before, after
-
-
-def _goes_on(character: str) -> bool:
-    # Hangul vowels and final consonants (U+1160 to U+11FF) are composed too, and are no marks.
-    return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
-
-
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """Hold Python's collector while half a million small objects are made, none of them garbage: half the time."""
@@ -430,6 +474,11 @@ def _decoded(spelling: bytes) -> str | None:
         return spelling.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _rounded(number: str) -> float:
+    # The scores of Unigram pieces lose their last digits whenever a tokenizer is read and saved; its name must not.
+    return float(f"{float(number):.6g}")
 
 
 def _fingerprint_of(content: dict[str, Any]) -> str:

@@ -87,7 +87,14 @@ class Vocabulary:
 
 
 def read_vocabulary(
-    family: str, token_of_id: Sequence[str | None], literal: Mapping[int, str], special: Mapping[str, int]
+    family: str,
+    token_of_id: Sequence[str | None],
+    literal: Mapping[int, str],
+    special: Mapping[str, int],
+    *,
+    byte_fallback: bool = True,
+    word_mark: str = "##",
+    end_mark: str = "",
 ) -> Vocabulary:
     """Decode a vocabulary into bytes.
 
@@ -96,12 +103,22 @@ def read_vocabulary(
         token_of_id: each token as its tokenizer writes it; None where an id has no token.
         literal: {id: text} of added tokens, which stand for themselves in every family.
         special: {content: id} of control tokens.
+        byte_fallback: whether METASPACE writes a lone byte as "<0x41>". To a model without, that is ordinary text.
+        word_mark: what WORD_PIECE writes in front of a piece that goes on inside a word.
+        end_mark: what the model writes behind the last piece of a word, in any family: "</w>", say.
     """
     written = [token or "" for token in token_of_id]
+    if end_mark:
+        written = [token.removesuffix(end_mark) for token in written]
     for token in literal:
         written[token] = ""
-    decode = {BYTE_LEVEL: _decode_byte_level, METASPACE: _decode_metaspace, WORD_PIECE: _decode_word_piece}.get(family)
-    pieces = decode(written) if decode else [token.encode("utf-8", "replace") for token in written]
+    if family == BYTE_LEVEL:
+        pieces = _decode_byte_level(written)
+    elif family == METASPACE:
+        pieces = _decode_metaspace(written, byte_fallback)
+    else:
+        mark = word_mark if family == WORD_PIECE else ""
+        pieces = [token.removeprefix(mark).encode("utf-8", "replace") for token in written]
     controls = set(special.values())
     for token, text in literal.items():
         pieces[token] = b"" if token in controls else text.encode("utf-8", "replace")
@@ -111,7 +128,7 @@ def read_vocabulary(
     mask = np.zeros(len(pieces), np.bool_)
     mask[list(controls)] = True
     lone = np.zeros(len(pieces), np.bool_)
-    if family == METASPACE:
+    if family == METASPACE and byte_fallback:
         lone[[at for at, token in enumerate(written) if len(token) == 6 and _LONE_BYTE.fullmatch(token)]] = True
     return Vocabulary(
         family=family,
@@ -142,13 +159,9 @@ def _byte_level_or_literal(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-def _decode_metaspace(written: list[str]) -> list[bytes]:
+def _decode_metaspace(written: list[str], byte_fallback: bool) -> list[bytes]:
     pieces = []
     for token in written:
-        lone = _LONE_BYTE.fullmatch(token) if len(token) == 6 else None
+        lone = _LONE_BYTE.fullmatch(token) if byte_fallback and len(token) == 6 else None
         pieces.append(bytes([int(lone[1], 16)]) if lone else token.replace(METASPACE_LETTER, " ").encode())
     return pieces
-
-
-def _decode_word_piece(written: list[str]) -> list[bytes]:
-    return [token.removeprefix("##").encode("utf-8", "replace") for token in written]

@@ -1,0 +1,135 @@
+"""What a tokenizer loses of texts: characters that it rewrote, dropped or could not write, counted."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.vocabulary import METASPACE_LETTER
+
+DOCUMENTS_AT_ONCE = 1000
+EXAMPLES = 3
+
+
+@dataclass
+class Rewriting:
+    """What a tokenizer did to the characters of some texts.
+
+    A space that it puts in front of a text is no loss and not counted.
+
+    Attributes:
+        name: the tokenizer.
+        characters: of all texts, those that it left alone too.
+        rewritten: characters that became others: composed, in lower case, without their accent.
+        dropped: characters of which nothing is left: white space, control characters, lone accents.
+        unknown: characters that only the unknown token stands for.
+        examples: how often each stretch of text (first) was read as another (second; "" if dropped, None if unknown).
+    """
+
+    name: str
+    characters: int = 0
+    rewritten: int = 0
+    dropped: int = 0
+    unknown: int = 0
+    examples: Counter[tuple[str, str | None]] = field(default_factory=Counter)
+
+    @property
+    def lost(self) -> int:
+        """Characters that the tokens do not spell."""
+        return self.rewritten + self.dropped + self.unknown
+
+    def warning(self) -> str | None:
+        """Return one line for people; None if nothing was lost."""
+        if not self.lost:
+            return None
+        kinds = {"rewritten": self.rewritten, "dropped": self.dropped, "unknown": self.unknown}
+        told = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items() if number)
+        examples = "; ".join(_told(*pair, count) for pair, count in self.examples.most_common(EXAMPLES))
+        return (
+            f"{self.name} cannot spell {self.lost / self.characters:.2%} of the characters of these texts "
+            f"({self.lost:,} of {self.characters:,}: {told}), and what it reads instead is compared; "
+            f"most often {examples}"
+        )
+
+
+def _told(before: str, after: str | None, count: int) -> str:
+    # What was composed looks the same: then in code points.
+    looks_same = bool(after) and unicodedata.normalize("NFKC", before) == unicodedata.normalize("NFKC", str(after))
+    shown = ascii if looks_same else repr
+    did = "unknown" if after is None else f"as {shown(after)}" if after else "dropped"
+    return f"{shown(before)} {did} {count:,} {'times' if count > 1 else 'time'}"
+
+
+def rewriting(tokenizer: Tokenizer, texts: Iterable[str], encoded: Iterable[Encoded] | None = None) -> Rewriting:
+    """Count what a tokenizer loses of texts. Texts that its tokens spell exactly cost nothing but their tokenising.
+
+    Args:
+        tokenizer: reads the texts.
+        texts: any number; a thousand at a time are held.
+        encoded: the texts' tokens, where they are at hand.
+    """
+    found = Rewriting(tokenizer.name)
+    stretches: Counter[tuple[str, str | None]] = Counter()
+    pairs = _encoded(tokenizer, texts) if encoded is None else zip(texts, encoded, strict=True)
+    for text, tokens in pairs:
+        found.characters += len(text)
+        if not tokens.exact:
+            stretches.update(_changed_stretches(tokenizer, text.encode(), tokens))
+    for (text, read), count in stretches.items():
+        _count(found, text, read, count)
+    return found
+
+
+def _encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterable[tuple[str, Encoded]]:
+    remaining = iter(texts)
+    while some := list(itertools.islice(remaining, DOCUMENTS_AT_ONCE)):
+        yield from zip(some, tokenizer.encode(some), strict=True)
+
+
+def _changed_stretches(tokenizer: Tokenizer, text: bytes, tokens: Encoded) -> Iterable[tuple[str, str | None]]:
+    """Yield the stretches between ends that their tokens do not spell, and what these spell; None for unknown."""
+    ids, ends = tokens.ids.tolist(), tokens.ends.tolist()
+    first = start = 0
+    for at, stop in enumerate(ends):
+        if stop == start:
+            continue
+        part, stretch = ids[first : at + 1], text[start:stop]
+        spelled = b"".join(map(tokenizer.vocabulary.spelling, part))
+        if tokenizer.unknown_id in part:
+            yield stretch.decode(errors="replace"), None
+        elif spelled not in (stretch, b" " + stretch):
+            yield stretch.decode(errors="replace"), spelled.decode(errors="replace")
+        first, start = at + 1, stop
+    if start < len(text):  # no token at all
+        yield text[start:].decode(), ""
+
+
+def _count(found: Rewriting, text: str, read: str | None, count: int) -> None:
+    if read is None:
+        word = text.lstrip()
+        if len(word) < len(text):
+            _count(found, text[: len(text) - len(word)], "", count)
+        found.unknown += count * len(word)
+        found.examples[word, None] += count
+        return
+    if not text[0].isspace() and text[0] != METASPACE_LETTER:
+        read = read.removeprefix(" ")  # the tokenizer's own
+    for kind, start, stop, low, high in difflib.SequenceMatcher(None, text, read, autojunk=False).get_opcodes():
+        if kind == "delete":
+            found.dropped += count * (stop - start)
+            found.examples[text[start:stop], ""] += count
+        elif kind == "replace":
+            found.rewritten += count * (stop - start)
+            one_by_one = stop - start == high - low
+            changes = (
+                zip(text[start:stop], read[low:high], strict=True)
+                if one_by_one
+                else [(text[start:stop], read[low:high])]
+            )
+            for before, after in changes:
+                found.examples[before, after] += count
