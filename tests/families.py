@@ -150,6 +150,7 @@ def make_t5(folder: Path) -> Path:
     tokenizer = _unigram(
         normalizer, pre_tokenizers.Metaspace(prepend_scheme="always"), ["<pad>", "</s>", "<unk>"], "<unk>"
     )
+    tokenizer.add_special_tokens(["<turn>"])  # behind the model's own pieces
     tokenizer.add_tokens([AddedToken("<extra_id_0>", lstrip=True, normalized=False)])
     return material.save_tokenizer(tokenizer, folder, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 

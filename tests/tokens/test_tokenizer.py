@@ -95,6 +95,10 @@ def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_re
         tokenizer = tokenizer_of[name]
         assert tokenizer.roles["eos"] in backend.encode(text).ids
         assert tokenizer.roles["eos"] not in tokenizer.encode([text])[0].ids
+    (tokens,) = tokenizer_of["t5"].encode(["a</s><extra_id_0><turn>"])
+    spellings = tokenizer_of["t5"].vocabulary.spellings
+    assert b"".join(spellings[token] for token in tokens.ids) == b" a</s><extra_id_0> <turn>"
+    assert b"<extra_id_0>" in [spellings[token] for token in tokens.ids]
 
 
 def test_exact_says_that_the_tokens_spell_the_text(tokenizer_of):

@@ -192,7 +192,9 @@ class Tokenizer:
         has.
         """
         content = json.loads(self._backend.to_str())
-        model, controls = content["model"], self._controls
+        model = content["model"]
+        # Those past the model's own pieces stay: the ids of other added tokens are counted on from them.
+        controls = {token for token in self._controls if token < len(model.get("vocab") or [])}
         if model["type"] == "Unigram":
             for token in controls:
                 model["vocab"][token][0] += self.fingerprint
