@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from xtk.tokens.document import Document
+    from xtk.tokens.rewriting import Rewriting
     from xtk.tokens.statistics import Aligned, Statistics
     from xtk.tokens.tokenizer import Tokenizer
 
@@ -112,6 +113,8 @@ def _counted(
             statistics.add(group)
             begin += group[: first - len(begin)]
             progress.advance(len(group), f"{statistics.bytes / 1e6:,.1f} MB")
+    for lost in statistics.lost:
+        _warn(lost)
     return statistics, begin or statistics.worst[:worst]
 
 
@@ -161,24 +164,49 @@ def _refuse_another(path: Path, request: str) -> None:
 
 
 def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
+    from xtk.tokens.rewriting import Rewriting, rewriting
     from xtk.tokens.statistics import aligned
 
     coloured = terminal.results_are_seen_by_a_person() and not as_json
+    lost = [Rewriting(side.name) for side in (student, teacher)]
     for group in aligned(documents, student, teacher):
         for document in group:
             if coloured:
-                _show(_record(document), student, teacher)
+                _show(_record(document, student, teacher), student, teacher)
             else:
-                terminal.result_json(_record(document))
+                terminal.result_json(_record(document, student, teacher))
+            if document.is_text:
+                lost[0] += rewriting(student, [document.text], [document.student])
+                lost[1] += rewriting(teacher, [document.text], [document.teacher])
+    for found in lost:
+        _warn(found)
 
 
-def _record(document: Aligned) -> dict[str, Any]:
-    return {
+def _warn(lost: Rewriting) -> None:
+    if warning := lost.warning():
+        terminal.note(f"align: {warning}")
+
+
+def _record(document: Aligned, student: Tokenizer, teacher: Tokenizer) -> dict[str, Any]:
+    record = {
         "text": document.text,
         "student_ids": document.student.ids.tolist(),
         "teacher_ids": document.teacher.ids.tolist(),
         "spans": document.spans.tolist(),
+        "exact": document.student.exact and document.teacher.exact,
     }
+    if not record["exact"]:
+        from xtk.tokens.difference import compare
+
+        one = _spelled(student, document.student.ids, document.spans[:, :2])
+        other = _spelled(teacher, document.teacher.ids, document.spans[:, 2:])
+        record["similarity"] = [round(value, 4) for value in compare(one, other)[0].tolist()]
+    return record
+
+
+def _spelled(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
+    spell = tokenizer.vocabulary.spelling
+    return [b"".join(map(spell, ids[low:high].tolist())).decode("utf-8", "replace") for low, high in ranges.tolist()]
 
 
 def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:

@@ -19,11 +19,13 @@ from xtk.errors import XtkError
 from xtk.lookup import lookup
 from xtk.teachers import BACKENDS
 from xtk.tokens.document import Document
+from xtk.tokens.rewriting import Rewriting, rewriting
 from xtk.tokens.sequence import Sequence, left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_AT_ONCE = 1024
+LOOKED_AT = 1000  # documents in which what the tokenizer cannot spell is counted
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,12 @@ def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: in
     too_long: list[tuple[int, int]] = []
     rewritten: list[int] = []
     documents = empty = 0
+    lost = Rewriting(tokenizer.name)
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
         if document.conversation is not None:
             rewritten.append(left_out(document, tokens))
+        elif documents < LOOKED_AT and len(tokens.pieces):
+            lost += rewriting(tokenizer, [document.text], [tokens.piece(0)])
         if limit is not None and len(tokens) > limit:
             too_long.append((documents, len(tokens)))
         empty += not document.text
@@ -181,6 +186,8 @@ def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: in
         _tell_too_long(request, corpus, limit, too_long, documents)
     if empty:
         terminal.note(f"cache-teacher: {empty:,} of {documents:,} documents are empty; nothing of them is trained")
+    if warning := lost.warning():
+        terminal.note(f"cache-teacher: {warning}")
     if sum(rewritten):
         terminal.note("cache-teacher: " + told_rewritten(rewritten))
     if empty == documents or not lengths:

@@ -12,6 +12,7 @@ Source: E. Myers, An O(ND) Difference Algorithm and Its Variations, 1986 (the mi
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,7 +93,22 @@ def align_different(
         spans[-1, [1, 3]] = len(student_ends), len(teacher_ends)
     elif len(student_ends) or len(teacher_ends):
         spans = np.array([[0, len(student_ends), 0, len(teacher_ends)]], np.int32)
-    return _compared(spans, student_text, student_ends, teacher_text, teacher_ends)
+    one = _pieces(student_text, student_ends, spans[:, :2])
+    other = _pieces(teacher_text, teacher_ends, spans[:, 2:])
+    return DifferentSpans(spans, *compare(one, other))
+
+
+def compare(one: Sequence[str], other: Sequence[str]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Compare texts in pairs.
+
+    Returns:
+        float32 [n], the similarity of each pair; bool [n], whether its texts are equal.
+    """
+    equal = np.array([left == right for left, right in zip(one, other, strict=True)], np.bool_)
+    similarity = [
+        1.0 if same else similarity_of(left, right) for left, right, same in zip(one, other, equal, strict=True)
+    ]
+    return np.array(similarity, np.float32), equal
 
 
 def byte_of_character(text: str) -> NDArray[np.int32]:
@@ -142,24 +158,10 @@ def _on_ruler(ends: NDArray[np.int32], cuts: NDArray[np.int32]) -> NDArray[np.in
     return np.maximum.accumulate(found).astype(np.int32) if len(found) else found.astype(np.int32)
 
 
-def _compared(
-    spans: NDArray[np.int32],
-    student_text: str,
-    student_ends: NDArray[np.int32],
-    teacher_text: str,
-    teacher_ends: NDArray[np.int32],
-) -> DifferentSpans:
-    raw = [student_text.encode("utf-8", "surrogatepass"), teacher_text.encode("utf-8", "surrogatepass")]
-    similarity, equal = np.zeros(len(spans), np.float32), np.zeros(len(spans), np.bool_)
-    edges = [np.concatenate([np.zeros(1, np.int32), ends]) for ends in (student_ends, teacher_ends)]
-    for number, (s0, s1, t0, t1) in enumerate(spans.tolist()):
-        pieces = [
-            text[edge[low] : edge[high]].decode("utf-8", "replace")
-            for text, edge, low, high in zip(raw, edges, (s0, t0), (s1, t1), strict=True)
-        ]
-        equal[number] = pieces[0] == pieces[1]
-        similarity[number] = 1 if equal[number] else similarity_of(*pieces)
-    return DifferentSpans(spans, similarity, equal)
+def _pieces(text: str, ends: NDArray[np.int32], ranges: NDArray[np.int32]) -> list[str]:
+    """Return what each range of tokens spells."""
+    raw, edges = text.encode("utf-8", "surrogatepass"), [0, *ends.tolist()]
+    return [raw[edges[low] : edges[high]].decode("utf-8", "replace") for low, high in ranges.tolist()]
 
 
 def similarity_of(one: str, other: str) -> float:

@@ -43,6 +43,16 @@ class Rewriting:
         """Characters that the tokens do not spell."""
         return self.rewritten + self.dropped + self.unknown
 
+    def __add__(self, other: Rewriting) -> Rewriting:
+        return Rewriting(
+            self.name,
+            self.characters + other.characters,
+            self.rewritten + other.rewritten,
+            self.dropped + other.dropped,
+            self.unknown + other.unknown,
+            self.examples + other.examples,
+        )
+
     def warning(self) -> str | None:
         """Return one line for people; None if nothing was lost."""
         if not self.lost:

@@ -26,6 +26,7 @@ class Sequence:
             only inside trained segments.
         pieces: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on, without a gap.
         closers: int32 [segments], the token that says that a segment has ended (eos, end of turn); -1: none.
+        exact: whether its tokens spell the text that the model was given, or a normaliser rewrote some of it.
     """
 
     def __init__(
@@ -35,8 +36,11 @@ class Sequence:
         trained: NDArray[np.bool_],
         pieces: NDArray[np.int32],
         closers: NDArray[np.int32],
+        *,
+        exact: bool = True,
     ) -> None:
         self.ids, self.ends, self.trained, self.pieces, self.closers = ids, ends, trained, pieces, closers
+        self.exact = exact
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -57,7 +61,7 @@ class Sequence:
     def piece(self, number: int) -> Encoded:
         """Return the tokens of one piece, their ends in bytes of the whole text."""
         start, stop, _ = self.pieces[number].tolist()
-        return Encoded(self.ids[start:stop], self.ends[start:stop])
+        return Encoded(self.ids[start:stop], self.ends[start:stop], self.exact)
 
     def cut(self, length: int) -> Sequence:
         """Return the first `length` tokens."""
@@ -66,7 +70,7 @@ class Sequence:
         pieces = self.pieces[self.pieces[:, 0] < length].copy()
         pieces[:, 1] = np.minimum(pieces[:, 1], length)
         closers = np.where(self.closers < length, self.closers, -1).astype(np.int32)
-        return Sequence(self.ids[:length], self.ends[:length], self.trained[:length], pieces, closers)
+        return Sequence(self.ids[:length], self.ends[:length], self.trained[:length], pieces, closers, exact=self.exact)
 
 
 def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Sequence]:
@@ -114,6 +118,7 @@ def _of_text(tokenizer: Tokenizer, document: Document, tokens: Encoded) -> Seque
         trained=trained,
         pieces=np.array([[first, stop, 0]] if stop > first else [], np.int32).reshape(-1, 3),
         closers=closers,
+        exact=tokens.exact,
     )
 
 
@@ -147,6 +152,7 @@ def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Render
         trained=trained,
         pieces=np.array(pieces, np.int32).reshape(-1, 3),
         closers=closers,
+        exact=tokens.exact,
     )
 
 

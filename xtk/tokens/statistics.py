@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from xtk.tokens.alignment import align, align_sequences
 from xtk.tokens.document import Document
+from xtk.tokens.rewriting import Rewriting, rewriting
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Encoded, Tokenizer
@@ -41,6 +42,7 @@ class Aligned:
         student: the student's tokens; of a conversation with those of its template.
         teacher: the teacher's tokens.
         spans: int32 [C, 4].
+        is_text: whether it is a text, and no conversation.
     """
 
     number: int
@@ -48,6 +50,7 @@ class Aligned:
     student: Encoded
     teacher: Encoded
     spans: Spans
+    is_text: bool = True
 
 
 def aligned(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer) -> Iterator[list[Aligned]]:
@@ -70,8 +73,8 @@ def _aligned(number: int, text: str, student: Read, teacher: Read) -> Aligned:
     assert isinstance(student, TokenSequence)
     assert isinstance(teacher, TokenSequence)
     spans = align_sequences(student, teacher)
-    one, other = (Encoded(side.ids, side.ends) for side in (student, teacher))
-    return Aligned(number, text, one, other, spans)
+    one, other = (Encoded(side.ids, side.ends, side.exact) for side in (student, teacher))
+    return Aligned(number, text, one, other, spans, is_text=False)
 
 
 def _read(
@@ -126,6 +129,7 @@ class Statistics:
         self._rewritten = np.zeros(3, np.int64)  # by the student, by the teacher, by either
         self._longest: dict[bytes, dict[str, Any]] = {}  # by what they spell
         self._worst: list[tuple[float, Aligned, dict[str, Any]]] = []
+        self.lost = Rewriting(student.name), Rewriting(teacher.name)
         self.documents = self.bytes = 0
         self._started = time.perf_counter()
 
@@ -135,15 +139,23 @@ class Statistics:
         spans, span_edges = _joined([document.spans for document in documents])
         ends, token_edges = _joined([document.student.ends for document in documents])
         counts, starts, sizes = tally(spans, span_edges, ends, token_edges)
-        rewritten = np.stack([
-            ~_spelled(self._student, [document.student.ids for document in documents], texts, text_edges),
-            ~_spelled(self._teacher, [document.teacher.ids for document in documents], texts, text_edges),
-        ])  # fmt: skip
+        rewritten = np.array(
+            [
+                [not document.student.exact for document in documents],
+                [not document.teacher.exact for document in documents],
+            ]
+        )
         self.documents += len(documents)
         self.bytes += len(texts)
         self._kinds += counts.sum(axis=0)
         self._tokens += (len(ends), sum(len(document.teacher.ids) for document in documents))
         self._rewritten += (*rewritten.sum(axis=1), rewritten.any(axis=0).sum())
+        read = [document for document in documents if document.is_text]  # of conversations, templates rewrite too
+        plain = [document.text for document in read]
+        self.lost = (
+            self.lost[0] + rewriting(self._student, plain, [document.student for document in read]),
+            self.lost[1] + rewriting(self._teacher, plain, [document.teacher for document in read]),
+        )
         self._note_longest(documents, (texts, text_edges), (spans, span_edges), starts, sizes)
         self._note_worst(documents, counts, np.diff(text_edges), rewritten)
 
@@ -182,6 +194,10 @@ class Statistics:
             "unaligned_bytes": self.bytes - covered,
             "unaligned_share_of_bytes": _ratio(self.bytes - covered, self.bytes),
             "rewritten_documents": dict(zip(("student", "teacher", "either"), self._rewritten.tolist(), strict=True)),
+            "lost_characters": {
+                side: {"rewritten": lost.rewritten, "dropped": lost.dropped, "unknown": lost.unknown}
+                for side, lost in zip(("student", "teacher"), self.lost, strict=True)
+            },
             # Of more than one token on a side: a long run of spaces that is one token on both is no news.
             "longest_spans": list(self._longest.values()),
             "worst_documents": [found for share, _, found in self._worst[:LISTED] if share > 0],
@@ -290,58 +306,6 @@ def tally(
             counts[document, kind, 2] += student
             counts[document, kind, 3] += teacher
     return counts, starts, sizes
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def spelled(
-    pool: NDArray[np.uint8],
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    token_edges: NDArray[np.int64],
-    texts: NDArray[np.uint8],
-    text_edges: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Say for each document whether its tokens spell its text byte for byte, but for a space added in front.
-
-    Args:
-        pool: uint8, the bytes of all tokens of the vocabulary.
-        offsets: [V+1], where each token's bytes begin.
-        ids: [T], the tokens of one document after those of another.
-        token_edges: [D+1], where the tokens of each document begin.
-        texts: uint8, the bytes of the documents, likewise.
-        text_edges: [D+1].
-    """
-    documents = len(token_edges) - 1
-    exact = np.zeros(documents, np.bool_)
-    for document in range(documents):
-        total = 0
-        for at in range(token_edges[document], token_edges[document + 1]):
-            total += offsets[ids[at] + 1] - offsets[ids[at]]
-        added = total - (text_edges[document + 1] - text_edges[document])
-        if added != 0 and added != 1:
-            continue
-        position, skip, same = text_edges[document], added, True
-        for at in range(token_edges[document], token_edges[document + 1]):
-            start, stop = offsets[ids[at]], offsets[ids[at] + 1]
-            if skip and stop > start:  # the space in front of the text
-                same = pool[start] == 32
-                start, skip = start + 1, 0
-            for byte in range(start, stop):
-                same &= pool[byte] == texts[position]
-                position += 1
-            if not same:
-                break
-        exact[document] = same
-    return exact
-
-
-def _spelled(
-    tokenizer: Tokenizer, ids: list[NDArray[np.int32]], texts: NDArray[np.uint8], text_edges: NDArray[np.int64]
-) -> NDArray[np.bool_]:
-    tokens, token_edges = _joined(ids)
-    vocabulary = tokenizer.vocabulary
-    exact: NDArray[np.bool_] = spelled(vocabulary.pool, vocabulary.offsets, tokens, token_edges, texts, text_edges)
-    return exact
 
 
 def _joined(parts: list[NDArray[Any]]) -> tuple[NDArray[Any], NDArray[np.int64]]:

@@ -304,7 +304,9 @@ class Tokenizer:
         (alone,) = self.encode([text])
         if alone.ids.tolist() == ids.tolist():
             return alone
-        return Encoded(ids, np.append(np.zeros(len(ids) - 1), len(text.encode())).astype(np.int32)[-len(ids) :], False)
+        ends = np.zeros(len(ids), np.int32)
+        ends[-1:] = len(text.encode())
+        return Encoded(ids, ends, exact=False)
 
     @contextlib.contextmanager
     def _as_written(self) -> Iterator[None]:

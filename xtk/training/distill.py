@@ -19,6 +19,7 @@ from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
 from xtk.projection.projection import Columns, Projection
+from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source, TextSource
@@ -228,9 +229,12 @@ def distill(
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
-    """Tell what of the answers the student's chat template drops or rewrites, from conversations all over the cache."""
+    """Tell what the student's tokenizer or chat template does not read as it is, in documents all over the cache."""
     sample = documents[:: -(-len(documents) // LOOKED_AT) or 1]
     read = [inputs.source.read(int(number))[0] for number in sample]
+    texts = [document.text for document in read if document.conversation is None]
+    if warning := rewriting(inputs.tokenizer, texts).warning():
+        terminal.note(f"distill: {warning}")
     talks = [document for document in read if document.conversation is not None]
     counts = [left_out(*pair) for pair in zip(talks, sequences(inputs.tokenizer, talks), strict=True)]
     if sum(counts):
