@@ -72,7 +72,8 @@ class Tokenizer:
         try:
             with _no_garbage_collection():
                 content = json.loads(raw)
-            self._backend = tokenizers.Tokenizer.from_buffer(raw)
+                self._backend = tokenizers.Tokenizer.from_buffer(raw)
+                self.fingerprint = _fingerprint_of(content)
         except Exception as wrong:  # the backend raises bare Exceptions
             raise XtkError(
                 f"this tokenizer.json cannot be read: {wrong}",
@@ -83,7 +84,6 @@ class Tokenizer:
         self._backend.no_padding()
         # Text is text: the spelling of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
-        self.fingerprint = _fingerprint_of(content)
         configuration = _json_of(self.folder / "tokenizer_config.json")
         self.template_fingerprint = self._template_fingerprint(configuration)
         self.vocabulary = self._read_vocabulary(content)
@@ -212,17 +212,27 @@ class Tokenizer:
         )
 
     def _read_vocabulary(self, content: dict[str, Any]) -> Vocabulary:
-        table: dict[str, int] = self._backend.get_vocab(with_added_tokens=True)
-        token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
-        for token, number in table.items():
-            token_of_id[number] = token
         added = content.get("added_tokens") or []
         return read_vocabulary(
             _family(content),
-            token_of_id,
+            self._tokens_in_order(content, added),
             literal={token["id"]: token["content"] for token in added},
             special={token["content"]: token["id"] for token in added if token.get("special")},
         )
+
+    def _tokens_in_order(self, content: dict[str, Any], added: Sequence[dict[str, Any]]) -> list[str | None]:
+        """Return the token of each id: from the JSON where it says the same as the backend, which takes ten times."""
+        table: dict[str, int] = content["model"].get("vocab")
+        added_ids = {token["content"]: token["id"] for token in added}
+        as_written = all(self._backend.token_to_id(token) == number for token, number in added_ids.items())
+        if isinstance(table, dict) and as_written:
+            told = list(table) if list(table.values()) == list(range(len(table))) else _by_number(table)
+            told += [None] * (max(added_ids.values(), default=-1) + 1 - len(told))
+            for token, number in added_ids.items():
+                told[number] = token
+            if len(told) - told.count(None) == self._backend.get_vocab_size(with_added_tokens=True):
+                return told
+        return _by_number(self._backend.get_vocab(with_added_tokens=True))
 
     def _read_roles(self, configuration: dict[str, Any]) -> dict[str, int]:
         fallback = _json_of(self.folder / "special_tokens_map.json")
@@ -274,6 +284,13 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
+def _by_number(table: dict[str, int]) -> list[str | None]:
+    token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
+    for token, number in table.items():
+        token_of_id[number] = token
+    return token_of_id
+
+
 def _decoded(spelling: bytes) -> str | None:
     try:
         return spelling.decode()
@@ -283,8 +300,16 @@ def _decoded(spelling: bytes) -> str | None:
 
 def _fingerprint_of(content: dict[str, Any]) -> str:
     identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
-    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
-    return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+    return "sha256:" + hashlib.sha256(_canonical_json(identity).encode()).hexdigest()
+
+
+def _canonical_json(content: Any) -> str:
+    """Return `json.dumps` with sorted keys; a vocabulary, names and numbers only, is sorted by names in half the time."""
+    if not isinstance(content, dict):
+        return json.dumps(content, sort_keys=True, separators=(",", ":"))
+    if set(map(type, content.values())) == {int}:
+        return json.dumps({key: content[key] for key in sorted(content)}, separators=(",", ":"))
+    return "{" + ",".join(f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)) + "}"
 
 
 def _json_of(path: Path) -> dict[str, Any]:
