@@ -155,15 +155,16 @@ class Tokenizer:
             encodings = self._backend.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
             self._backend.normalizer = normalizer
             for (at, _), encoding in zip(texts, encodings, strict=True):
-                results[at] = np.array(encoding.ids, np.int32)
+                ids = encoding.ids
+                if self._spells(ids, spellings[at]):
+                    results[at] = np.array(ids, np.int32)
         for at, spelling in enumerate(spellings):
-            found = results[at]
-            if found is None or not self._spells(found, spelling):
+            if results[at] is None:
                 results[at] = self._spell_with_model(spelling)
         return results
 
-    def _spells(self, ids: NDArray[np.int32], spelling: bytes) -> bool:
-        return b"".join(self.vocabulary.spelling(int(token)) for token in ids) == spelling
+    def _spells(self, ids: list[int], spelling: bytes) -> bool:
+        return b"".join(map(self.vocabulary.spellings.__getitem__, ids)) == spelling
 
     def _spell_with_model(self, spelling: bytes) -> NDArray[np.int32] | None:
         """Spell with the merges alone, past the pre-tokenizer; byte by byte where even that fails."""
@@ -177,9 +178,9 @@ class Tokenizer:
         else:
             written = text.replace(" ", METASPACE_LETTER) if family == METASPACE else text
         if written:
-            ids = np.array([token.id for token in self._backend.model.tokenize(written)], np.int32)
-            if len(ids) and self._spells(ids, spelling):
-                return ids
+            ids = [token.id for token in self._backend.model.tokenize(written)]
+            if ids and self._spells(ids, spelling):
+                return np.array(ids, np.int32)
         table = self.vocabulary.token_of_bytes
         single = [table.get(bytes([byte])) for byte in spelling]
         if not single or any(token is None for token in single):
@@ -304,7 +305,7 @@ def _fingerprint_of(content: dict[str, Any]) -> str:
 
 
 def _canonical_json(content: Any) -> str:
-    """Return `json.dumps` with sorted keys; a vocabulary, names and numbers only, is sorted by names in half the time."""
+    """Return `json.dumps` with sorted keys. A vocabulary, of numbers only, is sorted by names alone: half the time."""
     if not isinstance(content, dict):
         return json.dumps(content, sort_keys=True, separators=(",", ":"))
     if set(map(type, content.values())) == {int}:
