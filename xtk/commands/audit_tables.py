@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-
 KINDS = ("exact", "special", "spread", "filled", "empty", "padded")
 
 

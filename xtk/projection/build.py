@@ -102,6 +102,10 @@ def make_method(method: str, options: Mapping[str, Any]) -> Method:
                 f"--method {method} does not read --{name.replace('_', '-')}",
                 hint=f"it reads: {', '.join(sorted(known)) or 'no option'}",
             )
+    lacking = [field.name for field in dataclasses.fields(kind)
+               if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
+    if lacking:
+        raise XtkError(f"--method {method} needs more than two tokenizers: {', '.join(lacking)}")
     made: Method = kind(**options)
     return made
 
@@ -143,7 +147,7 @@ def identity(tokenizer: Tokenizer) -> dict[str, Any]:
 def assemble(
     rows: NDArray[np.int32],
     columns: NDArray[np.int32],
-    weights: NDArray[np.float32],
+    weights: NDArray[np.floating[Any]],
     shape: tuple[int, int],
     header: dict[str, Any],
 ) -> Projection:

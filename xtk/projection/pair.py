@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +19,12 @@ class Entries(NamedTuple):
     Attributes:
         rows: int32 [n], student tokens.
         columns: int32 [n], teacher tokens.
-        weights: float32 [n].
+        weights: [n], float32, or float64 where several are added to one.
     """
 
     rows: NDArray[np.int32]
     columns: NDArray[np.int32]
-    weights: NDArray[np.float32]
+    weights: NDArray[np.floating[Any]]
 
 
 class Spelled(NamedTuple):

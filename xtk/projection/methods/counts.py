@@ -77,8 +77,8 @@ class Counts:
             share = np.where(totals > 0, self.smoothing / (totals + self.smoothing), 1)[prior.rows]
         kept = share > 0
         return joined(
-            Entries(counts.students, counts.teachers, seen.astype(np.float32)),
-            Entries(prior.rows[kept], prior.columns[kept], share[kept].astype(np.float32)),
+            Entries(counts.students, counts.teachers, seen),
+            Entries(prior.rows[kept], prior.columns[kept], share[kept]),
         )
 
 
