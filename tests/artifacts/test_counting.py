@@ -135,9 +135,8 @@ def killed_until_done(arguments: list[str], delays: list[float]) -> int:
 def check_kills(families, data, tmp_path, delays: list[float]) -> None:
     command = ["build-projection", str(families["student"]), str(families["teacher"]), "--method", "counts"]
     command += ["--corpus", str(data)]
-    subprocess.run(
-        [sys.executable, "-m", "xtk", *command, "-o", str(tmp_path / "whole")], check=True, capture_output=True
-    )
+    plain = [sys.executable, "-m", "xtk", *command, "-o"]
+    subprocess.run([*plain, str(tmp_path / "whole")], check=True, capture_output=True)
     kills = killed_until_done([*command, "-o", str(tmp_path / "p")], delays)
     assert kills >= 1
     done = subprocess.run([*plain, str(tmp_path / "p"), "--json"], check=True, capture_output=True, text=True)

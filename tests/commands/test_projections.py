@@ -90,14 +90,13 @@ def test_embeddings_need_weights(run, pair, families, tmp_path):
 
 def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_path):
     build(run, pair, "--method", "counts", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
-    done = run("prune-projection", projection, "--merge", "counts=0.5", "--mass", 0.9, "--renormalise", "-o", "p", "--json",
-               cwd=tmp_path)  # fmt: skip
+    limits = ("--mass", 0.9, "--renormalise")
+    done = run("prune-projection", projection, "--merge", "counts=0.5", *limits, "-o", "p", "--json", cwd=tmp_path)
     assert one_line(done)["entries"] > 0
     header = read_projection(tmp_path / "p").header
     assert [part["method"] for part in header["merges"]] == ["multitoken", "counts"]
     assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalise": True}]
-    again = ("prune-projection", "-", "--mass", 0.9, "--renormalise", "-o", "p2")
-    run(*again, stdin="p\n", cwd=tmp_path)
+    run("prune-projection", "-", *limits, "-o", "p2", stdin="p\n", cwd=tmp_path)
     assert (tmp_path / "p").read_bytes() == (tmp_path / "p2").read_bytes()
     assert "merges" in run("inspect", "p", cwd=tmp_path).stdout
 

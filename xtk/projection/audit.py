@@ -62,7 +62,7 @@ def audit(
             "empty": int((sizes == 0).sum()),
             "padded": projection.student_width - students,
         },
-        "missing_mass": _mean(1 - masses),
+        "missing_mass": _missing(masses),
         "unreached": int((~reached[:teachers]).sum()),
         "categories": by_category,
         "critical": critical_categories(by_category),
@@ -88,7 +88,7 @@ def audit_again(projection: Projection) -> dict[str, Any]:
             "empty": int((sizes == 0).sum()),
             "padded": projection.student_width - students,
         },
-        "missing_mass": _mean(1 - masses),
+        "missing_mass": _missing(masses),
         "unreached": teachers - len(np.unique(projection.teacher_ids)),
     }
     if "categories" in earlier:
@@ -164,5 +164,5 @@ def _by_category(
     return results
 
 
-def _mean(values: NDArray[np.float64]) -> float:
-    return max(0.0, round(float(values.mean()), 6)) if len(values) else 0.0
+def _missing(masses: NDArray[np.float64]) -> float:
+    return max(0.0, round(float(1 - masses.mean()), 6)) if len(masses) else 0.0
