@@ -16,8 +16,8 @@ class Cells:
 
     Every student token is joined with the first token of its spelling by the teacher's tokenizer, every
     teacher token with the first of its spelling by the student's, special tokens with their counterparts. The
-    connected components are the cells. MATH: two tokens of one cell cannot be told apart by what comes next;
-    tokens of two cells can. For xtk's byte-level loss, which needs no weights.
+    connected components are the cells. What comes next cannot tell two tokens of one cell apart at once; tokens
+    of two cells it can. For xtk's byte-level loss, which needs no weights.
     """
 
     partitions = True
