@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import material
 from families import Families
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the user's own
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 command_line.start_fork_server()

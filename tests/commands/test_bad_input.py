@@ -120,9 +120,18 @@ def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
     refused(done, "own tokenizer", "--projection")
 
 
-def test_a_loss_without_its_projection(run, pair, cache, tmp_path):
-    done = run("distill", pair.student, cache, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "needs a projection", "xtk build-projection")
+def test_a_cache_that_lost_its_tokenizer(run, pair, cache, tmp_path):
+    broken = copy(cache, tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "the teacher's tokenizer is not in its cache", str(broken), "--projection")
+
+
+def test_a_cache_with_the_tokenizer_of_another_teacher(run, pair, cache, tmp_path):
+    broken = copy(cache, tmp_path / "broken")
+    (broken / "tokenizer.json").write_bytes((pair.student / "tokenizer.json").read_bytes())
+    done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "not the one it was made with", str(broken))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])

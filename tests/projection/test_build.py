@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import METHODS, build_projection
 from xtk.projection.projection import Projection
@@ -26,11 +26,6 @@ DECAYING = {
     3: [1 / 1.11, 0.1 / 1.11, 0.01 / 1.11],
     4: [1 / 1.111, 0.1 / 1.111, 0.01 / 1.111, 0.001 / 1.111],
 }
-
-
-@pytest.fixture(scope="session")
-def tokenizer_of(families):
-    return {name: Tokenizer(folder) for name, folder in families.items()}
 
 
 def entries(projection: Projection) -> list[tuple[int, int, float]]:
@@ -58,9 +53,9 @@ def dense(projection: Projection) -> np.ndarray:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
-def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, student, teacher, method):
+def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, options_of, student, teacher, method):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
-    projection = build_projection(one, other, method)
+    projection = build_projection(one, other, method, **options_of(method, student, teacher))
     projection.check()
     assert (projection.row_masses <= 1 + 1e-6).all()
     assert ((projection.weights > 0) & (projection.weights <= 1)).all()
@@ -68,9 +63,104 @@ def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, 
         spelling, piece = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
         if one.vocabulary.special[token]:
             assert other.vocabulary.special[teacher_id]
-        else:
+        elif method == "counts":  # what stands first at a common boundary: one is the beginning of the other
+            assert piece
+            assert piece.startswith(spelling) or spelling.startswith(piece)
+        elif method != "embedding":
             assert piece
             assert piece in spelling
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_tokens_of_equal_bytes_stay_exact_but_for_counts(tokenizer_of, options_of, student, teacher, method):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    projection = build_projection(one, other, method, **options_of(method, student, teacher))
+    equal = [token for token, spelling in enumerate(one.vocabulary.spellings)
+             if spelling in other.vocabulary.token_of_bytes]  # fmt: skip
+    rows = {token: row(projection, token) for token in equal}
+    if method == "counts":  # a token that begins longer ones of the teacher is rarely itself there
+        rows = {token: found for token, found in rows.items() if len(found) == 1}
+    assert rows
+    for token, found in rows.items():
+        assert found == {other.vocabulary.token_of_bytes[one.vocabulary.spelling(token)]: 1.0}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_built_twice_a_projection_has_the_same_bytes(families, options_of, method, tmp_path):
+    for name in ("once", "twice"):
+        sides = Tokenizer(families["student"]), Tokenizer(families["metaspace"])
+        built = build_projection(*sides, method, **options_of(method, "student", "metaspace"))
+        write_projection(built, tmp_path / name)
+    assert (tmp_path / "once").read_bytes() == (tmp_path / "twice").read_bytes()
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+@pytest.mark.parametrize(("max_pieces", "decay"), [(1, 0.1), (3, 0.5), (9, 0.0), (4, 1.0)])
+def test_multitoken_weighs_as_its_options_say(tokenizer_of, student, teacher, max_pieces, decay):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    projection = build_projection(one, other, "multitoken", max_pieces=max_pieces, decay=decay)
+    exact = build_projection(one, other, "exact")
+    pieces = other.spell(one.vocabulary.spellings)
+    for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
+        ids = [] if pieces[token] is None or len(pieces[token]) > max_pieces else pieces[token].tolist()
+        raw = [decay**place for place in range(len(ids))]
+        expected: dict[int, float] = {}
+        for teacher_id, weight in zip(ids, raw, strict=True):
+            if weight:
+                expected[teacher_id] = expected.get(teacher_id, 0) + weight / sum(raw)
+        assert row(projection, token) == pytest.approx(row(exact, token) or expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_the_reverse_pass_adds_teacher_tokens_to_the_rows_of_their_pieces(tokenizer_of, student, teacher):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    forward = build_projection(one, other, "multitoken")
+    both = build_projection(one, other, "multitoken", reverse_pass=True)
+    both.check()
+    table = one.vocabulary.token_of_bytes
+    raw = [dict(row(forward, token)) for token in range(forward.student_width)]
+    for teacher_id, spelling in enumerate(other.vocabulary.spellings):
+        ids = None if not spelling or spelling in table else one.spell([spelling])[0]
+        ids = [] if ids is None else ids.tolist()
+        for piece, weight in zip(ids, DECAYING.get(len(ids), []), strict=False):
+            if one.vocabulary.spelling(piece) not in other.vocabulary.token_of_bytes:
+                raw[piece][teacher_id] = raw[piece].get(teacher_id, 0) + weight
+    for token in range(len(one)):
+        scale = max(1.0, sum(raw[token].values()))
+        expected = {teacher_id: weight / scale for teacher_id, weight in raw[token].items()}
+        assert row(both, token) == pytest.approx(expected, rel=1e-5)
+        for teacher_id in row(both, token):
+            if one.vocabulary.lengths[token]:
+                pair = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+                assert pair[0] in pair[1] or pair[1] in pair[0]
+
+
+def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
+    pair = tokenizer_of["student"], tokenizer_of["composing"]
+    forward, both = (build_projection(*pair, reverse_pass=value) for value in (False, True))
+    assert both.figures()["reachable_teacher_tokens"] > forward.figures()["reachable_teacher_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("multitoken", {"max_pieces": 0}, "--max-pieces is 0"),
+        ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
+        ("multitoken", {"decay": float("nan")}, "--decay is nan"),
+        ("first", {"decay": 0.5}, "--method first does not read --decay"),
+        ("counts", {}, "--method counts needs more than two tokenizers: counts"),
+    ],
+)
+def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, options, message):
+    with pytest.raises(XtkError, match=message):
+        build_projection(tokenizer_of["student"], tokenizer_of["teacher"], method, **options)
+
+
+def test_the_header_holds_the_request(tokenizer_of):
+    built = build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "multitoken", decay=0.3)
+    assert built.header["options"] == {"max_pieces": 4, "decay": 0.3, "reverse_pass": False}
+    assert (built.header["special_tokens"], built.header["prunings"], built.header["merges"]) == ("role", [], [])
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
@@ -179,9 +269,9 @@ def test_rows_above_the_tokenizer_are_empty(families, tmp_path):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, name, method):
+def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, options_of, name, method):
     tokenizer = tokenizer_of[name]
-    projection = build_projection(tokenizer, Tokenizer(tokenizer.folder), method)
+    projection = build_projection(tokenizer, Tokenizer(tokenizer.folder), method, **options_of(method, name, name))
     identity = Projection.identity(len(tokenizer))
     assert projection.row_offsets.tolist() == identity.row_offsets.tolist()
     assert projection.teacher_ids.tolist() == identity.teacher_ids.tolist()
@@ -241,6 +331,16 @@ def bad(**changes: object) -> Projection:
         ({"weights": np.array([1, 0], np.float32)}, "weights outside of"),
         ({"weights": np.array([1.5, 0.5], np.float32)}, "weights outside of"),
         ({"row_offsets": np.array([0, 2, 2], np.int64)}, "rows that sum to more than 1"),
+        (
+            {"row_offsets": np.array([0, 2, 2], np.int64), "teacher_ids": np.array([1, 0], np.int32)},
+            "do not rise",
+        ),
+        (
+            {"row_offsets": np.array([0, 0, 2], np.int64), "teacher_ids": np.array([1, 1], np.int32)},
+            "do not rise",
+        ),
+        ({"student_cells": np.array([-2, 0], np.int32)}, "names cells"),
+        ({"teacher_cells": np.array([0, 4], np.int32)}, "names cells"),
     ],
 )
 def test_a_matrix_that_is_no_projection_is_refused(changes, message):

@@ -37,6 +37,7 @@ OPTIONS = st.fixed_dictionaries(
     {
         "top_k": st.sampled_from([None, 1, 2, 3]),
         "min_weight": st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+        "mass": st.sampled_from([1.0, 0.9, 0.5, 0.05]),
         "renormalise": st.booleans(),
     }
 )
@@ -50,10 +51,15 @@ def rows_of(projection: Projection) -> list[dict[int, float]]:
     ]
 
 
-def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float) -> dict[int, float]:
+def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float, mass: float) -> dict[int, float]:
     """Slow twin, of one row."""
     heaviest_first = sorted(row, key=lambda teacher_id: (-row[teacher_id], teacher_id))
-    return {teacher_id: row[teacher_id] for teacher_id in heaviest_first[:top_k] if row[teacher_id] >= min_weight}
+    kept, carried = {}, 0.0
+    for teacher_id in heaviest_first[:top_k]:
+        if row[teacher_id] >= np.float32(min_weight) and (mass == 1 or carried < mass * sum(row.values()) * (1 - 1e-9)):
+            kept[teacher_id] = row[teacher_id]
+        carried += row[teacher_id]
+    return dict(sorted(kept.items()))
 
 
 @given(projection=projections(), options=OPTIONS)
@@ -61,10 +67,22 @@ def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float) 
 def test_the_heaviest_entries_of_each_row_stay(projection, options):
     pruned = prune_projection(projection, **{**options, "renormalise": False})
     pruned.check()
-    expected = [readable_prune(row, options["top_k"], options["min_weight"]) for row in rows_of(projection)]
+    expected = [
+        readable_prune(row, options["top_k"], options["min_weight"], options["mass"]) for row in rows_of(projection)
+    ]
     assert rows_of(pruned) == expected
     assert (np.diff(pruned.row_offsets) <= (options["top_k"] or COLUMNS)).all()
-    assert (pruned.weights >= options["min_weight"]).all()
+    assert (pruned.weights >= np.float32(options["min_weight"])).all()
+
+
+@given(projection=projections(), mass=st.sampled_from([0.05, 0.3, 0.5, 0.9, 1.0]))
+@quick
+def test_what_stays_carries_its_share_of_each_row_and_no_entry_too_many(projection, mass):
+    pruned = prune_projection(projection, mass=mass)
+    assert (pruned.row_masses >= mass * projection.row_masses * (1 - 1e-6)).all()
+    for before, after in zip(rows_of(projection), rows_of(pruned), strict=True):
+        if mass < 1 and after:
+            assert sum(after.values()) - min(after.values()) < mass * sum(before.values())
 
 
 @given(projection=projections(), options=OPTIONS)
@@ -107,15 +125,26 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
     before = projection.weights.copy()
     pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalise=True)
     assert pruned.header["prunings"] == [
-        {"top_k": 2, "min_weight": 0.0, "renormalise": False},
-        {"top_k": None, "min_weight": 0.5, "renormalise": True},
+        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalise": False},
+        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalise": True},
     ]
     assert projection.header["prunings"] == []
     assert projection.weights.tobytes() == before.tobytes()
     assert pruned.header["student"] == projection.header["student"]
 
 
-@pytest.mark.parametrize("options", [{"top_k": 0}, {"min_weight": -0.1}, {"min_weight": 1.1}, {"min_weight": np.nan}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_k": 0},
+        {"min_weight": -0.1},
+        {"min_weight": 1.1},
+        {"min_weight": np.nan},
+        {"mass": 0},
+        {"mass": 1.1},
+        {"mass": np.nan},
+    ],
+)
 def test_options_without_meaning_are_refused(options):
     with pytest.raises(XtkError, match="--"):
         prune_projection(Projection.identity(3), **options)

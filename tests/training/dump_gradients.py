@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from xtk.losses import parse_losses
 from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Order
 from xtk.training.distill import open_inputs
 from xtk.training.loop import Run, Student, _micro_batches, _step
@@ -54,7 +55,7 @@ def main() -> None:
             per_device_train_batch_size=batch,
             max_grad_norm=1e9,
         )
-        inputs = open_inputs(Places(student, cache, projection, output), recipe)
+        inputs = open_inputs(Places(student, cache, projection, output), recipe, Tokenizer(student))
         model = load_causal_lm(student)
         cut = Cut(model)
         run = Run(

@@ -302,7 +302,9 @@ class TeacherCache:
             raise
         except XtkError as wrong:
             raise Damaged(
-                f"the teacher's tokenizer is not in its cache: {wrong.what}", where=str(self.folder)
+                f"the teacher's tokenizer is not in its cache: {wrong.what}",
+                where=str(self.folder),
+                hint="copy it there from the teacher, or name a projection: --projection",
             ) from None
         found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
         if found != (identity["tokenizer"], identity["template"]):

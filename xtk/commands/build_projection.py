@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xtk import terminal
 from xtk.commands import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xtk.tokens.tokenizer import Tokenizer
 
 
 def build_projection(
@@ -18,10 +23,52 @@ def build_projection(
         str,
         typer.Option(
             help="What becomes of student tokens that the teacher does not have. exact: nothing. first: all weight on "
-            "the first piece of their spelling. multitoken: over up to 4 pieces, each a tenth of the one before.",
-            metavar="[exact|first|multitoken]",
+            "the first piece of their spelling. multitoken: over up to 4 pieces, each a tenth of the one before. "
+            "cells: first, and the partition of both vocabularies. counts: what --corpus says, also of "
+            "tokens that both have. embedding: the nearest input embeddings of two models, bytes or not.",
+            metavar="[exact|first|multitoken|cells|counts|embedding]",
         ),
     ] = "multitoken",
+    special_tokens: Annotated[
+        str,
+        typer.Option(
+            help="How special tokens are matched: by role (eos, bos, unk, pad, end of turn, then by name), none, or as "
+            "a JSON or YAML file {student token: teacher token} says and no others.",
+            metavar="[role|none|FILE]",
+        ),
+    ] = "role",
+    max_pieces: Annotated[
+        int | None, typer.Option(help="multitoken: a token of more pieces has no row. [4]", show_default=False)
+    ] = None,
+    decay: Annotated[
+        float | None, typer.Option(help="multitoken: what a piece weighs, of the one before. [0.1]", show_default=False)
+    ] = None,
+    reverse_pass: Annotated[
+        bool,
+        typer.Option(
+            "--reverse-pass",
+            help="multitoken: spell the teacher's tokens too, and add them to the rows of their pieces: "
+            "more teacher tokens are reached, rows are less sharp. Tokens that both have stay exact.",
+        ),
+    ] = False,
+    corpus: Annotated[
+        list[str] | None,
+        typer.Option(help="counts: data that both tokenizers read; may be given again.", metavar="DATA"),
+    ] = None,
+    columns: options.Columns = "",
+    smoothing: Annotated[
+        float | None,
+        typer.Option(
+            help="counts: the weight of first, in spans; more trusts the corpus less. [1]", show_default=False
+        ),
+    ] = None,
+    neighbours: Annotated[
+        int | None, typer.Option(help="embedding: teacher tokens a row. [8]", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="embedding: of the softmax over cosines; less is sharper. [0.1]", show_default=False),
+    ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -34,23 +81,132 @@ def build_projection(
     from xtk.artifacts.projection_file import write_projection
     from xtk.commands.reuse import reuse_projection
     from xtk.lookup import lookup
-    from xtk.projection.build import METHODS, identity
+    from xtk.projection.audit import warning
+    from xtk.projection.build import METHODS, request
     from xtk.projection.build import build_projection as build
     from xtk.tokens.tokenizer import Tokenizer
 
     terminal.set_quiet(quiet)
     lookup(METHODS, method, "method")
-    student_tokenizer = Tokenizer(local_folder(student, weights=False), name=student)
-    teacher_tokenizer = Tokenizer(local_folder(teacher, weights=False), name=teacher)
+    matching = _matching(special_tokens)
+    given = {"max_pieces": max_pieces, "decay": decay, "reverse_pass": reverse_pass or None,
+             "smoothing": smoothing, "neighbours": neighbours, "temperature": temperature}  # fmt: skip
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    _check(method, chosen, corpus)
+    folders = [local_folder(side, weights=method == "embedding") for side in (student, teacher)]
+    one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
     path = Path(output)
-    request = {
-        "method": method,
-        "student": identity(student_tokenizer),
-        "teacher": identity(teacher_tokenizer),
-        "prunings": [],
-    }
-    projection = reuse_projection(path, request, force=force)
-    if projection is None:
-        projection = build(student_tokenizer, teacher_tokenizer, method)
-        write_projection(projection, path)
+    if method == "counts":
+        projection = _count(one, other, corpus or [], columns, chosen, matching, path, force=force)
+    else:
+        if method == "embedding":
+            chosen |= _embeddings(*folders)
+        asked = request(one, other, method, matching, **chosen)
+        projection = reuse_projection(path, asked, force=force)
+        if projection is None:
+            projection = build(one, other, method, special_tokens=matching, **chosen)
+            write_projection(projection, path)
+    warned = warning(projection.header.get("audit", {}))
+    if warned:
+        terminal.note(warned)
     terminal.result_artifact({"path": output, "kind": "projection", **projection.figures()}, as_json=as_json)
+
+
+def _check(method: str, chosen: dict[str, Any], corpus: list[str] | None) -> None:
+    """Refuse options that the method does not read, before anything is loaded."""
+    import dataclasses
+
+    from xtk.errors import XtkError
+    from xtk.lookup import lookup
+    from xtk.projection.build import METHODS
+
+    if method == "counts" and not corpus:
+        raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
+    known = {field.name for field in dataclasses.fields(lookup(METHODS, method, "method"))}
+    foreign = [name for name in chosen if name not in known] + (["corpus"] if corpus and method != "counts" else [])
+    if foreign:
+        raise XtkError(f"--method {method} does not read --{foreign[0].replace('_', '-')}")
+
+
+def _matching(value: str) -> Any:
+    """Read `--special-tokens`: role, none, or a file of pairs."""
+    from pathlib import Path
+
+    import yaml
+
+    from xtk.errors import XtkError
+
+    if value in ("role", "none"):
+        return value
+    path = Path(value)
+    if not path.is_file():
+        raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
+                       hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
+    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        raise XtkError(f"this is no YAML or JSON: {wrong}", where=value) from None
+    if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
+        raise XtkError("a table of special tokens is {student token: teacher token}", where=value)
+    return content
+
+
+def _count(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    sources: list[str],
+    columns: str,
+    chosen: dict[str, Any],
+    matching: Any,
+    path: Path,
+    *,
+    force: bool,
+) -> Any:
+    """Return the projection of a corpus, found at its path or counted, from where a killed run was."""
+    import time
+
+    import numpy as np
+
+    from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.counting import count_corpus, fingerprint_of_corpus, remove_unfinished
+    from xtk.artifacts.projection_file import write_projection
+    from xtk.commands.reuse import reuse_projection
+    from xtk.projection.build import build_projection as build
+    from xtk.projection.build import request
+    from xtk.projection.methods.counts import Counts, PairCounts
+
+    data = Corpus(sources, columns_option(columns))
+    nothing = np.zeros(0, np.int32)
+    Counts(PairCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen)  # refuses bad values before it counts
+    if path.exists():
+        found = PairCounts(nothing, nothing, np.zeros(0, np.int64), *fingerprint_of_corpus(data))
+        asked = request(student, teacher, "counts", matching, counts=found, **chosen)
+        projection = reuse_projection(path, asked, force=force)
+        if projection is not None:
+            remove_unfinished(path)
+            return projection
+    told = [time.monotonic(), 0.0]
+
+    def advance(documents: int) -> None:
+        told[1] += documents
+        if time.monotonic() - told[0] >= terminal.SECONDS_BETWEEN_LINES:
+            told[0] = time.monotonic()
+            terminal.note(f"counting: {told[1]:,.0f} documents")
+
+    counts = count_corpus(student, teacher, data, path, advance)
+    projection = build(student, teacher, "counts", special_tokens=matching, counts=counts, **chosen)
+    write_projection(projection, path)
+    remove_unfinished(path)
+    return projection
+
+
+def _embeddings(student: Path, teacher: Path) -> dict[str, Any]:
+    from xtk.artifacts.embeddings import input_embedding
+    from xtk.artifacts.hub import fingerprint_of_weights
+
+    return {
+        "student_embedding": input_embedding(student),
+        "teacher_embedding": input_embedding(teacher),
+        "student_weights": fingerprint_of_weights(student),
+        "teacher_weights": fingerprint_of_weights(teacher),
+    }

@@ -21,15 +21,20 @@ def distill(
     ],
     output: options.Output,
     projection: Annotated[
-        str, typer.Option(help="What build-projection or prune-projection wrote; - for a pipe.", metavar="PATH")
-    ] = "",
+        str,
+        typer.Option(
+            help="What build-projection or prune-projection wrote; - for a pipe. auto: built (multitoken) for a loss "
+            "that needs one, and kept in XTK_CACHE, or ~/.cache/xtk.",
+            metavar="PATH|auto",
+        ),
+    ] = "auto",
     loss: Annotated[
         list[str] | None,
         typer.Option(
             help="A term of the sum, with its weight: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
             "tokens. p-kl: projected distributions, averaged over spans. boundary-kl: only where both sides begin a "
             "token. forward-kl: a teacher with the student's tokenizer. "
-            "Default: ce and p-kl, or ce and forward-kl without a projection.",
+            "Default: ce and p-kl, or ce and forward-kl where both have one tokenizer.",
             metavar="NAME[:weight=W]",
         ),
     ] = None,
@@ -86,8 +91,9 @@ def distill(
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.losses import parse_losses
+    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.training.distill import default_losses, open_inputs
     from xtk.training.distill import distill as train
-    from xtk.training.distill import open_inputs
     from xtk.training.launch import die_with_the_launcher, is_worker, launch
     from xtk.training.recipe import Places, Recipe, Reporting
 
@@ -101,13 +107,13 @@ def distill(
     places = Places(
         local_folder(student, weights=True),
         Path(cache),
-        Path(projection) if projection else None,
+        None if projection == "auto" else Path(projection),
         Path(output),
         columns_option(columns),
     )
-    defaults = ["ce", "p-kl"] if projection else ["ce", "forward-kl"]
+    tokenizer = Tokenizer(places.student)
     recipe = Recipe(
-        losses=tuple(parse_losses(loss or defaults)),
+        losses=tuple(parse_losses(loss or default_losses(places, tokenizer))),
         max_steps=max_steps,
         num_train_epochs=num_train_epochs,
         per_device_train_batch_size=per_device_train_batch_size,
@@ -132,7 +138,7 @@ def distill(
         eval_documents=tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         eval_steps=eval_steps,
     )
-    inputs = open_inputs(places, recipe)
+    inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
         die_with_the_launcher()
     elif num_processes > 1:

@@ -175,10 +175,16 @@ def _describe_model(path: Path) -> dict[str, Any]:
 
 
 def _show(record: dict[str, Any]) -> None:
+    from xtk.commands.audit_tables import audit_lines
+
     terminal.result_line(f"{record['path']}: {record['kind']}")
+    audited = record["header"].get("audit") if record["kind"] == "projection" else None
     for section in ("header", "statistics"):
-        for name, value in _flat(record[section]):
+        shown = {key: value for key, value in record[section].items() if key != "audit" or audited is None}
+        for name, value in _flat(shown):
             terminal.result_line(f"  {name:32} {value}")
+    for line in audit_lines(audited) if audited else ():
+        terminal.result_line(line)
 
 
 def _flat(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

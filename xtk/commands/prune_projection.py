@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from xtk import terminal
 from xtk.commands import options
+
+if TYPE_CHECKING:
+    from xtk.projection.projection import Projection
 
 
 def prune_projection(
@@ -17,28 +20,59 @@ def prune_projection(
     output: options.Output,
     top_k: Annotated[int, typer.Option(help="Entries a row at most; 0: all.", min=0)] = 0,
     min_weight: Annotated[float, typer.Option(help="Entries lighter than this go.")] = 0.0,
+    mass: Annotated[
+        float, typer.Option(help="The heaviest entries that carry this share of their row stay; 1: all.")
+    ] = 1.0,
     renormalise: Annotated[
         bool,
         typer.Option(
             "--renormalise", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
         ),
     ] = False,
+    merge: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Mix another projection of the same two tokenizers in before pruning; PROJECTION has the rest of the "
+            "weight. May be given again.",
+            metavar="OTHER=WEIGHT",
+        ),
+    ] = None,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Make a projection smaller."""
+    """Make a projection smaller, or mix several."""
     from pathlib import Path
 
     from xtk.artifacts.projection_file import read_projection, write_projection
     from xtk.commands.reuse import reuse_projection
+    from xtk.projection.merge import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(quiet)
     source = read_projection(Path(terminal.path_argument(projection)))
-    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, renormalise=renormalise)
+    if merge:
+        source = merge_projections(source, [_other(value) for value in merge])
+    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalise=renormalise)
     path = Path(output)
     if reuse_projection(path, dict(pruned.header), force=force) is None:
         write_projection(pruned, path)
     terminal.result_artifact({"path": output, "kind": "projection", **pruned.figures()}, as_json=as_json)
+
+
+def _other(value: str) -> tuple[Projection, float]:
+    """Read `--merge OTHER=WEIGHT`."""
+    from pathlib import Path
+
+    from xtk.artifacts.projection_file import read_projection
+    from xtk.errors import XtkError
+
+    name, _, told = value.rpartition("=")
+    try:
+        weight = float(told)
+    except ValueError:
+        name = ""
+    if not name:
+        raise XtkError(f"--merge is {value!r}", hint="--merge OTHER=WEIGHT, such as --merge counts.safetensors=0.5")
+    return read_projection(Path(name)), weight

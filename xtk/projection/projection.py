@@ -97,7 +97,8 @@ class Projection:
         """Refuse a matrix that is no projection.
 
         Raises:
-            XtkError: a shape does not fit, an id is out of range, a weight is not in (0, 1], a row sums to more than 1.
+            XtkError: a shape does not fit, an id is out of range or does not rise within its row, a weight is not in
+                (0, 1], a row sums to more than 1, a cell is out of range.
         """
         offsets, entries = self.row_offsets, len(self.teacher_ids)
         if len(offsets) != self.student_width + 1 or offsets[0] != 0 or offsets[-1] != entries:
@@ -108,8 +109,15 @@ class Projection:
             raise XtkError("the projection names teacher tokens that the teacher's vocabulary does not have")
         if not ((self.weights > 0) & (self.weights <= 1)).all():
             raise XtkError("the projection has weights outside of (0, 1]")
+        rising = np.diff(self.teacher_ids) > 0
+        rising[offsets[(offsets > 0) & (offsets < entries)] - 1] = True  # where the next row begins
+        if not rising.all():
+            raise XtkError("the projection has rows whose teacher tokens do not rise: some stand twice or out of order")
         if (self.row_masses > 1 + 1e-5).any():
             raise XtkError("the projection has rows that sum to more than 1")
+        for cells in (self.student_cells, self.teacher_cells):
+            if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
+                raise XtkError("the projection names cells that a partition of both vocabularies cannot have")
 
     def figures(self, student_tokens: int | None = None) -> dict[str, Any]:
         """Return rows, entries and the missing mass, averaged over the tokens that the student has."""

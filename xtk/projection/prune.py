@@ -5,53 +5,83 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk.errors import XtkError
+from xtk.projection.audit import audit_again
 from xtk.projection.projection import Projection
 
 
 def prune_projection(
-    projection: Projection, *, top_k: int | None = None, min_weight: float = 0.0, renormalise: bool = False
+    projection: Projection,
+    *,
+    top_k: int | None = None,
+    min_weight: float = 0.0,
+    mass: float = 1.0,
+    renormalise: bool = False,
 ) -> Projection:
     """Keep the heaviest entries of each row.
+
+    An entry stays if it passes all limits, each read on the row as it is before. Pruning in the same way as the
+    header's last entry changes nothing: of a share of a share there is no end.
 
     Args:
         projection: what to prune; stays as it is.
         top_k: entries a row at most; of equal weights the lower teacher id stays. None: all.
         min_weight: entries lighter than this go.
+        mass: the heaviest entries that carry this share of the row stay. 1: all.
         renormalise: scale what is left of a row to the mass that it had. Else the mass is missing, and shown.
 
     Returns:
         A new projection; pruning it again in the same way changes nothing.
 
     Raises:
-        XtkError: top_k below 1, or min_weight outside of [0, 1].
+        XtkError: top_k below 1, min_weight outside of [0, 1], or mass outside of (0, 1].
     """
     if top_k is not None and top_k < 1:
         raise XtkError(f"--top-k is {top_k}; a row keeps at least one entry")
     if not 0 <= min_weight <= 1:
         raise XtkError(f"--min-weight is {min_weight}; weights lie between 0 and 1")
-    rows = projection.rows_of_entries
-    keep = projection.weights >= min_weight
-    if top_k is not None:
-        heaviest_first = np.lexsort((projection.teacher_ids, -projection.weights, rows))
-        rank = np.empty(len(rows), np.int64)
-        rank[heaviest_first] = np.arange(len(rows)) - np.repeat(
-            projection.row_offsets[:-1], np.diff(projection.row_offsets)
-        )
-        keep &= rank < top_k
-    weights = projection.weights[keep]
-    counts = np.bincount(rows[keep], minlength=projection.student_width)
-    if renormalise:
-        left = np.bincount(rows[keep], weights.astype(np.float64), minlength=projection.student_width)
-        scale = projection.row_masses / np.maximum(left, 1e-30)
-        weights = np.minimum(weights * scale[rows[keep]], 1).astype(np.float32)
-    step = {"top_k": top_k, "min_weight": min_weight, "renormalise": renormalise}
+    if not 0 < mass <= 1:
+        raise XtkError(f"--mass is {mass}; a share of a row is above 0 and at most 1")
+    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalise}
     earlier = list(projection.header.get("prunings", []))
+    if step in earlier[-1:]:
+        return projection
+    keep = projection.weights >= np.float32(min_weight)
+    if top_k is not None or mass < 1:
+        rank, before = _from_the_heaviest(projection)
+        keep &= rank < (top_k or len(rank) + 1)
+        # A rounding above what is carried already is no reason to keep another entry.
+        keep &= (before < mass * projection.row_masses[projection.rows_of_entries] * (1 - 1e-9)) | (mass == 1)
+    pruned = _kept(projection, keep, renormalise)
+    pruned = dataclasses.replace(pruned, header={**projection.header, "prunings": [*earlier, step]})
+    return dataclasses.replace(pruned, header={**pruned.header, "audit": audit_again(pruned)})
+
+
+def _from_the_heaviest(projection: Projection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Return for each entry how many of its row are heavier, and what those weigh together."""
+    rows, weights = projection.rows_of_entries, projection.weights.astype(np.float64)
+    order = np.lexsort((projection.teacher_ids, -weights, rows))
+    starts = np.repeat(projection.row_offsets[:-1], np.diff(projection.row_offsets))
+    sums = np.cumsum(weights[order]) - weights[order]
+    rank, before = np.empty(len(rows), np.int64), np.empty(len(rows), np.float64)
+    rank[order] = np.arange(len(rows)) - starts
+    before[order] = sums - sums[starts]
+    return rank, before
+
+
+def _kept(projection: Projection, keep: NDArray[np.bool_], renormalise: bool) -> Projection:
+    rows = projection.rows_of_entries[keep]
+    weights = projection.weights[keep]
+    counts = np.bincount(rows, minlength=projection.student_width)
+    if renormalise:
+        left = np.bincount(rows, weights.astype(np.float64), minlength=projection.student_width)
+        scale = projection.row_masses / np.maximum(left, 1e-30)
+        weights = np.minimum(weights * scale[rows], 1).astype(np.float32)
     return dataclasses.replace(
         projection,
         row_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
         teacher_ids=projection.teacher_ids[keep],
         weights=weights,
-        header={**projection.header, "prunings": earlier if step in earlier[-1:] else [*earlier, step]},
     )

@@ -77,12 +77,10 @@ class Vocabulary:
     @cached_property
     def token_of_bytes(self) -> dict[bytes, int]:
         """{bytes: id}: of tokens that spell the same, an ordinary one before a byte-fallback one, then the lowest."""
-        table: dict[bytes, int] = {}
-        order = sorted(range(len(self)), key=lambda token: (bool(self.lone_byte[token]), token))
         spellings = self.spellings
-        for token in order:
-            if spellings[token]:
-                table.setdefault(spellings[token], token)
+        last_first = [*np.flatnonzero(self.lone_byte)[::-1].tolist(), *np.flatnonzero(~self.lone_byte)[::-1].tolist()]
+        table = dict(zip(map(spellings.__getitem__, last_first), last_first, strict=True))
+        table.pop(b"", None)
         return table
 
 
@@ -130,7 +128,7 @@ def read_vocabulary(
     lone = np.zeros(len(pieces), np.bool_)
     if family == METASPACE and byte_fallback:
         lone[[at for at, token in enumerate(written) if len(token) == 6 and _LONE_BYTE.fullmatch(token)]] = True
-    return Vocabulary(
+    vocabulary = Vocabulary(
         family=family,
         pool=np.frombuffer(b"".join(pieces), np.uint8),
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
@@ -138,6 +136,8 @@ def read_vocabulary(
         special_tokens=dict(special),
         lone_byte=lone,
     )
+    vocabulary.__dict__["spellings"] = pieces  # what the cached property would cut out of the pool again
+    return vocabulary
 
 
 def _decode_byte_level(written: list[str]) -> list[bytes]:
@@ -145,12 +145,8 @@ def _decode_byte_level(written: list[str]) -> list[bytes]:
         whole = "".join(written).translate(BYTE_OF_LETTER).encode("latin-1")
     except UnicodeEncodeError:
         return [_byte_level_or_literal(token) for token in written]
-    pieces, start = [], 0
-    for token in written:
-        end = start + len(token)
-        pieces.append(whole[start:end])
-        start = end
-    return pieces
+    ends = [0, *itertools.accumulate(map(len, written))]
+    return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _byte_level_or_literal(token: str) -> bytes:

@@ -14,6 +14,7 @@ from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.projection_store import projection_for
 from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
@@ -25,6 +26,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source, TextSource
 from xtk.training.recipe import Places, Recipe, Reporting
 
+METHOD = "multitoken"  # of projections that nobody named
 LOOKED_AT = 1000
 
 
@@ -47,8 +49,16 @@ class Inputs:
     identity: dict[str, Any]
 
 
-def open_inputs(places: Places, recipe: Recipe) -> Inputs:
-    """Open a student's tokenizer, a cache and a projection, and check that they belong together.
+def default_losses(places: Places, tokenizer: Tokenizer) -> list[str]:
+    """Return the losses of a run that names none: those for the teacher's tokenizer, the student's own or another."""
+    if places.projection is None and _is_cache(places.cache):
+        same = TeacherCache(places.cache).header["teacher"]["tokenizer"] == tokenizer.fingerprint
+        return ["ce", "forward-kl" if same else "p-kl"]
+    return ["ce", "p-kl" if places.projection is not None else "forward-kl"]
+
+
+def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
+    """Open a cache and a projection, and check that they and the student belong together.
 
     Raises:
         XtkError: one of them cannot be read, or they do not fit each other.
@@ -56,7 +66,6 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
     for path in (places.student, places.cache, places.projection):
         if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
-    tokenizer = Tokenizer(places.student)
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if not any(loss.needs_teacher for loss in losses) and not _is_cache(places.cache):
@@ -67,9 +76,12 @@ def open_inputs(places: Places, recipe: Recipe) -> Inputs:
         given = {"student": weights, "documents": str(fingerprint)}
         return Inputs(TextSource(documents), tokenizer, (None,) * len(losses), losses, given)
     cache = TeacherCache(places.cache)
-    projection = read_projection(places.projection) if places.projection is not None else None
-    if projection is not None:
+    projection = None
+    if places.projection is not None:
+        projection = read_projection(places.projection)
         _check_pair(places, tokenizer, cache, projection)
+    elif any(loss.needs_teacher and not loss.same_tokenizer for loss in losses):
+        projection = projection_for(tokenizer, cache.teacher, METHOD)
     width = int(cache.header["teacher"]["width"])
     columns = tuple(
         _columns(loss.name, rule, places, tokenizer, cache, projection, width)
@@ -143,11 +155,7 @@ def _columns(
                 hint="--loss p-kl or --loss boundary-kl, with --projection",
             )
         return Projection.identity(len(tokenizer)).columns.widened(width)
-    if projection is None:
-        raise XtkError(
-            f"the loss {name} needs a projection from the student's tokens to the teacher's",
-            hint=f"xtk build-projection {places.student} TEACHER -o p, then --projection p",
-        )
+    assert projection is not None
     return projection.columns.widened(width)
 
 

@@ -136,7 +136,7 @@ class Places:
     Attributes:
         student: a local model folder.
         cache: a teacher cache; or plain data, for losses that need no teacher.
-        projection: a projection file, or None for losses that need none.
+        projection: a projection file, or None: built for losses that need one.
         output: the run's folder.
         columns: names of the columns of plain data.
     """

@@ -1,0 +1,155 @@
+"""Counting that is killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import material
+import pytest
+
+from xtk.artifacts import counting
+from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.counting import count_corpus, fingerprint_of_corpus, remove_unfinished, unfinished
+from xtk.tokens.tokenizer import Tokenizer
+
+TEXTS = [text for number in range(6) for text in material.sentences(20, seed=number)]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Batches of eight texts, a state after each."""
+    monkeypatch.setattr("xtk.projection.methods.counts.TEXTS", 8)
+    monkeypatch.setattr(counting, "SECONDS_BETWEEN_STATES", 0)
+
+
+@pytest.fixture
+def sides(families):
+    return Tokenizer(families["student"]), Tokenizer(families["metaspace"])
+
+
+@pytest.fixture
+def data(tmp_path):
+    return material.write_jsonl(tmp_path / "data.jsonl", TEXTS)
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(batches: int, told: list[int]):
+    """Be told of so many batches, then stop."""
+
+    def advance(documents: int) -> None:
+        if documents and len(told) == batches:
+            raise Stopped
+        if documents:
+            told.append(documents)
+
+    return advance
+
+
+def as_bytes(counts) -> tuple:
+    arrays = (counts.students, counts.teachers, counts.times)
+    return (*(array.tobytes() for array in arrays), counts.documents, counts.corpus)
+
+
+def test_stopped_after_any_batch_the_counts_end_equal_and_nothing_is_counted_again(small, sides, data, tmp_path):
+    corpus = Corpus([str(data)])
+    whole = count_corpus(*sides, corpus, tmp_path / "whole")
+    assert whole.documents == len(TEXTS)
+    assert whole.corpus == fingerprint_of_corpus(corpus)[1]
+    for batches in range(1, 15, 3):
+        path = tmp_path / str(batches)
+        counts, stops, told = None, 0, []
+        while counts is None:
+            try:
+                told.clear()
+                counts = count_corpus(*sides, corpus, path, stop_after(batches + 1 if stops else batches, told))
+            except Stopped:
+                stops += 1
+                assert unfinished(path).is_file()
+        assert as_bytes(counts) == as_bytes(whole)
+        assert sum(told) == len(TEXTS)
+        assert stops >= 1
+        remove_unfinished(path)
+        assert not unfinished(path).exists()
+
+
+@pytest.mark.parametrize("change", ["another text", "another teacher", "damage", "nonsense"])
+def test_counts_of_something_else_are_begun_anew(small, sides, families, data, tmp_path, change):
+    path = tmp_path / "p"
+    with pytest.raises(Stopped):
+        count_corpus(*sides, Corpus([str(data)]), path, stop_after(4, []))
+    if change == "another text":
+        material.write_jsonl(data, ["something else", *TEXTS[1:]])
+    if change == "another teacher":
+        sides = (sides[0], Tokenizer(families["teacher"]))
+    if change == "damage":
+        raw = bytearray(unfinished(path).read_bytes())
+        raw[-3] ^= 1
+        unfinished(path).write_bytes(bytes(raw))
+    if change == "nonsense":
+        unfinished(path).write_bytes(b"PK")
+    found = count_corpus(*sides, Corpus([str(data)]), path)
+    fresh = count_corpus(*sides, Corpus([str(data)]), tmp_path / "fresh")
+    assert as_bytes(found) == as_bytes(fresh)
+
+
+COUNT = """
+import sys, time
+from xtk.artifacts import counting
+from xtk.projection.methods import counts
+counts.TEXTS = 8
+counting.SECONDS_BETWEEN_STATES = 0
+write = counting._write_state
+def slowly(*arguments):
+    write(*arguments)
+    print("state", flush=True)
+    time.sleep(0.02)
+counting._write_state = slowly
+from xtk.cli import run
+sys.exit(run(sys.argv[1:]))
+"""
+
+
+def killed_until_done(arguments: list[str], delays: list[float]) -> int:
+    """Kill a command some time after its first state, again and again; return how often."""
+    kills = 0
+    for delay in delays:
+        child = subprocess.Popen([sys.executable, "-c", COUNT, *arguments], stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True)  # fmt: skip
+        assert child.stdout is not None
+        child.stderr.readline() if child.stderr else None
+        time.sleep(delay)
+        os.kill(child.pid, signal.SIGKILL)
+        child.communicate()
+        kills += child.returncode == -signal.SIGKILL
+    return kills
+
+
+def check_kills(families, data, tmp_path, delays: list[float]) -> None:
+    command = ["build-projection", str(families["student"]), str(families["teacher"]), "--method", "counts"]
+    command += ["--corpus", str(data)]
+    plain = [sys.executable, "-m", "xtk", *command, "-o"]
+    subprocess.run([*plain, str(tmp_path / "whole")], check=True, capture_output=True)
+    kills = killed_until_done([*command, "-o", str(tmp_path / "p")], delays)
+    assert kills >= 1
+    done = subprocess.run([*plain, str(tmp_path / "p"), "--json"], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["kind"] == "projection"
+    assert (tmp_path / "p").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "p", "whole"]
+
+
+def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(families, data, tmp_path):
+    check_kills(families, data, tmp_path, [0.03, 0.15])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_any_time_it_ends_with_the_same_bytes(families, data, tmp_path, seed):
+    check_kills(families, data, tmp_path, [0.01 * seed + 0.04 * number for number in range(6)])

@@ -1,0 +1,91 @@
+"""Projections kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from xtk.artifacts import projection_store
+from xtk.artifacts.projection_store import projection_for
+from xtk.projection.build import build_projection
+from xtk.projection.prune import prune_projection
+from xtk.tokens.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "projections"
+
+
+@pytest.fixture
+def sides(families):
+    return Tokenizer(families["student"]), Tokenizer(families["teacher"])
+
+
+def same(one, other) -> bool:
+    names = ("row_offsets", "teacher_ids", "weights", "student_cells", "teacher_cells")
+    return one.header == other.header and all(getattr(one, name).tobytes() == getattr(other, name).tobytes()
+                                              for name in names)  # fmt: skip
+
+
+def test_it_is_built_once_and_equals_what_is_built_by_hand(folder, sides, monkeypatch):
+    first = projection_for(*sides, "multitoken", top_k=2, decay=0.3)
+    assert same(first, prune_projection(build_projection(*sides, "multitoken", decay=0.3), top_k=2))
+    monkeypatch.setattr(projection_store, "build_projection", None)
+    assert same(projection_for(*sides, "multitoken", top_k=2, decay=0.3), first)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_another_request_is_another_file(folder, sides, families, tmp_path):
+    requests = [{}, {"method": "cells"}, {"top_k": 1}, {"decay": 0.5}, {"special_tokens": "none"}]
+    for number, options in enumerate(requests, start=1):
+        projection_for(*sides, **options)
+        assert len(list(folder.iterdir())) == number
+    copy = shutil.copytree(families["teacher"], tmp_path / "copy")
+    moved = projection_for(sides[0], Tokenizer(copy))
+    assert moved.header["teacher"]["name"] == "copy"
+    assert len(list(folder.iterdir())) == len(requests)  # a folder that was moved is the same tokenizer
+    configuration = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "<|endoftext|>"}))
+    other = projection_for(sides[0], Tokenizer(copy))
+    assert len(list(folder.iterdir())) == len(requests) + 1
+    assert other.teacher_ids.tolist() != moved.teacher_ids.tolist()
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_a_damaged_file_is_built_again(folder, sides, damage):
+    first = projection_for(*sides)
+    (path,) = folder.iterdir()
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if damage is None else damage)
+    assert same(projection_for(*sides), first)
+    assert path.read_bytes() == raw
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, sides, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "file"))
+    assert len(projection_for(*sides).teacher_ids)
+
+
+ASK = """
+import sys
+from xtk.artifacts.projection_store import projection_for
+from xtk.tokens.tokenizer import Tokenizer
+for _ in range(5):
+    print(len(projection_for(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
+"""
+
+
+def test_processes_that_ask_at_once_get_the_same(folder, families):
+    arguments = [sys.executable, "-c", ASK, str(families["student"]), str(families["teacher"])]
+    children = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    told = [child.communicate()[0].split() for child in children]
+    assert all(child.returncode == 0 for child in children)
+    assert len({number for numbers in told for number in numbers}) == 1
+    assert len(list(folder.iterdir())) == 1

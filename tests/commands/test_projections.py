@@ -1,0 +1,130 @@
+"""The options of build-projection and prune-projection, and what inspect tells of their artifacts."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from xtk.artifacts.projection_file import read_projection
+from xtk.projection.build import METHODS
+
+
+def one_line(done) -> dict:
+    (line,) = done.stdout.splitlines()
+    return json.loads(line)
+
+
+def build(run, pair, *options: object, **keywords):
+    return run("build-projection", pair.student, pair.teacher, *options, **keywords)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_path, method):
+    options = ("--method", method, *(("--corpus", corpus) if method == "counts" else ()), "-o", "p")
+    built = one_line(build(run, pair, *options, "--json", cwd=tmp_path))
+    before = (tmp_path / "p").stat().st_mtime_ns
+    assert one_line(build(run, pair, *options, "--json", cwd=tmp_path)) == built
+    assert (tmp_path / "p").stat().st_mtime_ns == before
+    record = one_line(run("inspect", "p", "--json", cwd=tmp_path))
+    assert record["header"]["method"] == method
+    assert record["header"]["audit"]["missing_mass"] == pytest.approx(built["missing_mass"])
+    shown = run("inspect", "p", cwd=tmp_path).stdout
+    assert "missing mass" in shown
+    assert all(category in shown for category in ("digits", "white space", "partial UTF-8", "other scripts"))
+    assert [path.name for path in tmp_path.iterdir()] == ["p"]
+
+
+def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_path):
+    options = ("--method", "counts", "-o", "p")
+    build(run, pair, *options, "--corpus", corpus, cwd=tmp_path)
+    done = build(run, pair, *options, "--corpus", corpus, "--smoothing", 3, cwd=tmp_path, code=1)
+    assert "another options" in done.stderr
+    (tmp_path / "other.jsonl").write_text('{"text": "something else 201"}\n')
+    done = build(run, pair, *options, "--corpus", "other.jsonl", cwd=tmp_path, code=1)
+    assert "--force" in done.stderr
+    build(run, pair, *options, "--corpus", corpus, "--corpus", "other.jsonl", "--force", cwd=tmp_path)
+    assert read_projection(tmp_path / "p").header["options"]["documents"] == 41
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "first", "--decay", "0.5"), "--method first does not read --decay"),
+        (("--corpus", "x.jsonl"), "--method multitoken does not read --corpus"),
+        (("--method", "counts"), "--corpus DATA"),
+        (("--method", "counts", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
+        (("--max-pieces", "0"), "--max-pieces is 0"),
+        (("--special-tokens", "rolle"), "no such table of special tokens"),
+        (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
+        (("--special-tokens", "list.json"), "{student token: teacher token}"),
+        (("--special-tokens", "broken.yaml"), "no YAML or JSON"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, message):
+    (tmp_path / "table.yaml").write_text("'<|end_of_tex|>': '<|im_end|>'\n")
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "broken.yaml").write_text("{")
+    options = [str(corpus) if option == "CORPUS" else option for option in options]
+    done = build(run, pair, *options, "-o", "p", cwd=tmp_path, code=1)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump])
+def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path, write):
+    (tmp_path / "table").write_text(write({"<|pad|>": "<|im_end|>"}))
+    build(run, pair, "--special-tokens", "table", "-o", "p", cwd=tmp_path)
+    header = read_projection(tmp_path / "p").header
+    assert header["special_tokens"] == {"<|pad|>": "<|im_end|>"}
+    assert header["audit"]["rows"]["special"] == 1
+
+
+def test_embeddings_need_weights(run, pair, families, tmp_path):
+    done = run("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
+               cwd=tmp_path, code=1)  # fmt: skip
+    assert "no weights in this folder" in done.stderr
+
+
+def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_path):
+    build(run, pair, "--method", "counts", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
+    limits = ("--mass", 0.9, "--renormalise")
+    done = run("prune-projection", projection, "--merge", "counts=0.5", *limits, "-o", "p", "--json", cwd=tmp_path)
+    assert one_line(done)["entries"] > 0
+    header = read_projection(tmp_path / "p").header
+    assert [part["method"] for part in header["merges"]] == ["multitoken", "counts"]
+    assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalise": True}]
+    run("prune-projection", "-", *limits, "-o", "p2", stdin="p\n", cwd=tmp_path)
+    assert (tmp_path / "p").read_bytes() == (tmp_path / "p2").read_bytes()
+    assert "merges" in run("inspect", "p", cwd=tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--merge", "p"), "--merge OTHER=WEIGHT"),
+        (("--merge", "P=2"), "--merge is 2.0"),
+        (("--merge", "P=nan"), "--merge is nan"),
+        (("--merge", "absent=0.5"), "no such projection"),
+        (("--mass", "0"), "--mass is 0"),
+        (("--mass", "nan"), "--mass is nan"),
+        (("--merge", "OTHER=0.5"), "different teachers"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(run, pair, metaspace, projection, tmp_path, options, message):
+    run("build-projection", pair.student, metaspace, "-o", tmp_path / "other", cwd=tmp_path)
+    paths = {"P": str(projection), "OTHER": str(tmp_path / "other")}
+    options = [f"{paths.get(part.partition('=')[0], part.partition('=')[0])}{''.join(part.partition('=')[1:])}"
+               for part in options]  # fmt: skip
+    done = run("prune-projection", projection, *options, "-o", "out", cwd=tmp_path, code=1)
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_critical_tokens_are_told_on_stderr_and_quiet_drops_them(run, pair, metaspace, tmp_path):
+    done = run("build-projection", pair.student, metaspace, "-o", "p", cwd=tmp_path)
+    assert "critical tokens" in done.stderr
+    assert "critical tokens" in run("inspect", "p", cwd=tmp_path).stdout
+    assert run("build-projection", pair.student, metaspace, "-o", "p", "--quiet", cwd=tmp_path).stderr == ""

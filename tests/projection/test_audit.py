@@ -1,0 +1,137 @@
+"""The audit: figures by hand on a tiny vocabulary, categories by example."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from xtk.projection import audit as module
+from xtk.projection.audit import audit, audit_again, warning
+from xtk.projection.build import build_projection
+from xtk.projection.categories import CATEGORIES, categories
+from xtk.projection.merge import merge_projections
+from xtk.projection.pair import Pair
+from xtk.projection.prune import prune_projection
+from xtk.projection.special import match_special_tokens
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.vocabulary import LITERAL, Vocabulary, read_vocabulary
+
+EXAMPLES = {
+    "white space": [" ", "\n\n", "\t \r\n", "\u3000", "\xa0"],
+    "digits": ["7", "201", " 12", "٣", "½", "１２"],
+    "punctuation": [".", ", ", '."', "!", "—", "😀", "。", "...", "(", "\u200d", "-"],
+    "code": ["();", "_name", ".append", "camelCase", "x1", "});\n", "==", "1.", "</", "1st"],
+    "Latin": [" the", "don't", "Über", "naïve", "well-known", "Ａ", "e\u0301"],
+    "CJK": ["日本", " の", "한국", "日x", "ㄅ"],
+    "other scripts": ["привет", "α", "مرحبا", "αx1", "ไทย"],
+}
+
+
+def vocabulary_of(spellings: list[bytes]) -> Vocabulary:
+    plain = read_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
+    sizes = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
+    changed = {**plain.__dict__, "pool": np.frombuffer(b"".join(spellings), np.uint8), "offsets": np.array(sizes)}
+    changed.pop("spellings")
+    return Vocabulary(**changed)
+
+
+def test_each_category_by_example():
+    examples = [(name, text.encode()) for name, texts in EXAMPLES.items() for text in texts]
+    examples += [("partial UTF-8", b"\xe6\x97"), ("partial UTF-8", b" \xf0\x9f"), ("specials", b"")]
+    found = categories(vocabulary_of([spelling for _, spelling in examples]))
+    told = [CATEGORIES[place] for place in found.tolist()]
+    assert told[0] == "specials"
+    assert dict(zip((spelling for _, spelling in examples), told[1:], strict=True)) == {
+        spelling: name for name, spelling in examples
+    }
+
+
+@pytest.mark.parametrize("name", ["student", "teacher", "metaspace", "composing", "word-piece"])
+def test_every_token_has_one_category(tokenizer_of, name):
+    tokenizer = tokenizer_of[name]
+    found = categories(tokenizer.vocabulary)
+    assert found.shape == (len(tokenizer),)
+    assert ((found >= 0) & (found < len(CATEGORIES))).all()
+
+
+def tiny(folder, tokens: list[str], specials: list[str], eos: str) -> Tokenizer:
+    backend = Backend(models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token=tokens[0]))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    folder.mkdir()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    (folder / "config.json").write_text(json.dumps({"vocab_size": len(tokens) + len(specials) + 2}))
+    return Tokenizer(folder)
+
+
+@pytest.fixture
+def two(tmp_path):
+    student = tiny(tmp_path / "one", ["a", "b", "ab", "12", "zz"], ["<e>", "<x>"], "<e>")
+    return student, tiny(tmp_path / "other", ["a", "b", "1", "2", "c"], ["</e>"], "</e>")
+
+
+def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
+    projection = build_projection(*two, "first")
+    audited = projection.header["audit"]
+    # Exact: a, b. Special: <e>. Spread: ab on a, 12 on 1. Empty: zz, <x>. Two rows above the vocabulary.
+    assert audited["rows"] == {"exact": 2, "special": 1, "spread": 2, "empty": 2, "padded": 2}
+    assert audited["missing_mass"] == pytest.approx(2 / 7, abs=1e-6)
+    assert audited["unreached"] == 2  # 2, c
+    assert audited["categories"]["Latin"] == {
+        "student_tokens": 4, "student_unmatched": 2, "empty": 1, "missing_mass": 0.25,
+        "teacher_tokens": 3, "teacher_unmatched": 1, "unreached": 1,
+    }  # fmt: skip
+    assert audited["categories"]["digits"] == {
+        "student_tokens": 1, "student_unmatched": 1, "empty": 0, "missing_mass": 0.0,
+        "teacher_tokens": 2, "teacher_unmatched": 2, "unreached": 1,
+    }  # fmt: skip
+    assert audited["categories"]["specials"]["student_unmatched"] == 1
+    assert audited["critical"] == []
+    assert warning(audited) is None
+
+
+def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
+    monkeypatch.setattr(module, "CRITICAL_TOKENS", 1)
+    audited = build_projection(*two, "first").header["audit"]
+    assert audited["critical"] == ["digits", "Latin"]
+    told = warning(audited)
+    assert "digits 100% of the student's and 100% of the teacher's; Latin 50% of the student's" in told
+    assert "p-kl" in told
+
+
+def test_pruned_and_merged_the_audit_tells_what_it_can(tokenizer_of):
+    pair = tokenizer_of["student"], tokenizer_of["word-piece"]
+    built = build_projection(*pair)
+    pruned = prune_projection(built, top_k=1)
+    merged = merge_projections(built, [(pruned, 0.5)])
+    for projection in (pruned, merged):
+        again, whole = projection.header["audit"], audit(projection, Pair(*pair), *match_special_tokens(*pair))
+        assert again == audit_again(projection)
+        assert (again["missing_mass"], again["unreached"]) == (whole["missing_mass"], whole["unreached"])
+        rows = whole["rows"]
+        filled = rows["exact"] + rows["special"] + rows["spread"]
+        assert again["rows"] == {"filled": filled, "empty": rows["empty"], "padded": rows["padded"]}
+        for name, figures in again["categories"].items():
+            assert figures.items() <= whole["categories"][name].items()
+        assert again["critical"] == whole["critical"]
+
+
+def test_the_real_pair_is_audited_in_half_a_second_and_its_digits_are_critical(real_data):
+    sides = [Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3")]
+    projection = build_projection(*sides)
+    figures = projection.header["audit"]["categories"]["digits"]
+    assert (figures["teacher_unmatched"], figures["teacher_tokens"]) == (1180, 1211)
+    assert "digits" in projection.header["audit"]["critical"]
+    pair, matched = Pair(*sides), match_special_tokens(*sides)
+    seconds = []
+    for _ in range(3):
+        started = time.process_time()
+        assert audit(projection, pair, *matched) == projection.header["audit"]
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 0.5

@@ -1,0 +1,127 @@
+"""Counting at common boundaries."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import TEXTS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xtk.errors import XtkError
+from xtk.projection.build import build_projection
+from xtk.projection.methods import counts as module
+from xtk.projection.methods.counts import Counts, PairCounter, PairCounts, count_pairs
+from xtk.tokens.alignment import align
+
+FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
+PAIRS = list(itertools.product(FAMILIES, FAMILIES))
+
+
+def readable_counts(student, teacher, texts) -> Counter:
+    """Slow twin: a dictionary."""
+    found: Counter = Counter()
+    for text in texts:
+        (one,), (other,) = student.encode([text]), teacher.encode([text])
+        raw, start = text.encode(), 0
+        for s0, s1, t0, t1 in align(one, other).tolist():
+            pair = []
+            for side, tokens, first, stop in ((student, one, s0, s1), (teacher, other, t0, t1)):
+                spelling_of = [token for token in range(first, stop) if tokens.ends[token] > start]
+                token = int(tokens.ids[spelling_of[0]])
+                spelling = side.vocabulary.spelling(token)
+                pair.append(token if spelling and raw[start : start + len(spelling)] == spelling else None)
+            if None not in pair:
+                found[tuple(pair)] += 1
+            start = int(one.ends[s1 - 1])
+    return found
+
+
+def as_dict(counts: PairCounts) -> dict[tuple[int, int], int]:
+    places = zip(counts.students.tolist(), counts.teachers.tolist(), strict=True)
+    return dict(zip(places, counts.times.tolist(), strict=True))
+
+
+@pytest.mark.parametrize(("student", "teacher"), PAIRS)
+def test_counts_agree_with_a_dictionary(tokenizer_of, counted, student, teacher):
+    found = counted(student, teacher)
+    assert as_dict(found) == readable_counts(tokenizer_of[student], tokenizer_of[teacher], TEXTS)
+    assert found.documents == len(TEXTS)
+    assert (np.diff(found.students.astype(np.int64) * 10_000 + found.teachers) > 0).all()
+
+
+@given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=4), pair=st.sampled_from(PAIRS))
+@settings(max_examples=60, deadline=None)
+def test_counts_of_any_text_share_their_beginning(tokenizer_of, texts, pair):
+    one, other = (tokenizer_of[name] for name in pair)
+    texts = [text.encode("utf-8", "replace").decode() for text in texts]
+    counter = PairCounter(one, other)
+    list(count_pairs(counter, texts))
+    found = as_dict(counter.counts(len(texts), ""))
+    assert found == readable_counts(one, other, texts)
+    for token, teacher_id in found:
+        left, right = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+        assert left
+        assert right
+        assert left.startswith(right) or right.startswith(left)
+
+
+@pytest.mark.parametrize("smoothing", [0, 0.5, 1, 30])
+@pytest.mark.parametrize(
+    ("student", "teacher"), [("student", "teacher"), ("teacher", "student"), ("metaspace", "student")]
+)
+def test_weights_are_the_formula(tokenizer_of, counted, student, teacher, smoothing):
+    one, other = tokenizer_of[student], tokenizer_of[teacher]
+    counts = counted(student, teacher)
+    built = build_projection(one, other, "counts", counts=counts, smoothing=smoothing)
+    built.check()
+    first = build_projection(one, other, "first")
+    totals = Counter()
+    for (token, _), times in as_dict(counts).items():
+        totals[token] += times
+    expected: Counter = Counter()
+    for token, teacher_id, weight in zip(first.rows_of_entries, first.teacher_ids, first.weights, strict=True):
+        times = totals[int(token)]
+        expected[int(token), int(teacher_id)] += weight * (smoothing / (times + smoothing) if times else 1)
+    for (token, teacher_id), times in as_dict(counts).items():
+        expected[token, teacher_id] += times / (totals[token] + smoothing)
+    found = dict(zip(zip(built.rows_of_entries.tolist(), built.teacher_ids.tolist(), strict=True),
+                     built.weights.tolist(), strict=True))  # fmt: skip
+    assert found == pytest.approx({place: weight for place, weight in expected.items() if weight}, rel=1e-5)
+
+
+def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
+    single, packed = tokenizer_of["teacher"], tokenizer_of["student"]
+    built = build_projection(single, packed, "counts", counts=counted("teacher", "student"))
+    two = single.vocabulary.token_of_bytes[b"2"]
+    place = slice(built.row_offsets[two], built.row_offsets[two + 1])
+    landed = [packed.vocabulary.spelling(token) for token in built.teacher_ids[place].tolist()]
+    assert b"2" in landed
+    assert len(landed) > 3
+    assert all(spelling.startswith(b"2") for spelling in landed)
+
+
+@pytest.mark.parametrize(("texts", "characters"), [(1, 10), (3, 1 << 20), (1000, 50)])
+def test_the_size_of_batches_changes_nothing(tokenizer_of, counted, monkeypatch, texts, characters):
+    monkeypatch.setattr(module, "TEXTS", texts)
+    monkeypatch.setattr(module, "CHARACTERS", characters)
+    counter = PairCounter(tokenizer_of["student"], tokenizer_of["teacher"])
+    assert list(count_pairs(counter, TEXTS))[-1] == len(TEXTS)
+    assert as_dict(counter.counts(0, "")) == as_dict(counted("student", "teacher"))
+
+
+def test_the_table_grows(tokenizer_of, counted):
+    counter = PairCounter(tokenizer_of["student"], tokenizer_of["teacher"])
+    counter._keys, counter._times = np.full(16, -1, np.int64), np.zeros(16, np.int64)
+    list(count_pairs(counter, TEXTS))
+    assert len(counter._keys) > 16
+    assert as_dict(counter.counts(0, "")) == as_dict(counted("student", "teacher"))
+
+
+@pytest.mark.parametrize("smoothing", [-1, float("nan"), float("inf")])
+def test_smoothing_without_meaning_is_refused(counted, smoothing):
+    with pytest.raises(XtkError, match="--smoothing"):
+        Counts(counted("student", "teacher"), smoothing)

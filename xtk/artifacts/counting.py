@@ -1,0 +1,144 @@
+"""Counting a corpus for `--method counts` so that a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from xtk.artifacts.corpus import Fingerprint
+from xtk.artifacts.files import TEMPORARY, canonical_json, sha256, written_whole
+from xtk.projection.methods.counts import PairCounter, PairCounts, count_pairs
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+
+UNFINISHED = ".xtk-counts-so-far"
+SECONDS_BETWEEN_STATES = 30.0
+
+
+def count_corpus(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    corpus: Iterable[Document],
+    path: Path,
+    advance: Callable[[int], None] = lambda documents: None,
+) -> PairCounts:
+    """Count a corpus, and keep the counts so far beside the projection, whole, every half minute.
+
+    After a kill the documents that were counted are read again (for the fingerprint: another corpus begins anew)
+    and not tokenised again. Counts are sums, so the result is the same wherever it was interrupted.
+
+    Args:
+        student: its tokens are the rows.
+        teacher: its tokens are the columns.
+        corpus: documents, readable twice.
+        path: where the projection is to be.
+        advance: told how many more documents are counted.
+
+    Returns:
+        The counts. The unfinished file stays until `remove_unfinished`.
+    """
+    state = unfinished(path)
+    sides = {"student": student.fingerprint, "teacher": teacher.fingerprint}
+    done, keys, times = _read_state(state, sides, corpus)
+    counter = PairCounter(student, teacher)
+    counter.restore(keys, times)
+    advance(done)
+    reader = _Reader(corpus, done)
+    saved = time.monotonic()
+    counted = done
+    for documents in count_pairs(counter, reader.texts()):
+        advance(done + documents - counted)
+        counted = done + documents
+        if time.monotonic() - saved >= SECONDS_BETWEEN_STATES:
+            _write_state(state, {**sides, "documents": counted, "corpus": reader.digest_at(counted)}, counter)
+            saved = time.monotonic()
+    return counter.counts(counted, reader.digest_at(counted))
+
+
+def unfinished(path: Path) -> Path:
+    """Return where the counts so far of a projection lie."""
+    return path.parent / (path.name + UNFINISHED)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove the counts so far, and what a writer left that was killed, once the projection is written."""
+    state = unfinished(path)
+    state.unlink(missing_ok=True)
+    for leftover in path.parent.glob(f"{TEMPORARY}*-{glob.escape(state.name)}"):
+        leftover.unlink(missing_ok=True)
+
+
+def fingerprint_of_corpus(corpus: Iterable[Document]) -> tuple[int, str]:
+    """Return how many documents a corpus has, and its fingerprint."""
+    reader = _Reader(corpus, 0)
+    count = sum(1 for _ in reader.texts())
+    return count, reader.digest_at(count)
+
+
+class _Reader:
+    """Hands out texts, and knows the fingerprint of the documents before each batch that was handed out."""
+
+    def __init__(self, corpus: Iterable[Document], skipped: int) -> None:
+        self._corpus, self._skipped = corpus, skipped
+        self._hashes: dict[int, str] = {}
+
+    def texts(self) -> Iterator[str]:
+        fingerprint = Fingerprint()
+        count = 0
+        for document in self._corpus:
+            fingerprint.add(document)
+            count += 1
+            if count > self._skipped:
+                # Batches are tokenised ahead of what is counted, so the hash at each document is kept until it is.
+                self._hashes[count] = str(fingerprint)
+                # Of a conversation, no model reads one content right after the other.
+                yield document.text if document.conversation is None else _contents(document)
+        self._hashes[count] = str(fingerprint)
+
+    def digest_at(self, count: int) -> str:
+        """Return the fingerprint of the first `count` documents; those of fewer are forgotten."""
+        found = self._hashes[count]
+        self._hashes = {number: digest for number, digest in self._hashes.items() if number >= count}
+        return found
+
+
+def _contents(document: Document) -> str:
+    return "\n\n".join(segment.text for segment in document.segments)
+
+
+def _write_state(state: Path, header: dict[str, Any], counter: PairCounter) -> None:
+    keys, times = counter.sorted()
+    checksum = sha256(canonical_json(header).encode() + keys.tobytes() + times.tobytes())
+    told = canonical_json({**header, "format": "xtk-counts-so-far", "version": 1, "checksum": checksum})
+    with written_whole(state) as temporary:
+        temporary.write_bytes(safetensors.numpy.save({"keys": keys, "times": times}, metadata={"xtk": told}))
+
+
+def _read_state(
+    state: Path, sides: dict[str, str], corpus: Iterable[Document]
+) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """Return documents, keys and times of an interrupted run; nothing if it was another's, or is damaged."""
+    nothing = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
+    with contextlib.suppress(Exception):  # whatever is wrong with it: counting anew is right, only slower
+        raw = state.read_bytes()
+        size = int.from_bytes(raw[:8], "little")
+        header = json.loads(json.loads(raw[8 : 8 + size])["__metadata__"]["xtk"])
+        tensors = safetensors.numpy.load(raw)
+        keys, times = tensors["keys"], tensors["times"]
+        told = {key: header[key] for key in ("student", "teacher", "documents", "corpus")}
+        checksum = sha256(canonical_json(told).encode() + keys.tobytes() + times.tobytes())
+        if header["checksum"] == checksum and all(told[side] == sides[side] for side in sides):
+            first = itertools.islice(iter(corpus), told["documents"])
+            if fingerprint_of_corpus(first) == (told["documents"], told["corpus"]):
+                return told["documents"], keys, times
+    return nothing

@@ -1,0 +1,46 @@
+"""The audit of a projection as tables that a person can read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+KINDS = ("exact", "special", "spread", "filled", "empty", "padded")
+
+
+def audit_lines(audited: dict[str, Any]) -> Iterator[str]:
+    """Yield the rows by kind, the table of categories, and the warning if there is one."""
+    from xtk.projection.audit import warning
+
+    yield "  audit"
+    rows = audited["rows"]
+    yield f"    rows: {', '.join(f'{rows[kind]:,} {kind}' for kind in KINDS if kind in rows)}"
+    unreached = audited["unreached"]
+    yield f"    missing mass {audited['missing_mass']:.2%}; teacher tokens that nothing reaches: {unreached:,}"
+    categories = audited.get("categories")
+    if categories:
+        yield ""
+        yield from _table(categories)
+    warned = warning(audited)
+    if warned:
+        yield ""
+        yield from (f"    {line}" for line in warned.splitlines())
+
+
+def _table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield a line a category: tokens, share without a token of equal bytes, and what this projection loses of them."""
+    from xtk.projection.categories import CATEGORIES
+
+    whole = all("missing_mass" in figures for figures in categories.values())
+    lost = f"{'missing mass':>14}{'unreached':>11}" if whole else ""
+    yield f"    {'category':15}{'student':>9}{'unmatched':>11}{'teacher':>10}{'unmatched':>11}{lost}"
+    for name, figures in ((name, categories[name]) for name in CATEGORIES if name in categories):
+        sides = "".join(
+            f"{figures[f'{side}_tokens']:>{width},}"
+            f"{figures[f'{side}_unmatched'] / max(figures[f'{side}_tokens'], 1):>11.1%}"
+            for side, width in (("student", 9), ("teacher", 10))
+        )
+        lost = f"{figures['missing_mass']:>14.2%}{figures['unreached']:>11,}" if whole else ""
+        yield f"    {name:15}{sides}{lost}"
+    if not whole:
+        yield "    (what each category loses needs both tokenizers: it is told by the projection as it was built)"

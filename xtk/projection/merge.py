@@ -1,0 +1,95 @@
+"""Mixing projections of the same two tokenizers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from xtk.errors import Mismatch, XtkError
+from xtk.projection.audit import audit_again
+from xtk.projection.projection import Projection
+
+_TOLD = ("method", "options", "special_tokens", "prunings", "merges")
+
+
+def merge_projections(first: Projection, others: Sequence[tuple[Projection, float]]) -> Projection:
+    """Return the convex combination `(1 - sum_i w_i) W + sum_i w_i W_i`.
+
+    Args:
+        first: has the rest of the weight.
+        others: each with its weight, in (0, 1), together below 1.
+
+    Returns:
+        A new projection. Its cells are kept if all have the same; the header tells what was merged.
+
+    Raises:
+        XtkError: a weight is out of range.
+        Mismatch: a projection is of other tokenizers or widths.
+    """
+    for _, weight in others:
+        if not 0 < weight < 1:
+            raise XtkError(f"a weight of --merge is {weight}; it lies between 0 and 1")
+    rest = 1 - sum(weight for _, weight in others)
+    if rest <= 0:
+        raise XtkError(f"the weights of --merge sum to {1 - rest:g}; the projection that is merged into has the rest")
+    for other, _ in others:
+        _check_same_pair(first, other)
+    parts = [(first, rest), *others]
+    merged = _sum(parts)
+    same = all(np.array_equal(getattr(first, side), getattr(other, side))
+               for other, _ in others for side in ("student_cells", "teacher_cells"))  # fmt: skip
+    if not same:
+        merged = dataclasses.replace(
+            merged,
+            student_cells=np.full_like(first.student_cells, -1),
+            teacher_cells=np.full_like(first.teacher_cells, -1),
+        )
+    told = [{"weight": round(weight, 12), **_told(part)} for part, weight in parts]
+    header = {**first.header, "method": "merge", "options": {}, "prunings": [], "merges": told}
+    merged = dataclasses.replace(merged, header=header)
+    return dataclasses.replace(merged, header={**header, "audit": audit_again(merged)})
+
+
+def _sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
+    first = parts[0][0]
+    width = first.teacher_width
+    keys = np.concatenate([part.rows_of_entries.astype(np.int64) * width + part.teacher_ids for part, _ in parts])
+    weights = np.concatenate([part.weights.astype(np.float64) * weight for part, weight in parts])
+    places, inverse = np.unique(keys, return_inverse=True)
+    summed = np.minimum(np.bincount(inverse, weights, minlength=len(places)), 1).astype(np.float32)
+    kept = summed > 0
+    counts = np.bincount(places[kept] // width, minlength=first.student_width)
+    return dataclasses.replace(
+        first,
+        row_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
+        teacher_ids=(places[kept] % width).astype(np.int32),
+        weights=summed[kept],
+    )
+
+
+def _told(projection: Projection) -> dict[str, Any]:
+    return {key: projection.header[key] for key in _TOLD if key in projection.header}
+
+
+def _check_same_pair(first: Projection, other: Projection) -> None:
+    for side in ("student", "teacher"):
+        one, two = first.header.get(side, {}), other.header.get(side, {})
+        if any(one.get(key) != two.get(key) for key in ("tokenizer", "width")):
+            raise Mismatch(
+                f"these projections have different {side}s",
+                where=f"{_named(one)} and {_named(two)}",
+                hint="xtk build-projection for the same two folders",
+            )
+    if (first.student_width, first.teacher_width) != (other.student_width, other.teacher_width):
+        raise Mismatch(
+            "these projections have different shapes",
+            where=f"{first.student_width:,} x {first.teacher_width:,} and "
+            f"{other.student_width:,} x {other.teacher_width:,}",
+        )
+
+
+def _named(side: dict[str, Any]) -> str:
+    return f"{side.get('name')} ({str(side.get('tokenizer'))[:15]}, {side.get('width')} rows)"

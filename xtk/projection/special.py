@@ -1,0 +1,93 @@
+"""Which special token of the student plays the part of which special token of the teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+from xtk.lookup import did_you_mean
+from xtk.tokens.tokenizer import Tokenizer
+
+# A token of several roles (GPT-2's only special token) takes the first of them that the other side has:
+# eos is the one that models predict.
+ROLES_IN_ORDER = ("eos", "bos", "unk", "pad")
+
+# What ends a turn of a conversation, as the publishers of the formats write it.
+TURN_ENDS = (
+    "<|im_end|>",  # ChatML: openai-python, chatml.md; Qwen
+    "<|eot_id|>",  # Llama 3: meta-llama/llama-models, prompt format
+    "<|eot|>",  # Llama 4: the same
+    "<end_of_turn>",  # Gemma 1 to 3: Google's page on its formatting
+    "<|end|>",  # Phi-3: its model card; gpt-oss: openai/harmony
+    "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
+)
+
+ROLE, NONE = "role", "none"
+SpecialTokens = str | Mapping[str, str]
+
+
+def match_special_tokens(
+    student: Tokenizer, teacher: Tokenizer, how: SpecialTokens = ROLE
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Pair special tokens, each of the student's with at most one of the teacher's.
+
+    By role: eos, bos, unk and pad as both configurations name them; then the end of a turn, where each side has
+    exactly one of TURN_ENDS; then equal names. What is matched first stays.
+
+    Args:
+        student: its configuration names its roles.
+        teacher: likewise.
+        how: "role", "none", or a table {student's token: teacher's token}, which is then all there is.
+
+    Returns:
+        int32 [n] and int32 [n], student's and teacher's ids.
+
+    Raises:
+        XtkError: the table names a token that is no special token of its side.
+    """
+    if isinstance(how, str):
+        if how not in (ROLE, NONE):
+            raise XtkError(f"special tokens are matched by role, none or a table, not {how!r}")
+        matched = _by_role(student, teacher) if how == ROLE else {}
+    else:
+        matched = {_known(student, one): _known(teacher, other) for one, other in sorted(how.items())}
+    return np.array(list(matched), np.int32), np.array(list(matched.values()), np.int32)
+
+
+def _by_role(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
+    matched: dict[int, int] = {}
+    for role in ROLES_IN_ORDER:
+        if role in student.roles and role in teacher.roles and _are_special(student, teacher, role):
+            matched.setdefault(student.roles[role], teacher.roles[role])
+    ends = [[side.vocabulary.special_tokens[name] for name in TURN_ENDS if name in side.vocabulary.special_tokens]
+            for side in (student, teacher)]  # fmt: skip
+    if all(len(end) == 1 for end in ends):
+        matched.setdefault(ends[0][0], ends[1][0])
+    for name, token in student.vocabulary.special_tokens.items():
+        if name in teacher.vocabulary.special_tokens:
+            matched.setdefault(token, teacher.vocabulary.special_tokens[name])
+    return matched
+
+
+def _are_special(student: Tokenizer, teacher: Tokenizer, role: str) -> bool:
+    return all(bool(side.vocabulary.special[side.roles[role]]) for side in (student, teacher))
+
+
+def _known(side: Tokenizer, token: str) -> int:
+    known: Mapping[str, int] = side.vocabulary.special_tokens
+    if token not in known:
+        near = _nearest(token, known)
+        question = f"; did you mean {near}?" if near else ""
+        raise XtkError(
+            f"{side.name} has no special token {token!r}{question}",
+            where="the table of special tokens",
+            hint=f"one of: {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}",
+        )
+    return int(known[token])
+
+
+def _nearest(token: str, known: Iterable[str]) -> str | None:
+    return did_you_mean(token, known) or did_you_mean(token.strip("<|>[]/ "), known)
