@@ -9,6 +9,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+NOWHERE = -1
+
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def byte_ends(
@@ -98,11 +100,9 @@ def spans_of_pieces(
         common = max(byte, other_byte)
         first, starts = _skip(student_ends, first, stop, byte, common)
         other_first, other_starts = _skip(teacher_ends, other_first, other_stop, other_byte, common)
-        if not (starts and other_starts):  # a token runs over the common start: begin where both end again
-            first, other_first, common = _next_common_end(
-                student_ends, teacher_ends, first, stop, other_first, other_stop
-            )
-        count = _walk(student_ends, teacher_ends, first, stop, other_first, other_stop, common, spans, count)
+        # Where a token runs over the common start, the first span begins where both sides end again.
+        closed = common if starts and other_starts else NOWHERE
+        count = _walk(student_ends, teacher_ends, first, stop, other_first, other_stop, closed, spans, count)
         student += end <= other_end
         teacher += other_end <= end
     return spans[:count]
@@ -123,26 +123,6 @@ def _skip(ends: NDArray[np.int32], first: int, stop: int, byte: int, common: int
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _next_common_end(
-    student_ends: NDArray[np.int32],
-    teacher_ends: NDArray[np.int32],
-    student: int,
-    students: int,
-    teacher: int,
-    teachers: int,
-) -> tuple[int, int, int]:
-    while student < students and teacher < teachers:
-        student_end, teacher_end = student_ends[student], teacher_ends[teacher]
-        if student_end == teacher_end:
-            return student + 1, teacher + 1, student_end
-        if student_end < teacher_end:
-            student += 1
-        else:
-            teacher += 1
-    return students, teachers, 0
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _walk(
     student_ends: NDArray[np.int32],
     teacher_ends: NDArray[np.int32],
@@ -154,7 +134,10 @@ def _walk(
     spans: NDArray[np.int32],
     count: int,
 ) -> int:
-    """Add the spans of two stretches of tokens that both begin at byte `closed`; return how many there are then."""
+    """Add the spans of two stretches of tokens; return how many there are then.
+
+    Both begin at byte `closed`, or NOWHERE together: then the first span begins where both end for the first time.
+    """
     first_student, first_teacher = student, teacher
     while student < students and teacher < teachers:
         student_end, teacher_end = student_ends[student], teacher_ends[teacher]
@@ -165,11 +148,12 @@ def _walk(
         else:
             student += 1
             teacher += 1
-            spans[count, 0] = first_student
-            spans[count, 1] = student
-            spans[count, 2] = first_teacher
-            spans[count, 3] = teacher
-            count += 1
+            if closed != NOWHERE:
+                spans[count, 0] = first_student
+                spans[count, 1] = student
+                spans[count, 2] = first_teacher
+                spans[count, 3] = teacher
+                count += 1
             first_student, first_teacher = student, teacher
             closed = student_end
     return count
