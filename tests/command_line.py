@@ -68,3 +68,21 @@ def run_fresh(
         [sys.executable, "-m", "xtk", *arguments],
         input=stdin, capture_output=True, text=True, cwd=cwd, env=env, timeout=timeout, check=False,
     )  # fmt: skip
+
+
+def run_xtk(
+    *arguments: object,
+    stdin: str = "",
+    code: int | None = 0,
+    cwd: Path | None = None,
+    env: dict[str, str] | None = None,
+    timeout: float = 300,
+    fresh: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run `xtk` as a process (a `fresh` one imports everything itself); assert its exit code unless `code` is None."""
+    start = run_fresh if fresh else run_forked
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    done = start([str(argument) for argument in arguments], stdin, cwd or Path.cwd(), surroundings, timeout)
+    if code is not None:
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done

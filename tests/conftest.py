@@ -25,6 +25,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 command_line.start_fork_server()
 
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
+run_xtk = command_line.run_xtk
 
 
 @dataclass(frozen=True)
@@ -33,24 +34,6 @@ class Pair:
 
     student: Path
     teacher: Path
-
-
-def run_xtk(
-    *arguments: object,
-    stdin: str = "",
-    code: int | None = 0,
-    cwd: Path | None = None,
-    env: dict[str, str] | None = None,
-    timeout: float = 300,
-    fresh: bool = False,
-) -> subprocess.CompletedProcess[str]:
-    """Run `xtk` as a process (a `fresh` one imports everything itself); assert its exit code unless `code` is None."""
-    start = command_line.run_fresh if fresh else command_line.run_forked
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    done = start([str(argument) for argument in arguments], stdin, cwd or Path.cwd(), surroundings, timeout)
-    if code is not None:
-        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from conftest import TEXTS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from projection_material import TEXTS
 
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_xtk
+from command_line import run_xtk
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
