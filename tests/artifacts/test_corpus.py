@@ -344,3 +344,54 @@ def test_a_fingerprint_tells_conversations_apart_by_what_templates_read():
 
     renamed = [{**CHAT[0], "name": "Anna"}, *CHAT[1:]]
     assert len({fingerprint(CHAT), fingerprint(renamed), fingerprint(CHAT, TOOLS)}) == 3
+
+
+def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
+    record = {"messages": json.dumps(CHAT), "tools": ""}
+    (tmp_path / "c.jsonl").write_text(lines_of([record]))
+    (document,) = Corpus([str(tmp_path / "c.jsonl")])
+    assert [dict(message) for message in document.conversation.messages] == CHAT
+    assert document.conversation.tools is None
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"messages": "hello"}, "no JSON"),
+        ({"messages": '{"role": "user"}'}, "no list"),
+        ({"messages": CHAT, "tools": {"type": "function"}}, "tools is dict"),
+        ({"messages": CHAT, "tools": "[{"}, "tools is a string"),
+    ],
+)
+def test_messages_that_are_none_are_refused_by_their_document(tmp_path, record, what):
+    (tmp_path / "c.jsonl").write_text(lines_of([record]))
+    failure = failure_of([tmp_path / "c.jsonl"])
+    assert what in failure.what
+    assert failure.where.endswith("document 0")
+
+
+def test_times_bytes_and_surrogates_in_messages_become_text(tmp_path):
+    import datetime
+
+    message = {"role": "user", "content": "12?", "at": datetime.datetime(2024, 5, 1, 12), "address": b"\x01"}
+    pa.parquet.write_table(pa.Table.from_pylist([{"messages": [message]}]), tmp_path / "c.parquet")
+    (document,) = Corpus([str(tmp_path / "c.parquet")])
+    assert document.conversation.messages[0]["at"].startswith("2024-05-01")
+    found = Fingerprint()
+    found.add(document)
+    (tmp_path / "s.jsonl").write_text('{"messages": [{"role": "user", "content": "a", "name": "x\\ud800"}]}\n')
+    (document,) = Corpus([str(tmp_path / "s.jsonl")])
+    assert document.conversation.messages[0]["name"] == "x\ufffd"
+
+
+def test_a_column_of_tools_alone_is_no_choice_of_text(tmp_path):
+    (tmp_path / "c.jsonl").write_text(lines_of([{"messages": CHAT, "functions": TOOLS}]))
+    (document,) = Corpus([str(tmp_path / "c.jsonl")], {"tools": "functions"})
+    assert document.conversation.tools == tuple(TOOLS)
+
+
+def test_a_fingerprint_tells_tools_apart_by_the_order_of_their_keys():
+    one, other = Fingerprint(), Fingerprint()
+    one.add(Document.of_messages(CHAT, tools=[{"a": 1, "b": 2}]))
+    other.add(Document.of_messages(CHAT, tools=[{"b": 2, "a": 1}]))
+    assert str(one) != str(other)

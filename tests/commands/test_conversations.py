@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 HEADERS = (
@@ -46,7 +47,7 @@ def conversations(chatting):
 def cache(run, chatting, conversations):
     done = run("cache-teacher", chatting / "teacher", conversations, "--top-k", 8, "-o", chatting / "cache")
     # The second teacher's answer is told to be cut, with its bytes: the thought, and the line feeds after it.
-    assert "drops or rewrites 26 bytes of answers in 1 of 3 conversations" in done.stderr
+    assert "26 bytes of answers in 1 of 3 conversations that were looked at carry no loss" in done.stderr
     return chatting / "cache"
 
 
@@ -68,7 +69,7 @@ def test_a_student_learns_from_conversations_in_its_own_template(run, cache, cha
         "--logging-steps", 1, "-o", tmp_path / "out", "--json",
     )  # fmt: skip
     assert json.loads(done.stdout)["metrics"]["p-kl"] > 0
-    assert "the student's chat template" not in done.stderr
+    assert "bytes of answers" not in done.stderr
 
 
 def test_a_student_whose_template_rewrites_answers_says_so(run, chatting, cache, tmp_path):
@@ -77,7 +78,7 @@ def test_a_student_whose_template_rewrites_answers_says_so(run, chatting, cache,
         HEADERS.replace("message['content']", "message['content'].split('</think>')[-1]")
     )
     done = run("distill", tmp_path / "student", cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
-    assert "drops or rewrites 24 bytes of answers in 1 of 3 conversations" in done.stderr
+    assert "24 bytes of answers in 1 of 3 conversations" in done.stderr
 
 
 def test_bits_per_byte_of_conversations_count_answers(run, chatting, conversations):
@@ -135,3 +136,47 @@ def test_the_page_of_conversations_names_the_tokens_of_templates(run, chatting, 
     page = (tmp_path / "page.html").read_text()
     assert "&lt;|end_of_text|&gt;" in page
     assert "&lt;|im_end|&gt;" in page
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "adds", "b": 1, "a": 2}}]
+
+
+def test_a_conversation_comes_out_of_its_cache_as_the_teacher_read_it(run, chatting, tmp_path):
+    template = (
+        "{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}{{ message.content }}<|im_end|>"
+        "{% endfor %}"
+    )
+    shutil.copytree(chatting / "teacher", tmp_path / "teacher")
+    (tmp_path / "teacher" / "chat_template.jinja").write_text(template)
+    call = {"type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": 12}}}
+    chat = [
+        {"role": "user", "content": "12?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "13", "name": "add"},
+        {"role": "assistant", "content": ANSWER},
+    ]
+    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": chat, "tools": TOOLS}) + "\n")
+    run("cache-teacher", tmp_path / "teacher", tmp_path / "c.jsonl", "--top-k", 4, "--long-documents", "truncate", "-o",
+        tmp_path / "cache")  # fmt: skip
+    cache = TeacherCache(tmp_path / "cache")
+    row = cache.row(0)
+    (again,) = sequences(cache.teacher, [row.document])
+    assert again.cut(len(row.tokens)).ids.tolist() == row.tokens.ids.tolist()
+
+
+def test_what_a_template_adds_counts_for_the_students_context(run, chatting, cache, tmp_path):
+    shutil.copytree(chatting / "student", tmp_path / "student")
+    (tmp_path / "student" / "chat_template.jinja").write_text("many words " * 200 + HEADERS)
+    arguments = ("distill", tmp_path / "student", cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
+    assert "3 of 3 documents are longer than the 256 tokens" in run(*arguments, code=1).stderr
+
+
+def test_a_conversation_that_a_template_refuses_is_named(run, chatting, tmp_path):
+    shutil.copytree(chatting / "teacher", tmp_path / "teacher")
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system prompt') }}{% endif %}" + TURNS
+    (tmp_path / "teacher" / "chat_template.jinja").write_text(strict)
+    rows = [[{"role": role, "content": "a"}, {"role": "assistant", "content": "b"}] for role in ("user", "system")]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    done = run("cache-teacher", tmp_path / "teacher", tmp_path / "c.jsonl", "-o", tmp_path / "c", code=1)
+    assert "no system prompt" in done.stderr
+    assert "document 1" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from texts import PIECES, SPECIAL_SPELLINGS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
-from xtk.tokens.chat import ChatTemplate
+from xtk.tokens.chat import ChatTemplate, Rendering
 from xtk.tokens.document import Conversation, Document
-from xtk.tokens.sequence import Sequence, bytes_read, left_out, sequences
+from xtk.tokens.sequence import Sequence, left_out, sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 HEADERS = (
@@ -69,6 +70,14 @@ def read_of(tokenizer: Tokenizer, sequence: Sequence, mask: np.ndarray) -> bytes
 
 def trained_text(tokenizer: Tokenizer, sequence: Sequence) -> str:
     return read_of(tokenizer, sequence, sequence.trained & sequence.spells).decode()
+
+
+def written(rendering: Rendering) -> list[str | None]:
+    """What of each content the template wrote."""
+    return [
+        None if place is None else "".join(rendering.text[b : b + size] for _, b, size in place.runs.tolist())
+        for place in rendering.places
+    ]
 
 
 def spans_of(sides, student, teacher, document):
@@ -131,8 +140,7 @@ def test_the_tokens_are_those_of_the_rendered_text(sides, name):
 
 def test_a_system_prompt_inside_of_the_first_question_is_found(sides):
     rendering = sides["metaspace"].chat_template.place(Conversation(tuple(CHAT[:3])))
-    found = [rendering.text[start:stop] for start, stop in rendering.regions]
-    assert found == [message["content"] for message in CHAT[:3]]
+    assert written(rendering) == [message["content"] for message in CHAT[:3]]
 
 
 def test_white_space_that_a_template_trims_is_told_and_carries_no_loss(families, tmp_path):
@@ -203,11 +211,11 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
     for name, sequence in ((student, left), (teacher, right)):
         assert (np.diff(sequence.ends) >= 0).all()
         assert not sequence.trained[0]
-        assert bytes_read(document, sequence) + left_out(document, sequence) == sum(
-            len(answer.encode()) for _, answer in turns
-        )
+        assert 0 <= left_out(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
+        spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.pieces.tolist()]
+        # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
+        assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
         assert sequence.ends[sequence.spells].max(initial=0) <= len(document.text.encode())
-        assert name
     # A span of contents ends at the same byte on both sides, and begins after the one before it.
     contents = spans[left.spells[spans[:, 0]]]
     assert (left.ends[contents[:, 1] - 1] == right.ends[contents[:, 3] - 1]).all()
@@ -245,6 +253,134 @@ def test_a_template_renders_as_transformers_does(sides):
         assert sides[name].chat_template.render(CHAT) == theirs.apply_chat_template(CHAT, tokenize=False)
 
 
+def talk(*contents: str) -> Document:
+    roles = ("user", "assistant")
+    return Document.of_messages([{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)])
+
+
+def read_by(families, tmp_path, name: str, template: str, document: Document) -> tuple[Tokenizer, Sequence]:
+    tokenizer = with_template(families, tmp_path, name, template)
+    return tokenizer, sequences(tokenizer, [document])[0]
+
+
+def places_of(tokenizer: Tokenizer, sequence: Sequence) -> list[tuple[int, bytes]]:
+    """The byte of the contents where each piece begins, and what it spells."""
+    return [
+        (first, read_of(tokenizer, sequence, np.arange(start, stop))) for start, stop, first in sequence.pieces.tolist()
+    ]
+
+
+def test_an_answer_that_its_thought_holds_too_is_the_answer(families, tmp_path):
+    thought = "<think>Anna has 12 apples left.</think>\n\n"
+    document = talk("12?", thought + "Anna has 12 apples left.", "and?", "yes")
+    tokenizer, sequence = read_by(families, tmp_path, "teacher", THINKING, document)
+    assert (3 + len(thought), b"Anna has 12 apples left.") in places_of(tokenizer, sequence)
+
+
+def test_a_short_answer_after_a_long_thought_is_trained(families, tmp_path):
+    document = talk("2+2?", "<think>hm, a long thought</think>\n\n4\n\n", "and 3?", "\n\n\n17\n\n\n")
+    tokenizer, sequence = read_by(
+        families, tmp_path, "teacher", THINKING.replace("content + '", "content | trim + '"), document
+    )
+    assert trained_text(tokenizer, sequence) == "417"
+
+
+# One turn changes what is written around another: a user that answers a tool is no new question.
+LOOKS_INTO_CONTENTS = (
+    "{%- set ns = namespace(last=0) %}{%- for message in messages %}"
+    "{%- if message.role == 'user' and not message.content.startswith('<result>') %}{%- set ns.last = loop.index0 %}"
+    "{%- endif %}{%- endfor %}{%- for message in messages %}{{- '<|im_end|>' + message.role + '\n' }}"
+    "{%- if message.role == 'assistant' and loop.index0 > ns.last %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"
+    "{{- message.content + '<|im_end|>\n' }}{%- endfor %}"
+)
+
+
+def test_a_template_that_looks_into_one_turn_to_write_another_loses_none(families, tmp_path):
+    import tokenizers
+
+    document = talk("What is 12?", "I ask.", "<result>12</result>", "It is 12.", "Anna?", "Anna.")
+    tokenizer, sequence = read_by(families, tmp_path, "teacher", LOOKS_INTO_CONTENTS, document)
+    assert trained_text(tokenizer, sequence) == "I ask.It is 12.Anna."
+    assert (sequence.closers >= 0).all()
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
+    rendered = tokenizer.chat_template.place(document.conversation).text
+    assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
+
+
+def test_special_tokens_that_take_the_white_space_beside_them_leave_the_answer(families, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "greedy")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["rstrip"] = token["lstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(
+        "{% for message in messages %}<|endoftext|>\n{{ message.content }} <|im_end|>\n{% endfor %}"
+    )
+    tokenizer = Tokenizer(folder)
+    (sequence,) = sequences(tokenizer, [talk("12?", "It is 17.", "and?", "<|im_end|> ends")])
+    assert trained_text(tokenizer, sequence) == "It is 17.<|im_end|> ends"
+    assert (sequence.closers >= 0).all()
+
+
+def test_a_space_of_the_template_that_joins_the_first_word_costs_no_token(sides):
+    document = talk("12?", "Anna has 12.", "and?", "Bert has 5.")
+    tokenizer = sides["metaspace"]
+    (sequence,) = sequences(tokenizer, [document])
+    assert left_out(document, sequence) == 0
+    assert trained_text(tokenizer, sequence) == " Anna has 12. Bert has 5."
+    (student,) = sequences(sides["student"], [document])
+    spans = align_sequences(student, sequence)
+    assert student.trained[spans[:, 1] - 1].sum() == len(spans) - sum(
+        1 for span in spans if not student.trained[span[1] - 1]
+    )
+    covered = np.zeros(len(student), np.bool_)
+    for s0, s1, _, _ in spans.tolist():
+        covered[s0:s1] = True
+    assert covered[student.trained].all()
+
+
+def test_the_end_of_a_turn_is_found_past_white_space(families, tmp_path):
+    template = TURNS.replace("{{ message.content }}<|im_end|>", "{{ message.content }} \n<|im_end|>")
+    tokenizer, sequence = read_by(families, tmp_path, "teacher", template, talk("12?", "It is 12."))
+    assert tokenizer.roles["eos"] == sequence.ids[sequence.closers[1]]
+    assert sequence.trained[sequence.closers[1]]
+
+
+def test_a_token_that_a_configuration_calls_eos_ends_turns_whether_or_not_it_is_special(families, tmp_path):
+    folder = shutil.copytree(families["teacher"], tmp_path / "plain")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "chat_template.jinja").write_text(TURNS + "{{ eos_token }}")
+    tokenizer = Tokenizer(folder)
+    (sequence,) = sequences(tokenizer, [talk("12?", "It is 12.")])
+    assert sequence.ids[sequence.closers[1]] == tokenizer.roles["eos"]
+    assert json.loads(tokenizer.files()["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+
+
+@pytest.mark.parametrize("template", [TURNS, TRIMMING, THINKING])
+def test_long_conversations_are_placed_in_time(families, tmp_path, template):
+    document = talk(*(f" Anna has {at} apples. " for at in range(300)))
+    started = time.perf_counter()
+    tokenizer, sequence = read_by(families, tmp_path, "teacher", template, document)
+    assert time.perf_counter() - started < 5
+    assert trained_text(tokenizer, sequence).count("apples") == 150
+
+
+def test_many_pieces_are_walked_in_time():
+    size = 20_000
+    ends = np.arange(1, 2 * size + 1, dtype=np.int32)
+    whole = Sequence(ends, ends, ends > 0, np.array([[0, 2 * size, 0]], np.int32), np.array([-1], np.int32))
+    pieces = np.column_stack([np.arange(0, 2 * size, 2), np.arange(1, 2 * size, 2), np.arange(0, 2 * size, 2)])
+    cut = Sequence(ends, ends, ends > 0, pieces.astype(np.int32), np.array([-1], np.int32))
+    align_sequences(cut, whole)
+    started = time.perf_counter()
+    spans = align_sequences(cut, whole)
+    assert time.perf_counter() - started < 0.5
+    assert len(spans) == size
+
+
 def test_tools_calls_and_dates_reach_the_template():
     template = ChatTemplate(
         "{{ tools | tojson }}{{ strftime_now('%Y-%m-%d') }}{% for message in messages %}{% if message.tool_calls %}"
@@ -259,19 +395,19 @@ def test_tools_calls_and_dates_reach_the_template():
     ]
     rendering = template.place(Conversation(tuple(messages), tools=({"name": "add"},)))
     assert rendering.text == '[{"name": "add"}]2024-07-26<b>|[{"name": "é<"}]|5|'
-    assert [region and rendering.text[region[0] : region[1]] for region in rendering.regions] == ["<b>", None, "5"]
+    assert written(rendering) == ["<b>", None, "5"]
 
 
 def test_a_template_that_leaves_a_message_out_gives_it_no_region():
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}", {}, "here")
     rendering = template.place(Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"})))
-    assert rendering.regions == (None, (0, 1))
+    assert written(rendering) == [None, "u"]
 
 
 def test_a_template_that_writes_a_content_twice_is_no_trap():
     template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
-    ((start, stop),) = template.place(Conversation(({"role": "user", "content": "abc"},))).regions
-    assert (start, stop) == (0, 8)
+    rendering = template.place(Conversation(({"role": "user", "content": "abc"},)))
+    assert [place.runs.tolist() for place in rendering.places] == [[[0, 5, 3]]]  # the last of the two
 
 
 @pytest.mark.parametrize(
@@ -281,6 +417,9 @@ def test_a_template_that_writes_a_content_twice_is_no_trap():
         (STRICT, "the user begins"),
         ("{{ nothing.at.all }}", "refuses a conversation"),
         ("{{ ''.__class__.__mro__ }}", "refuses a conversation"),
+        ("{{ messages[99].content }}", "refuses a conversation"),
+        ("{{ 1 // 0 }}", "refuses a conversation"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses a conversation"),
     ],
 )
 def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, template, what):
@@ -327,7 +466,13 @@ def test_answers_inside_of_a_prompt_are_not_trained():
 
 
 @pytest.mark.parametrize(
-    "message", [{"content": "a"}, {"role": "user", "content": 5}, {"role": "user", "content": [{"image": "x"}]}, "a"]
+    "message",
+    [
+        {"content": "a"},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "a"}]},
+        "a",
+    ],
 )
 def test_what_is_no_message_is_refused(message):
     with pytest.raises(ValueError, match="message"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 from xtk.lookup import unknown
-from xtk.tokens.document import Document
+from xtk.tokens.document import Document, readable
 
 FIELDS = ("messages", "tools", "text", "prompt", "completion")
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
@@ -81,7 +81,7 @@ class Corpus:
     def _document(self, record: Record, where: str) -> Document:
         names = {field: self.columns.get(field, field) for field in FIELDS}
         # Columns that were asked for come before a column that happens to be called text.
-        asked = self.columns or record
+        asked = {field for field in self.columns if field != "tools"} or record
         wanted: tuple[str, ...] = ("prompt", "completion")
         if "messages" in asked or "text" in asked:
             wanted = ("messages",) if "messages" in asked else ("text",)
@@ -93,6 +93,10 @@ class Corpus:
                 hint="--columns text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN",
             )
         values = [record[names[field]] for field in wanted]
+        if wanted == ("messages",) and isinstance(values[0], str):
+            values = [_from_json(values[0], names["messages"], where)]
+            if not isinstance(values[0], list):
+                raise XtkError(f"{names['messages']} is no list of messages", where=where)
         if all(isinstance(value, list) for value in values):
             return _conversation(values, record.get(names["tools"]), where)
         for field, value in zip(wanted, values, strict=True):
@@ -104,13 +108,23 @@ class Corpus:
 def _conversation(parts: list[list[Any]], tools: Any, where: str) -> Document:
     """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
     given = len(parts[0]) if len(parts) > 1 else 0
+    if isinstance(tools, str):
+        tools = _from_json(tools, "tools", where) if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise XtkError(f"tools is {type(tools).__name__}, not a list of descriptions", where=where)
     try:
-        if isinstance(tools, str):  # parquet holds no objects of different shapes, so data sets write JSON
-            tools = json.loads(tools)
         messages = [_message(message) for part in parts for message in part]
-        return Document.of_messages(messages, tools=tools or None, given=given)
+        return Document.of_messages(messages, tools=_json_value(tools) or None, given=given)
     except ValueError as wrong:
         raise XtkError(str(wrong), where=where) from None
+
+
+def _from_json(value: str, name: str, where: str) -> Any:
+    """Decode a column: parquet holds no objects of different shapes, so data sets write them as JSON."""
+    try:
+        return json.loads(value)
+    except ValueError as wrong:
+        raise XtkError(f"{name} is a string, and no JSON: {wrong}", where=where) from None
 
 
 def _message(message: Any) -> Any:
@@ -118,7 +132,19 @@ def _message(message: Any) -> Any:
         return message
     if "from" in message and "value" in message and "role" not in message:
         return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
-    return {key: value for key, value in message.items() if value is not None}  # columns fill up what others have
+    # Columns fill up what others have.
+    return {readable(str(key)): _json_value(value) for key, value in message.items() if value is not None}
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON holds it: what is neither text nor number (a time, say) becomes its text."""
+    if isinstance(value, dict):
+        return {readable(str(key)): _json_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(part) for part in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return readable(str(value))
 
 
 def columns_option(value: str | None) -> dict[str, str]:
@@ -147,7 +173,7 @@ class Fingerprint:
             self._hash.update(text)
         if document.conversation is not None:
             told = [document.conversation.messages, document.conversation.tools]
-            self._hash.update(json.dumps(told, sort_keys=True).encode())
+            self._hash.update(json.dumps(told).encode())  # in their order: templates print tools as they come
         self._hash.update(b"\n")
 
     def __str__(self) -> str:

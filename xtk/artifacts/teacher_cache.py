@@ -315,6 +315,10 @@ class TeacherCache:
         """Return int64 [documents], how many bytes each text has; opens, and so verifies, every shard."""
         return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
 
+    def conversations(self) -> NDArray[np.bool_]:
+        """Return bool [documents], which of them are conversations."""
+        return np.concatenate([self._open(number).conversations() for number in range(len(self.manifest["shards"]))])
+
     def verify(self) -> None:
         """Read every shard and compare it with its checksum.
 
@@ -360,6 +364,10 @@ class _Shard:
         ends = np.frombuffer(self._texts.buffers()[1], np.int32)[self._texts.offset :][: len(self._texts) + 1]
         sizes: NDArray[np.int64] = np.diff(ends[self._segment_offsets]).astype(np.int64)
         return sizes
+
+    def conversations(self) -> NDArray[np.bool_]:
+        found: NDArray[np.bool_] = self._conversations.is_valid().to_numpy(zero_copy_only=False)
+        return found
 
     def row(self, number: int) -> Row:
         segments = tuple(
@@ -441,7 +449,8 @@ def _json_of_conversation(document: Document) -> str | None:
     if conversation is None:
         return None
     bare = [{key: value for key, value in message.items() if key != "content"} for message in conversation.messages]
-    return canonical_json({"messages": bare, "tools": conversation.tools})
+    # In the order of the data: templates print tools and calls as they come.
+    return json.dumps({"messages": bare, "tools": conversation.tools}, ensure_ascii=False)
 
 
 def _conversation_of(written: str | None, texts: Sequence[str]) -> Conversation | None:

@@ -268,13 +268,29 @@ def _pieces(
 
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint) -> Iterator[tuple[Document, Sequence]]:
     documents: list[Document] = []
+    first = 0
     for document in corpus:
         fingerprint.add(document)
         documents.append(document)
         if len(documents) == READ_AT_ONCE:
-            yield from zip(documents, sequences(tokenizer, documents), strict=True)
+            yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+            first += len(documents)
             documents = []
-    yield from zip(documents, sequences(tokenizer, documents), strict=True)
+    yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+
+
+def _read(tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int) -> list[Sequence]:
+    """Tokenise documents; a conversation that the chat template refuses is named by its number."""
+    try:
+        return sequences(tokenizer, documents)
+    except XtkError:
+        for number, document in enumerate(documents, start=first):
+            try:
+                sequences(tokenizer, [document])
+            except XtkError as wrong:
+                where = f"{corpus.name}, document {number}; {wrong.where}"
+                raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
+        raise
 
 
 def _limit(request: CacheRequest) -> int | None:

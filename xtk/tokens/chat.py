@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from xtk.errors import XtkError
 from xtk.tokens.document import Conversation
 
@@ -22,17 +25,30 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the content of a message stands in a rendered conversation.
+
+    Attributes:
+        runs: int32 [R, 3], rising: characters `[a, a + n)` of the content are `[b, b + n)` of the text, as (a, b, n).
+            One run for a content that the template wrote as it is.
+        stop: the character after which the template goes on.
+    """
+
+    runs: NDArray[np.int32]
+    stop: int
+
+
+@dataclass(frozen=True)
 class Rendering:
     """A conversation as text.
 
     Attributes:
         text: what the template makes of it.
-        regions: for each message the characters `[start, stop)` of the text that depend on its content; None
-            where the template leaves the message out. A content that the template did not change is just its region.
+        places: of each message; None where the template leaves its content out.
     """
 
     text: str
-    regions: tuple[tuple[int, int] | None, ...]
+    places: tuple[Place | None, ...]
 
 
 class ChatTemplate:
@@ -62,13 +78,11 @@ class ChatTemplate:
         Raises:
             XtkError: the template refuses it (roles that do not alternate, say).
         """
-        import jinja2
-
         try:
             text: str = self._template.render(
                 messages=list(messages), tools=tools, documents=None, add_generation_prompt=False, **self._tokens
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as wrong:
+        except Exception as wrong:  # a template is a program of its own
             raise XtkError(f"the chat template refuses a conversation: {wrong}", where=self.where) from None
         return text
 
@@ -80,13 +94,20 @@ class ChatTemplate:
         mark = _unused_mark(contents)
         marked = [mark + str(number) + mark for number in range(len(messages))]
         skeleton = self.render(_with_contents(messages, dict(enumerate(marked))), tools)
-        regions = _filled(skeleton, marked, contents)
-        if regions is None or _joined(skeleton, marked, contents) != text:
-            regions = tuple(
-                self._region(text, messages, tools, number, sign) if contents[number] else None
-                for number, sign in enumerate(marked)
-            )
-        return Rendering(text, _in_order(regions))
+        for written in (contents, [content.strip() for content in contents]):
+            starts = _filled(skeleton, marked, written)
+            if starts is not None and _joined(skeleton, marked, written) == text:
+                parts = zip(contents, written, starts, strict=True)
+                return Rendering(text, tuple(_place_of(*part) for part in parts))
+        regions = [
+            self._region(text, messages, tools, number, sign) if contents[number] else None
+            for number, sign in enumerate(marked)
+        ]
+        found = [
+            None if region is None else _found(content, text, region)
+            for content, region in zip(contents, regions, strict=True)
+        ]
+        return Rendering(text, _in_order(found))
 
     def _region(
         self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, number: int, mark: str
@@ -101,45 +122,79 @@ class ChatTemplate:
         return start, stop
 
 
-def _filled(skeleton: str, marked: list[str], contents: list[str]) -> tuple[tuple[int, int] | None, ...] | None:
-    """Return the regions of contents put into the skeleton as they are; None where a mark does not stand there once."""
-    regions: list[tuple[int, int] | None] = []
+def _filled(skeleton: str, marked: list[str], written: list[str]) -> list[int | None] | None:
+    """Return where contents start that are put into the skeleton; None where a mark does not stand there once."""
+    starts: list[int | None] = []
     at = place = 0
-    for mark, content in zip(marked, contents, strict=True):
+    for mark, content in zip(marked, written, strict=True):
         if not content and mark not in skeleton:
-            regions.append(None)
+            starts.append(None)
             continue
-        if skeleton.count(mark) != 1:
-            return None
         found = skeleton.find(mark, at)
-        if found < 0:  # the template changes the order of messages
+        if skeleton.count(mark) != 1 or found < 0:  # not found: the template changes the order of messages
             return None
         place += found - at
-        regions.append((place, place + len(content)))
+        starts.append(place)
         place += len(content)
         at = found + len(mark)
-    return tuple(regions)
+    return starts
 
 
-def _joined(skeleton: str, marked: list[str], contents: list[str]) -> str:
-    for mark, content in zip(marked, contents, strict=True):
+def _joined(skeleton: str, marked: list[str], written: list[str]) -> str:
+    for mark, content in zip(marked, written, strict=True):
         before, found, after = skeleton.partition(mark)
         if found:
             skeleton = before + content + after
     return skeleton
 
 
-def _in_order(regions: Sequence[tuple[int, int] | None]) -> tuple[tuple[int, int] | None, ...]:
-    """Cut regions that run into the one before them."""
-    result: list[tuple[int, int] | None] = []
+def _place_of(content: str, written: str, start: int | None) -> Place | None:
+    return None if start is None else _run(content.find(written), start, len(written))
+
+
+def _run(content_at: int, text_at: int, size: int) -> Place:
+    runs = [(content_at, text_at, size)] if size else []
+    return Place(np.array(runs, np.int32).reshape(-1, 3), text_at + size)
+
+
+def _found(content: str, text: str, region: tuple[int, int]) -> Place:
+    """Find what of a content a template wrote into a region that depends on it.
+
+    Templates that drop something (thoughts, white space) keep the end, so of several ways to read it the last one is
+    taken.
+    """
+    start, stop = region
+    part = text[start:stop]
+    for whole in (content, content.strip()):
+        at = part.rfind(whole)
+        if whole and at >= 0:
+            return _run(content.find(whole), start + at, len(whole))
+    for kept in (part, part.strip()):
+        at = content.rfind(kept)
+        if kept and at >= 0:
+            return _run(at, start + part.find(kept), len(kept))
+    from xtk.tokens.difference import matching_runs
+
+    back = matching_runs(content[::-1], part[::-1])[::-1]
+    ends = np.array([len(content), len(part)]) - back[:, :2]
+    runs = np.column_stack([ends - back[:, 2:], back[:, 2:]]) + np.array([0, start, 0])
+    return Place(runs.astype(np.int32), stop)
+
+
+def _in_order(places: Sequence[Place | None]) -> tuple[Place | None, ...]:
+    """Leave out runs that do not come after those of the message before.
+
+    A template that looks into one content may write another one in another way, and the region is then too wide.
+    """
+    result: list[Place | None] = []
     last = 0
-    for region in regions:
-        if region is None:
+    for place in places:
+        if place is None:
             result.append(None)
             continue
-        start = max(region[0], last)
-        last = max(start, region[1])
-        result.append((start, last))
+        runs = place.runs[place.runs[:, 1] >= last]
+        last = int(runs[-1, 1] + runs[-1, 2]) if len(runs) else last
+        result.append(Place(runs, max(place.stop, last)))
     return tuple(result)
 
 

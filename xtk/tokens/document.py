@@ -135,8 +135,10 @@ def content_of(message: Mapping[str, Any]) -> str:
         return ""
     if isinstance(content, str):
         return readable(content)
-    if isinstance(content, list) and all(isinstance(part, Mapping) and "text" in part for part in content):
-        return readable("".join(str(part["text"]) for part in content))
+    if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
+        texts = [part.get("text") for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return readable("".join(map(str, texts)))
     raise ValueError(f"the content of a message of role {message['role']!r} is no text")
 
 

@@ -113,13 +113,16 @@ def _skip(ends: NDArray[np.int32], first: int, stop: int, byte: int, common: int
     """Return the first token of a piece that ends after `common`, and whether one starts just there."""
     if byte == common:
         return first, True
-    starts = False
-    while first < stop and ends[first] <= common:
-        starts = ends[first] == common
-        first += 1
-        if starts:  # tokens after it that spell nothing belong to the span that begins here
-            break
-    return first, starts
+    low, high = first, stop
+    while low < high:
+        middle = (low + high) // 2
+        if ends[middle] < common:
+            low = middle + 1
+        else:
+            high = middle
+    # Tokens after it that spell nothing belong to the span that begins here.
+    starts = low < stop and ends[low] == common
+    return low + starts, starts
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

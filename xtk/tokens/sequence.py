@@ -21,7 +21,8 @@ class Sequence:
         ids: int32 [T].
         ends: int32 [T], never falling: the byte of the document's text where each token ends. Tokens that spell
             none of it (a start token, templates) end where the text before them did, but for the last of them
-            before a piece: it ends where the piece begins, so that every token begins where the one before it ends.
+            before a piece: it ends where the piece begins, so that a token begins where the one before it ends (but
+            where a template cut something out between two tokens of a content).
         trained: bool [T], whether the token is predicted and carries a loss: not the first one, and
             only inside trained segments.
         pieces: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on, without a gap.
@@ -88,7 +89,10 @@ def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Seq
     renderings = [tokenizer.chat_template.place(talk) for talk in talks]
     tokens = tokenizer.encode_rendered(
         [rendering.text for rendering in renderings],
-        [[region for region in rendering.regions if region] for rendering in renderings],
+        [
+            [(b, b + size) for place in rendering.places if place is not None for _, b, size in place.runs.tolist()]
+            for rendering in renderings
+        ],
     )
     rendered = zip(renderings, tokens, strict=True)
     return [
@@ -123,24 +127,28 @@ def _of_text(tokenizer: Tokenizer, document: Document, tokens: Encoded) -> Seque
 
 
 def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Rendering, tokens: Encoded) -> Sequence:
+    text = rendering.text.encode()
+    byte_of = _byte_offsets(rendering.text)
     starts = np.concatenate([np.zeros(1, np.int32), tokens.ends])[:-1]
     pieces: list[tuple[int, int, int]] = []
     closers = np.full(len(document.segments), -1, np.int32)
     ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)
     first_byte = 0
-    for number, (segment, region) in enumerate(zip(document.segments, rendering.regions, strict=True)):
-        if region is not None:
-            for byte, rendered, size in _verbatim(segment.text, rendering.text, region).tolist():
-                low = int(np.searchsorted(starts, rendered))
-                high = int(np.searchsorted(tokens.ends, rendered + size, side="right"))
+    for number, (segment, place) in enumerate(zip(document.segments, rendering.places, strict=True)):
+        if place is not None:
+            content_byte_of = _byte_offsets(segment.text)
+            for at, rendered, size in place.runs.tolist():
+                start, stop = int(byte_of[rendered]), int(byte_of[rendered + size])
+                low, high = _tokens_within(text, starts, tokens.ends, start, stop)
                 if low < high:
-                    shift = first_byte + byte - rendered
+                    shift = first_byte + int(content_byte_of[at]) - start
+                    begin = max(int(starts[low]), start) + shift
                     if low and not (pieces and pieces[-1][1] == low):
-                        ends[low - 1] = starts[low] + shift
-                    pieces.append((low, high, starts[low] + shift))
+                        ends[low - 1] = begin
+                    pieces.append((low, high, begin))
                     ends[low:high] = tokens.ends[low:high] + shift
                     trained[low:high] = segment.train
-            closer = _closer(tokenizer, tokens, starts, len(rendering.text[: region[1]].encode()))
+            closer = _closer(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
             closers[number] = closer
             if closer >= 0:
                 trained[closer] = segment.train
@@ -156,32 +164,36 @@ def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Render
     )
 
 
-def _verbatim(content: str, text: str, region: tuple[int, int]) -> NDArray[np.int64]:
-    """Return which bytes of a content a template wrote as they are.
+def _byte_offsets(text: str) -> NDArray[np.int64]:
+    """Return [n + 1], the byte where each character begins, and where the text ends."""
+    if text.isascii():
+        return np.arange(len(text) + 1)
+    return np.cumsum([0, *(len(character.encode()) for character in text)])
 
-    Returns:
-        int64 [R, 3]: bytes `[a, a + n)` of the content stand at bytes `[b, b + n)` of the rendered text.
+
+def _tokens_within(
+    text: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32], start: int, stop: int
+) -> tuple[int, int]:
+    """Return the tokens of bytes `[start, stop)` of a rendered conversation.
+
+    One that begins with a space of the template and goes on into the content is one of them: as in plain text, where
+    a tokenizer puts that space in front itself.
     """
-    start, stop = region
-    found = text[start:stop]
-    before = len(text[:start].encode())
-    if found == content:
-        return np.array([[0, before, len(content.encode())]], np.int64)
-    from xtk.tokens.difference import byte_of_character, matching_runs
-
-    runs = matching_runs(content, found)
-    one, other = byte_of_character(content), byte_of_character(found)
-    a, b = one[runs[:, 0]], other[runs[:, 1]]
-    return np.column_stack([a, b + before, one[runs[:, 0] + runs[:, 2]] - a]).astype(np.int64)
+    low = int(np.searchsorted(starts, start))
+    high = int(np.searchsorted(ends, stop, side="right"))
+    if low and starts[low - 1] < start < ends[low - 1] <= stop and not text[starts[low - 1] : start].strip(b" "):
+        low -= 1
+    return low, high
 
 
-def _closer(tokenizer: Tokenizer, tokens: Encoded, starts: NDArray[np.int32], byte: int) -> int:
-    """Return the special token that stands right after a byte, as an end of turn does; -1 without one."""
-    at = int(np.searchsorted(starts, byte))
-    while at < len(starts) and starts[at] == byte and tokens.ends[at] == byte:
-        at += 1  # a token that spells nothing
-    if at < len(starts) and starts[at] == byte and tokenizer.vocabulary.special[tokens.ids[at]]:
-        return at
+def _closer(tokenizer: Tokenizer, text: bytes, tokens: Encoded, starts: NDArray[np.int32], byte: int) -> int:
+    """Return the special token that ends a turn: the next one after a byte, past white space; -1 without one."""
+    for at in range(int(np.searchsorted(starts, byte)), len(starts)):
+        token = tokens.ids[at]
+        if text[byte : starts[at]].strip():
+            return -1
+        if tokenizer.vocabulary.special[token] or token == tokenizer.end_id:
+            return at
     return -1
 
 
@@ -212,6 +224,7 @@ def told_rewritten(counts: SequenceOf[int]) -> str:
     """Tell in words what `left_out` of some conversations adds up to."""
     rewritten = [count for count in counts if count]
     return (
-        f"the chat template drops or rewrites {sum(rewritten):,} bytes of answers in {len(rewritten):,} of "
-        f"{len(counts):,} conversations (thinking blocks, white space at their ends); they carry no loss"
+        f"{sum(rewritten):,} bytes of answers in {len(rewritten):,} of {len(counts):,} conversations that were looked "
+        "at carry no loss: the chat template drops or rewrites them (thoughts, white space), or a token holds them "
+        "together with a part of the template"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
 import re
 import threading
@@ -104,7 +105,13 @@ class Tokenizer:
         self.vocabulary = self._read_vocabulary(content)
         self._has_charsmap = "Precompiled" in _types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
-        self.roles = self._read_roles(configuration)
+        self._strips = {
+            token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip")))
+            for token in content.get("added_tokens") or []
+        }
+        self._role_contents = self._read_role_contents(configuration)
+        numbers = {role: self._backend.token_to_id(token) for role, token in self._role_contents.items()}
+        self.roles = {role: int(number) for role, number in numbers.items() if number is not None}
         self.width = max(len(self.vocabulary), width or _embedding_rows(self.folder))
         self._raw = raw
 
@@ -139,6 +146,10 @@ class Tokenizer:
                 results[at] = self._by_offsets(text, encoding)
         return results
 
+    def _encode_one(self, backend: Any, text: str) -> Any:
+        with self._lock:
+            return backend.encode(text, add_special_tokens=False)
+
     def normalise(self, text: str) -> str:
         """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
         normalizer = self._backend.normalizer
@@ -157,7 +168,7 @@ class Tokenizer:
         backend = self._backend
         if not self._controls.isdisjoint(encoding.ids):
             backend = self._backend_without_controls
-            encoding = backend.encode(text, add_special_tokens=False)
+            encoding = self._encode_one(backend, text)
             encoded = self._by_bytes(text, encoding)
             if encoded.exact:
                 return encoded
@@ -174,7 +185,7 @@ class Tokenizer:
         kept = kept_characters(text, self.normalise)
         if len(kept) == len(text):
             return list(encoding.offsets)
-        shorter = backend.encode("".join(text[at] for at in kept), add_special_tokens=False)
+        shorter = self._encode_one(backend, "".join(text[at] for at in kept))
         if shorter.ids != encoding.ids or shorter.tokens != encoding.tokens:
             return [(0, len(text))] * len(encoding.ids)
         return [(kept[start], kept[stop - 1] + 1) if stop > start else (0, 0) for start, stop in shorter.offsets]
@@ -224,7 +235,7 @@ class Tokenizer:
                 where=self.name,
                 hint="put chat_template.jinja into its folder (of the model's chat version, say)",
             )
-        tokens = {f"{role}_token": self.control_names[token] for role, token in self.roles.items()}
+        tokens = {f"{role}_token": content for role, content in self._role_contents.items()}
         return ChatTemplate(self._template, tokens, self.name)
 
     def encode_rendered(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoded]:
@@ -252,17 +263,44 @@ class Tokenizer:
         ]
 
     def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoded:
-        """Tokenise a text in which only the control tokens outside of the contents are meant."""
-        assert self._control_spellings is not None
-        parts, at = [], 0
-        for found in self._control_spellings.finditer(text):
-            if not any(start < found.end() and found.start() < stop for start, stop in contents):
-                parts += [text[at : found.start()], found[0]]
-                at = found.end()
-        parts.append(text[at:])
-        return self._joined(parts[::2], parts[1::2], self.encode(parts[::2]))
+        """Tokenise a text in which only the control tokens outside of the contents are meant.
 
-    def _joined(self, texts: list[str], controls: list[str], encoded: list[Encoded]) -> Encoded:
+        What lies between them is tokenised by itself, so a tokenizer that puts a space in front does so each time.
+        """
+        assert self._control_spellings is not None
+        controls = [
+            (found.start(), self.vocabulary.special_tokens[found[0]])
+            for found in self._control_spellings.finditer(text)
+            if not any(start < found.end() and found.start() < stop for start, stop in contents)
+        ]
+        parts, spelled = self._apart(text, controls)
+        return self._joined(parts, spelled, self.encode(parts))
+
+    def _apart(self, text: str, controls: Sequence[tuple[int, int]]) -> tuple[list[str], list[tuple[int, str]]]:
+        """Cut a text at its control tokens.
+
+        Args:
+            text: what is cut.
+            controls: (character, id) of each, rising.
+
+        Returns:
+            The parts, one more than there are control tokens, and (id, spelling) of these, with the white space that
+            they take away from the parts beside them.
+        """
+        parts, spelled, at = [], [], 0
+        for place, token in controls:
+            left, right = self._strips.get(token, (False, False))
+            start, stop = place, place + len(self.control_names[token])
+            while left and start > at and text[start - 1].isspace():
+                start -= 1
+            while right and stop < len(text) and text[stop].isspace():
+                stop += 1
+            parts.append(text[at:start])
+            spelled.append((token, text[start:stop]))
+            at = stop
+        return [*parts, text[at:]], spelled
+
+    def _joined(self, texts: list[str], controls: list[tuple[int, str]], encoded: list[Encoded]) -> Encoded:
         """Put texts with control tokens between them one after the other."""
         ids, ends, byte = [], [], 0
         for number, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
@@ -270,8 +308,9 @@ class Tokenizer:
             ends.append(tokens.ends + byte)
             byte += len(text.encode())
             if number < len(controls):
-                byte += len(controls[number].encode())
-                ids.append(np.array([self.vocabulary.special_tokens[controls[number]]], np.int32))
+                token, spelled = controls[number]
+                byte += len(spelled.encode())
+                ids.append(np.array([token], np.int32))
                 ends.append(np.array([byte], np.int32))
         exact = all(tokens.exact for tokens in encoded)
         return Encoded(np.concatenate(ids), np.concatenate(ends).astype(np.int32), exact)
@@ -280,17 +319,19 @@ class Tokenizer:
         """Find the ends of tokens of a text in which every spelling of a control token is that token."""
         ids = np.array(encoding.ids, np.int32)
         places = [at for at, token in enumerate(encoding.ids) if token in self._controls]
-        parts, controls, at, first = [], [], 0, 0
-        for place in [*places, len(ids)]:
-            spelled = "" if place == len(ids) else self.control_names[int(ids[place])]
-            found = len(text) if place == len(ids) else text.find(spelled, at)
+        controls, at = [], 0
+        for place in places:
+            token = int(ids[place])
+            found = text.find(self.control_names[token], at)
             if found < 0:  # a control token that the model found in another spelling: nothing of it can be told apart
                 return Encoded(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
-            parts.append((text[at:found], ids[first:place]))
-            controls.append(spelled)
-            at, first = found + len(spelled), place + 1
-        encoded = [self._part_by_bytes(*part) or self._part_alone(*part) for part in parts]
-        return self._joined([part for part, _ in parts], controls[:-1], encoded)
+            controls.append((found, token))
+            at = found + len(self.control_names[token])
+        parts, spelled = self._apart(text, controls)
+        edges = [-1, *places, len(ids)]
+        tokens = [ids[first + 1 : stop] for first, stop in itertools.pairwise(edges)]
+        encoded = [self._part_by_bytes(*part) or self._part_alone(*part) for part in zip(parts, tokens, strict=True)]
+        return self._joined(parts, spelled, encoded)
 
     def _part_by_bytes(self, text: str, ids: NDArray[np.int32]) -> Encoded | None:
         encoded = self._spelled_by(text, ids)
@@ -330,7 +371,7 @@ class Tokenizer:
 
     def files(self) -> dict[str, bytes]:
         """Return {file name: content} of all that it takes to read this tokenizer again."""
-        roles = {f"{role}_token": self.control_names[token] for role, token in self.roles.items()}
+        roles = {f"{role}_token": content for role, content in self._role_contents.items()}
         files = {
             "tokenizer.json": self._raw,
             "tokenizer_config.json": json.dumps(roles, sort_keys=True, ensure_ascii=False).encode(),
@@ -350,10 +391,13 @@ class Tokenizer:
         results: list[NDArray[np.int32] | None] = [None] * len(spellings)
         if self.vocabulary.family == BYTE_LEVEL:
             texts = [(at, text) for at, text in enumerate(map(_decoded, spellings)) if text is not None]
-            normalizer = self._backend.normalizer
-            self._backend.normalizer = None  # what a token spells is normalised already
-            encodings = self._backend.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
-            self._backend.normalizer = normalizer
+            with self._lock:
+                normalizer = self._backend.normalizer
+                self._backend.normalizer = None  # what a token spells is normalised already
+                try:
+                    encodings = self._backend.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
+                finally:
+                    self._backend.normalizer = normalizer
             for (at, _), encoding in zip(texts, encodings, strict=True):
                 ids = encoding.ids
                 if self._spells(ids, spellings[at]):
@@ -450,25 +494,27 @@ class Tokenizer:
                 return told
         return _by_number(self._backend.get_vocab(with_added_tokens=True))
 
-    def _read_roles(self, configuration: dict[str, Any]) -> dict[str, int]:
+    def _read_role_contents(self, configuration: dict[str, Any]) -> dict[str, str]:
         fallback = _json_of(self.folder / "special_tokens_map.json")
         roles = {}
         for role in ROLES:
             value = configuration.get(f"{role}_token", fallback.get(f"{role}_token"))
             token = value.get("content") if isinstance(value, dict) else value
-            number = self._backend.token_to_id(token) if isinstance(token, str) else None
-            if number is not None:
-                roles[role] = int(number)
+            if isinstance(token, str) and self._backend.token_to_id(token) is not None:
+                roles[role] = token
         return roles
 
     def _read_template(self, configuration: dict[str, Any]) -> str | None:
         path = self.folder / "chat_template.jinja"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                raise XtkError("a chat template is text in UTF-8", where=str(path)) from None
         template = configuration.get("chat_template")
         if isinstance(template, list):  # several, named
             named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
-            template = named.get("default")
+            template = named.get("default", next(iter(named.values()), None))
         return template if isinstance(template, str) else None
 
 

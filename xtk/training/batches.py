@@ -44,6 +44,9 @@ class Source(Protocol):
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text."""
 
+    def conversations(self) -> NDArray[np.bool_]:
+        """Return [documents], which of them are conversations."""
+
 
 class CacheSource:
     """The documents of a teacher cache."""
@@ -63,6 +66,10 @@ class CacheSource:
         """Return [documents], the length of each text."""
         return self._cache.text_bytes()
 
+    def conversations(self) -> NDArray[np.bool_]:
+        """Return [documents], which of them are conversations."""
+        return self._cache.conversations()
+
 
 class TextSource:
     """Documents without a teacher, for training with cross-entropy alone."""
@@ -80,6 +87,10 @@ class TextSource:
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text."""
         return np.array([len(document.text.encode()) for document in self._documents], np.int64)
+
+    def conversations(self) -> NDArray[np.bool_]:
+        """Return [documents], which of them are conversations."""
+        return np.array([document.conversation is not None for document in self._documents], np.bool_)
 
 
 @dataclass(frozen=True)

@@ -249,18 +249,30 @@ def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
         terminal.note("distill: " + told_rewritten(counts))
 
 
+def _longer_than(limit: int, inputs: Inputs, sizes: np.ndarray) -> list[tuple[int, int]]:
+    """Return (tokens, number) of the documents of more than `limit` tokens.
+
+    A text has at most a token a byte, and two at its ends: only texts that may be longer are tokenised. What a
+    template adds to a conversation is not known before.
+    """
+    found = []
+    talks = inputs.source.conversations()
+    candidates = np.flatnonzero((sizes + 2 > limit) | talks)
+    for start in range(0, len(candidates), LOOKED_AT):
+        numbers = candidates[start : start + LOOKED_AT].tolist()
+        documents = [inputs.source.read(number)[0] for number in numbers]
+        for number, sequence in zip(numbers, sequences(inputs.tokenizer, documents), strict=True):
+            if len(sequence) > limit:
+                found.append((len(sequence), number))
+    return found
+
+
 def _documents(recipe: Recipe, inputs: Inputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the documents to train on, and all sizes; those that are too long are counted and told."""
     sizes = inputs.source.text_bytes()
     documents = np.flatnonzero(sizes > 0)
     _tell_rewritten(inputs, documents)
-    # A document has at most a token a byte, and two at its ends: only candidates are tokenised.
-    candidates = [] if limit is None else np.flatnonzero(sizes + 2 > limit).tolist()
-    too_long = []
-    for number in candidates:
-        (sequence,) = sequences(inputs.tokenizer, [inputs.source.read(number)[0]])
-        if limit is not None and len(sequence) > limit:
-            too_long.append((len(sequence), number))
+    too_long = [] if limit is None else _longer_than(limit, inputs, sizes)
     if too_long:
         longest, number = max(too_long)
         told = (
