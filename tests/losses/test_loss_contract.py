@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xtk.errors import XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES, LossSpecification, parse_losses
-from xtk.losses.cells import Cells, Example, join_cells
+from xtk.losses.cells import Cells, Example, join_examples
 from xtk.losses.head import Term, chunk_starts, fused_loss
 from xtk.losses.kernels import fill_cells
 from xtk.projection.projection import Columns, Projection
@@ -28,6 +28,8 @@ from xtk.tokens.signal import Signal
 CPU = torch.device("cpu")
 RULES = {name: lookup(LOSSES, name, "loss")() for name in LOSSES}
 DISTRIBUTIONS = [name for name, rule in RULES.items() if rule.needs_teacher]
+
+NOTHING = RULES["ce"].cells(join_examples([]), None)
 
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -209,7 +211,8 @@ def test_the_order_of_documents_changes_nothing(name):
     results = []
     for order in itertools.permutations(range(3)):
         chosen = [cases[at] for at in order]
-        joined = join_cells([cells_of(name, case) for case in chosen], [len(case.states) for case in chosen])
+        example = join_examples([case.example for case in chosen])
+        joined = cells_of(name, dataclasses.replace(cases[0], example=example))
         batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in chosen]))
         total, _, (d_states, d_weight) = fused(batch, [joined], [1 / joined.items], chunk=4)
         parts = d_states.split([len(case.states) for case in chosen])
@@ -224,7 +227,7 @@ def test_micro_batches_over_one_denominator_add_up_to_the_batch(name):
     cases = [dataclasses.replace(case, weight=cases[0].weight, projection=cases[0].projection) for case in cases]
     cells = [cells_of(name, case) for case in cases]
     items = sum(part.items for part in cells)
-    joined = join_cells(cells, [len(case.states) for case in cases])
+    joined = cells_of(name, dataclasses.replace(cases[0], example=join_examples([case.example for case in cases])))
     batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in cases]))
     total, _, (d_states, d_weight) = fused(batch, [joined], [1 / items])
     parts = [fused(case, [part], [1 / items]) for case, part in zip(cases, cells, strict=True)]
@@ -311,7 +314,7 @@ def test_bf16_logits_can_be_given_too(name):
 @every_loss
 def test_an_empty_batch_gives_0_with_a_zero_gradient(name):
     empty = dataclasses.replace(case_for(name, 1, K=4), states=torch.zeros(0, 5, dtype=torch.float64))
-    total, sums, (d_states, d_weight) = fused(empty, [join_cells([], [])], [1.0])
+    total, sums, (d_states, d_weight) = fused(empty, [NOTHING], [1.0])
     assert float(total) == 0
     assert sums.tolist() == [0]
     assert d_states.shape == (0, 5)

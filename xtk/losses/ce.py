@@ -25,7 +25,7 @@ class CrossEntropy:
             cell_offsets=np.arange(size + 1, dtype=np.int64),
             entry_offsets=np.arange(size + 1, dtype=np.int64),
             teacher_probs=np.ones(size, np.float32),
-            rows=np.arange(size, dtype=np.int64),
-            tokens=example.student_ids[example.rows + 1].astype(np.int64),
+            rows=np.arange(size, dtype=np.int32),
+            tokens=example.student_ids[example.rows + 1],
             log_weights=np.zeros(size, np.float32),
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from xtk.tokens.signal import Signal
 
 @dataclass(frozen=True)
 class Example:
-    """One document, seen by both models, on the way into a loss.
+    """One document or several, seen by both models, on the way into a loss.
 
     Attributes:
         student_ids: int32 [T], the whole sequence.
@@ -36,6 +37,45 @@ class Example:
     signal: Signal | None
 
 
+def join_examples(examples: Sequence[Example]) -> Example:
+    """Put documents one after the other, as if they were one: cells are made for a whole batch at once."""
+    students = np.cumsum([0, *(len(example.student_ids) for example in examples)])[:-1]
+    teachers = np.cumsum([0, *(len(example.teacher_ids) for example in examples)])[:-1]
+    shifts = np.column_stack([students, students, teachers, teachers]).astype(np.int32)
+    signals = [example.signal for example in examples if example.signal is not None]
+    return Example(
+        student_ids=_joined([example.student_ids for example in examples], np.int32),
+        rows=_joined([example.rows + at for example, at in zip(examples, students, strict=True)], np.int64),
+        spans=np.concatenate(
+            [
+                *(example.spans + shift for example, shift in zip(examples, shifts, strict=True)),
+                np.zeros((0, 4), np.int32),
+            ]
+        ),
+        teacher_ids=_joined([example.teacher_ids for example in examples], np.int32),
+        signal=_join_signals(signals, teachers) if len(signals) == len(examples) else None,
+    )
+
+
+def _join_signals(signals: Sequence[Signal], shifts: NDArray[np.int64]) -> Signal:
+    # Of a document without positions no K is known.
+    size = max((signal.support_ids.shape[1] for signal in signals if len(signal)), default=0)
+    supports = [(signal.support_ids, signal.support_logprobs) for signal in signals if len(signal)]
+    return Signal(
+        positions=_joined([signal.positions + at for signal, at in zip(signals, shifts, strict=True)], np.int32),
+        support_ids=np.concatenate([*(ids for ids, _ in supports), np.zeros((0, size), np.int32)]),
+        support_logprobs=np.concatenate([*(logprobs for _, logprobs in supports), np.zeros((0, size), np.float32)]),
+        tail_mass=_joined([signal.tail_mass for signal in signals], np.float32),
+        realised_logprobs=_joined([signal.realised_logprobs for signal in signals], np.float32),
+        entropy=_joined([signal.entropy for signal in signals], np.float32),
+    )
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
+    whole: NDArray[Any] = np.concatenate([*parts, np.zeros(0, dtype)]).astype(dtype, copy=False)
+    return whole
+
+
 @dataclass(frozen=True)
 class Cells:
     """The cells of one loss over one or more documents: items, their cells, the cells' entries.
@@ -44,50 +84,22 @@ class Cells:
         cell_offsets: int64 [C+1], the cells of item c.
         entry_offsets: int64 [cells+1], the entries of each cell.
         teacher_probs: float32 [cells], sum to at most 1 an item; the rest is the other cell.
-        rows: int64 [entries], row of the student's logits. Items come in the order of their rows.
-        tokens: int64 [entries], student token.
+        rows: int32 [entries], row of the student's logits. Items come in the order of their rows.
+        tokens: int32 [entries], student token.
         log_weights: float32 [entries].
     """
 
     cell_offsets: NDArray[np.int64]
     entry_offsets: NDArray[np.int64]
     teacher_probs: NDArray[np.float32]
-    rows: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
     log_weights: NDArray[np.float32]
 
     @property
     def items(self) -> int:
         """C, what the loss is averaged over."""
         return len(self.cell_offsets) - 1
-
-
-def join_cells(parts: Sequence[Cells], row_counts: Sequence[int]) -> Cells:
-    """Put the cells of several documents one after the other.
-
-    Args:
-        parts: one for each document.
-        row_counts: N of each document, by which the rows of later documents are shifted.
-    """
-    first_rows = np.cumsum([0, *row_counts])
-
-    def offsets(name: str) -> NDArray[np.int64]:
-        lengths = [np.diff(getattr(part, name)) for part in parts]
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate([*lengths, np.zeros(0, np.int64)]))])
-
-    def joined(arrays: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-        return np.concatenate([*arrays, np.zeros(0, np.float32)])
-
-    return Cells(
-        cell_offsets=offsets("cell_offsets"),
-        entry_offsets=offsets("entry_offsets"),
-        teacher_probs=joined([part.teacher_probs for part in parts]),
-        rows=np.concatenate(
-            [*(part.rows + first for part, first in zip(parts, first_rows[:-1], strict=True)), np.zeros(0, np.int64)]
-        ),
-        tokens=np.concatenate([*(part.tokens for part in parts), np.zeros(0, np.int64)]),
-        log_weights=joined([part.log_weights for part in parts]),
-    )
 
 
 @dataclass(frozen=True)

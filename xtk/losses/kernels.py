@@ -1,6 +1,6 @@
-"""The loop that turns a teacher's supports into cells, compiled by numba, without the GIL.
+"""The loops over entries, compiled by numba, without the GIL: making cells, and reading and writing them on a CPU.
 
-Its slow, readable twin is in the tests.
+The slow, readable twin of the first is in the tests; the others do what torch's own operations do elsewhere.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def fill_cells(
     entry_offsets = np.zeros(most_cells + 1, np.int64)
     probs = np.zeros(most_cells, np.float32)
     tokens_of_cells = np.zeros(most_cells, np.int32)
-    entry_rows = np.empty(most_entries, np.int64)
-    entry_tokens = np.empty(most_entries, np.int64)
+    entry_rows = np.empty(most_entries, np.int32)
+    entry_tokens = np.empty(most_entries, np.int32)
     entry_log_weights = np.empty(most_entries, np.float32)
     cell_of_token = np.full(len(column_offsets) - 1, -1, np.int64)
     cells = 0
@@ -90,3 +90,38 @@ def fill_cells(
         entry_tokens[:entries],
         entry_log_weights[:entries],
     )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def log_sums(values: NDArray[np.float32], groups: NDArray[np.int64], count: int) -> NDArray[np.float32]:
+    """Return the log-sum-exp of values in groups, and turn the values, in place, into their shares of it.
+
+    Args:
+        values: [n]; of one group they follow each other.
+        groups: int64 [n], rising; no group is left out.
+        count: of groups.
+    """
+    result = np.empty(count, values.dtype)
+    start = 0
+    while start < len(values):
+        group, stop = groups[start], start
+        highest = values[start]
+        while stop < len(values) and groups[stop] == group:
+            highest = max(highest, values[stop])
+            stop += 1
+        total = values.dtype.type(0)
+        for at in range(start, stop):
+            values[at] = np.exp(values[at] - highest)
+            total += values[at]
+        for at in range(start, stop):
+            values[at] /= total
+        result[group] = highest + np.log(total)
+        start = stop
+    return result
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def add_at(values: NDArray[np.float32], places: NDArray[np.int64], more: NDArray[np.float32]) -> None:
+    """Add to values, in place, at places that may come twice."""
+    for at in range(len(places)):
+        values[places[at]] += more[at]

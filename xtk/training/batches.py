@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.losses.cells import Cells, Example, join_cells
+from xtk.losses.cells import Cells, Example, join_examples
 from xtk.losses.head import Term
 from xtk.projection.projection import Columns
 from xtk.tokens.alignment import align_sequences
@@ -147,18 +147,17 @@ class BatchMaker:
         ids = np.zeros((max(1, len(students)), longest), np.int64)
         for at, student in enumerate(students):
             ids[at, : len(student)] = student.ids
-        counts = [len(example.rows) for example in examples]
+        joined = join_examples(examples)
         return MicroBatch(
             input_ids=ids,
             places=np.concatenate(
                 [*(example.rows + at * longest for at, example in enumerate(examples)), np.zeros(0, np.int64)]
             ),
             terms=tuple(
-                Term.of(join_cells([loss.cells(example, columns) for example in examples], counts))
-                for loss, columns in zip(self._losses, self._columns, strict=True)
+                Term.of(loss.cells(joined, columns)) for loss, columns in zip(self._losses, self._columns, strict=True)
             ),
             tokens=sum(len(student) for student in students),
-            unaligned=sum(counts) - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in examples),
+            unaligned=len(joined.rows) - int((joined.spans[:, 1] - joined.spans[:, 0]).sum()),
         )
 
 
