@@ -75,18 +75,21 @@ class Term:
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
-        rows = np.append(cells.rows, cells.rows[-1] if len(cells.rows) else 0)
-        counts = np.where(stops > firsts, rows[stops - 1] - rows[firsts] + 1, 0)
+        rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
+        first_rows = rows[np.minimum(firsts, len(rows) - 1)].astype(np.int64)
+        counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
         items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
         rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
         rests = np.where((rests > SMALLEST_REST) & (counts > 0), rests, 0)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
             entry_offsets=torch.from_numpy(cells.entry_offsets),
-            first_rows=torch.from_numpy(rows[firsts]),
+            first_rows=torch.from_numpy(first_rows),
             row_counts=torch.from_numpy(counts),
             rest_probs=torch.from_numpy(rests),
-            entry_cells=torch.from_numpy(np.repeat(np.arange(len(cells.teacher_probs)), np.diff(cells.entry_offsets))),
+            entry_cells=torch.from_numpy(
+                np.repeat(np.arange(len(cells.teacher_probs), dtype=np.int32), np.diff(cells.entry_offsets))
+            ),
             teacher_probs=torch.from_numpy(cells.teacher_probs),
             rows=torch.from_numpy(cells.rows),
             tokens=torch.from_numpy(cells.tokens),
@@ -384,6 +387,7 @@ class _LogSums:
             self.log_sums = torch.from_numpy(kernels.log_sums(values.numpy(), groups.numpy(), count))
             self._shares = values
             return
+        groups = groups.long()
         highest = values.new_full((count,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
         exponentials = values.sub_(highest[groups]).exp_()
         sums = values.new_zeros(count).scatter_add_(0, groups, exponentials)
