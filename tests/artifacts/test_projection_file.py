@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from dataclasses import replace
 
@@ -52,9 +53,10 @@ def test_same_inputs_give_the_same_bytes_wherever_they_lie(families, built, tmp_
     write_projection(built, tmp_path / "one")
     (tmp_path / "elsewhere").mkdir()
     for name in ("student", "teacher"):
-        (tmp_path / "elsewhere" / name).symlink_to(families[name])
+        shutil.copytree(families[name], tmp_path / "elsewhere" / f"another {name}")
     again = build_projection(
-        Tokenizer(tmp_path / "elsewhere/student", name="mine"), Tokenizer(tmp_path / "elsewhere/teacher", name="yours")
+        Tokenizer(tmp_path / "elsewhere/another student", name="mine"),
+        Tokenizer(tmp_path / "elsewhere/another teacher"),
     )
     write_projection(again, tmp_path / "elsewhere/another name.bin")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "elsewhere/another name.bin").read_bytes()

@@ -48,7 +48,6 @@ def test_another_request_is_another_file(folder, sides, families, tmp_path):
         assert len(list(folder.iterdir())) == number
     copy = shutil.copytree(families["teacher"], tmp_path / "copy")
     moved = projection_for(sides[0], Tokenizer(copy))
-    assert moved.header["teacher"]["name"] == "copy"
     assert len(list(folder.iterdir())) == len(requests)  # a folder that was moved is the same tokenizer
     configuration = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "<|endoftext|>"}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def projection_for(
         options: the method's own.
     """
     header = request(student, teacher, method, special_tokens, **options)
-    path = cache_folder() / "projections" / f"{_key(student, teacher, header, top_k)}.safetensors"
+    path = cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
     projection = _read(path)
     if projection is None:
         projection = build_projection(student, teacher, method, special_tokens=special_tokens, **options)
@@ -50,8 +49,7 @@ def projection_for(
             projection = prune_projection(projection, top_k=top_k)
         with contextlib.suppress(OSError, XtkError):
             write_projection(projection, path)
-    names = {side: header[side] for side in ("student", "teacher")}  # the folders of this request, not of the first one
-    return dataclasses.replace(projection, header={**projection.header, **names})
+    return projection
 
 
 def cache_folder() -> Path:
@@ -60,11 +58,8 @@ def cache_folder() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
 
 
-def _key(student: Tokenizer, teacher: Tokenizer, header: dict[str, Any], top_k: int | None) -> str:
-    """Hash all that decides the numbers. Roles and turn ends come from a configuration that no fingerprint covers."""
-    sides = [{"tokenizer": side.fingerprint, "width": side.width, "roles": side.roles} for side in (student, teacher)]
-    request_alone = {key: value for key, value in header.items() if key not in ("student", "teacher")}
-    return sha256(canonical_json([VERSION, sides, request_alone, top_k])).removeprefix("sha256:")
+def _key(header: dict[str, Any], top_k: int | None) -> str:
+    return sha256(canonical_json([VERSION, header, top_k])).removeprefix("sha256:")
 
 
 def _read(path: Path) -> Projection | None:

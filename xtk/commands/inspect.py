@@ -163,13 +163,12 @@ def _describe_model(path: Path) -> dict[str, Any]:
     statistics = {
         "family": tokenizer.vocabulary.family,
         "special_tokens": len(tokenizer.vocabulary.special_tokens),
-        "roles": tokenizer.roles,
         "mean_token_bytes": round(float(tokenizer.vocabulary.lengths.mean()), 3),
     } | (_weights(path) if has_weights else {})
     return {
         "path": str(path),
         "kind": "model" if has_weights else "tokenizer",
-        "header": identity(tokenizer),
+        "header": {**identity(tokenizer), "template": tokenizer.template_fingerprint},
         "statistics": statistics,
     }
 

@@ -21,7 +21,7 @@ def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Pro
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     header = read_projection_header(path)
-    different = [key for key, value in request.items() if _without_name(header.get(key)) != _without_name(value)]
+    different = [key for key, value in request.items() if header.get(key) != value]
     if different:
         raise XtkError(
             "there is a projection of another request",
@@ -29,8 +29,3 @@ def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Pro
             hint="another -o, or --force to replace it",
         )
     return read_projection(path)
-
-
-def _without_name(value: Any) -> Any:
-    """Drop the name of a tokenizer's folder: one that was moved is the same tokenizer."""
-    return {key: part for key, part in value.items() if key != "name"} if isinstance(value, dict) else value

@@ -27,7 +27,7 @@ METHODS = {
 }
 
 # Raised when the same request gives other numbers, so that nothing built before is taken for it.
-RULES = 2
+RULES = 3
 
 
 class Method(Protocol):
@@ -134,11 +134,13 @@ def request(
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what names a tokenizer in a header: nothing that depends on the machine."""
+    """Return all that W depends on of a side, and nothing else: neither where it lies nor its chat template.
+
+    The roles come from a configuration that the tokenizer's fingerprint does not cover.
+    """
     return {
-        "name": tokenizer.folder.resolve().name,
         "tokenizer": tokenizer.fingerprint,
-        "template": tokenizer.template_fingerprint,
+        "roles": dict(tokenizer.roles),
         "tokens": len(tokenizer),
         "width": tokenizer.width,
     }

@@ -12,6 +12,15 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 
+# Of a side in a header, what W depends on.
+SIDE = ("tokenizer", "roles", "width")
+
+
+def named(side: Mapping[str, Any]) -> str:
+    """Return how messages call a side of a projection, whose header knows no folder."""
+    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width'):,} rows; {roles or 'no roles'})"
+
 
 @dataclass(frozen=True)
 class Columns:
