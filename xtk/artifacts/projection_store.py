@@ -30,7 +30,8 @@ def projection_for(
 
     The folder is `XTK_CACHE`, else `~/.cache/xtk`, and `projections` in it. A file there is named after all that the
     projection depends on; a damaged one is built again. Several processes may ask at once: each writes the same
-    bytes under a name of its own and renames it. Where the folder cannot be written, nothing is kept.
+    bytes under a name of its own and renames it. Where the folder cannot be
+    named, read or written, nothing is kept.
 
     Args:
         student: its tokens are the rows.
@@ -41,19 +42,26 @@ def projection_for(
         options: the method's own.
     """
     header = request(student, teacher, method, special_tokens, **options)
-    path = cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
-    projection = _read(path)
+    path = None
+    with contextlib.suppress(RuntimeError):  # nobody knows a home
+        path = cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
+    projection = None if path is None else _read(path)
     if projection is None:
         projection = build_projection(student, teacher, method, special_tokens=special_tokens, **options)
         if top_k is not None:
             projection = prune_projection(projection, top_k=top_k)
-        with contextlib.suppress(OSError, XtkError):
-            write_projection(projection, path)
+        if path is not None:
+            with contextlib.suppress(OSError, XtkError):
+                write_projection(projection, path)
     return projection
 
 
 def cache_folder() -> Path:
-    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`."""
+    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`.
+
+    Raises:
+        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home.
+    """
     given = os.environ.get("XTK_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
 
@@ -63,9 +71,7 @@ def _key(header: dict[str, Any], top_k: int | None) -> str:
 
 
 def _read(path: Path) -> Projection | None:
-    if not path.is_file():
-        return None
     try:
-        return read_projection(path)
+        return read_projection(path) if path.is_file() else None
     except (XtkError, OSError):
         return None

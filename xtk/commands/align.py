@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 COLOURS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
+DATA = (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
 
 
 def align(
     student: Annotated[str, typer.Argument(help=options.STUDENT, metavar="STUDENT")],
     teacher: Annotated[str, typer.Argument(help=options.TEACHER, metavar="TEACHER")],
     text: Annotated[
-        str, typer.Argument(help="A data file, - for a pipe (as left out), or the text itself.", metavar="[TEXT]")
+        str,
+        typer.Argument(
+            help="A data file, a folder of them, - for a pipe (as left out), or the text itself. Text that is the name "
+            "of a file is that file; a folder without data files is one only with / at its end.",
+            metavar="[TEXT]",
+        ),
     ] = "-",
     columns: options.Columns = "",
     stats: Annotated[
@@ -89,15 +95,23 @@ def align(
 
 
 def _is_data(text: str) -> bool:
-    """Say whether TEXT names data: a pipe, a file, a glob or remote path; or else is the text itself."""
+    """Say whether TEXT names data: a pipe, a file, a folder of data, a remote path; or else is the text itself.
+
+    A text such as "notes" may be a word and a folder beside it. It is the folder where that holds data, or where the
+    text ends in / as no word does.
+    """
     from pathlib import Path
 
+    from xtk.errors import exists
+
+    if not text:
+        return False
     if text == "-" or "://" in text[:12]:
         return True
-    one_word = len(text) < 4096 and not any(character.isspace() for character in text)
-    if len(text) < 4096 and "\n" not in text and "\0" not in text and Path(text).exists():
-        return True
-    return one_word and Path(text).suffix in (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz")
+    if exists(text):
+        path = Path(text)
+        return not path.is_dir() or text.endswith("/") or any(file.suffix in DATA for file in path.iterdir())
+    return not any(map(str.isspace, text)) and Path(text).suffix in DATA
 
 
 def _counted(

@@ -134,12 +134,12 @@ def _matching(value: str) -> Any:
 
     import yaml
 
-    from xtk.errors import XtkError
+    from xtk.errors import XtkError, exists
 
     if value in ("role", "none"):
         return value
     path = Path(value)
-    if not path.is_file():
+    if not exists(value) or not path.is_file():
         raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
                        hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
     try:

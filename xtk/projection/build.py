@@ -153,15 +153,20 @@ def assemble(
     shape: tuple[int, int],
     header: dict[str, Any],
 ) -> Projection:
-    """Put entries in any order into compressed rows; entries of the same place are added."""
+    """Put entries in any order into compressed rows; entries of the same place are added.
+
+    What is 0 in float32 is no entry.
+    """
     keys = rows.astype(np.int64) * shape[1] + columns
     places, inverse = np.unique(keys, return_inverse=True)
     summed = np.bincount(inverse, weights.astype(np.float64), minlength=len(places))
+    kept = np.minimum(summed, 1).astype(np.float32)
+    places, kept = places[kept > 0], kept[kept > 0]
     counts = np.bincount(places // shape[1], minlength=shape[0]) if len(places) else np.zeros(shape[0], np.int64)
     return Projection(
         row_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
         teacher_ids=(places % shape[1]).astype(np.int32),
-        weights=np.minimum(summed, 1).astype(np.float32),
+        weights=kept,
         student_cells=np.full(shape[0], -1, np.int32),
         teacher_cells=np.full(shape[1], -1, np.int32),
         header=header,
