@@ -67,7 +67,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise Damaged(f"this file is no JSON: {wrong}", where=str(path)) from None
     if not isinstance(content, dict):
         raise Damaged("this file holds no JSON object", where=str(path))

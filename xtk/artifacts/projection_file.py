@@ -24,6 +24,8 @@ TENSORS = {
     "student_cells": np.int32,
     "teacher_cells": np.int32,
 }
+# How safetensors begins a file of one metadata key, after 8 bytes of length.
+BEGINNING = b'{"__metadata__":{"xtk":'
 SIDE_TYPES = {"tokenizer": str, "roles": dict, "tokens": int, "width": int}
 
 
@@ -40,6 +42,13 @@ def write_projection(projection: Projection, path: Path) -> None:
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
     with written_whole(path) as temporary:
         temporary.write_bytes(raw)
+
+
+def begins_like_a_projection(path: Path) -> bool:
+    """Say whether a file is xtk's to replace: a projection, whole or damaged, or empty."""
+    with path.open("rb") as stream:
+        start = stream.read(8 + len(BEGINNING))
+    return not start or start[8:] == BEGINNING
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,11 +88,11 @@ def build_projection(
     return dataclasses.replace(projection, header={**header, "audit": audit(projection, pair, rows, columns)})
 
 
-def make_method(method: str, options: Mapping[str, Any]) -> Method:
-    """Return a method with its options.
+def check_options(method: str, options: Iterable[str]) -> Any:
+    """Return the class of a method that reads these options.
 
     Raises:
-        XtkError: no such method, an option that it does not read, or a value without meaning.
+        XtkError: no such method, or an option that it does not read.
     """
     kind = lookup(METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(kind)}
@@ -102,6 +102,16 @@ def make_method(method: str, options: Mapping[str, Any]) -> Method:
                 f"--method {method} does not read --{name.replace('_', '-')}",
                 hint=f"it reads: {', '.join(sorted(known)) or 'no option'}",
             )
+    return kind
+
+
+def make_method(method: str, options: Mapping[str, Any]) -> Method:
+    """Return a method with its options.
+
+    Raises:
+        XtkError: no such method, an option that it does not read, or a value without meaning.
+    """
+    kind = check_options(method, options)
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
