@@ -53,7 +53,7 @@ def test_other_errors_are_bugs_and_keep_their_traceback():
 
 def test_any_text_may_be_asked_whether_it_is_a_path(tmp_path):
     assert exists(str(tmp_path))
-    for text in ("x" * 5000, "x/" * 5000, "\0", str(tmp_path / "absent"), "\ud800"):
+    for text in ("", "x" * 5000, "x/" * 5000, "\0", str(tmp_path / "absent"), "\ud800"):
         assert not exists(text)
 
 

@@ -39,9 +39,9 @@ class Damaged(XtkError):
 
 
 def exists(text: str) -> bool:
-    """Say whether a text is the path of a file or folder that can be seen; any text may be asked about."""
+    """Say whether a text is the path of a file or folder that can be seen; any text may be asked about, "" is none."""
     try:
-        return Path(text).exists()
+        return bool(text) and Path(text).exists()
     except (OSError, ValueError):  # too long for a path, or no path at all
         return False
 

@@ -19,7 +19,7 @@ SIDE = ("tokenizer", "roles", "width")
 def named(side: Mapping[str, Any]) -> str:
     """Return how messages call a side of a projection, whose header knows no folder."""
     roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
-    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width'):,} rows; {roles or 'no roles'})"
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
 
 
 @dataclass(frozen=True)
