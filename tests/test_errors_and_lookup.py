@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from xtk.errors import Damaged, Mismatch, XtkError, from_os_error
+from xtk.errors import Damaged, Mismatch, XtkError, exists, from_os_error
 from xtk.lookup import did_you_mean, lookup, unknown
 
 TABLE = {"ordered": "collections:OrderedDict", "counter": "collections:Counter", "forward-kl": "json:dumps"}
@@ -30,6 +30,7 @@ def test_damage_and_mismatch_are_mistakes_that_a_user_can_mend():
         (OSError(errno.ENOSPC, "No space left on device", "cache/shard"), "the disk is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded", "cache/shard"), "the disk is full"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "cache/shard"), "no such file or folder"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "cache/shard"), "this is too long for the name of a file"),
         (PermissionError(errno.EACCES, "Permission denied", "cache/shard"), "no permission"),
     ],
 )
@@ -48,6 +49,12 @@ def test_a_full_disk_is_recognised_in_what_libraries_make_of_it():
 def test_other_errors_are_bugs_and_keep_their_traceback():
     assert from_os_error(ValueError("shapes differ")) is None
     assert from_os_error(OSError(errno.EIO, "Input/output error")) is None
+
+
+def test_any_text_may_be_asked_whether_it_is_a_path(tmp_path):
+    assert exists(str(tmp_path))
+    for text in ("", "x" * 5000, "x/" * 5000, "\0", str(tmp_path / "absent"), "\ud800"):
+        assert not exists(text)
 
 
 def test_a_name_stands_for_what_its_table_says():

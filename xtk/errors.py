@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 
 class XtkError(Exception):
     """A mistake that the user can mend. Ends a command with exit code 1 and no traceback.
@@ -35,6 +38,14 @@ class Damaged(XtkError):
     """A file whose bytes are not those that were written."""
 
 
+def exists(text: str) -> bool:
+    """Say whether a text is the path of a file or folder that can be seen; any text may be asked about, "" is none."""
+    try:
+        return bool(text) and Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or no path at all
+        return False
+
+
 DISK_IS_FULL = ("No space left on device", "os error 28", "Disk quota exceeded")
 
 
@@ -53,6 +64,8 @@ def from_os_error(error: BaseException) -> XtkError | None:
         return XtkError("no such file or folder", where=where or text)
     if isinstance(error, PermissionError):
         return XtkError("no permission", where=where or text)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return XtkError("this is too long for the name of a file", where=where or text)
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
         return XtkError(text, where=where)
     return None

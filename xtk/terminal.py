@@ -35,7 +35,7 @@ def own_stdout() -> None:
     """Keep stdout for results: anything else that is written to it lands on stderr from now on."""
     if _terminal.results is None:
         sys.stdout.flush()
-        _terminal.results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        _terminal.results = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="surrogateescape")  # paths are bytes
         os.dup2(2, 1)
 
 
@@ -193,7 +193,9 @@ def piped_records() -> list[dict[str, Any]]:
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise XtkError("'-' reads what another command prints, and nothing is piped in", hint="xtk ... | xtk ... -")
-    lines = [line for line in sys.stdin.read().split("\n") if line.strip()]
+    # Paths are bytes, and come out of the pipe as they went in.
+    piped = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
+    lines = [line.rstrip("\r") for line in piped.split("\n") if line.strip()]
     if not lines:
         raise XtkError(
             "nothing came through the pipe: the command before it seems to have failed",
@@ -208,7 +210,7 @@ def _record(line: str) -> dict[str, Any]:
         return {"path": line.strip()}
     try:
         record = json.loads(line)
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise XtkError(f"a line that came through the pipe is no JSON: {wrong}", where="stdin") from None
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
         raise XtkError("a JSON line that came through the pipe has no path", where="stdin")

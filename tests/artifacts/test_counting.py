@@ -80,8 +80,8 @@ def test_stopped_after_any_batch_the_counts_end_equal_and_nothing_is_counted_aga
         assert not unfinished(path).exists()
 
 
-@pytest.mark.parametrize("change", ["another text", "another teacher", "damage", "nonsense"])
-def test_counts_of_something_else_are_begun_anew(small, sides, families, data, tmp_path, change):
+@pytest.mark.parametrize("change", ["another text", "another teacher", "rules", "version", "damage", "nonsense"])
+def test_counts_of_something_else_are_begun_anew(small, sides, families, data, tmp_path, monkeypatch, change):
     path = tmp_path / "p"
     with pytest.raises(Stopped):
         count_corpus(*sides, Corpus([str(data)]), path, stop_after(4, []))
@@ -95,7 +95,11 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
         unfinished(path).write_bytes(bytes(raw))
     if change == "nonsense":
         unfinished(path).write_bytes(b"PK")
-    found = count_corpus(*sides, Corpus([str(data)]), path)
+    if change in ("rules", "version"):
+        monkeypatch.setattr(counting, change.upper(), 99)
+    told: list[int] = []
+    found = count_corpus(*sides, Corpus([str(data)]), path, told.append)
+    assert told[0] == 0
     fresh = count_corpus(*sides, Corpus([str(data)]), tmp_path / "fresh")
     assert as_bytes(found) == as_bytes(fresh)
 
@@ -153,3 +157,13 @@ def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(families, data, t
 @pytest.mark.parametrize("seed", range(10))
 def test_killed_at_any_time_it_ends_with_the_same_bytes(families, data, tmp_path, seed):
     check_kills(families, data, tmp_path, [0.01 * seed + 0.04 * number for number in range(6)])
+
+
+def test_what_another_living_process_writes_stays(tmp_path):
+    name = f"{unfinished(tmp_path / 'p').name}"
+    dead, living = (tmp_path / f".xtk-tmp-{process}-0123abcd-{name}" for process in (2**22 + 1, os.getppid()))
+    other = tmp_path / f".xtk-tmp-{2**22 + 1}-0123abcd-q"
+    for path in (dead, living, other):
+        path.touch()
+    remove_unfinished(tmp_path / "p")
+    assert sorted(tmp_path.iterdir()) == sorted([living, other])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from dataclasses import replace
 
@@ -21,6 +22,10 @@ def built(families) -> Projection:
     return build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
 
 
+def side(name: str, tokens: int) -> dict[str, object]:
+    return {"tokenizer": f"sha256:{name}", "roles": {"eos": 1}, "tokens": tokens, "width": tokens}
+
+
 @pytest.fixture(scope="module")
 def small() -> Projection:
     """Seven entries, so that most bytes of its file are those of the header."""
@@ -30,7 +35,7 @@ def small() -> Projection:
         weights=np.array([0.75, 0.25, 0.5, 0.25, 0.125, 1, 1], np.float32),
         student_cells=np.array([-1, 0, 1, -1, 2], np.int32),
         teacher_cells=np.array([-1, 0, 1, 2], np.int32),
-        header={"kind": "projection", "student": {"name": "s", "tokens": 5}, "teacher": {"name": "térmico"}},
+        header={"kind": "projection", "student": side("s", 5), "teacher": side("térmico", 4)},
     )
 
 
@@ -52,9 +57,10 @@ def test_same_inputs_give_the_same_bytes_wherever_they_lie(families, built, tmp_
     write_projection(built, tmp_path / "one")
     (tmp_path / "elsewhere").mkdir()
     for name in ("student", "teacher"):
-        (tmp_path / "elsewhere" / name).symlink_to(families[name])
+        shutil.copytree(families[name], tmp_path / "elsewhere" / f"another {name}")
     again = build_projection(
-        Tokenizer(tmp_path / "elsewhere/student", name="mine"), Tokenizer(tmp_path / "elsewhere/teacher", name="yours")
+        Tokenizer(tmp_path / "elsewhere/another student", name="mine"),
+        Tokenizer(tmp_path / "elsewhere/another teacher"),
     )
     write_projection(again, tmp_path / "elsewhere/another name.bin")
     assert (tmp_path / "one").read_bytes() == (tmp_path / "elsewhere/another name.bin").read_bytes()
@@ -121,7 +127,16 @@ def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b"\xff" * 100, b"PK\x03\x04", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 4) + b"null"]
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff" * 100,
+        b"PK\x03\x04",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 4) + b"null",
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+    ],
 )
 def test_another_file_is_no_projection(tmp_path, content):
     (tmp_path / "p").write_bytes(content)
@@ -159,8 +174,27 @@ def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
         ({"teacher_ids": np.zeros((7, 1), np.int32)}, "no teacher_ids of type int32"),
     ],
 )
-def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(small, tmp_path, changes, message):
-    write_projection(replace(small, **changes), tmp_path / "p")
+def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
+    small, tmp_path, monkeypatch, changes, message
+):
+    wrong = replace(small, **changes)
+    if not message.startswith("no "):
+        with pytest.raises((XtkError, ValueError)):
+            write_projection(wrong, tmp_path / "p")
+        assert not any(tmp_path.iterdir())
+    monkeypatch.setattr(Projection, "check", lambda projection: None)
+    write_projection(wrong, tmp_path / "p")
+    monkeypatch.undo()
     failure = refused(tmp_path / "p")
     assert isinstance(failure, Damaged)
     assert message in failure.what
+
+
+@pytest.mark.parametrize("name", ["student", "teacher"])
+@pytest.mark.parametrize("told", [None, [], {}, {"tokenizer": "sha256:0", "width": "many"}])
+def test_a_projection_that_does_not_tell_whose_it_is_is_refused(small, tmp_path, name, told):
+    header = {key: value for key, value in small.header.items() if key != name} | ({} if told is None else {name: told})
+    write_projection(replace(small, header=header), tmp_path / "p")
+    failure = refused(tmp_path / "p")
+    assert isinstance(failure, Damaged)
+    assert name in failure.what

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from xtk.artifacts import projection_store
+from xtk.artifacts.files import written_whole
 from xtk.artifacts.projection_store import projection_for
 from xtk.projection.build import build_projection
 from xtk.projection.prune import prune_projection
@@ -48,7 +52,6 @@ def test_another_request_is_another_file(folder, sides, families, tmp_path):
         assert len(list(folder.iterdir())) == number
     copy = shutil.copytree(families["teacher"], tmp_path / "copy")
     moved = projection_for(sides[0], Tokenizer(copy))
-    assert moved.header["teacher"]["name"] == "copy"
     assert len(list(folder.iterdir())) == len(requests)  # a folder that was moved is the same tokenizer
     configuration = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "<|endoftext|>"}))
@@ -89,3 +92,51 @@ def test_processes_that_ask_at_once_get_the_same(folder, families):
     assert all(child.returncode == 0 for child in children)
     assert len({number for numbers in told for number in numbers}) == 1
     assert len(list(folder.iterdir())) == 1
+
+
+@pytest.fixture
+def no_permission(sides, tmp_path, monkeypatch):
+    """A cache folder below one that this user may not open; root becomes nobody for a while."""
+    build_projection(*sides, "exact")  # imports what it needs while it may
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0)
+    monkeypatch.setenv("XTK_CACHE", str(locked / "cache"))
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    yield
+    if root:
+        os.seteuid(0)
+    locked.chmod(0o700)
+
+
+def test_without_permission_nothing_is_kept(no_permission, sides):
+    with pytest.raises(PermissionError):
+        (projection_store.cache_folder() / "x").is_file()
+    assert len(projection_for(*sides, "exact").teacher_ids)
+
+
+def test_without_a_home_nothing_is_kept(sides, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XTK_CACHE", "~nosuchuser/x")
+    assert len(projection_for(*sides, "exact").teacher_ids)
+    monkeypatch.delenv("XTK_CACHE")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    with pytest.raises(RuntimeError):
+        projection_store.cache_folder()
+    assert len(projection_for(*sides, "exact").teacher_ids)
+    assert not any(tmp_path.iterdir())
+
+
+def test_threads_that_write_at_once_write_whole_files(tmp_path):
+    def write(number: int) -> None:
+        with written_whole(tmp_path / "file") as temporary:
+            temporary.write_text(str(number) * 1000)
+            together.wait()
+
+    together = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    assert len(set((tmp_path / "file").read_text())) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

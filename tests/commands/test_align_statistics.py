@@ -209,7 +209,7 @@ def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]
     path.write_text("my notes")
-    refused(run(*arguments, cwd=tmp_path, code=None), "another file", "--force")
+    refused(run(*arguments, cwd=tmp_path, code=None), "another file", "another -o")
     refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "folder of this name")
     assert path.read_text() == "my notes"
 

@@ -107,12 +107,29 @@ def test_a_projection_of_another_student(run, pair, cache, metaspace, tmp_path):
     refused(done, "built for another student")
 
 
-def test_a_teacher_whose_template_changed(run, pair, cache, tmp_path):
-    other = copy(pair.teacher, tmp_path / "other")
-    (other / "chat_template.jinja").write_text("{{ messages }}")
-    run("build-projection", pair.student, other, "-o", "p", cwd=tmp_path)
-    done = run("distill", pair.student, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "another chat template")
+def with_other_eos(folder: Path, target: Path) -> Path:
+    path = copy(folder, target) / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, "eos_token": content["pad_token"]}))
+    return target
+
+
+def test_a_projection_knows_roles_and_no_chat_template(run, pair, cache, tmp_path):
+    template = copy(pair.teacher, tmp_path / "template")
+    (template / "chat_template.jinja").write_text("{{ messages }}")
+    build = ("build-projection", pair.student)
+    run(*build, pair.teacher, "-o", "p", cwd=tmp_path)
+    run(*build, template, "-o", "p", cwd=tmp_path)  # the same
+    steps = ("--max-steps", 1)
+    run("distill", pair.student, cache, "--projection", "p", "-o", "out", *steps, cwd=tmp_path)
+    eos = with_other_eos(pair.teacher, tmp_path / "eos")
+    refused(run(*build, eos, "-o", "p", cwd=tmp_path, code=None), "another teacher", "--force")
+    run(*build, eos, "-o", "p2", cwd=tmp_path)
+    done = run("prune-projection", "p", "--merge", "p2=0.5", "-o", "p3", cwd=tmp_path, code=None)
+    refused(done, "different teachers", "eos")
+    student = with_other_eos(pair.student, tmp_path / "student")
+    done = run("distill", student, cache, "--projection", "p", "-o", "out2", *steps, cwd=tmp_path, code=None)
+    refused(done, "built for another student", "eos")
 
 
 def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
@@ -161,14 +178,15 @@ def test_a_damaged_projection(run, pair, cache, projection, tmp_path, damage):
     assert not (tmp_path / "p1").exists()
 
 
-def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, projection, tmp_path):
+def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, tmp_path):
     small = copy(pair.student, tmp_path / "small")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(small)
     model.resize_token_embeddings(600)
     model.save_pretrained(small)
-    done = run("distill", small, cache, "--projection", projection, "-o", "out", cwd=tmp_path, code=None)
+    run("build-projection", small, pair.teacher, "-o", "p", cwd=tmp_path)
+    done = run("distill", small, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
     refused(done, "600 vocabulary rows", "640 tokens")
     assert not (tmp_path / "out").exists()
     refused(run("evaluate", small, "-", stdin="some text", code=None), "600 vocabulary rows")

@@ -156,6 +156,59 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, 
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("top-k: [3, 4]", "top-k has a list for a value"),
+        ("top-k: {a: 3}", "top-k has a mapping for a value"),
+        ("top-k:", "top-k has no value"),
+        ("top-k: ~", "top-k has no value"),
+        ("top-k: 3\ntop_k: 4", "top-k stands twice"),
+        ("as_json: true", "no option called 'as_json'"),
+        ("- top-k", "option: value"),
+        ("top-k: {", "no YAML"),
+    ],
+)
+def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, content, message):
+    (tmp_path / "run.yaml").write_text(content)
+    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    assert message in done.stderr
+    assert "run.yaml" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_known_options_of_a_file_are_those_of_the_command_line(run, pair, corpus, tmp_path):
+    (tmp_path / "run.yaml").write_text("nonsense: 1")
+    done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
+    told = done.stderr.partition("one of: ")[2].strip().split(", ")
+    manual = run("cache-teacher", "--help").stdout
+    assert {"json", "output", "top-k"} <= set(told)
+    assert all(f"--{name}" in manual or name.upper() in manual for name in told)
+    assert not {"o", "q", "as-json", "config", "help"} & set(told)
+
+
+def test_words_in_a_file_are_what_they_would_be_on_the_command_line(run, pair, cache, projection, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        f"mixed-precision: no\nprojection: {projection}\nmax-steps: 1\nloss: [p-kl]\njson: yes\nquiet: false\n"
+    )
+    done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "007", cwd=tmp_path)
+    assert json.loads(only_line(done))["path"] == "007"
+    assert done.stderr
+    (tmp_path / "null.yaml").write_text("output: 'null'\nmethod: exact\n")
+    assert (
+        only_line(run("build-projection", pair.student, pair.teacher, "--config", "null.yaml", cwd=tmp_path)) == "null"
+    )
+
+
+def test_several_processes_refuse_a_pipe_that_only_a_file_names(run, pair, cache, projection, tmp_path):
+    (tmp_path / "run.yaml").write_text('projection: "-"\nnum-processes: 2\n')
+    done = run("distill", pair.student, cache, "--config", "run.yaml", "-o", "out", cwd=tmp_path,
+               stdin=f"{projection}\n", code=1)  # fmt: skip
+    assert "on the command line" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     "arguments", [("nonsense",), ("distill",), ("inspect", "--no-such-option", "x"), ("evaluate", "a")]
 )
 def test_wrong_usage_is_exit_code_2(run, arguments):

@@ -60,12 +60,19 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "{student token: teacher token}"),
         (("--special-tokens", "broken.yaml"), "no YAML or JSON"),
+        (("--special-tokens", "deep.json"), "no YAML or JSON"),
+        (("--special-tokens", "twice.json"), "stands twice"),
+        (("--special-tokens", "twice.yaml"), "stands twice"),
+        (("--columns", "text=body"), "does not read --columns"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, message):
     (tmp_path / "table.yaml").write_text("'<|end_of_tex|>': '<|im_end|>'\n")
     (tmp_path / "list.json").write_text("[1]")
     (tmp_path / "broken.yaml").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    (tmp_path / "twice.json").write_text('{"<|pad|>": "<|im_end|>",\t"<|pad|>": "<|endoftext|>"}')
+    (tmp_path / "twice.yaml").write_text("<|pad|>: <|im_end|>\n'<|pad|>': <|endoftext|>\n")
     options = [str(corpus) if option == "CORPUS" else option for option in options]
     done = build(run, pair, *options, "-o", "p", cwd=tmp_path, code=1)
     assert message in done.stderr
@@ -73,7 +80,11 @@ def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, m
     assert not (tmp_path / "p").exists()
 
 
-@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump])
+def with_tabs(table: dict[str, str]) -> str:
+    return json.dumps(table, indent="\t")
+
+
+@pytest.mark.parametrize("write", [json.dumps, yaml.safe_dump, with_tabs])
 def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path, write):
     (tmp_path / "table").write_text(write({"<|pad|>": "<|im_end|>"}))
     build(run, pair, "--special-tokens", "table", "-o", "p", cwd=tmp_path)

@@ -13,7 +13,7 @@ import pytest
 
 from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
-from xtk.projection.build import METHODS, build_projection
+from xtk.projection.build import METHODS, assemble, build_projection
 from xtk.projection.projection import Projection
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -375,3 +375,11 @@ def test_the_real_pair_builds_within_a_gigabyte_and_201_goes_to_2_first(real_dat
     assert projection.figures()["missing_mass"] < 0.05
     end = student.roles["eos"]
     assert row(projection, end) == {teacher.roles["eos"]: 1.0}
+
+
+def test_weights_that_are_nothing_in_float32_are_no_entries():
+    rows, columns = np.array([0, 0, 1, 1], np.int32), np.array([0, 1, 1, 1], np.int32)
+    made = assemble(rows, columns, np.array([1.0, 1e-60, 1e-45, 0.25]), (3, 2), {})
+    made.check()
+    assert made.teacher_ids.tolist() == [0, 1]
+    assert made.row_offsets.tolist() == [0, 1, 2, 2]

@@ -75,6 +75,17 @@ def test_an_embedding_smaller_than_its_vocabulary_is_refused(tokenizer_of, optio
                          **{**options, "student_embedding": options["student_embedding"][:5]})  # fmt: skip
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_an_embedding_with_numbers_that_are_none_is_refused(tokenizer_of, options_of, side, value):
+    options = options_of("embedding", "student", "teacher")
+    broken = options[f"{side}_embedding"].copy()
+    broken[7, 3] = value
+    with pytest.raises(XtkError, match="not finite"):
+        build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "embedding",
+                         **{**options, f"{side}_embedding": broken})  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_embedding_of_a_folder_is_the_model_s(tmp_path, dtype):
     import torch
@@ -96,6 +107,9 @@ def test_folders_without_an_embedding_are_refused_by_name(tmp_path):
 
     save_file({"x": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(XtkError, match="no input embedding"):
+        input_embedding(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(Damaged):
         input_embedding(tmp_path)
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
     raw = (tmp_path / "model.safetensors").read_bytes()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xtk.errors import XtkError
+from xtk.errors import XtkError, exists
 from xtk.lookup import unknown
 from xtk.tokens.document import Document, readable
 
@@ -68,7 +68,7 @@ class Corpus:
             return [("stdin", lambda: iter(records))]
         if _REMOTE.match(source):
             return [_reader(source)]
-        paths = [source] if Path(source).exists() else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
+        paths = [source] if exists(source) else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
         if paths:
             files = [file for path in paths for file in _files_of(Path(path))]
             return [_reader(str(file)) for file in files]
@@ -292,7 +292,7 @@ def _read_pipe() -> Iterator[Record]:
         )
     if not text.lstrip().startswith("{"):
         path = text.strip()
-        if "\n" not in path and Path(path).is_file() and _format_of(path) in _FORMATS:
+        if "\n" not in path and exists(path) and Path(path).is_file() and _format_of(path) in _FORMATS:
             yield from _reader(path)[1]()
         else:
             yield {"text": text}

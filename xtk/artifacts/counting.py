@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import itertools
 import json
 import time
@@ -16,12 +15,14 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Fingerprint
-from xtk.artifacts.files import TEMPORARY, canonical_json, sha256, written_whole
+from xtk.artifacts.files import canonical_json, remove_leftovers, sha256, written_whole
+from xtk.projection.build import RULES
 from xtk.projection.methods.counts import PairCounter, PairCounts, count_pairs
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 
 UNFINISHED = ".xtk-counts-so-far"
+FORMAT, VERSION = "xtk-counts-so-far", 1
 SECONDS_BETWEEN_STATES = 30.0
 
 
@@ -48,8 +49,14 @@ def count_corpus(
         The counts. The unfinished file stays until `remove_unfinished`.
     """
     state = unfinished(path)
-    sides = {"student": student.fingerprint, "teacher": teacher.fingerprint}
-    done, keys, times = _read_state(state, sides, corpus)
+    wanted = {
+        "format": FORMAT,
+        "version": VERSION,
+        "rules": RULES,
+        "student": student.fingerprint,
+        "teacher": teacher.fingerprint,
+    }
+    done, keys, times = _read_state(state, wanted, corpus)
     counter = PairCounter(student, teacher)
     counter.restore(keys, times)
     advance(done)
@@ -60,7 +67,7 @@ def count_corpus(
         advance(done + documents - counted)
         counted = done + documents
         if time.monotonic() - saved >= SECONDS_BETWEEN_STATES:
-            _write_state(state, {**sides, "documents": counted, "corpus": reader.digest_at(counted)}, counter)
+            _write_state(state, {**wanted, "documents": counted, "corpus": reader.digest_at(counted)}, counter)
             saved = time.monotonic()
     return counter.counts(counted, reader.digest_at(counted))
 
@@ -74,8 +81,7 @@ def remove_unfinished(path: Path) -> None:
     """Remove the counts so far, and what a writer left that was killed, once the projection is written."""
     state = unfinished(path)
     state.unlink(missing_ok=True)
-    for leftover in path.parent.glob(f"{TEMPORARY}*-{glob.escape(state.name)}"):
-        leftover.unlink(missing_ok=True)
+    remove_leftovers(path.parent, state.name)
 
 
 def fingerprint_of_corpus(corpus: Iterable[Document]) -> tuple[int, str]:
@@ -119,15 +125,21 @@ def _contents(document: Document) -> str:
 def _write_state(state: Path, header: dict[str, Any], counter: PairCounter) -> None:
     keys, times = counter.sorted()
     checksum = sha256(canonical_json(header).encode() + keys.tobytes() + times.tobytes())
-    told = canonical_json({**header, "format": "xtk-counts-so-far", "version": 1, "checksum": checksum})
+    told = canonical_json({**header, "checksum": checksum})
     with written_whole(state) as temporary:
         temporary.write_bytes(safetensors.numpy.save({"keys": keys, "times": times}, metadata={"xtk": told}))
 
 
 def _read_state(
-    state: Path, sides: dict[str, str], corpus: Iterable[Document]
+    state: Path, wanted: dict[str, Any], corpus: Iterable[Document]
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """Return documents, keys and times of an interrupted run; nothing if it was another's, or is damaged."""
+    """Return documents, keys and times of an interrupted run; nothing if it was another's, or is damaged.
+
+    Args:
+        state: where it lies.
+        wanted: format, version, rules and both sides, all of which have to be the same.
+        corpus: begins with the documents that were counted, or it is another.
+    """
     nothing = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
     with contextlib.suppress(Exception):  # whatever is wrong with it: counting anew is right, only slower
         raw = state.read_bytes()
@@ -135,9 +147,9 @@ def _read_state(
         header = json.loads(json.loads(raw[8 : 8 + size])["__metadata__"]["xtk"])
         tensors = safetensors.numpy.load(raw)
         keys, times = tensors["keys"], tensors["times"]
-        told = {key: header[key] for key in ("student", "teacher", "documents", "corpus")}
+        told = {key: header[key] for key in (*wanted, "documents", "corpus")}
         checksum = sha256(canonical_json(told).encode() + keys.tobytes() + times.tobytes())
-        if header["checksum"] == checksum and all(told[side] == sides[side] for side in sides):
+        if header["checksum"] == checksum and wanted.items() <= told.items():
             first = itertools.islice(iter(corpus), told["documents"])
             if fingerprint_of_corpus(first) == (told["documents"], told["corpus"]):
                 return told["documents"], keys, times

@@ -65,5 +65,5 @@ def _tensors(file: Path) -> dict[str, dict[str, Any]]:
             for name, entry in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise Damaged("this file holds no weights, or it is cut short", where=str(file)) from None

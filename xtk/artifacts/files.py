@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,8 @@ def written_whole(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{path.name}"
+    # Threads, and machines that share a folder, write at once: the process alone is no name.
+    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
     try:
         yield temporary
         _sync(temporary)
@@ -64,16 +67,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise Damaged(f"this file is no JSON: {wrong}", where=str(path)) from None
     if not isinstance(content, dict):
         raise Damaged("this file holds no JSON object", where=str(path))
     return content
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed writers left in a folder under temporary names; those of living processes stay."""
-    for path in folder.glob(f"{TEMPORARY}*"):
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what killed writers left in a folder, of one file or of all; those of other living processes stay."""
+    for path in folder.glob(f"{TEMPORARY}*" if name is None else f"{TEMPORARY}*-{glob.escape(name)}"):
         process = path.name.removeprefix(TEMPORARY).partition("-")[0]
         if process.isdigit() and Path(f"/proc/{process}").exists() and int(process) != os.getpid():
             continue

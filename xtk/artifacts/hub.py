@@ -7,7 +7,7 @@ import json
 import re
 from pathlib import Path
 
-from xtk.errors import XtkError
+from xtk.errors import XtkError, exists
 
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*",
@@ -26,10 +26,13 @@ def local_folder(source: str, *, weights: bool) -> Path:
     Raises:
         XtkError: there is neither such a folder nor such an id.
     """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        path = Path(source).expanduser()
+    except RuntimeError:  # there is no such user
+        path = Path(source)
+    if exists(str(path)):
+        if path.is_dir():
+            return path
         raise XtkError("a model is a folder, and this is a file", where=source)
     if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
         raise XtkError(

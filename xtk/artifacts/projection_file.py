@@ -24,16 +24,31 @@ TENSORS = {
     "student_cells": np.int32,
     "teacher_cells": np.int32,
 }
+# How safetensors begins a file of one metadata key, after 8 bytes of length.
+BEGINNING = b'{"__metadata__":{"xtk":'
+SIDE_TYPES = {"tokenizer": str, "roles": dict, "tokens": int, "width": int}
 
 
 def write_projection(projection: Projection, path: Path) -> None:
-    """Write a projection; the same projection gives the same bytes."""
+    """Write a projection; the same projection gives the same bytes.
+
+    Raises:
+        XtkError: it is none, as a method that gives weights of no meaning makes.
+    """
+    projection.check()
     tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSORS}
     header = {**projection.header, "format": FORMAT, "version": VERSION}
     header["checksum"] = _checksum(header, tensors)
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
     with written_whole(path) as temporary:
         temporary.write_bytes(raw)
+
+
+def begins_like_a_projection(path: Path) -> bool:
+    """Say whether a file is xtk's to replace: a projection, whole or damaged, or empty."""
+    with path.open("rb") as stream:
+        start = stream.read(8 + len(BEGINNING))
+    return not start or start[8:] == BEGINNING
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:
@@ -53,7 +68,7 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         raise XtkError(
             "there is no such projection", where=str(path), hint="xtk build-projection STUDENT TEACHER -o FILE"
         ) from None
-    except (ValueError, KeyError, AttributeError, TypeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged("this file is no projection of xtk, or it is cut short", where=str(path)) from None
     if header.get("format") != FORMAT:
         raise Damaged(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
@@ -63,6 +78,10 @@ def read_projection_header(path: Path) -> dict[str, Any]:
             where=str(path),
             hint="build it again, or use the xtk that wrote it",
         )
+    for side in ("student", "teacher"):
+        told = header.get(side)
+        if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in SIDE_TYPES.items()):
+            raise Damaged(f"this projection does not tell its {side}", where=str(path), hint="build it again")
     return header
 
 

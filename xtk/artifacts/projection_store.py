@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,8 @@ def projection_for(
 
     The folder is `XTK_CACHE`, else `~/.cache/xtk`, and `projections` in it. A file there is named after all that the
     projection depends on; a damaged one is built again. Several processes may ask at once: each writes the same
-    bytes under a name of its own and renames it. Where the folder cannot be written, nothing is kept.
+    bytes under a name of its own and renames it. Where the folder cannot be
+    named, read or written, nothing is kept.
 
     Args:
         student: its tokens are the rows.
@@ -42,35 +42,36 @@ def projection_for(
         options: the method's own.
     """
     header = request(student, teacher, method, special_tokens, **options)
-    path = cache_folder() / "projections" / f"{_key(student, teacher, header, top_k)}.safetensors"
-    projection = _read(path)
+    path = None
+    with contextlib.suppress(RuntimeError):  # nobody knows a home
+        path = cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
+    projection = None if path is None else _read(path)
     if projection is None:
         projection = build_projection(student, teacher, method, special_tokens=special_tokens, **options)
         if top_k is not None:
             projection = prune_projection(projection, top_k=top_k)
-        with contextlib.suppress(OSError, XtkError):
-            write_projection(projection, path)
-    names = {side: header[side] for side in ("student", "teacher")}  # the folders of this request, not of the first one
-    return dataclasses.replace(projection, header={**projection.header, **names})
+        if path is not None:
+            with contextlib.suppress(OSError, XtkError):
+                write_projection(projection, path)
+    return projection
 
 
 def cache_folder() -> Path:
-    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`."""
+    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`.
+
+    Raises:
+        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home.
+    """
     given = os.environ.get("XTK_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
 
 
-def _key(student: Tokenizer, teacher: Tokenizer, header: dict[str, Any], top_k: int | None) -> str:
-    """Hash all that decides the numbers. Roles and turn ends come from a configuration that no fingerprint covers."""
-    sides = [{"tokenizer": side.fingerprint, "width": side.width, "roles": side.roles} for side in (student, teacher)]
-    request_alone = {key: value for key, value in header.items() if key not in ("student", "teacher")}
-    return sha256(canonical_json([VERSION, sides, request_alone, top_k])).removeprefix("sha256:")
+def _key(header: dict[str, Any], top_k: int | None) -> str:
+    return sha256(canonical_json([VERSION, header, top_k])).removeprefix("sha256:")
 
 
 def _read(path: Path) -> Projection | None:
-    if not path.is_file():
-        return None
     try:
-        return read_projection(path)
+        return read_projection(path) if path.is_file() else None
     except (XtkError, OSError):
         return None

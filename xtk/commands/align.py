@@ -20,13 +20,19 @@ if TYPE_CHECKING:
 
 COLOURS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
+DATA = (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
 
 
 def align(
     student: Annotated[str, typer.Argument(help=options.STUDENT, metavar="STUDENT")],
     teacher: Annotated[str, typer.Argument(help=options.TEACHER, metavar="TEACHER")],
     text: Annotated[
-        str, typer.Argument(help="A data file, - for a pipe (as left out), or the text itself.", metavar="[TEXT]")
+        str,
+        typer.Argument(
+            help="A data file, a folder of them, - for a pipe (as left out), or the text itself. Text that is the name "
+            "of a file is that file; a folder without data files is one only with / at its end.",
+            metavar="[TEXT]",
+        ),
     ] = "-",
     columns: options.Columns = "",
     stats: Annotated[
@@ -60,6 +66,8 @@ def align(
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.counting import fingerprint_of_corpus
+    from xtk.artifacts.files import canonical_json, sha256
     from xtk.artifacts.hub import local_folder
     from xtk.commands.alignment_page import page
     from xtk.lookup import unknown
@@ -72,12 +80,12 @@ def align(
     if order not in ORDERS:
         raise unknown("--order", order, ORDERS)
     documents: Iterable[Document]
-    documents = Corpus([text], columns_option(columns)) if _is_data(text) else [Document.of_text(text)]
+    documents = Corpus([text], columns_option(columns)) if _is_data(text) else [Document.of_text(_readable(text))]
     one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher))
     if html:
-        request = _request([one.fingerprint, other.fingerprint, text, columns, limit, order])
-        if not force:
-            _refuse_another(Path(output), request)
+        _, content = fingerprint_of_corpus(documents)
+        request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, limit, order]))
+        _refuse_another(Path(output), request, force=force)
         statistics, shown = _counted(documents, one, other, **{order: limit})
         record = statistics.record()
         _write(Path(output), "".join(page(record, shown, one, other, order=order, request=request)))
@@ -89,15 +97,28 @@ def align(
 
 
 def _is_data(text: str) -> bool:
-    """Say whether TEXT names data: a pipe, a file, a glob or remote path; or else is the text itself."""
+    """Say whether TEXT names data: a pipe, a file, a folder of data, a remote path; or else is the text itself.
+
+    A text such as "notes" may be a word and a folder beside it. It is the folder where that holds data, or where the
+    text ends in / as no word does.
+    """
     from pathlib import Path
 
+    from xtk.errors import exists
+
+    if not text:
+        return False
     if text == "-" or "://" in text[:12]:
         return True
-    one_word = len(text) < 4096 and not any(character.isspace() for character in text)
-    if len(text) < 4096 and "\n" not in text and "\0" not in text and Path(text).exists():
-        return True
-    return one_word and Path(text).suffix in (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz")
+    if exists(text):
+        path = Path(text)
+        return not path.is_dir() or text.endswith("/") or any(file.suffix in DATA for file in path.iterdir())
+    return not any(map(str.isspace, text)) and Path(text).suffix in DATA
+
+
+def _readable(text: str) -> str:
+    """Return an argument that is no UTF-8 as a pipe would be read."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _counted(
@@ -127,25 +148,19 @@ def _show_statistics(statistics: Statistics, *, as_json: bool) -> None:
         show(statistics.record())
 
 
-def _request(parts: list[Any]) -> str:
-    from xtk.artifacts.files import canonical_json, sha256
-
-    return sha256(canonical_json(parts))
-
-
 def _write(path: Path, page: str) -> None:
     """Write a page, unless the same one is there."""
     from xtk.artifacts.files import written_whole
 
-    content = page.encode()
+    content = page.encode("utf-8", "replace")  # a name may be no UTF-8
     if path.is_file() and path.read_bytes() == content:
         return
     with written_whole(path) as temporary:
         temporary.write_bytes(content)
 
 
-def _refuse_another(path: Path, request: str) -> None:
-    """Refuse to replace what is not a page of the same request.
+def _refuse_another(path: Path, request: str, *, force: bool) -> None:
+    """Refuse to replace what is not a page of the same request; with `force`, what is no page.
 
     Raises:
         XtkError: there is a folder, another file or another page.
@@ -158,9 +173,12 @@ def _refuse_another(path: Path, request: str) -> None:
         return
     with path.open("rb") as stream:
         head = stream.read(4096)
-    if f'"xtk-request" content="{request}"'.encode() not in head:
-        what = "a page of another request" if b'"xtk-request"' in head else "another file"
-        raise XtkError(f"there is {what}", where=str(path), hint="another -o, or --force to replace it")
+    if b'"xtk-request"' not in head:
+        raise XtkError("there is another file", where=str(path), hint="another -o; --force replaces pages alone")
+    if not force and f'"xtk-request" content="{request}"'.encode() not in head:
+        raise XtkError(
+            "there is a page of another request", where=str(path), hint="another -o, or --force to replace it"
+        )
 
 
 def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:

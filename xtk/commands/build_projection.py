@@ -79,23 +79,26 @@ def build_projection(
 
     from xtk.artifacts.hub import local_folder
     from xtk.artifacts.projection_file import write_projection
-    from xtk.commands.reuse import reuse_projection
-    from xtk.lookup import lookup
+    from xtk.commands.reuse import check_output, reuse_projection
+    from xtk.errors import XtkError
     from xtk.projection.audit import warning
-    from xtk.projection.build import METHODS, request
     from xtk.projection.build import build_projection as build
+    from xtk.projection.build import check_options, request
     from xtk.tokens.tokenizer import Tokenizer
 
     terminal.set_quiet(quiet)
-    lookup(METHODS, method, "method")
     matching = _matching(special_tokens)
     given = {"max_pieces": max_pieces, "decay": decay, "reverse_pass": reverse_pass or None,
              "smoothing": smoothing, "neighbours": neighbours, "temperature": temperature}  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    _check(method, chosen, corpus)
+    given_data = [name for name, value in (("corpus", corpus), ("columns", columns)) if value]
+    check_options(method, [*chosen, *given_data] if method != "counts" else chosen)
+    if method == "counts" and not corpus:
+        raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
+    path = Path(output)
+    check_output(path, [*(corpus or ()), special_tokens])
     folders = [local_folder(side, weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
-    path = Path(output)
     if method == "counts":
         projection = _count(one, other, corpus or [], columns, chosen, matching, path, force=force)
     else:
@@ -112,42 +115,49 @@ def build_projection(
     terminal.result_artifact({"path": output, "kind": "projection", **projection.figures()}, as_json=as_json)
 
 
-def _check(method: str, chosen: dict[str, Any], corpus: list[str] | None) -> None:
-    """Refuse options that the method does not read, before anything is loaded."""
-    import dataclasses
-
-    from xtk.errors import XtkError
-    from xtk.lookup import lookup
-    from xtk.projection.build import METHODS
-
-    if method == "counts" and not corpus:
-        raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
-    known = {field.name for field in dataclasses.fields(lookup(METHODS, method, "method"))}
-    foreign = [name for name in chosen if name not in known] + (["corpus"] if corpus and method != "counts" else [])
-    if foreign:
-        raise XtkError(f"--method {method} does not read --{foreign[0].replace('_', '-')}")
-
-
 def _matching(value: str) -> Any:
     """Read `--special-tokens`: role, none, or a file of pairs."""
+    import json
     from pathlib import Path
 
     import yaml
 
-    from xtk.errors import XtkError
+    from xtk.errors import XtkError, exists
 
     if value in ("role", "none"):
         return value
     path = Path(value)
-    if not path.is_file():
+    if not exists(value) or not path.is_file():
         raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
                        hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML too
-    except (yaml.YAMLError, UnicodeDecodeError) as wrong:
+        text = path.read_text(encoding="utf-8")
+        try:
+            content = json.loads(text, object_pairs_hook=_once)  # first, because YAML knows no tabs
+        except json.JSONDecodeError:
+            content = yaml.safe_load(text)
+            root = yaml.compose(text)
+            if isinstance(root, yaml.MappingNode):
+                _once([(key.value, None) for key, _ in root.value])
+    except (yaml.YAMLError, ValueError, RecursionError) as wrong:
         raise XtkError(f"this is no YAML or JSON: {wrong}", where=value) from None
     if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
         raise XtkError("a table of special tokens is {student token: teacher token}", where=value)
+    return content
+
+
+def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Make a dict of pairs.
+
+    Raises:
+        XtkError: a key stands there twice.
+    """
+    from xtk.errors import XtkError
+
+    content = dict(pairs)
+    twice = [key for key in content if sum(key == other for other, _ in pairs) > 1] if len(content) < len(pairs) else []
+    if twice:
+        raise XtkError(f"{twice[0]!r} stands twice in the table of special tokens", hint="each student token once")
     return content
 
 

@@ -151,6 +151,14 @@ def distill(
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:
-    """Return the command line with what came through the pipe named: the workers' stdin is not this one."""
+    """Return the command line with what came through the pipe named: the workers' stdin is not this one.
+
+    Raises:
+        XtkError: the dash is not on the command line, but in the file of options, which workers read themselves.
+    """
+    from xtk.errors import XtkError
+
+    if piped and not {"-", "--projection=-"} & set(arguments):
+        raise XtkError("several processes cannot read a pipe that --config names", hint="give - on the command line")
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

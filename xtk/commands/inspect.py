@@ -45,14 +45,14 @@ def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
     Raises:
         XtkError: nothing that xtk knows.
     """
-    from xtk.errors import XtkError
+    from xtk.errors import XtkError, exists
 
+    if not exists(str(path)):
+        raise XtkError("there is no such artifact", where=str(path))
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
         return _describe_shard(path) if is_arrow else _describe_projection(path)
-    if not path.is_dir():
-        raise XtkError("there is no such artifact", where=str(path))
     if (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")):
         return _describe_cache(path, verify=verify)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
@@ -163,13 +163,12 @@ def _describe_model(path: Path) -> dict[str, Any]:
     statistics = {
         "family": tokenizer.vocabulary.family,
         "special_tokens": len(tokenizer.vocabulary.special_tokens),
-        "roles": tokenizer.roles,
         "mean_token_bytes": round(float(tokenizer.vocabulary.lengths.mean()), 3),
     } | (_weights(path) if has_weights else {})
     return {
         "path": str(path),
         "kind": "model" if has_weights else "tokenizer",
-        "header": identity(tokenizer),
+        "header": {**identity(tokenizer), "template": tokenizer.template_fingerprint},
         "statistics": statistics,
     }
 

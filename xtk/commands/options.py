@@ -11,9 +11,16 @@ TEACHER = "The teacher: a folder with tokenizer.json, or a hub id."
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of a path.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes; errors stay.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an artifact of another request at the same path.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace what xtk wrote for another request at the same path, and nothing else.")
+]
 Config = Annotated[
-    str, typer.Option("--config", help="A YAML file of these options; flags win over it.", metavar="FILE")
+    str,
+    typer.Option(
+        "--config",
+        help="A YAML file of these options, values as on the command line; flags win over it.",
+        metavar="FILE",
+    ),
 ]
 Output = Annotated[str, typer.Option("--output", "-o", help="Where the artifact goes, to the letter.", metavar="PATH")]
 TrustRemoteCode = Annotated[

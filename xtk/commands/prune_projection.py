@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from xtk import terminal
 from xtk.commands import options
-
-if TYPE_CHECKING:
-    from xtk.projection.projection import Projection
 
 
 def prune_projection(
@@ -46,26 +43,25 @@ def prune_projection(
     from pathlib import Path
 
     from xtk.artifacts.projection_file import read_projection, write_projection
-    from xtk.commands.reuse import reuse_projection
+    from xtk.commands.reuse import check_output, reuse_projection
     from xtk.projection.merge import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(quiet)
-    source = read_projection(Path(terminal.path_argument(projection)))
-    if merge:
-        source = merge_projections(source, [_other(value) for value in merge])
+    first, path = terminal.path_argument(projection), Path(output)
+    others = [_other(value) for value in merge or ()]
+    check_output(path, [first, *(name for name, _ in others)])
+    source = read_projection(Path(first))
+    if others:
+        source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
     pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalise=renormalise)
-    path = Path(output)
     if reuse_projection(path, dict(pruned.header), force=force) is None:
         write_projection(pruned, path)
     terminal.result_artifact({"path": output, "kind": "projection", **pruned.figures()}, as_json=as_json)
 
 
-def _other(value: str) -> tuple[Projection, float]:
+def _other(value: str) -> tuple[str, float]:
     """Read `--merge OTHER=WEIGHT`."""
-    from pathlib import Path
-
-    from xtk.artifacts.projection_file import read_projection
     from xtk.errors import XtkError
 
     name, _, told = value.rpartition("=")
@@ -75,4 +71,4 @@ def _other(value: str) -> tuple[Projection, float]:
         name = ""
     if not name:
         raise XtkError(f"--merge is {value!r}", hint="--merge OTHER=WEIGHT, such as --merge counts.safetensors=0.5")
-    return read_projection(Path(name)), weight
+    return name, weight

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.projection_file import read_projection, read_projection_header
-from xtk.errors import XtkError
+from xtk.artifacts.projection_file import begins_like_a_projection, read_projection, read_projection_header
+from xtk.errors import Damaged, XtkError, exists
 from xtk.projection.projection import Projection
+
+
+def check_output(path: Path, inputs: Iterable[str]) -> None:
+    """Refuse an output that would replace what xtk did not write, or what it reads; `--force` does not change that.
+
+    Raises:
+        XtkError: there is a folder, another file or an input at the path.
+    """
+    if not path.exists():
+        return
+    if path.is_dir():
+        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
+    if any(exists(name) and path.samefile(name) for name in inputs):
+        raise XtkError("the output is one of the inputs", where=str(path), hint="another -o")
+    if not begins_like_a_projection(path):
+        raise XtkError("there is another file", where=str(path), hint="another -o; --force replaces projections alone")
 
 
 def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Projection | None:
@@ -16,21 +33,18 @@ def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Pro
     Raises:
         XtkError: there is something else at the path.
     """
-    if not path.exists() or (force and path.is_file()):
+    if force or not path.exists():
         return None
-    if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
-    header = read_projection_header(path)
-    different = [key for key, value in request.items() if _without_name(header.get(key)) != _without_name(value)]
+    try:
+        header, found = read_projection_header(path), read_projection(path)
+    except XtkError as wrong:
+        kind = Damaged if isinstance(wrong, Damaged) else XtkError
+        raise kind(wrong.what, where=wrong.where, hint="another -o, or --force to replace it") from None
+    different = [key for key, value in request.items() if header.get(key) != value]
     if different:
         raise XtkError(
             "there is a projection of another request",
             where=f"{path} (another {', '.join(different)})",
             hint="another -o, or --force to replace it",
         )
-    return read_projection(path)
-
-
-def _without_name(value: Any) -> Any:
-    """Drop the name of a tokenizer's folder: one that was moved is the same tokenizer."""
-    return {key: part for key, part in value.items() if key != "name"} if isinstance(value, dict) else value
+    return found

@@ -62,7 +62,7 @@ def audit(
             "empty": int((sizes == 0).sum()),
             "padded": projection.student_width - students,
         },
-        "missing_mass": _missing(masses),
+        "missing_mass": projection.missing_mass(students),
         "unreached": int((~reached[:teachers]).sum()),
         "categories": by_category,
         "critical": critical_categories(by_category),
@@ -77,18 +77,16 @@ def audit_again(projection: Projection) -> dict[str, Any]:
     unmatched tokens, critical categories) is the same as before.
     """
     earlier = projection.header.get("audit", {})
-    students, teachers = (
-        int(projection.header.get(side, {}).get("tokens", width))
-        for side, width in (("student", projection.student_width), ("teacher", projection.teacher_width))
-    )
-    masses, sizes = projection.row_masses[:students], np.diff(projection.row_offsets)[:students]
+    students = projection.student_tokens
+    teachers = int(projection.header.get("teacher", {}).get("tokens", projection.teacher_width))
+    sizes = np.diff(projection.row_offsets)[:students]
     again: dict[str, Any] = {
         "rows": {
             "filled": int((sizes > 0).sum()),
             "empty": int((sizes == 0).sum()),
             "padded": projection.student_width - students,
         },
-        "missing_mass": _missing(masses),
+        "missing_mass": projection.missing_mass(students),
         "unreached": teachers - len(np.unique(projection.teacher_ids)),
     }
     if "categories" in earlier:
@@ -113,8 +111,7 @@ def warning(audited: Mapping[str, Any]) -> str | None:
     told = [f"{name} {_left_over(audited['categories'][name])}" for name in names]
     return (
         f"critical tokens, without one of equal bytes on the other side: {'; '.join(told)}\n"
-        "  losses that pair tokens 1:1 (gold, h-kl, uld) compare these by rank alone; "
-        "take one that projects (p-kl, boundary-kl) or compares bytes"
+        "  losses that pair tokens 1:1 compare these by rank alone; those of xtk project (p-kl, boundary-kl)"
     )
 
 
@@ -162,7 +159,3 @@ def _by_category(
             else:
                 results[name]["unreached"] = int(sums["unreached"][at])
     return results
-
-
-def _missing(masses: NDArray[np.float64]) -> float:
-    return max(0.0, round(float(1 - masses.mean()), 6)) if len(masses) else 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ METHODS = {
 }
 
 # Raised when the same request gives other numbers, so that nothing built before is taken for it.
-RULES = 2
+RULES = 3
 
 
 class Method(Protocol):
@@ -88,11 +88,11 @@ def build_projection(
     return dataclasses.replace(projection, header={**header, "audit": audit(projection, pair, rows, columns)})
 
 
-def make_method(method: str, options: Mapping[str, Any]) -> Method:
-    """Return a method with its options.
+def check_options(method: str, options: Iterable[str]) -> Any:
+    """Return the class of a method that reads these options.
 
     Raises:
-        XtkError: no such method, an option that it does not read, or a value without meaning.
+        XtkError: no such method, or an option that it does not read.
     """
     kind = lookup(METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(kind)}
@@ -102,6 +102,16 @@ def make_method(method: str, options: Mapping[str, Any]) -> Method:
                 f"--method {method} does not read --{name.replace('_', '-')}",
                 hint=f"it reads: {', '.join(sorted(known)) or 'no option'}",
             )
+    return kind
+
+
+def make_method(method: str, options: Mapping[str, Any]) -> Method:
+    """Return a method with its options.
+
+    Raises:
+        XtkError: no such method, an option that it does not read, or a value without meaning.
+    """
+    kind = check_options(method, options)
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
@@ -134,11 +144,13 @@ def request(
 
 
 def identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return what names a tokenizer in a header: nothing that depends on the machine."""
+    """Return all that W depends on of a side, and nothing else: neither where it lies nor its chat template.
+
+    The roles come from a configuration that the tokenizer's fingerprint does not cover.
+    """
     return {
-        "name": tokenizer.folder.resolve().name,
         "tokenizer": tokenizer.fingerprint,
-        "template": tokenizer.template_fingerprint,
+        "roles": dict(tokenizer.roles),
         "tokens": len(tokenizer),
         "width": tokenizer.width,
     }
@@ -151,15 +163,20 @@ def assemble(
     shape: tuple[int, int],
     header: dict[str, Any],
 ) -> Projection:
-    """Put entries in any order into compressed rows; entries of the same place are added."""
+    """Put entries in any order into compressed rows; entries of the same place are added.
+
+    What is 0 in float32 is no entry.
+    """
     keys = rows.astype(np.int64) * shape[1] + columns
     places, inverse = np.unique(keys, return_inverse=True)
     summed = np.bincount(inverse, weights.astype(np.float64), minlength=len(places))
+    kept = np.minimum(summed, 1).astype(np.float32)
+    places, kept = places[kept > 0], kept[kept > 0]
     counts = np.bincount(places // shape[1], minlength=shape[0]) if len(places) else np.zeros(shape[0], np.int64)
     return Projection(
         row_offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
         teacher_ids=(places % shape[1]).astype(np.int32),
-        weights=np.minimum(summed, 1).astype(np.float32),
+        weights=kept,
         student_cells=np.full(shape[0], -1, np.int32),
         teacher_cells=np.full(shape[1], -1, np.int32),
         header=header,

@@ -10,7 +10,7 @@ import numpy as np
 
 from xtk.errors import Mismatch, XtkError
 from xtk.projection.audit import audit_again
-from xtk.projection.projection import Projection
+from xtk.projection.projection import SIDE, Projection, named
 
 _TOLD = ("method", "options", "special_tokens", "prunings", "merges")
 
@@ -27,7 +27,7 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
 
     Raises:
         XtkError: a weight is out of range.
-        Mismatch: a projection is of other tokenizers or widths.
+        Mismatch: a projection is of other tokenizers, roles or widths.
     """
     for _, weight in others:
         if not 0 < weight < 1:
@@ -77,10 +77,10 @@ def _told(projection: Projection) -> dict[str, Any]:
 def _check_same_pair(first: Projection, other: Projection) -> None:
     for side in ("student", "teacher"):
         one, two = first.header.get(side, {}), other.header.get(side, {})
-        if any(one.get(key) != two.get(key) for key in ("tokenizer", "width")):
+        if any(one.get(key) != two.get(key) for key in SIDE):
             raise Mismatch(
                 f"these projections have different {side}s",
-                where=f"{_named(one)} and {_named(two)}",
+                where=f"{named(one)} and {named(two)}",
                 hint="xtk build-projection for the same two folders",
             )
     if (first.student_width, first.teacher_width) != (other.student_width, other.teacher_width):
@@ -89,7 +89,3 @@ def _check_same_pair(first: Projection, other: Projection) -> None:
             where=f"{first.student_width:,} x {first.teacher_width:,} and "
             f"{other.student_width:,} x {other.teacher_width:,}",
         )
-
-
-def _named(side: dict[str, Any]) -> str:
-    return f"{side.get('name')} ({str(side.get('tokenizer'))[:15]}, {side.get('width')} rows)"

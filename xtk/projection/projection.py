@@ -12,6 +12,15 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 
+# Of a side in a header, what W depends on.
+SIDE = ("tokenizer", "roles", "width")
+
+
+def named(side: Mapping[str, Any]) -> str:
+    """Return how messages call a side of a projection, whose header knows no folder."""
+    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -119,15 +128,23 @@ class Projection:
             if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
                 raise XtkError("the projection names cells that a partition of both vocabularies cannot have")
 
-    def figures(self, student_tokens: int | None = None) -> dict[str, Any]:
-        """Return rows, entries and the missing mass, averaged over the tokens that the student has."""
-        tokens = student_tokens or int(self.header.get("student", {}).get("tokens", self.student_width))
-        masses = self.row_masses[:tokens]
+    @property
+    def student_tokens(self) -> int:
+        """The tokens that the student has: rows above are padding."""
+        return int(self.header.get("student", {}).get("tokens", self.student_width))
+
+    def missing_mass(self, tokens: int) -> float:
+        """Return what has no counterpart, averaged over the first `tokens` rows."""
+        return max(0.0, round(float(1 - self.row_masses[:tokens].mean()), 6)) if tokens else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """Return rows, entries and the missing mass of the tokens that the student has."""
+        masses = self.row_masses[: self.student_tokens]
         return {
             "rows": self.student_width,
             "columns": self.teacher_width,
             "entries": len(self.teacher_ids),
-            "missing_mass": max(0.0, round(float(1 - masses.mean()), 6)) if tokens else 0.0,
+            "missing_mass": self.missing_mass(self.student_tokens),
             "empty_rows": int((masses == 0).sum()),
             "reachable_teacher_tokens": len(np.unique(self.teacher_ids)),
         }

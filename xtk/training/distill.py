@@ -19,7 +19,8 @@ from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
-from xtk.projection.projection import Columns, Projection
+from xtk.projection.build import identity
+from xtk.projection.projection import SIDE, Columns, Projection, named
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
@@ -87,12 +88,12 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         _columns(loss.name, rule, places, tokenizer, cache, projection, width)
         for loss, rule in zip(recipe.losses, losses, strict=True)
     )
-    identity = {
+    inputs = {
         "student": weights,
         "cache": sha256(canonical_json(cache.manifest)),
         "projection": None if projection is None else _fingerprint(projection),
     }
-    return Inputs(CacheSource(cache), tokenizer, columns, losses, identity)
+    return Inputs(CacheSource(cache), tokenizer, columns, losses, inputs)
 
 
 def _is_cache(path: Path) -> bool:
@@ -104,35 +105,27 @@ def _fingerprint(projection: Projection) -> str:
 
 
 def _check_pair(places: Places, tokenizer: Tokenizer, cache: TeacherCache, projection: Projection) -> None:
-    built_for = projection.header
-    teacher = cache.header["teacher"]
+    """Refuse a projection of another pair. Chat templates may differ: no projection depends on them."""
     hint = "xtk build-projection STUDENT TEACHER -o ..., with this student and the teacher of this cache"
-    if built_for["student"]["tokenizer"] != tokenizer.fingerprint:
+    built_for, student = projection.header["student"], identity(tokenizer)
+    if any(built_for.get(key) != student[key] for key in SIDE):
         raise Mismatch(
             "this projection was built for another student",
-            where=f"{places.projection} is for {_short(built_for['student'], 'tokenizer')}; "
-            f"{places.student} has {tokenizer.fingerprint[:15]}",
+            where=f"{places.projection} is for {named(built_for)}; {places.student} has {named(student)}",
             hint=hint,
         )
-    if built_for["teacher"]["tokenizer"] != teacher["tokenizer"]:
+    built_for, teacher = projection.header["teacher"], cache.header["teacher"]
+    # A cache need not tell the roles; its width is no matter, padded rows are reached by nothing.
+    if any(built_for.get(key) != teacher[key] for key in ("tokenizer", "roles") if key in teacher):
         raise Mismatch(
             "this projection was built for another teacher",
-            where=f"{places.projection} is for {_short(built_for['teacher'], 'tokenizer')}; "
-            f"the cache {places.cache} is from {_short(teacher, 'tokenizer')}",
-            hint=hint,
-        )
-    if built_for["teacher"]["template"] != teacher["template"]:
-        raise Mismatch(
-            "the projection's teacher has another chat template than the cache's",
-            where=f"{places.projection} is for {_short(built_for['teacher'], 'template')}; "
-            f"the cache {places.cache} is from {_short(teacher, 'template')}",
+            where=f"{places.projection} is for {named(built_for)}; the cache {places.cache} is from {_short(teacher)}",
             hint=hint,
         )
 
 
-def _short(side: dict[str, Any], key: str) -> str:
-    value = side[key]
-    return f"{str(value)[:15]} ({side['name']})" if value else f"none ({side['name']})"
+def _short(side: dict[str, Any]) -> str:
+    return f"{str(side['tokenizer'])[:15]} ({side['name']})"
 
 
 def _columns(
@@ -151,7 +144,7 @@ def _columns(
             raise Mismatch(
                 f"the loss {name} is for a teacher with the student's own tokenizer",
                 where=f"{places.student} has {tokenizer.fingerprint[:15]}; "
-                f"the cache {places.cache} is from {_short(cache.header['teacher'], 'tokenizer')}",
+                f"the cache {places.cache} is from {_short(cache.header['teacher'])}",
                 hint="--loss p-kl or --loss boundary-kl, with --projection",
             )
         return Projection.identity(len(tokenizer)).columns.widened(width)

@@ -63,13 +63,15 @@ class Embedding:
         """Return the entries of all ordinary rows.
 
         Raises:
-            XtkError: an embedding has fewer rows than its tokenizer has tokens.
+            XtkError: an embedding has fewer rows than its tokenizer has tokens, or numbers that are none.
         """
         for side, matrix in ((pair.student, self.student_embedding), (pair.teacher, self.teacher_embedding)):
             if len(matrix) < len(side):
                 raise XtkError(
                     f"the embedding has {len(matrix):,} rows, and the tokenizer {len(side):,} tokens", where=side.name
                 )
+            if any(not np.isfinite(matrix[start : start + 8192]).all() for start in range(0, len(side), 8192)):
+                raise XtkError("the embedding holds numbers that are not finite", where=side.name)
         candidates = np.flatnonzero(pair.teacher.vocabulary.lengths > 0)
         others = np.flatnonzero((pair.student.vocabulary.lengths > 0) & (pair.equal < 0))
         anchors = ((self.student_embedding, pair.exact.rows), (self.teacher_embedding, pair.exact.columns))

@@ -1,0 +1,81 @@
+"""What `--force` replaces and what it never does; names that are no UTF-8."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from test_bad_input import refused
+
+FORCE = ((), ("--force",))
+
+
+@pytest.mark.parametrize("force", FORCE)
+def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection, tmp_path, force):
+    for content in (b"my notes", b"notes", (pair.student / "model.safetensors").read_bytes()):
+        (tmp_path / "mine").write_bytes(content)
+        for arguments in (
+            ("build-projection", pair.student, pair.teacher),
+            ("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus),
+            ("prune-projection", projection, "--top-k", 1),
+            ("align", pair.student, pair.teacher, "text", "--html"),
+        ):
+            done = run(*arguments, "-o", "mine", *force, cwd=tmp_path, code=None)
+            refused(done, "there is another file", "mine", "another -o")
+        assert (tmp_path / "mine").read_bytes() == content
+
+
+@pytest.mark.parametrize("force", FORCE)
+def test_an_input_is_never_replaced(run, pair, projection, tmp_path, force):
+    for name in ("p", "q"):
+        (tmp_path / name).write_bytes(projection.read_bytes())
+    (tmp_path / "table.yaml").write_text("{}")
+    for arguments, stdin in (
+        (("prune-projection", "p", "--top-k", 1, "-o", "./p"), ""),
+        (("prune-projection", "-", "--top-k", 1, "-o", "p"), "p\n"),
+        (("prune-projection", projection, "--merge", "q=0.5", "-o", "q"), ""),
+        (("build-projection", pair.student, pair.teacher, "--special-tokens", "table.yaml", "-o", "table.yaml"), ""),
+    ):
+        refused(run(*arguments, *force, cwd=tmp_path, stdin=stdin, code=None), "the output is one of the inputs")
+    assert (tmp_path / "p").read_bytes() == (tmp_path / "q").read_bytes() == projection.read_bytes()
+
+
+@pytest.mark.parametrize("size", [0, 60, -1])
+def test_a_damaged_projection_is_replaced_by_force_alone(run, pair, projection, tmp_path, size):
+    whole = projection.read_bytes()
+    (tmp_path / "p").write_bytes(whole[:size])
+    arguments = ("build-projection", pair.student, pair.teacher, "-o", "p")
+    refused(run(*arguments, cwd=tmp_path, code=None), "where: p", "--force")
+    run(*arguments, "--force", cwd=tmp_path)
+    assert (tmp_path / "p").read_bytes() == whole
+
+
+def test_a_page_of_other_content_is_another_request(run, pair, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "one"}\n')
+    page = ("--html", "-o", "page")
+    run("align", pair.student, pair.teacher, data, *page, cwd=tmp_path)
+    run("align", pair.student, pair.teacher, "-", *page, cwd=tmp_path, stdin='{"text": "one"}\n')
+    data.write_text('{"text": "two"}\n')
+    for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
+        done = run("align", pair.student, pair.teacher, source, *page, cwd=tmp_path, stdin=stdin, code=None)
+        refused(done, "page of another request", "--force")
+    run("align", pair.student, pair.teacher, data, *page, "--force", cwd=tmp_path)
+
+
+def test_a_path_that_is_no_utf_8_goes_through_a_pipe(pair, tmp_path):
+    import subprocess
+    import sys
+
+    name, xtk = b"p\xff", [sys.executable, "-m", "xtk"]
+    built = subprocess.run([*xtk, "build-projection", pair.student, pair.teacher, "-o", name],
+                           cwd=tmp_path, capture_output=True, check=True)  # fmt: skip
+    assert built.stdout == name + b"\n"
+    done = subprocess.run([*xtk, "prune-projection", "-", "--top-k", "1", "-o", b"q\xff", "--json"],
+                          cwd=tmp_path, input=built.stdout, capture_output=True, check=True)  # fmt: skip
+    assert b'"path": "q\xff"' in done.stdout
+    assert sorted(os.fsencode(path.name) for path in tmp_path.iterdir()) == [name, b"q\xff"]
+    aligned = subprocess.run([*xtk, "align", pair.student, pair.teacher, b"a \xff b"], cwd=tmp_path,
+                             capture_output=True, check=True)  # fmt: skip
+    assert json.loads(aligned.stdout)["text"] == "a \ufffd b"
