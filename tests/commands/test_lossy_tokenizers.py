@@ -59,3 +59,19 @@ def test_a_cache_and_a_run_say_what_their_tokenizers_lose(run, pair, lossy, tmp_
     assert (
         "cannot spell" in run("distill", lossy, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "ce").stderr
     )
+
+
+def test_two_texts_that_differ_are_aligned_where_they_agree(run, pair):
+    one, other = "Anna has 1234 apples left.", "Anna had 1234 apples, left."
+    done = run("align", pair.student, pair.teacher, one, "--teacher-text", other)
+    (record,) = [json.loads(line) for line in done.stdout.splitlines()]
+    assert record["exact"] is False
+    assert record["equal"] == [value == 1 for value in record["similarity"]]
+    assert sum(record["equal"]) > 5
+    assert not all(record["equal"])
+    assert record["spans"][-1][1::2] == [len(record["student_ids"]), len(record["teacher_ids"])]
+    same = json.loads(run("align", pair.student, pair.teacher, one, "--teacher-text", one).stdout)
+    plain = json.loads(run("align", pair.student, pair.teacher, one).stdout)
+    assert same["spans"] == plain["spans"]
+    assert same["exact"] is True
+    assert run("align", pair.student, pair.teacher, "--teacher-text", one, stdin="x", code=2).stdout == ""

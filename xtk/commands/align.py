@@ -34,6 +34,14 @@ def align(
             metavar="[TEXT]",
         ),
     ] = "-",
+    teacher_text: Annotated[
+        str,
+        typer.Option(
+            help="What the teacher reads, where it is another text than TEXT: what both have in common is aligned, and "
+            "each span says how similar its two texts are.",
+            metavar="TEXT",
+        ),
+    ] = "",
     columns: options.Columns = "",
     stats: Annotated[
         bool,
@@ -77,8 +85,13 @@ def align(
     terminal.set_quiet(quiet)
     if html != bool(output):
         raise typer.BadParameter("--html and -o FILE go together")
+    if teacher_text and (html or stats or text == "-"):
+        raise typer.BadParameter("--teacher-text stands beside one TEXT, without --stats or --html")
     if order not in ORDERS:
         raise unknown("--order", order, ORDERS)
+    if teacher_text:
+        _show_different(text, teacher_text, [student, teacher], as_json=as_json)
+        return
     documents: Iterable[Document]
     documents = Corpus([text], columns_option(columns)) if _is_data(text) else [Document.of_text(_readable(text))]
     one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher))
@@ -198,6 +211,32 @@ def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Toke
                 lost[1] += rewriting(teacher, [document.text], [document.teacher])
     for found in lost:
         _warn(found)
+
+
+def _show_different(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
+    """Show the spans of two texts that differ."""
+    from xtk.artifacts.hub import local_folder
+    from xtk.tokens.difference import align_different
+    from xtk.tokens.tokenizer import Tokenizer
+
+    one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in sides)
+    texts = _readable(text), _readable(teacher_text)
+    (student,), (teacher,) = one.encode(texts[:1]), other.encode(texts[1:])
+    found = align_different(texts[0], student.ends, texts[1], teacher.ends)
+    record = {
+        "text": texts[0],
+        "teacher_text": texts[1],
+        "student_ids": student.ids.tolist(),
+        "teacher_ids": teacher.ids.tolist(),
+        "spans": found.spans.tolist(),
+        "exact": bool(found.equal.all()),
+        "equal": found.equal.tolist(),
+        "similarity": [round(value, 4) for value in found.similarity.tolist()],
+    }
+    if terminal.results_are_seen_by_a_person() and not as_json:
+        _show(record, one, other)
+    else:
+        terminal.result_json(record)
 
 
 def _warn(lost: Rewriting) -> None:
