@@ -136,7 +136,7 @@ class Tokenizer:
         """
         with self._lock:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        results = list(map(self._by_bytes, texts, encodings))
+        results = self._all_by_bytes(texts, [encoding.ids for encoding in encodings])
         rewritten = [at for at, encoded in enumerate(results) if not encoded.exact]
         if rewritten:
             some = [texts[at] for at in rewritten]
@@ -154,6 +154,25 @@ class Tokenizer:
         """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
         normalizer = self._backend.normalizer
         return text if normalizer is None else str(normalizer.normalize_str(text))
+
+    def _all_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
+        from xtk.tokens.kernels import byte_ends_of_all  # numba takes half a second to import
+
+        raw = [text.encode() for text in texts]
+        edges, text_edges = (np.cumsum([0, *map(len, parts)]) for parts in (ids, raw))
+        flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(edges[-1]))
+        ends, exact = byte_ends_of_all(
+            self.vocabulary.pool,
+            self.vocabulary.offsets,
+            flat,
+            edges,
+            np.frombuffer(b"".join(raw), np.uint8),
+            text_edges,
+        )
+        return [
+            Encoded(flat[first:stop], ends[first:stop], spelled)
+            for (first, stop), spelled in zip(itertools.pairwise(edges.tolist()), exact.tolist(), strict=True)
+        ]
 
     def _by_bytes(self, text: str, encoding: Any) -> Encoded:
         return self._spelled_by(text, np.array(encoding.ids, np.int32))
