@@ -174,21 +174,12 @@ class Tokenizer:
             for (first, stop), spelled in zip(itertools.pairwise(edges.tolist()), exact.tolist(), strict=True)
         ]
 
-    def _by_bytes(self, text: str, encoding: Any) -> Encoded:
-        return self._spelled_by(text, np.array(encoding.ids, np.int32))
-
-    def _spelled_by(self, text: str, ids: NDArray[np.int32]) -> Encoded:
-        from xtk.tokens.kernels import byte_ends  # numba takes half a second to import; projections do without it
-
-        spelled = np.frombuffer(text.encode(), np.uint8)
-        return Encoded(ids, *byte_ends(self.vocabulary.pool, self.vocabulary.offsets, ids, spelled))
-
     def _by_offsets(self, text: str, encoding: Any) -> Encoded:
         backend = self._backend
         if not self._controls.isdisjoint(encoding.ids):
             backend = self._backend_without_controls
             encoding = self._encode_one(backend, text)
-            encoded = self._by_bytes(text, encoding)
+            (encoded,) = self._all_by_bytes([text], [encoding.ids])
             if encoded.exact:
                 return encoded
         offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
@@ -348,13 +339,12 @@ class Tokenizer:
             at = found + len(self.control_names[token])
         parts, spelled = self._apart(text, controls)
         edges = [-1, *places, len(ids)]
-        tokens = [ids[first + 1 : stop] for first, stop in itertools.pairwise(edges)]
-        encoded = [self._part_by_bytes(*part) or self._part_alone(*part) for part in zip(parts, tokens, strict=True)]
+        tokens = [encoding.ids[first + 1 : stop] for first, stop in itertools.pairwise(edges)]
+        encoded = [
+            found if found.exact else self._part_alone(part, found.ids)
+            for part, found in zip(parts, self._all_by_bytes(parts, tokens), strict=True)
+        ]
         return self._joined(parts, spelled, encoded)
-
-    def _part_by_bytes(self, text: str, ids: NDArray[np.int32]) -> Encoded | None:
-        encoded = self._spelled_by(text, ids)
-        return encoded if encoded.exact else None
 
     def _part_alone(self, text: str, ids: NDArray[np.int32]) -> Encoded:
         """Find the ends of tokens between control tokens where a normaliser rewrote them: those of the part alone.
