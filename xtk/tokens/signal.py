@@ -1,4 +1,4 @@
-"""What a teacher said at the tokens of one document."""
+"""What a teacher said at the tokens of one document: as it is kept, and as a student trains from it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,101 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+SUPPORTS = {
+    "top-k": "the K likeliest tokens, and a sum of the rest",
+    "top-p": "as many of the likeliest tokens as carry the mass P, K at most, and a sum of the rest",
+    "sample": "draws from the whole distribution: unbiased at a few bytes, for forward KL only",
+    "top-k+sample": "the K likeliest tokens, and draws from the rest: unbiased, with less noise",
+    "given": "the tokens that the data names (given_ids), and a sum of the rest",
+    "none": "the token that stands there alone: enough for losses on realised tokens",
+}
+
 
 @dataclass(frozen=True)
-class Signal:
-    """The teacher's next-token distributions at the trained tokens of a document, from a support.
+class Support:
+    """Which tokens of a distribution are kept. The token that stands there always is.
 
-    P trained positions, K ids in the support. All log-probabilities are natural and normalised over
-    the teacher's whole vocabulary, never over the support.
+    The kept distribution has an exact part and a drawn one. Draws are from the rest of the distribution, what is
+    exact taken out, so that the whole is unbiased.
+
+    Attributes:
+        kind: a key of `SUPPORTS`.
+        top_k: K, the likeliest ids that are exact; the cap of `top-p`.
+        top_p: the mass that `top-p` keeps.
+        draws: n, from the rest, a set.
+        sets: independent sets of draws.
+        seed: of the draws.
+    """
+
+    kind: str
+    top_k: int = 0
+    top_p: float = 1.0
+    draws: int = 0
+    sets: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A teacher's distributions at the trained tokens of a document, as a cache keeps them.
+
+    P trained positions, E exact entries, R sets of draws, D entries that were drawn. Within a position, and within
+    a set, ids rise. All log-probabilities are natural and normalised over the teacher's whole vocabulary.
 
     Attributes:
         positions: int32 [P], rising: the index of the token that the distribution predicts.
-        support_ids: int32 [P, K], most likely first.
-        support_logprobs: float32 [P, K].
-        tail_mass: float32 [P], the probability outside of the support.
-        realised_logprobs: float32 [P], of the token that stands there, in the support or not.
+        offsets: int64 [P + 1]: the exact entries of position p are `[offsets[p], offsets[p + 1])`.
+        ids: int32 [E]; the token that stands there is among those of its position.
+        logprobs: float32 [E].
+        drawn_offsets: int64 [P * R + 1]: those of set r at position p are `[drawn_offsets[p * R + r], ...)`.
+        drawn_ids: int32 [D], none of them exact.
+        counts: int32 [D], how often each was drawn.
+        tail_mass: float32 [P], the probability outside of the exact ids; draws are from there.
+        realised_logprobs: float32 [P], of the token that stands there.
         entropy: float32 [P], nats.
     """
 
     positions: NDArray[np.int32]
-    support_ids: NDArray[np.int32]
-    support_logprobs: NDArray[np.float32]
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    drawn_offsets: NDArray[np.int64]
+    drawn_ids: NDArray[np.int32]
+    counts: NDArray[np.int32]
+    tail_mass: NDArray[np.float32]
+    realised_logprobs: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @property
+    def sets(self) -> int:
+        """R, the independent sets of draws."""
+        return (len(self.drawn_offsets) - 1) // len(self) if len(self) else 0
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The teacher's next-token distributions at the trained tokens of a document, as a student trains from them.
+
+    P trained positions, E entries. The token that stands there is among the entries of its position.
+
+    Attributes:
+        positions: int32 [P], rising: the index of the token that the distribution predicts.
+        offsets: int64 [P + 1]: the entries of position p are `[offsets[p], offsets[p + 1])`.
+        ids: int32 [E], in any order, none twice at a position.
+        logprobs: float32 [E], natural, normalised over the teacher's whole vocabulary. Of an id that was drawn,
+            the logarithm of the unbiased estimate: its share of the draws, times the mass they are from.
+        tail_mass: float32 [P], the probability of which no entry tells; 0 where draws tell of it.
+        realised_logprobs: float32 [P], of the token that stands there.
+        entropy: float32 [P], nats, of the whole distribution.
+    """
+
+    positions: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
     tail_mass: NDArray[np.float32]
     realised_logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
