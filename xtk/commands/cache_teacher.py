@@ -20,9 +20,23 @@ def cache_teacher(
         ),
     ],
     output: options.Output,
-    top_k: Annotated[
-        int, typer.Option(help="Most likely tokens kept at each position, beside the realised one and the tail's mass.")
-    ] = 64,
+    support: Annotated[
+        str,
+        typer.Option(
+            help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
+            "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
+            "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
+            "given_ids; none.",
+            metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+        ),
+    ] = "top-k",
+    top_k: Annotated[int, typer.Option(help="Likeliest tokens kept; 0: 64, or 16 beside draws.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
+    draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
+    draw_sets: Annotated[
+        int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     columns: options.Columns = "",
     dtype: Annotated[
         str,
@@ -56,8 +70,6 @@ def cache_teacher(
     config: options.Config = "",
 ) -> None:
     """Precompute a teacher's log-probabilities; interrupted, the same command goes on."""
-    from pathlib import Path
-
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.lookup import lookup, unknown
@@ -72,6 +84,7 @@ def cache_teacher(
     from xtk.models.causal_lm import DTYPES
     from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.tokens.signal import support_of
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     if long_documents not in LONG_DOCUMENTS:
@@ -79,7 +92,7 @@ def cache_teacher(
     request = CacheRequest(
         teacher=folder,
         name=teacher,
-        top_k=top_k,
+        support=support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed),
         dtype=dtype,
         backend=backend,
         long_documents=long_documents,
@@ -88,5 +101,5 @@ def cache_teacher(
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
     )
-    figures = cache(request, corpus, Path(output), force=force)
+    figures = cache(request, corpus, output, force=force)
     terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
