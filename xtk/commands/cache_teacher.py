@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,6 +64,13 @@ def cache_teacher(
         int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
     ] = 65536,
     trust_remote_code: options.TrustRemoteCode = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
+        ),
+    ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -101,5 +108,18 @@ def cache_teacher(
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
     )
+    if plan:
+        from xtk.teachers.forecast import forecast
+
+        _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
+        return
     figures = cache(request, corpus, output, force=force)
     terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        terminal.result_json(plan)
+        return
+    for name, value in plan.items():
+        terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,7 +130,7 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, f
     tokenizer = Tokenizer(request.teacher, name=request.name)
     limit = token_limit(request)
     plan = make_plan(request, corpus, tokenizer, limit)
-    header = _header(request, tokenizer, plan)
+    header = cache_header(request, tokenizer, plan)
     folder = folder_at(place)
     teacher = open_teacher(request, tokenizer) if force else None  # what cannot be made anew is not removed
     if force:
@@ -299,8 +299,21 @@ def _changed(corpus: Corpus) -> XtkError:
     return XtkError("the data changed while it was read", where=corpus.name, hint="--force, once it stands still")
 
 
-def make_plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None) -> Plan:
+def make_plan(
+    request: CacheRequest,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    limit: int | None,
+    show: Callable[[Document, Sequence], None] | None = None,
+) -> Plan:
     """Read the data once: deal it to shards, and tell what a user should know before the teacher starts.
+
+    Args:
+        request: what the cache is to hold.
+        corpus: the data.
+        tokenizer: the teacher's.
+        limit: tokens of a document at most.
+        show: is called with every document as it will be cached.
 
     Raises:
         XtkError: the data is empty or too long for the teacher.
@@ -320,8 +333,11 @@ def make_plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit
             plan.too_long += 1
             longest = max(longest, (len(tokens), plan.documents))
         empty += not document.text
-        for number, (_, piece) in enumerate(_within(tokenizer, document, tokens, limit, request.long_documents)):
+        pieces = _within(tokenizer, document, tokens, limit, request.long_documents)
+        for number, (cached, piece) in enumerate(pieces):
             plan.add(plan.documents, number, piece)
+            if show is not None:
+                show(cached, piece)
         plan.documents += 1
     plan.fingerprint = str(fingerprint)
     if plan.too_long:
@@ -447,7 +463,8 @@ def token_limit(request: CacheRequest) -> int | None:
     return min(limits) if limits else None
 
 
-def _header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> dict[str, Any]:
+def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> dict[str, Any]:
+    """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
     backend = lookup(BACKENDS, request.backend, "backend")
     support = request.support
     asked = {
