@@ -332,7 +332,7 @@ class _Columns:
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _string_column(array: pa.Array) -> tuple[NDArray[np.int32], memoryview]:
