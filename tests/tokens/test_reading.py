@@ -470,6 +470,22 @@ def test_documents_of_all_kinds_are_read_in_their_order(talkers):
         assert (again, parts_of(sequence)) == (pair[0], parts_of(pair[1]))
 
 
+def test_students_read_what_a_cache_keeps_of_a_document(talkers):
+    teacher, student = talkers["teacher"], talkers["student"]
+    ids = [*ids_of(teacher, "Anna has 日本"), teacher.roles["eos"]]
+    documents = [
+        Document.of_ids(ids, [0, 0, *[1] * (len(ids) - 2)]).with_given_ids([[1]] * (len(ids) - 2)),
+        Document.of_completion("12 =", " 17").with_teacher_prompt("It is 17."),
+        Document.of_messages(CHAT).with_teacher_prompt(CHAT[:1]),
+    ]
+    for document, sequence in read_documents(teacher, documents):
+        kept = Document(document.segments, ends=document.ends, conversation=document.conversation)
+        (one,), (other,) = sequences(student, [document]), sequences(student, [kept])
+        assert parts_of(one) == parts_of(other)
+        spans = trained_spans(other, sequence)
+        assert sum(stop - start for start, stop, _, _ in spans) == other.trained.sum()
+
+
 def test_what_belongs_together_is_not_cut(tokenizer_of):
     text = Document.of_text("Anna has 12")
     ids, _ = read(tokenizer_of["teacher"], Document.of_ids([5, 6]))

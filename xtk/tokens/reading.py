@@ -20,7 +20,6 @@ from xtk.tokens.document import SYSTEM, Conversation, Document, Segment
 from xtk.tokens.ids import TeacherTokens
 from xtk.tokens.sequence import Sequence, sequences
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.vocabulary import WORD_PIECE
 
 Message = Mapping[str, Any]
 
@@ -210,7 +209,7 @@ def _check_ids(tokenizer: Tokenizer, tokens: TeacherTokens) -> None:
             where=tokenizer.name,
             hint="input_ids are those of the teacher's own tokenizer",
         )
-    if vocabulary.family == WORD_PIECE or not (vocabulary.pool == ord(" ")).any():
+    if not vocabulary.spells_texts:
         raise XtkError(
             "the tokens of this tokenizer do not spell the spaces of a text, so input_ids have none to train from",
             where=tokenizer.name,
@@ -231,7 +230,7 @@ class _Text:
 
     def add(self, start: int, stop: int) -> None:
         """Add the text of tokens `[start, stop)`, and what ends it."""
-        spellings = [self._tokenizer.vocabulary.spelling(token) for token in self._ids[start:stop].tolist()]
+        spellings = list(map(self._tokenizer.vocabulary.spellings.__getitem__, self._ids[start:stop].tolist()))
         raw, edges = b"".join(spellings), np.cumsum([0, *map(len, spellings)])
         space = int(not self._pieces and self._tokenizer.puts_space and raw.startswith(b" "))
         broken = _continued(raw)
