@@ -82,3 +82,45 @@ def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpu
     assert plan["memory_bytes"] > 50e6
     lines = run(*arguments[:-1], "--plan").stdout.splitlines()
     assert ["positions", f"{plan['positions']:,}"] in [line.split() for line in lines]
+
+
+def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_path):
+    from xtk.tokens.tokenizer import Tokenizer
+
+    ids = Tokenizer(pair.teacher).encode(["Anna has 12 apples."])[0].ids.tolist()
+    given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
+    line = json.dumps({"input_ids": ids, "given_ids": given})
+    run("cache-teacher", pair.teacher, "-", "--support", "given", "-o", tmp_path / "c", stdin=line + "\n")
+    row = TeacherCache(tmp_path / "c").row(0)
+    assert row.tokens.ids.tolist() == ids
+    held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
+    assert [sorted(found.tolist()) for found in held] == [
+        sorted({*wanted, token}) for wanted, token in zip(given, ids[1:], strict=True)
+    ]
+    done = run(
+        "cache-teacher",
+        pair.teacher,
+        "-",
+        "--support",
+        "given",
+        "-o",
+        tmp_path / "d",
+        stdin='{"text": "Anna"}\n',
+        code=1,
+    )
+    assert "names no ids" in done.stderr
+    assert "given_ids" in done.stderr
+
+
+def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, projection, tmp_path):
+    lines = [
+        json.dumps({"prompt": "12 + 5 =", "completion": " 17", "teacher_prompt": prompt})
+        for prompt in ("The answer is 17. 12 + 5 =", "12 + 5 =")
+    ]
+    run("cache-teacher", pair.teacher, "-", "--top-k", 4, "-o", tmp_path / "c", stdin="\n".join(lines))
+    helped, alone = TeacherCache(tmp_path / "c")
+    assert helped.document == alone.document
+    assert len(helped.tokens) > len(alone.tokens)
+    assert len(helped.signal) == len(alone.signal)
+    assert helped.signal.logprobs.tolist() != alone.signal.logprobs.tolist()
+    run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
@@ -22,6 +23,7 @@ from xtk.projection.build import identity
 from xtk.teachers import BACKENDS
 from xtk.teachers.teacher import Teacher, TeacherRequest
 from xtk.tokens.document import Document
+from xtk.tokens.reading import read_documents
 from xtk.tokens.rewriting import Rewriting, rewriting
 from xtk.tokens.sequence import Sequence, left_out, sequences, told_rewritten
 from xtk.tokens.signal import Support
@@ -216,7 +218,7 @@ def _fill(
         while (read := coming.result()) is not None:
             coming = reading.submit(next, shards, None)
             number, pieces = read
-            scores = teacher.score([tokens for _, tokens in pieces])
+            scores = teacher.score([tokens for _, tokens in pieces], _given(request, corpus, pieces))
             rows = [Row(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
             for at, row in enumerate(rows):
                 check_scores(row, f"{corpus.name}, row {at} of shard {number}")
@@ -226,6 +228,25 @@ def _fill(
             progress.advance(plan.shards[number].tokens)
         for last in written:
             last.result()
+
+
+def _given(
+    request: CacheRequest, corpus: Corpus, pieces: list[tuple[Document, Sequence]]
+) -> list[NDArray[np.int32]] | None:
+    """Return the ids that the data names at each trained token, for `--support given`."""
+    if request.support.kind != "given":
+        return None
+    if any(document.given_ids is None for document, _ in pieces):
+        raise XtkError(
+            "a document names no ids",
+            where=corpus.name,
+            hint="--support given takes them from a column: a list of ids for each trained token, in given_ids",
+        )
+    return [
+        document.given_ids.padded(int(tokens.trained.sum()))
+        for document, tokens in pieces
+        if document.given_ids is not None
+    ]
 
 
 def check_scores(row: Row, where: str) -> None:
@@ -290,7 +311,7 @@ def _pieces_of(
     read = _read(tokenizer, documents, corpus, first)
     return [
         piece
-        for document, tokens in zip(documents, read, strict=True)
+        for document, tokens in read
         for piece in _within(tokenizer, document, tokens, limit, request.long_documents)
     ]
 
@@ -327,7 +348,7 @@ def make_plan(
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
         if document.conversation is not None and len(rewritten) < LOOKED_AT:
             rewritten.append(left_out(document, tokens))
-        elif document.conversation is None and plan.documents < LOOKED_AT and len(tokens.pieces):
+        elif document.undivided is None and plan.documents < LOOKED_AT and len(tokens.pieces):
             lost += rewriting(tokenizer, [document.text], [tokens.piece(0)])
         if limit is not None and len(tokens) > limit:
             plan.too_long += 1
@@ -374,10 +395,10 @@ def _within(
     """Yield a document as it is cached: whole, or what `--long-documents` makes of one that is too long."""
     if limit is None or len(tokens) <= limit:
         yield document, tokens
-    elif document.conversation is not None:
+    elif document.undivided:
         if long_documents == "split":
             raise XtkError(
-                "a conversation is longer than the teacher reads; its turns follow from each other and are not split",
+                f"a document is longer than the teacher reads; {document.undivided}",
                 hint="--long-documents truncate or skip",
             )
         if long_documents != "skip":
@@ -421,20 +442,22 @@ def _tokenised(corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint) -
         fingerprint.add(document)
         documents.append(document)
         if len(documents) == READ_AT_ONCE:
-            yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+            yield from _read(tokenizer, documents, corpus, first)
             first += len(documents)
             documents = []
-    yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+    yield from _read(tokenizer, documents, corpus, first)
 
 
-def _read(tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int) -> list[Sequence]:
-    """Tokenise documents; a conversation that the chat template refuses is named by its number."""
+def _read(
+    tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int
+) -> list[tuple[Document, Sequence]]:
+    """Read documents as the teacher does; one that cannot be read is named by its number."""
     try:
-        return sequences(tokenizer, documents)
+        return read_documents(tokenizer, documents)
     except XtkError:
         for number, document in enumerate(documents, start=first):
             try:
-                sequences(tokenizer, [document])
+                read_documents(tokenizer, [document])
             except XtkError as wrong:
                 where = f"{corpus.name}, document {number}; {wrong.where}"
                 raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
