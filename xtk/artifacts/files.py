@@ -44,9 +44,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -84,7 +84,8 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             path.unlink()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk before anything that follows."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

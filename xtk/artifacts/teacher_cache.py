@@ -77,7 +77,7 @@ class CacheWriter:
             number: which one.
             rows: its documents.
         """
-        with self.folder.write(self.file_of(number)) as temporary:
+        with self.folder.write(self.file_of(number), new=True) as temporary:
             write_shard(temporary, self.header, rows)
             # Of what this process wrote itself it need not be seen again that it is whole.
             self._entries[number] = _entry(self.file_of(number), Shard(temporary))
@@ -168,8 +168,7 @@ def remove_cache(folder: Folder) -> None:
     """
     _refuse_foreign(folder)
     folder.remove(MANIFEST)
-    for file in folder.sizes():
-        folder.remove(file)
+    folder.remove(*folder.sizes())
 
 
 def is_cache(place: str | Path) -> bool:

@@ -139,6 +139,7 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, f
         return totals(finished)
     writer = CacheWriter(folder, header, len(plan.shards))
     missing = writer.missing()
+    writer.write_tokenizer(tokenizer.files())  # a folder that cannot be written to is known before the teacher starts
     if missing:
         if len(missing) < len(plan.shards):
             there = len(plan.shards) - len(missing)
@@ -146,7 +147,6 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, f
         _fill(
             teacher or open_teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, set(missing)
         )
-    writer.write_tokenizer(tokenizer.files())
     return totals(writer.finish())
 
 
