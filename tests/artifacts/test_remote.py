@@ -7,16 +7,23 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import fsspec
+import numpy as np
 import pytest
-from test_teacher_cache import HEADER, SIZES, assert_equal, files_of, rows, write  # noqa: F401 (a fixture)
+from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
 
 from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.remote import RemoteFolder
+from xtk.artifacts.shard import Row
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, remove_cache
 from xtk.errors import Damaged, XtkError
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[Row]:
+    draw = np.random.default_rng(0)
+    return [row_of(document, 4, draw) for document in DOCUMENTS]
 
 
 @pytest.fixture(params=["s3", "memory", "file"])
@@ -48,7 +55,7 @@ def write_to(folder: Folder, rows, numbers=range(len(SIZES))) -> CacheWriter:
     return writer
 
 
-def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):  # noqa: F811
+def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows).finish()
     assert stored(place) == files_of(tmp_path / "local")
@@ -58,7 +65,7 @@ def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):  
         assert_equal(found.row(number), row)
 
 
-def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, rows, tmp_path):  # noqa: F811
+def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows, [0, 2])
     assert finished_cache(RemoteFolder(place), HEADER) is None
@@ -71,9 +78,14 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, r
 
 def test_a_file_that_fails_while_it_is_made_is_never_seen(place):
     folder = RemoteFolder(place)
-    with pytest.raises(KeyError), folder.write("manifest.json") as temporary:
-        temporary.write_bytes(b"half")
-        raise KeyError
+
+    def fail() -> None:
+        with folder.write("manifest.json") as temporary:
+            temporary.write_bytes(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert folder.sizes() == {}
     with pytest.raises(FileNotFoundError):
         folder.read("manifest.json")
@@ -83,11 +95,15 @@ def test_a_file_that_fails_while_it_is_made_is_never_seen(place):
 
 def test_what_another_writer_has_put_there_is_not_replaced(place):
     one, two = RemoteFolder(place), RemoteFolder(place)
-    with pytest.raises(XtkError, match="another process writes this cache too") as caught:  # noqa: PT012
+
+    def write_twice() -> None:
         with one.write("shard-00000.arrow", new=True) as temporary:
             temporary.write_bytes(b"mine")
             with two.write("shard-00000.arrow", new=True) as other:
                 other.write_bytes(b"theirs")
+
+    with pytest.raises(XtkError, match="another process writes this cache too") as caught:
+        write_twice()
     assert caught.value.where == f"{place}/shard-00000.arrow"
     assert caught.value.hint
     assert stored(place) == {"shard-00000.arrow": b"theirs"}
@@ -136,14 +152,14 @@ def test_copies_stay_within_their_limit(at_s3, monkeypatch, tmp_path):
     for _ in range(2):
         for number in range(4):
             assert folder.local(f"shard-{number:05d}.arrow").read_bytes() == bytes([number]) * 600
-            held = [path for path in (tmp_path / "copies/remote").glob("*/*.arrow")]
+            held = list((tmp_path / "copies/remote").glob("*/*.arrow"))
             assert sum(path.stat().st_size for path in held) <= 2000
     monkeypatch.setenv("XTK_REMOTE_CACHE_GB", "much")
     with pytest.raises(XtkError, match="XTK_REMOTE_CACHE_GB is much"):
         RemoteFolder(at_s3)
 
 
-def test_a_flipped_byte_in_an_object_is_named_by_shard_and_row(at_s3, rows):  # noqa: F811
+def test_a_flipped_byte_in_an_object_is_named_by_shard_and_row(at_s3, rows):
     write_to(RemoteFolder(at_s3), rows).finish()
     fs, root = fsspec.core.url_to_fs(at_s3)
     raw = fs.cat_file(f"{root}/shard-00002.arrow")
@@ -162,7 +178,7 @@ def test_a_flipped_byte_in_an_object_is_named_by_shard_and_row(at_s3, rows):  # 
         TeacherCache(at_s3)
 
 
-def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tmp_path):  # noqa: F811
+def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tmp_path):
     writer = write_to(RemoteFolder(at_s3), rows, [0, 1])
     store.cut(True)
     try:
@@ -190,7 +206,7 @@ def test_a_missing_bucket_key_or_package_is_told_before_anything_is_done(store, 
     assert caught.value.hint == "pip install gcsfs"
 
 
-def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):  # noqa: F811
+def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):
     write_to(RemoteFolder(place), rows).finish()
     remove_cache(RemoteFolder(place))
     assert stored(place) == {}
@@ -237,7 +253,7 @@ def test_a_writer_killed_while_it_sends_leaves_nothing_that_is_seen(kind, store,
         RemoteFolder(place).remove("shard-00000.arrow")
 
 
-def test_links_and_copies_between_folders_are_the_same_files(place, rows, tmp_path):  # noqa: F811
+def test_links_and_copies_between_folders_are_the_same_files(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     names = {f"shard-{number:05d}.arrow": f"shard-{number + 5:05d}.arrow" for number in range(len(SIZES))}
     RemoteFolder(place).take(LocalFolder(tmp_path / "local"), names)

@@ -140,9 +140,11 @@ class RemoteFolder:
                     self._fs.cp_file(source._path(theirs), self._path(ours))
             else:
                 with self._told("the store does not take a file", ours):
-                    self._fs.makedirs(self._root, exist_ok=True)
                     self._send(source.local(theirs), ours, new=False)  # type: ignore[attr-defined]
 
+        if self.protocol not in WHOLE:
+            with self._told("the store makes no folder"):
+                self._fs.makedirs(self._root, exist_ok=True)
         with ThreadPoolExecutor(AT_ONCE) as threads:
             for _ in threads.map(copy, files.items()):
                 pass
