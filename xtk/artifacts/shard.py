@@ -172,9 +172,7 @@ class Shard:
             Damaged: names shard and row.
         """
         if not self.is_whole(number):
-            raise Damaged(
-                "a row of this cache was altered: its checksum does not fit", where=f"{self.name}, row {number}"
-            )
+            raise _altered(self.name, number)
         return StoredRow(self, number, draw)
 
     def is_whole(self, number: int) -> bool:
@@ -183,6 +181,19 @@ class Shard:
             return self._columns.checksum(number) == int(self._checksums[number])
         except (ValueError, IndexError, OverflowError):  # offsets that lead nowhere
             return False
+
+    def write_rows(self, path: Path, start: int, stop: int) -> None:
+        """Write the rows `[start, stop)` as a shard of their own, with the bytes and checksums that they have.
+
+        Raises:
+            Damaged: names shard and row.
+        """
+        for number in range(start, stop):
+            if not self.is_whole(number):
+                raise _altered(self.name, number)
+        batch = self._batch.slice(start, stop - start)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._batch.schema) as writer:
+            writer.write_batch(batch)
 
     def damaged_rows(self) -> Iterator[int]:
         """Yield the rows that are not what was written."""
@@ -196,6 +207,10 @@ class Shard:
         """Return bool [rows], which of them are conversations."""
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
+
+
+def _altered(name: str, row: int) -> Damaged:
+    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{name}, row {row}")
 
 
 def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,9 @@ MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
+# Keys of a codec's options under which a header names files that lie beside the shards.
+FILES_OF_A_CODEC = ("ranks",)
+_RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 
@@ -139,7 +142,7 @@ def put_shard(folder: Folder, header: dict[str, Any], number: int, rows: Sequenc
     Returns:
         What the manifest tells of it.
     """
-    with folder.write(file_of(number)) as temporary:
+    with folder.write(file_of(number), new=True) as temporary:
         write_shard(temporary, header, rows)
         return _entry(file_of(number), Shard(temporary))
 
@@ -220,9 +223,7 @@ def remove_cache(folder: Folder) -> None:
     """
     _refuse_foreign(folder)
     folder.remove(MANIFEST)
-    for file in folder.sizes():
-        if not file.startswith(LOCK):  # its holder removes it
-            folder.remove(file)
+    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
 
 
 def is_cache(place: str | Path) -> bool:
@@ -415,16 +416,41 @@ class TeacherCache:
     def _file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
 
+    def open_shard(self, entry: dict[str, Any]) -> Shard:
+        """Open a shard of the manifest, once all that lies around its rows is seen to be what was written.
+
+        Raises:
+            Damaged: it was altered.
+        """
+        return self._open(self._numbers[entry["file"]])
+
     def _open_shard(self, number: int) -> Shard:
         entry = self.manifest["shards"][number]
+        for file in self._beside:
+            self.folder.local(file)
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
             raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
         shard = Shard(path, self.folder.path_of(entry["file"]))
-        if _identity(shard.header) not in map(_identity, self.manifest.get("parts", [self.header])):
+        if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
         self._verified.add(number)
         return shard
+
+    def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return _identity(self._parts[int(entry.get("part", 0))])
+
+    @cached_property
+    def _parts(self) -> list[dict[str, Any]]:
+        return parts_of(self.manifest)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
+
+    @cached_property
+    def _beside(self) -> tuple[str, ...]:
+        return tuple(sorted({file for part in self._parts for file in other_files(part)}))
 
     def _damaged(self, what: str, file: str) -> Damaged:
         return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
@@ -456,11 +482,32 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
 
 
+def parts_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
+    return list(manifest.get("parts") or [manifest["header"]])
+
+
+def other_files(header: dict[str, Any]) -> list[str]:
+    """Return the files that the shards of a header need beside them."""
+    return [str(header["codec"][key]) for key in FILES_OF_A_CODEC if header["codec"].get(key)]
+
+
 def _belongs(name: str) -> bool:
-    return name == MANIFEST or name in TOKENIZER or name.startswith((TEMPORARY, LOCK)) or bool(_SHARD.fullmatch(name))
+    return (
+        name == MANIFEST
+        or name in TOKENIZER
+        or name.startswith((TEMPORARY, LOCK))
+        or bool(_SHARD.fullmatch(name))
+        or bool(_RANKS.fullmatch(name))
+    )
 
 
 def _refuse_foreign(folder: Folder) -> None:
+    """Refuse a folder that holds anything but a cache.
+
+    Raises:
+        XtkError: names what is in it.
+    """
     foreign = sorted(file for file in folder.sizes() if not _belongs(file))
     if foreign:
         raise XtkError(
@@ -483,7 +530,7 @@ def _repair(folder: Folder, file: str) -> str:
 
 def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
-        f"{section}.{key}: {found.get(section, {}).get(key)} there, {wanted.get(section, {}).get(key)} asked for"
+        f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
         for key in sorted({*found.get(section, {}), *wanted.get(section, {})})
         if found.get(section, {}).get(key) != wanted.get(section, {}).get(key)
@@ -493,3 +540,8 @@ def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]
         where=f"{folder.name} ({'; '.join(differences[:3])})",
         hint="another -o, or --force to replace it",
     )
+
+
+def _short(header: dict[str, Any], section: str, key: str) -> str:
+    text = str(header.get(section, {}).get(key))
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,15 +11,32 @@ from xtk.commands import options
 
 
 def cache_teacher(
-    teacher: Annotated[str, typer.Argument(help="The teacher: a model folder, or a hub id.", metavar="TEACHER")],
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe.",
-            metavar="DATA...",
-        ),
+    context: typer.Context,
+    teacher: Annotated[
+        str,
+        typer.Argument(help="The teacher: a model folder, or a hub id. With --merge: a cache.", metavar="TEACHER"),
     ],
     output: options.Output,
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe. "
+            "With --merge: more caches.",
+            metavar="DATA...",
+            show_default=False,
+        ),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="All arguments are caches of one teacher with one support; they become one cache, in their order. "
+            "Shards are linked or copied, no row is read.",
+        ),
+    ] = False,
+    rows: Annotated[
+        str, typer.Option(help="Of --merge: only these rows of all of them, one after the other.", metavar="START:STOP")
+    ] = "",
     support: Annotated[
         str,
         typer.Option(
@@ -88,13 +105,23 @@ def cache_teacher(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Precompute a teacher's log-probabilities; interrupted, the same command goes on."""
+    """Precompute a teacher's log-probabilities; interrupted, the same command goes on.
+
+    xtk cache-teacher --merge CACHE... -o PATH makes one cache of many.
+    """
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.lookup import lookup, unknown
     from xtk.teachers import BACKENDS
 
     terminal.set_quiet(quiet)
+    if merge:
+        _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
+        return
+    if not data:
+        raise typer.BadParameter("DATA is missing: what the teacher is to read")
+    if rows:
+        raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     corpus = Corpus(data, columns_option(columns))
@@ -136,3 +163,28 @@ def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
         return
     for name, value in plan.items():
         terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
+
+
+def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *, force: bool, as_json: bool) -> None:
+    from xtk.artifacts.merging import merge_caches
+
+    of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
+    given = [
+        name
+        for name in context.params
+        if name not in of_merging and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise typer.BadParameter(f"{named}: --merge takes rows as they are; it scores nothing")
+    if caches.count("-") > 1:
+        raise typer.BadParameter("only one - can be read from the pipe")
+    places = [
+        place
+        for given_place in caches
+        for place in (
+            [str(record["path"]) for record in terminal.piped_records()] if given_place == "-" else [given_place]
+        )
+    ]
+    figures = merge_caches(places, output, rows=rows, force=force)
+    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)

@@ -217,6 +217,9 @@ def cache_teacher(
             reopen_cache(folder)
         writer = CacheWriter(folder, work.header, len(plan.shards))
         missing = share.of(writer.missing())
+        writer.write_tokenizer(
+            tokenizer.files()
+        )  # a folder that cannot be written to is known before the teacher starts
         if missing:
             fill = fill or stack.enter_context(_opened(work, tokenizer, share, len(missing)))
             _fill_told(fill, writer, plan, share, missing)
@@ -226,7 +229,6 @@ def cache_teacher(
                 "still to come from others. The one that ends last writes the manifest; run one again if none did"
             )
             return None
-        writer.write_tokenizer(tokenizer.files())
         return totals(writer.finish())
 
 
