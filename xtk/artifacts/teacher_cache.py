@@ -92,8 +92,8 @@ class CacheWriter:
         """
         self._entries[number] = entry
 
-    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Write the teacher's tokenizer, so that the cache is all that a student needs."""
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write what lies beside the shards: the teacher's tokenizer, so that the cache is all that a student needs."""
         for name, content in files.items():
             write_file(self.folder, name, content)
             self._files[name] = sha256(content)

@@ -217,9 +217,7 @@ def cache_teacher(
             reopen_cache(folder)
         writer = CacheWriter(folder, work.header, len(plan.shards))
         missing = share.of(writer.missing())
-        writer.write_tokenizer(
-            tokenizer.files()
-        )  # a folder that cannot be written to is known before the teacher starts
+        writer.write_files(tokenizer.files())  # a folder that cannot be written to is known before the teacher starts
         if missing:
             fill = fill or stack.enter_context(_opened(work, tokenizer, share, len(missing)))
             _fill_told(fill, writer, plan, share, missing)
