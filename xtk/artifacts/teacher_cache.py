@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from xtk.artifacts.codecs import CODECS
 from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
 from xtk.artifacts.folders import Folder, folder_at
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Row, Shard, StoredRow, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
 
@@ -130,7 +131,9 @@ def file_of(number: int) -> str:
     return f"shard-{number:05d}.arrow"
 
 
-def put_shard(folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row]) -> dict[str, Any]:
+def put_shard(
+    folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row], ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Write one shard into the folder of a cache, whole.
 
     Args:
@@ -138,12 +141,13 @@ def put_shard(folder: Folder, header: dict[str, Any], number: int, rows: Sequenc
         header: that of the cache.
         number: which shard.
         rows: its documents.
+        ranks: of the cache, for codecs that need them.
 
     Returns:
         What the manifest tells of it.
     """
     with folder.write(file_of(number), new=True) as temporary:
-        write_shard(temporary, header, rows)
+        write_shard(temporary, header, rows, ranks)
         return _entry(file_of(number), Shard(temporary))
 
 
@@ -313,6 +317,7 @@ class TeacherCache:
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
+        self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
@@ -413,6 +418,13 @@ class TeacherCache:
             if sha256(content) != checksum:
                 raise self._damaged("a file of this cache is not the one it was made with", file)
 
+    def _ranks_of(self, file: str) -> Ranks:
+        where = self.folder.path_of(file)
+        try:
+            return Ranks.read(file, self.folder.read(file), where)
+        except FileNotFoundError:
+            raise Damaged("the ranks of this cache are missing", where=where, hint="copy the whole cache") from None
+
     def _file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
 
@@ -431,7 +443,7 @@ class TeacherCache:
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
             raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
-        shard = Shard(path, self.folder.path_of(entry["file"]))
+        shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
         if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
         self._verified.add(number)

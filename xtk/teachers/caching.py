@@ -14,9 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.artifacts.codecs import CODECS, RAW, Codec, codec_of
 from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import only_writer
+from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Row
 from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, put_shard, remove_cache, reopen_cache, totals
 from xtk.errors import XtkError
@@ -49,7 +51,7 @@ class CacheRequest:
         support: which tokens of a distribution are kept.
         dtype: of the teacher's weights and arithmetic.
         backend: who runs it.
-        codec: how signals are packed.
+        precision: of what is kept: a key of `PRECISIONS`.
         long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
         max_length: a smaller limit than the context; None: the context.
         batch_tokens: padded tokens in a forward pass.
@@ -63,7 +65,7 @@ class CacheRequest:
     support: Support
     dtype: str = "float32"
     backend: str = "transformers"
-    codec: str = "raw"
+    precision: str = RAW
     long_documents: str = "refuse"
     max_length: int | None = None
     batch_tokens: int = 8192
@@ -92,9 +94,22 @@ class PlannedShard:
 
 @dataclass
 class Plan:
-    """What reading the data once tells. It grows with the number of shards, not with that of documents."""
+    """What reading the data once tells. It grows with the number of shards, not with that of documents.
+
+    Attributes:
+        shard_tokens: tokens of the teacher in a shard, at most where a document has not more.
+        counts: int64 [U], how often each token of the teacher comes.
+        shards: what each holds.
+        documents: that were read.
+        pieces: rows that will be written.
+        tokens: of the teacher in them.
+        positions: those of them that are trained.
+        fingerprint: of the documents.
+        too_long: documents that are longer than the teacher reads.
+    """
 
     shard_tokens: int
+    counts: NDArray[np.int64]
     shards: list[PlannedShard] = field(default_factory=list)
     documents: int = 0
     pieces: int = 0
@@ -111,6 +126,7 @@ class Plan:
             self.shards[-1] = PlannedShard(shard.first, document, shard.skipped, shard.pieces + 1, shard.tokens + size)
         else:
             self.shards.append(PlannedShard(document, document, piece, 1, size))
+        np.add.at(self.counts, sequence.ids, 1)
         self.pieces += 1
         self.tokens += size
         self.positions += int(sequence.trained.sum())
@@ -160,6 +176,7 @@ class Work:
         limit: tokens of a document at most.
         plan: which documents each shard holds.
         header: of the cache.
+        ranks: of the cache, for a codec that needs them.
     """
 
     request: CacheRequest
@@ -168,6 +185,7 @@ class Work:
     limit: int | None
     plan: Plan
     header: dict[str, Any]
+    ranks: Ranks | None
 
 
 # Writes shards of a cache, and tells of each what the manifest is to tell.
@@ -202,7 +220,8 @@ def cache_teacher(
     tokenizer = Tokenizer(request.teacher, name=request.name)
     limit = token_limit(request)
     plan = make_plan(request, corpus, tokenizer, limit)
-    work = Work(request, corpus, place, limit, plan, cache_header(request, tokenizer, plan))
+    ranks = ranks_for(request, tokenizer, plan)
+    work = Work(request, corpus, place, limit, plan, cache_header(request, tokenizer, plan, ranks), ranks)
     folder = folder_at(place)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_held(folder, share))
@@ -217,7 +236,8 @@ def cache_teacher(
             reopen_cache(folder)
         writer = CacheWriter(folder, work.header, len(plan.shards))
         missing = share.of(writer.missing())
-        writer.write_files(tokenizer.files())  # a folder that cannot be written to is known before the teacher starts
+        # A folder that cannot be written to is known before the teacher starts.
+        writer.write_files(tokenizer.files() | ({} if ranks is None else {ranks.file: ranks.content}))
         if missing:
             fill = fill or stack.enter_context(_opened(work, tokenizer, share, len(missing)))
             _fill_told(fill, writer, plan, share, missing)
@@ -339,7 +359,7 @@ def fill(
             while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
                 last, entry = written.popleft()
                 yield last, entry.result()
-            written.append((number, writing.submit(put_shard, folder, work.header, number, rows)))
+            written.append((number, writing.submit(put_shard, folder, work.header, number, rows, work.ranks)))
         for last, entry in written:
             yield last, entry.result()
 
@@ -452,7 +472,7 @@ def make_plan(
         XtkError: the data is empty or too long for the teacher.
     """
     fingerprint = Fingerprint()
-    plan = Plan(request.shard_tokens)
+    plan = Plan(request.shard_tokens, np.zeros(tokenizer.width, np.int64))
     longest = (0, 0)
     rewritten: list[int] = []
     empty = 0
@@ -598,7 +618,13 @@ def token_limit(request: CacheRequest) -> int | None:
     return min(limits) if limits else None
 
 
-def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> dict[str, Any]:
+def ranks_for(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> Ranks | None:
+    """Return the vocabulary by its frequency in the data, if the codec of a request needs it."""
+    codec: type[Codec] = lookup(CODECS, codec_of(request.precision), "codec")
+    return Ranks.of(plan.counts, tokenizer.vocabulary.lengths) if codec.needs_ranks else None
+
+
+def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan, ranks: Ranks | None) -> dict[str, Any]:
     """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
     backend = lookup(BACKENDS, request.backend, "backend")
     support = request.support
@@ -610,7 +636,13 @@ def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> dic
     }
     return {
         "kind": "teacher-cache",
-        "codec": {"name": request.codec, "draws": support.draws, "sets": support.sets},
+        "codec": {
+            "name": codec_of(request.precision),
+            "precision": request.precision,
+            "draws": support.draws,
+            "sets": support.sets,
+            **({} if ranks is None else {"ranks": ranks.file}),
+        },
         "teacher": {
             "name": request.teacher.resolve().name,
             "weights": backend.identity(request.teacher, request.backend_options),

@@ -13,7 +13,15 @@ from typing import Any
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.shard import Row, Shard, write_shard
 from xtk.errors import XtkError
-from xtk.teachers.caching import CacheRequest, cache_header, check_request, make_plan, open_teacher, token_limit
+from xtk.teachers.caching import (
+    CacheRequest,
+    cache_header,
+    check_request,
+    make_plan,
+    open_teacher,
+    ranks_for,
+    token_limit,
+)
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence
 from xtk.tokens.tokenizer import Tokenizer
@@ -67,7 +75,8 @@ def forecast(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
     rows = [Row(*pair, said) for pair, said in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
-        write_shard(path, cache_header(request, tokenizer, plan), rows)
+        ranks = ranks_for(request, tokenizer, plan)
+        write_shard(path, cache_header(request, tokenizer, plan, ranks), rows, ranks)
         bytes_per_position = path.stat().st_size / Shard(path).figures()["positions"]
     rate = sum(map(len, documents)) / seconds
     return {
