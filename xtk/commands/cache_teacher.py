@@ -128,8 +128,10 @@ def cache_teacher(
     folder = local_folder(teacher, weights=True)
 
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest, Share
+    from xtk.teachers.caching import Share
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.teachers.planning import LONG_DOCUMENTS
+    from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import support_of
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
