@@ -55,3 +55,13 @@ def children_of(process: int) -> list[int]:
 def contents(folder: Path) -> dict[str, bytes]:
     """Return {name: bytes} of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def write_share(teacher: Path, corpus: Path, folder: Path, rank: int, machines: int) -> None:
+    """Write one machine's part of the cache of the fixtures."""
+    from xtk.artifacts.corpus import Corpus
+    from xtk.teachers.caching import CacheRequest, Share, cache_teacher
+    from xtk.tokens.signal import Support
+
+    request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
+    cache_teacher(request, Corpus([str(corpus)]), folder, share=Share(1, rank, machines))

@@ -34,7 +34,7 @@ from xtk.tokens.tokenizer import Tokenizer
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_AT_ONCE = 1024
 LOOKED_AT = 1000  # documents in which what the tokenizer cannot spell is counted
-SHARDS_IN_FLIGHT = 2  # scored, and not yet written
+SHARDS_IN_FLIGHT = 1  # scored, and not yet written
 
 
 @dataclass(frozen=True)
