@@ -32,7 +32,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence
 from xtk.tokens.tokenizer import Tokenizer
 
-SHARDS_IN_FLIGHT = 2  # scored, and not yet written
+SHARDS_IN_FLIGHT = 1  # scored, and not yet written
 
 
 @dataclass(frozen=True)
