@@ -187,14 +187,15 @@ class Endpoints:
             loop = asyncio.get_running_loop()
             end = loop.time() + self._patience.seconds
             last, attempts, bad = "", 0, 0
+            failed: Endpoint | None = None
             while attempts < self._patience.attempts and bad < self._patience.bad_answers and loop.time() < end:
-                endpoint = self._freest()
+                endpoint = self._freest(failed)
                 await asyncio.sleep(max(0.0, min(endpoint.rests_until, end) - loop.time()))
                 attempts += 1
                 try:
                     return await self._attempt(endpoint, path, question(endpoint), read)
                 except (BadAnswer, _NoAnswer) as wrong:
-                    last = f"{endpoint}: {wrong}"
+                    failed, last = endpoint, f"{endpoint}: {wrong}"
                     bad += isinstance(wrong, BadAnswer)
             raise XtkError(
                 f"no answer after {attempts} attempts, the last one at {last}",
@@ -202,10 +203,10 @@ class Endpoints:
                 hint="see what the server's log says; the same command goes on, finished shards are kept",
             )
 
-    def _freest(self) -> Endpoint:
-        """Return the server with the fewest requests among those that do not rest, or the one that rests least."""
+    def _freest(self, failed: Endpoint | None) -> Endpoint:
+        """Return the server that rests least; of those that do not, another one than failed, with the least to do."""
         now = asyncio.get_running_loop().time()
-        return min(self.endpoints, key=lambda one: (max(0.0, one.rests_until - now), one.running))
+        return min(self.endpoints, key=lambda one: (max(0.0, one.rests_until - now), one is failed, one.running))
 
     async def _attempt(
         self, endpoint: Endpoint, path: str, question: dict[str, Any] | None, read: Callable[[Any], T]

@@ -43,6 +43,7 @@ PROBE = (
     "Ärger, café, naïve; Ωμέγα, привет; 日本語の文, 한국어, العربية, हिन्दी 😀👍🏽 100% €5\r\n"
 )
 WORDS_OF_THE_VOCABULARY = 256
+SHORT = 256  # tokens that any server reads
 T = TypeVar("T")
 
 
@@ -291,9 +292,12 @@ def _heads_of(answer: Any, document: TokenSequence, top_k: int) -> Heads:
         raise BadAnswer(f"an answer with other than {top_k:,} log-probabilities at a token")
     try:
         ids = np.array([int(token) for entry in entries for token in entry], np.int64)
-        logprobs = np.array([value["logprob"] for entry in entries for value in entry.values()], np.float32)
+        values = [value["logprob"] for entry in entries for value in entry.values()]
     except (TypeError, ValueError, KeyError, OverflowError) as wrong:
-        raise BadAnswer(f"an answer with a log-probability that is none: {wrong!r}") from None
+        raise BadAnswer(f"an answer that cannot be read: {wrong!r}") from None
+    if not set(map(type, values)) <= {float, int}:  # NumPy would make numbers of null and of text
+        raise BadAnswer("an answer with a log-probability that is no number")
+    logprobs = np.array(values, np.float32)
     lengths = np.array([len(entry) for entry in entries])
     return _apart(ids, logprobs, lengths, document.ids[at], top_k)
 
@@ -370,9 +374,9 @@ def _probe(tokenizer: Tokenizer, limit: int | None) -> str:
             words.append(word)
     text = PROBE + "".join(words)
     (encoded,) = tokenizer.encode([text])
-    if limit is None or len(encoded.ids) < limit:
+    if len(encoded.ids) < (limit or SHORT):
         return text
-    return text.encode()[: int(encoded.ends[limit // 2])].decode(errors="ignore")
+    return text.encode()[: int(encoded.ends[(limit or SHORT) // 2])].decode(errors="ignore")
 
 
 def _check_same_model(endpoints: Sequence[Endpoint], told: Sequence[NDArray[np.float64] | None]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import multiprocessing
 import os
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -64,7 +68,10 @@ class VllmTeacher:
         self._width = request.tokenizer.width
         self._top_k = ids_wanted(request.support, self._width)
         self._vllm = _vllm()
+        others = set(multiprocessing.active_children())
         self._engine = self._start(_settings(request, self._width, self._top_k))
+        self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
+        atexit.register(self.close)
         self._tokens_in_a_call = max(request.batch_tokens, ENTRIES // (self._top_k + 1))
 
     @property
@@ -98,6 +105,17 @@ class VllmTeacher:
             scores_of_heads(document, found, self._support, self._width, where)
             for document, found in zip(documents, heads, strict=True)
         ]
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back; nothing can be scored any more."""
+        atexit.unregister(self.close)
+        # vLLM has no public way. Left alone, Python waits at its end for the engine, which waits for work.
+        with contextlib.suppress(Exception):
+            self._engine.llm_engine.engine_core.shutdown()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate()
+            self._guard = None
 
     def _heads(self, documents: Sequence[TokenSequence]) -> Iterator[Heads]:
         ids = [document.ids[: tokens_read(document)].tolist() for document in documents]
@@ -165,6 +183,24 @@ def _vllm() -> Any:
             hint="pip install 'xtk[vllm]'; or --backend server, for a server that runs elsewhere",
         ) from None
     return vllm
+
+
+def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
+    """Start a shell that takes processes down when this one ends, however it ends.
+
+    vLLM's engine outlives a parent that was killed, idle and with its GPUs' memory, so that the same command could not
+    go on. The shell waits for the end of its input, which comes when the kernel closes this process's files.
+    """
+    if not processes:
+        return None
+    script = 'read -r _; kill "$@" 2>/dev/null'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "sh", *map(str, processes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
 
 
 def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]:
