@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -20,9 +20,23 @@ def cache_teacher(
         ),
     ],
     output: options.Output,
-    top_k: Annotated[
-        int, typer.Option(help="Most likely tokens kept at each position, beside the realised one and the tail's mass.")
-    ] = 64,
+    support: Annotated[
+        str,
+        typer.Option(
+            help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
+            "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
+            "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
+            "given_ids; none.",
+            metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+        ),
+    ] = "top-k",
+    top_k: Annotated[int, typer.Option(help="Likeliest tokens kept; 0: 64, or 16 beside draws.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
+    draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
+    draw_sets: Annotated[
+        int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
+    ] = 1,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     columns: options.Columns = "",
     dtype: Annotated[
         str,
@@ -50,14 +64,19 @@ def cache_teacher(
         int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
     ] = 65536,
     trust_remote_code: options.TrustRemoteCode = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
+        ),
+    ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
     """Precompute a teacher's log-probabilities; interrupted, the same command goes on."""
-    from pathlib import Path
-
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.lookup import lookup, unknown
@@ -72,6 +91,7 @@ def cache_teacher(
     from xtk.models.causal_lm import DTYPES
     from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.tokens.signal import support_of
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     if long_documents not in LONG_DOCUMENTS:
@@ -79,7 +99,7 @@ def cache_teacher(
     request = CacheRequest(
         teacher=folder,
         name=teacher,
-        top_k=top_k,
+        support=support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed),
         dtype=dtype,
         backend=backend,
         long_documents=long_documents,
@@ -88,5 +108,18 @@ def cache_teacher(
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
     )
-    figures = cache(request, corpus, Path(output), force=force)
+    if plan:
+        from xtk.teachers.forecast import forecast
+
+        _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
+        return
+    figures = cache(request, corpus, output, force=force)
     terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        terminal.result_json(plan)
+        return
+    for name, value in plan.items():
+        terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")

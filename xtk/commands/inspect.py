@@ -88,10 +88,9 @@ def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
         cache.verify()
     figures = totals(cache.manifest)
     sample = np.linspace(0, len(cache) - 1, num=min(len(cache), 200)).astype(int)
-    signals = [cache.row(int(number)).signal for number in sample]
+    scores = [cache.row(int(number)).scores for number in sample]
     entropy, tail, realised = (
-        np.concatenate([getattr(signal, name) for signal in signals])
-        for name in ("entropy", "tail_mass", "realised_logprobs")
+        np.concatenate([getattr(row, name) for row in scores]) for name in ("entropy", "tail_mass", "realised_logprobs")
     )
     statistics = {
         **figures,

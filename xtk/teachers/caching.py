@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,25 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
-from xtk.artifacts.hub import fingerprint_of_weights
-from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, finished_cache, remove_cache, totals
+from xtk.artifacts.folders import folder_at
+from xtk.artifacts.shard import Row
+from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, remove_cache, totals
 from xtk.errors import XtkError
 from xtk.lookup import lookup
+from xtk.projection.build import identity
 from xtk.teachers import BACKENDS
+from xtk.teachers.teacher import Teacher, TeacherRequest
 from xtk.tokens.document import Document
+from xtk.tokens.reading import read_documents
 from xtk.tokens.rewriting import Rewriting, rewriting
 from xtk.tokens.sequence import Sequence, left_out, sequences, told_rewritten
+from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_AT_ONCE = 1024
 LOOKED_AT = 1000  # documents in which what the tokenizer cannot spell is counted
+LOGPROB_TOLERANCE = 1e-2  # above 0, of half-precision arithmetic
 
 
 @dataclass(frozen=True)
@@ -35,53 +42,83 @@ class CacheRequest:
     Attributes:
         teacher: a local model folder.
         name: how messages call it.
-        top_k: ids in the support of a position.
+        support: which tokens of a distribution are kept.
         dtype: of the teacher's weights and arithmetic.
         backend: who runs it.
+        codec: how signals are packed.
         long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
         max_length: a smaller limit than the context; None: the context.
         batch_tokens: padded tokens in a forward pass.
         shard_tokens: teacher tokens in a shard; a kill loses at most one shard's work.
+        trust_remote_code: run the model's own code.
+        backend_options: what only one backend knows.
     """
 
     teacher: Path
     name: str
-    top_k: int = 64
+    support: Support
     dtype: str = "float32"
     backend: str = "transformers"
+    codec: str = "raw"
     long_documents: str = "refuse"
     max_length: int | None = None
     batch_tokens: int = 8192
     shard_tokens: int = 65536
     trust_remote_code: bool = False
+    backend_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """What reading the data once tells: the length of each piece that will be cached."""
+class PlannedShard:
+    """Which pieces of which documents a shard holds. A document that is too long has several pieces, others one.
 
-    lengths: NDArray[np.int64]
-    fingerprint: str
-    too_long: int
+    Attributes:
+        first, last: its documents, both included.
+        skipped: pieces of the first document that are in the shard before.
+        pieces: how many it holds.
+        tokens: of the teacher, in all of them.
+    """
 
-    def shards(self, tokens: int) -> list[tuple[int, int]]:
-        """Deal documents to shards in order: as many as fit `tokens`, at least one."""
-        ranges, first, held = [], 0, 0
-        for number, length in enumerate(self.lengths.tolist()):
-            if held and held + length > tokens:
-                ranges.append((first, number))
-                first, held = number, 0
-            held += length
-        return [*ranges, (first, len(self.lengths))]
+    first: int
+    last: int
+    skipped: int
+    pieces: int
+    tokens: int
 
 
-def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force: bool = False) -> dict[str, Any]:
+@dataclass
+class Plan:
+    """What reading the data once tells. It grows with the number of shards, not with that of documents."""
+
+    shard_tokens: int
+    shards: list[PlannedShard] = field(default_factory=list)
+    documents: int = 0
+    pieces: int = 0
+    tokens: int = 0
+    positions: int = 0
+    fingerprint: str = ""
+    too_long: int = 0
+
+    def add(self, document: int, piece: int, sequence: Sequence) -> None:
+        """Deal the next piece to a shard: as many as fit its tokens, at least one."""
+        size = len(sequence)
+        if self.shards and self.shards[-1].tokens + size <= self.shard_tokens:
+            shard = self.shards[-1]
+            self.shards[-1] = PlannedShard(shard.first, document, shard.skipped, shard.pieces + 1, shard.tokens + size)
+        else:
+            self.shards.append(PlannedShard(document, document, piece, 1, size))
+        self.pieces += 1
+        self.tokens += size
+        self.positions += int(sequence.trained.sum())
+
+
+def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, force: bool = False) -> dict[str, Any]:
     """Score a corpus with a teacher into a cache; finished shards of a killed run are kept.
 
     Args:
         request: what it is to hold.
         corpus: the documents, read twice: once to plan, once to score.
-        folder: where the cache goes.
+        place: where the cache goes: a folder, or a remote one.
         force: replace whatever cache is there.
 
     Returns:
@@ -91,38 +128,64 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, folder: Path, *, force:
         XtkError: the data is empty or too long for the teacher, the folder holds another cache, a model cannot be
             loaded.
     """
-    if request.max_length is not None and request.max_length < 4:
-        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
-    if request.top_k < 1:
-        raise XtkError(f"--top-k is {request.top_k}; a support holds at least one id")
+    check_request(request)
     tokenizer = Tokenizer(request.teacher, name=request.name)
-    limit = _limit(request)
-    plan = _plan(request, corpus, tokenizer, limit)
-    header = _header(request, tokenizer, plan)
-    teacher = _teacher(request, tokenizer) if force else None  # what cannot be made anew is not removed
+    limit = token_limit(request)
+    plan = make_plan(request, corpus, tokenizer, limit)
+    header = cache_header(request, tokenizer, plan)
+    folder = folder_at(place)
+    teacher = open_teacher(request, tokenizer) if force else None  # what cannot be made anew is not removed
     if force:
         remove_cache(folder)
     if finished := finished_cache(folder, header):
         return totals(finished)
-    ranges = plan.shards(request.shard_tokens)
-    writer = CacheWriter(folder, header, len(ranges))
-    missing = set(writer.missing())
+    writer = CacheWriter(folder, header, len(plan.shards))
+    missing = writer.missing()
     if missing:
-        if len(missing) < len(ranges):
-            terminal.note(f"cache-teacher: going on, {len(ranges) - len(missing)} of {len(ranges)} shards are there")
-        _score(
-            teacher or _teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, ranges, missing
+        if len(missing) < len(plan.shards):
+            there = len(plan.shards) - len(missing)
+            terminal.note(f"cache-teacher: going on, {there} of {len(plan.shards)} shards are there")
+        _fill(
+            teacher or open_teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, set(missing)
         )
     writer.write_tokenizer(tokenizer.files())
     return totals(writer.finish())
 
 
-def _teacher(request: CacheRequest, tokenizer: Tokenizer) -> Any:
-    teacher = lookup(BACKENDS, request.backend, "backend")(
-        request.teacher,
-        dtype=request.dtype,
-        batch_tokens=request.batch_tokens,
-        trust_remote_code=request.trust_remote_code,
+def check_request(request: CacheRequest) -> None:
+    """Refuse what makes no sense, before anything is read.
+
+    Raises:
+        XtkError: tells which option.
+    """
+    support = request.support
+    if request.max_length is not None and request.max_length < 4:
+        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
+    able: frozenset[str] = lookup(BACKENDS, request.backend, "backend").supports
+    if support.kind not in able:
+        raise XtkError(
+            f"the backend {request.backend} does not give the support {support.kind}",
+            hint=f"--support {', '.join(sorted(able))}; or --backend transformers, which gives all",
+        )
+
+
+def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> Teacher:
+    """Load or reach the teacher.
+
+    Raises:
+        XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+    """
+    teacher: Teacher = lookup(BACKENDS, request.backend, "backend")(
+        TeacherRequest(
+            folder=request.teacher,
+            name=request.name,
+            tokenizer=tokenizer,
+            support=request.support,
+            dtype=request.dtype,
+            batch_tokens=request.batch_tokens,
+            trust_remote_code=request.trust_remote_code,
+            options=request.backend_options,
+        )
     )
     if teacher.width < len(tokenizer):
         raise XtkError(
@@ -132,77 +195,190 @@ def _teacher(request: CacheRequest, tokenizer: Tokenizer) -> Any:
     return teacher
 
 
-def _score(
-    teacher: Any,
+def _fill(
+    teacher: Teacher,
     request: CacheRequest,
     corpus: Corpus,
     tokenizer: Tokenizer,
     limit: int | None,
-    plan: _Plan,
+    plan: Plan,
     writer: CacheWriter,
-    ranges: list[tuple[int, int]],
-    missing: set[int],
+    wanted: set[int],
 ) -> None:
+    """Score and write the shards that are wanted: while one is scored, the next is read and the last is written."""
+    done = sum(shard.tokens for number, shard in enumerate(plan.shards) if number not in wanted)
+    written: deque[Future[None]] = deque()
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
+        ThreadPoolExecutor(1, thread_name_prefix="xtk-write") as writing,
+        terminal.Progress("cache-teacher", plan.tokens, "tokens", done=done) as progress,
+    ):
+        shards = _read_shards(request, corpus, tokenizer, limit, plan, wanted)
+        coming = reading.submit(next, shards, None)
+        while (read := coming.result()) is not None:
+            coming = reading.submit(next, shards, None)
+            number, pieces = read
+            scores = teacher.score([tokens for _, tokens in pieces], _given(request, corpus, pieces))
+            rows = [Row(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
+            for at, row in enumerate(rows):
+                check_scores(row, f"{corpus.name}, row {at} of shard {number}")
+            while len(written) > 1:
+                written.popleft().result()
+            written.append(writing.submit(writer.write, number, rows))
+            progress.advance(plan.shards[number].tokens)
+        for last in written:
+            last.result()
+
+
+def _given(
+    request: CacheRequest, corpus: Corpus, pieces: list[tuple[Document, Sequence]]
+) -> list[NDArray[np.int32]] | None:
+    """Return the ids that the data names at each trained token, for `--support given`."""
+    if request.support.kind != "given":
+        return None
+    if any(document.given_ids is None for document, _ in pieces):
+        raise XtkError(
+            "a document names no ids",
+            where=corpus.name,
+            hint="--support given takes them from a column: a list of ids for each trained token, in given_ids",
+        )
+    return [
+        document.given_ids.padded(int(tokens.trained.sum()))
+        for document, tokens in pieces
+        if document.given_ids is not None
+    ]
+
+
+def check_scores(row: Row, where: str) -> None:
+    """Refuse what is no distribution, so that no bad row ever gets into a cache.
+
+    Raises:
+        XtkError: tells what is wrong with it.
+    """
+    scores = row.scores
+    wrong = None
+    if not np.array_equal(scores.positions, np.flatnonzero(row.tokens.trained)):
+        wrong = "the teacher did not score all of the trained tokens"
+    elif any(
+        np.isnan(values).any() for values in (scores.logprobs, scores.realised_logprobs, scores.tail_mass)
+    ) or not (np.isfinite(scores.entropy).all()):
+        wrong = "the teacher gives log-probabilities that are no numbers"
+    elif (scores.logprobs > LOGPROB_TOLERANCE).any() or (scores.realised_logprobs > LOGPROB_TOLERANCE).any():
+        wrong = "the teacher gives log-probabilities above 0"
+    if wrong:
+        raise XtkError(wrong, where=where, hint="another --dtype: float16 overflows in models trained in bfloat16")
+
+
+def _read_shards(
+    request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None, plan: Plan, wanted: set[int]
+) -> Iterator[tuple[int, list[tuple[Document, Sequence]]]]:
+    """Yield the number and the pieces of each shard that is wanted; documents of others are read, not tokenised.
+
+    Raises:
+        XtkError: the data is not what it was when the shards were planned.
+    """
     fingerprint = Fingerprint()
-    pieces = _pieces(request, corpus, tokenizer, limit, fingerprint)
-    done = int(sum(plan.lengths[low:high].sum() for at, (low, high) in enumerate(ranges) if at not in missing))
-    with terminal.Progress("cache-teacher", int(plan.lengths.sum()), "tokens", done=done) as progress:
-        for number, (first, last) in enumerate(ranges):
-            batch = list(itertools.islice(pieces, last - first))
-            if [len(tokens) for _, tokens in batch] != plan.lengths[first:last].tolist():
-                raise _changed(corpus)
-            if number not in missing:
-                continue
-            signals = teacher.score([tokens for _, tokens in batch], request.top_k)
-            rows = [Row(document, tokens, signal) for (document, tokens), signal in zip(batch, signals, strict=True)]
-            writer.write(number, first, rows)
-            progress.advance(int(plan.lengths[first:last].sum()))
-    if next(pieces, None) is not None or str(fingerprint) != plan.fingerprint:
+    held: list[Document] = []
+    number = 0
+    for at, document in enumerate(corpus):
+        fingerprint.add(document)
+        while number < len(plan.shards) and plan.shards[number].first <= at:
+            shard = plan.shards[number]
+            if number in wanted:
+                held.append(document)
+            if at < shard.last:
+                break
+            if number in wanted:
+                pieces = _pieces_of(request, corpus, tokenizer, limit, held, shard.first)
+                pieces = pieces[shard.skipped : shard.skipped + shard.pieces]
+                if sum(len(tokens) for _, tokens in pieces) != shard.tokens:
+                    raise _changed(corpus)
+                yield number, pieces
+                held = []
+            number += 1
+    if str(fingerprint) != plan.fingerprint:
         raise _changed(corpus)
+
+
+def _pieces_of(
+    request: CacheRequest,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    limit: int | None,
+    documents: list[Document],
+    first: int,
+) -> list[tuple[Document, Sequence]]:
+    read = _read(tokenizer, documents, corpus, first)
+    return [
+        piece
+        for document, tokens in read
+        for piece in _within(tokenizer, document, tokens, limit, request.long_documents)
+    ]
 
 
 def _changed(corpus: Corpus) -> XtkError:
     return XtkError("the data changed while it was read", where=corpus.name, hint="--force, once it stands still")
 
 
-def _plan(request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None) -> _Plan:
+def make_plan(
+    request: CacheRequest,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    limit: int | None,
+    show: Callable[[Document, Sequence], None] | None = None,
+) -> Plan:
+    """Read the data once: deal it to shards, and tell what a user should know before the teacher starts.
+
+    Args:
+        request: what the cache is to hold.
+        corpus: the data.
+        tokenizer: the teacher's.
+        limit: tokens of a document at most.
+        show: is called with every document as it will be cached.
+
+    Raises:
+        XtkError: the data is empty or too long for the teacher.
+    """
     fingerprint = Fingerprint()
-    lengths: list[int] = []
-    too_long: list[tuple[int, int]] = []
+    plan = Plan(request.shard_tokens)
+    longest = (0, 0)
     rewritten: list[int] = []
-    documents = empty = 0
+    empty = 0
     lost = Rewriting(tokenizer.name)
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
-        if document.conversation is not None:
+        if document.conversation is not None and len(rewritten) < LOOKED_AT:
             rewritten.append(left_out(document, tokens))
-        elif documents < LOOKED_AT and len(tokens.pieces):
+        elif document.undivided is None and plan.documents < LOOKED_AT and len(tokens.pieces):
             lost += rewriting(tokenizer, [document.text], [tokens.piece(0)])
         if limit is not None and len(tokens) > limit:
-            too_long.append((documents, len(tokens)))
+            plan.too_long += 1
+            longest = max(longest, (len(tokens), plan.documents))
         empty += not document.text
-        lengths += [len(piece) for _, piece in _within(tokenizer, document, tokens, limit, request.long_documents)]
-        documents += 1
-    if too_long:
-        _tell_too_long(request, corpus, limit, too_long, documents)
+        pieces = _within(tokenizer, document, tokens, limit, request.long_documents)
+        for number, (cached, piece) in enumerate(pieces):
+            plan.add(plan.documents, number, piece)
+            if show is not None:
+                show(cached, piece)
+        plan.documents += 1
+    plan.fingerprint = str(fingerprint)
+    if plan.too_long:
+        _tell_too_long(request, corpus, limit, plan, *longest)
     if empty:
-        terminal.note(f"cache-teacher: {empty:,} of {documents:,} documents are empty; nothing of them is trained")
+        terminal.note(f"cache-teacher: {empty:,} of {plan.documents:,} documents are empty; nothing of them is trained")
     if warning := lost.warning():
         terminal.note(f"cache-teacher: {warning}")
     if sum(rewritten):
         terminal.note("cache-teacher: " + told_rewritten(rewritten))
-    if empty == documents or not lengths:
+    if empty == plan.documents or not plan.pieces:
         raise XtkError("there is no text in this corpus", where=corpus.name)
-    return _Plan(np.array(lengths, np.int64), str(fingerprint), len(too_long))
+    return plan
 
 
 def _tell_too_long(
-    request: CacheRequest, corpus: Corpus, limit: int | None, too_long: list[tuple[int, int]], documents: int
+    request: CacheRequest, corpus: Corpus, limit: int | None, plan: Plan, length: int, number: int
 ) -> None:
-    number, length = max(too_long, key=lambda pair: pair[1])
-    counted = (
-        f"{len(too_long):,} of {documents:,} documents are longer than the {limit:,} tokens that the teacher reads"
-        if request.max_length is None
-        else f"{len(too_long):,} of {documents:,} documents are longer than --max-length {limit:,}"
+    counted = f"{plan.too_long:,} of {plan.documents:,} documents are longer than " + (
+        f"the {limit:,} tokens that the teacher reads" if request.max_length is None else f"--max-length {limit:,}"
     )
     if request.long_documents == "refuse":
         raise XtkError(
@@ -219,10 +395,10 @@ def _within(
     """Yield a document as it is cached: whole, or what `--long-documents` makes of one that is too long."""
     if limit is None or len(tokens) <= limit:
         yield document, tokens
-    elif document.conversation is not None:
+    elif document.undivided:
         if long_documents == "split":
             raise XtkError(
-                "a conversation is longer than the teacher reads; its turns follow from each other and are not split",
+                f"a document is longer than the teacher reads; {document.undivided}",
                 hint="--long-documents truncate or skip",
             )
         if long_documents != "skip":
@@ -259,13 +435,6 @@ def _split(
         start = stop
 
 
-def _pieces(
-    request: CacheRequest, corpus: Corpus, tokenizer: Tokenizer, limit: int | None, fingerprint: Fingerprint
-) -> Iterator[tuple[Document, Sequence]]:
-    for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
-        yield from _within(tokenizer, document, tokens, limit, request.long_documents)
-
-
 def _tokenised(corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint) -> Iterator[tuple[Document, Sequence]]:
     documents: list[Document] = []
     first = 0
@@ -273,27 +442,30 @@ def _tokenised(corpus: Corpus, tokenizer: Tokenizer, fingerprint: Fingerprint) -
         fingerprint.add(document)
         documents.append(document)
         if len(documents) == READ_AT_ONCE:
-            yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+            yield from _read(tokenizer, documents, corpus, first)
             first += len(documents)
             documents = []
-    yield from zip(documents, _read(tokenizer, documents, corpus, first), strict=True)
+    yield from _read(tokenizer, documents, corpus, first)
 
 
-def _read(tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int) -> list[Sequence]:
-    """Tokenise documents; a conversation that the chat template refuses is named by its number."""
+def _read(
+    tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int
+) -> list[tuple[Document, Sequence]]:
+    """Read documents as the teacher does; one that cannot be read is named by its number."""
     try:
-        return sequences(tokenizer, documents)
+        return read_documents(tokenizer, documents)
     except XtkError:
         for number, document in enumerate(documents, start=first):
             try:
-                sequences(tokenizer, [document])
+                read_documents(tokenizer, [document])
             except XtkError as wrong:
                 where = f"{corpus.name}, document {number}; {wrong.where}"
                 raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
         raise
 
 
-def _limit(request: CacheRequest) -> int | None:
+def token_limit(request: CacheRequest) -> int | None:
+    """Return the tokens of a document at most: of the teacher's context, and of `--max-length`."""
     from transformers import AutoConfig
 
     from xtk.models.causal_lm import context_length, loading_error, quieten_transformers
@@ -309,25 +481,36 @@ def _limit(request: CacheRequest) -> int | None:
     except Exception as wrong:
         raise loading_error(request.teacher, wrong) from wrong
     context = context_length(configuration)
-    limits = [limit for limit in (context, request.max_length) if limit is not None]
+    room: int = lookup(BACKENDS, request.backend, "backend").room
+    limits = [limit for limit in (context and context - room, request.max_length) if limit]
     return min(limits) if limits else None
 
 
-def _header(request: CacheRequest, tokenizer: Tokenizer, plan: _Plan) -> dict[str, Any]:
+def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> dict[str, Any]:
+    """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
+    backend = lookup(BACKENDS, request.backend, "backend")
+    support = request.support
+    asked = {
+        "top-k": ("top_k",),
+        "top-p": ("top_k", "top_p"),
+        "sample": ("draws", "sets", "seed"),
+        "top-k+sample": ("top_k", "draws", "sets", "seed"),
+    }
     return {
         "kind": "teacher-cache",
-        "codec": CODEC,
+        "codec": {"name": request.codec, "draws": support.draws, "sets": support.sets},
         "teacher": {
             "name": request.teacher.resolve().name,
-            "weights": fingerprint_of_weights(request.teacher),
-            "tokenizer": tokenizer.fingerprint,
+            "weights": backend.identity(request.teacher, request.backend_options),
             "template": tokenizer.template_fingerprint,
             "width": tokenizer.width,
+            **{key: value for key, value in identity(tokenizer).items() if key in ("tokenizer", "roles")},
         },
-        "data": {"documents": plan.fingerprint, "rows": len(plan.lengths), "too_long": plan.too_long},
+        "data": {"documents": plan.fingerprint, "rows": plan.pieces, "too_long": plan.too_long},
         "options": {
-            "support": "top-k",
-            "top_k": request.top_k,
+            "support": support.kind,
+            **{name: getattr(support, name) for name in asked.get(support.kind, ())},
+            "entropy": backend.entropy,
             "dtype": request.dtype,
             "backend": request.backend,
             "long_documents": request.long_documents,

@@ -46,18 +46,20 @@ class Teacher(Protocol):
     Attributes:
         supports: the kinds of support that it can give.
         entropy: "exact", or "lower bound" where only the head of a distribution is known.
-        width: U, the columns of its distributions.
-        limit: tokens of a document at most; None: it does not say.
+        room: tokens of its context that it needs beside a document.
     """
 
     supports: ClassVar[frozenset[str]]
     entropy: ClassVar[str]
+    room: ClassVar[int]
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return what tells its weights from others, without loading them."""
 
     @property
-    def width(self) -> int: ...
-
-    @property
-    def limit(self) -> int | None: ...
+    def width(self) -> int:
+        """U, the columns of its distributions."""
 
     def score(
         self, documents: Sequence[TokenSequence], given: Sequence[NDArray[np.int32]] | None = None
@@ -65,7 +67,7 @@ class Teacher(Protocol):
         """Return what it says at the trained tokens of each document, in the support that it was opened with.
 
         Args:
-            documents: at most `limit` tokens each.
+            documents: at most as many tokens each as its context holds, less `room`.
             given: for the support of that name, ids [P, G] at the trained tokens of each document; -1 stands for none.
 
         Raises:

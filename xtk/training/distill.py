@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import projection_for
-from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
@@ -52,7 +51,7 @@ class Inputs:
 
 def default_losses(places: Places, tokenizer: Tokenizer) -> list[str]:
     """Return the losses of a run that names none: those for the teacher's tokenizer, the student's own or another."""
-    if places.projection is None and _is_cache(places.cache):
+    if places.projection is None and is_cache(places.cache):
         same = TeacherCache(places.cache).header["teacher"]["tokenizer"] == tokenizer.fingerprint
         return ["ce", "forward-kl" if same else "p-kl"]
     return ["ce", "p-kl" if places.projection is not None else "forward-kl"]
@@ -69,7 +68,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
-    if not any(loss.needs_teacher for loss in losses) and not _is_cache(places.cache):
+    if not any(loss.needs_teacher for loss in losses) and not is_cache(places.cache):
         documents = list(Corpus([str(places.cache)], places.columns))
         fingerprint = Fingerprint()
         for document in documents:
@@ -94,10 +93,6 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         "projection": None if projection is None else _fingerprint(projection),
     }
     return Inputs(CacheSource(cache), tokenizer, columns, losses, inputs)
-
-
-def _is_cache(path: Path) -> bool:
-    return path.is_dir() and ((path / MANIFEST).is_file() or any(path.glob("shard-*.arrow")))
 
 
 def _fingerprint(projection: Projection) -> str:
