@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ class Heads:
     realised_logprobs: NDArray[np.float32]
 
 
-def refuse_other_supports(request: TeacherRequest, backend: str) -> None:
+def refuse_other_supports(request: TeacherRequest) -> None:
     """Refuse a support for which more than the head of a distribution has to be known.
 
     Raises:
@@ -48,10 +49,25 @@ def refuse_other_supports(request: TeacherRequest, backend: str) -> None:
         "top-k+sample": "the whole distribution, to draw from it",
     }.get(kind, "more than the likeliest tokens")
     raise XtkError(
-        f"--backend {backend} tells the likeliest tokens alone, and --support {kind} needs {needs}",
+        f"vLLM tells the likeliest tokens alone, and --support {kind} needs {needs}",
         where=request.name,
         hint=f"--support top-k or top-p (or none); or --backend transformers, which gives {kind}",
     )
+
+
+def refuse_longer(documents: Sequence[TokenSequence], limit: int | None, name: str) -> None:
+    """Refuse documents that are longer than what runs the teacher was set up for.
+
+    Raises:
+        XtkError: tells how long a document may be.
+    """
+    longest = max((tokens_read(document) for document in documents), default=0)
+    if limit is not None and longest > limit:
+        raise XtkError(
+            f"a document has {longest:,} tokens, and the teacher is run with a context of {limit:,}",
+            where=name,
+            hint=f"--max-length {limit} --long-documents split (or truncate, or skip)",
+        )
 
 
 def ids_wanted(support: Support, width: int) -> int:

@@ -7,8 +7,11 @@ refused at the first answer.
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -64,9 +67,10 @@ class ServerTeacher:
 
     supports: ClassVar[frozenset[str]] = SUPPORTED
     entropy: ClassVar[str] = "lower bound"
+    room: ClassVar[int] = 0
 
     def __init__(self, request: TeacherRequest) -> None:
-        refuse_other_supports(request, "server")
+        refuse_other_supports(request)
         servers = [Endpoint.of(text) for text in request.options.get("servers") or ()]
         if not servers:
             raise XtkError("--backend server needs the address of a server", hint="--server http://localhost:8000/v1")
@@ -80,6 +84,19 @@ class ServerTeacher:
         )
         self._limit = _run(self._look_at_servers())
         self.model = servers[0].model
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return what can be known without the weights, and without asking: the configuration, the names behind `#`.
+
+        A finished cache is recognised while its server is off.
+        """
+        named = sorted({Endpoint.of(text).wanted_model for text in options.get("servers") or ()} - {""})
+        path = folder / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content.pop("transformers_version", None)
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return " ".join([f"config:sha256:{digest}", *(f"served:{name}" for name in named)])
 
     @property
     def width(self) -> int:
@@ -103,6 +120,7 @@ class ServerTeacher:
         Raises:
             XtkError: no server answers, or one answers with something that no distribution says.
         """
+        refuse_longer(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
         return _run(self._score_all(documents))
 
     async def _score_all(self, documents: Sequence[TokenSequence]) -> list[Scores]:

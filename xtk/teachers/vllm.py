@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import multiprocessing
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.errors import XtkError
 from xtk.lookup import did_you_mean
 from xtk.teachers.heads import (
@@ -40,6 +43,10 @@ RESERVED = {
     "skip_tokenizer_init": None,
     "seed": None,
 }
+# Engine options that change what a model says; the others say how, and where, and may change between two runs.
+CHANGE_THE_MODEL = frozenset(
+    {"quantization", "quantization_config", "hf_overrides", "kv_cache_dtype", "load_format", "model_impl", "revision"}
+)
 # vLLM makes the log-probabilities of a prompt's part at once, U columns in the model's type and in fp32, beside what
 # its profile of the memory knows of.
 TRANSIENT = 2 << 30
@@ -61,9 +68,10 @@ class VllmTeacher:
 
     supports: ClassVar[frozenset[str]] = SUPPORTED
     entropy: ClassVar[str] = "lower bound"
+    room: ClassVar[int] = 0
 
     def __init__(self, request: TeacherRequest) -> None:
-        refuse_other_supports(request, "vllm")
+        refuse_other_supports(request)
         self._name, self._support = request.name, request.support
         self._width = request.tokenizer.width
         self._top_k = ids_wanted(request.support, self._width)
@@ -73,6 +81,13 @@ class VllmTeacher:
         self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
         atexit.register(self.close)
         self._tokens_in_a_call = max(request.batch_tokens, ENTRIES // (self._top_k + 1))
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return the fingerprint of its weights, and of what the engine is told to make of them."""
+        engine = options.get("engine") or {}
+        changed = {name: engine[name] for name in sorted(engine) if name in CHANGE_THE_MODEL}
+        return fingerprint_of_weights(folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
 
     @property
     def width(self) -> int:
@@ -96,6 +111,7 @@ class VllmTeacher:
         Raises:
             XtkError: the engine fails, or gives a number that is none.
         """
+        refuse_longer(documents, self.limit, self._name)
         heads = [nothing(self._top_k)] * len(documents)
         for batch in _calls([tokens_read(document) for document in documents], self._tokens_in_a_call):
             for number, found in zip(batch, self._heads([documents[at] for at in batch]), strict=True):
