@@ -7,12 +7,13 @@ import hashlib
 import json
 import lzma
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from xtk.artifacts.records import FIELDS, Record, document_of
+from xtk.artifacts.spool import Spool
 from xtk.errors import XtkError, exists
 from xtk.lookup import unknown
 from xtk.tokens.document import Document
@@ -25,16 +26,20 @@ class Corpus:
     """Documents from one or more sources, readable as often as wanted.
 
     A line of `.jsonl`, a row of `.parquet` or `.arrow` and a whole `.txt` file are one document each.
-    `-` reads JSON lines (or else one text) from stdin and keeps them in memory.
+    `-` reads JSON lines (or else one text) from stdin and keeps them in a temporary file.
 
     Args:
         sources: paths, globs, remote paths (`s3://`, `hf://`), ids of hub datasets (their train split), `-`.
         columns: {field: column} where data has other names than those of FIELDS.
+        piped: what came through stdin, where it has been read already.
     """
 
-    def __init__(self, sources: list[str], columns: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, sources: list[str], columns: Mapping[str, str] | None = None, piped: Spool | None = None
+    ) -> None:
         self.sources = sources
         self.columns = dict(columns or {})
+        self._piped = piped
         for field in self.columns:
             if field not in FIELDS:
                 raise unknown("document field", field, FIELDS)
@@ -44,6 +49,13 @@ class Corpus:
     def name(self) -> str:
         """How messages call it."""
         return ", ".join(self.sources)
+
+    def descriptors(self) -> list[int]:
+        """Return the open files that a child process needs to inherit to read it."""
+        return [] if self._piped is None else [self._piped.descriptor]
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
+        return Corpus, (self.sources, self.columns, self._piped)
 
     def __iter__(self) -> Iterator[Document]:
         count = 0
@@ -60,8 +72,10 @@ class Corpus:
 
     def _open(self, source: str) -> list[tuple[str, Callable[[], Iterator[Record]]]]:
         if source == "-":
-            records = list(_read_pipe())
-            return [("stdin", lambda: iter(records))]
+            if self._piped is None or self.sources.count("-") > 1:
+                self._piped = Spool.of_stdin()
+            piped = self._piped
+            return [("stdin", lambda: _read_pipe(piped))]
         if _REMOTE.match(source):
             return [_reader(source)]
         paths = [source] if exists(source) else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
@@ -223,29 +237,26 @@ def _read_hub(name: str) -> Iterator[Record]:
         raise XtkError(f"this dataset cannot be loaded from the hub: {wrong}", where=name) from None
 
 
-def _read_pipe() -> Iterator[Record]:
-    text = sys.stdin.read() if sys.stdin is not None and not sys.stdin.isatty() else ""
-    if not text.strip():
-        raise XtkError(
-            "nothing came through the pipe: the command before it seems to have failed",
-            where="stdin",
-            hint="look at its messages above, or run it alone",
-        )
-    if not text.lstrip().startswith("{"):
+def _read_pipe(piped: Spool) -> Iterator[Record]:
+    with piped.open() as lines:
+        first = next(line for line in lines if line.strip())
+    if not first.lstrip().startswith("{"):
+        with piped.open() as stream:
+            text = stream.read()
         path = text.strip()
         if "\n" not in path and exists(path) and Path(path).is_file() and _format_of(path) in _FORMATS:
             yield from _reader(path)[1]()
         else:
             yield {"text": text}
         return
-    # Not splitlines(): JSON strings may hold U+0085 and U+2028 as they are.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            record = _json_record(line, f"stdin, line {number}")
-            if "path" in record and "kind" in record and not set(FIELDS) & set(record):
-                yield from _reader(str(record["path"]))[1]()
-            else:
-                yield record
+    with piped.open() as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                record = _json_record(line, f"stdin, line {number}")
+                if "path" in record and "kind" in record and not set(FIELDS) & set(record):
+                    yield from _reader(str(record["path"]))[1]()
+                else:
+                    yield record
 
 
 _FORMATS: dict[str, Callable[[str], Iterator[Record]]] = {

@@ -70,7 +70,11 @@ class LocalFolder:
             if self.path.exists():
                 raise XtkError("a cache is a folder, and there is a file of this name", where=self.name)
             return {}
-        return {path.name: path.stat().st_size for path in self.path.iterdir()}
+        sizes = {}
+        for path in self.path.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
+                sizes[path.name] = path.stat().st_size
+        return sizes
 
     def read(self, file: str) -> bytes:
         """Return what a file holds."""

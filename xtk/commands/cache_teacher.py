@@ -63,6 +63,18 @@ def cache_teacher(
     shard_tokens: Annotated[
         int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
     ] = 65536,
+    num_processes: Annotated[
+        int, typer.Option(help="Processes on this machine, a teacher and a device each, that write one cache.", min=1)
+    ] = 1,
+    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    num_machines: Annotated[
+        int,
+        typer.Option(
+            help="Machines that share the folder of -o and run the same command, each for its part of the shards; "
+            "the one that ends last finishes the cache.",
+            min=1,
+        ),
+    ] = 1,
     trust_remote_code: options.TrustRemoteCode = False,
     plan: Annotated[
         bool,
@@ -89,7 +101,7 @@ def cache_teacher(
     folder = local_folder(teacher, weights=True)
 
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest
+    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest, Share
     from xtk.teachers.caching import cache_teacher as cache
     from xtk.tokens.signal import support_of
 
@@ -113,8 +125,9 @@ def cache_teacher(
 
         _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
         return
-    figures = cache(request, corpus, output, force=force)
-    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+    figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
+    if figures is not None:  # a path is printed once it leads to a finished cache
+        terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
 
 def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,13 +15,16 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
-from xtk.artifacts.folders import folder_at
+from xtk.artifacts.folders import Folder, LocalFolder, folder_at
+from xtk.artifacts.locks import only_writer
 from xtk.artifacts.shard import Row
-from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, remove_cache, totals
+from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, put_shard, remove_cache, reopen_cache, totals
 from xtk.errors import XtkError
 from xtk.lookup import lookup
 from xtk.projection.build import identity
 from xtk.teachers import BACKENDS
+from xtk.teachers.checks import check_scores
+from xtk.teachers.processes import Workers
 from xtk.teachers.teacher import Teacher, TeacherRequest
 from xtk.tokens.document import Document
 from xtk.tokens.reading import read_documents
@@ -32,7 +36,7 @@ from xtk.tokens.tokenizer import Tokenizer
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_AT_ONCE = 1024
 LOOKED_AT = 1000  # documents in which what the tokenizer cannot spell is counted
-LOGPROB_TOLERANCE = 1e-2  # above 0, of half-precision arithmetic
+SHARDS_IN_FLIGHT = 2  # scored, and not yet written
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,67 @@ class Plan:
         self.positions += int(sequence.trained.sum())
 
 
-def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, force: bool = False) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Share:
+    """Which part of a cache this run writes, and in how many processes.
+
+    Attributes:
+        processes: on this machine, a teacher each.
+        rank: of this machine.
+        machines: that share the folder, shards dealt by index.
+    """
+
+    processes: int = 1
+    rank: int = 0
+    machines: int = 1
+
+    def check(self) -> None:
+        """Refuse what makes no sense.
+
+        Raises:
+            XtkError: tells which option.
+        """
+        if self.processes < 1:
+            raise XtkError(f"--num-processes is {self.processes}; there is at least one")
+        if not 0 <= self.rank < self.machines:
+            raise XtkError(
+                f"--machine-rank is {self.rank} of --num-machines {self.machines}",
+                hint="ranks count from 0: 0 and 1 of two machines",
+            )
+
+    def of(self, shards: list[int]) -> list[int]:
+        """Return those that are this machine's."""
+        return [number for number in shards if number % self.machines == self.rank]
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that a process needs to know to write shards of a cache.
+
+    Attributes:
+        request: what the cache is to hold.
+        corpus: the documents.
+        place: where the cache goes.
+        limit: tokens of a document at most.
+        plan: which documents each shard holds.
+        header: of the cache.
+    """
+
+    request: CacheRequest
+    corpus: Corpus
+    place: str | Path
+    limit: int | None
+    plan: Plan
+    header: dict[str, Any]
+
+
+# Writes shards of a cache, and tells of each what the manifest is to tell.
+Fill = Callable[[list[int]], Iterator[tuple[int, dict[str, Any]]]]
+
+
+def cache_teacher(
+    request: CacheRequest, corpus: Corpus, place: str | Path, *, force: bool = False, share: Share | None = None
+) -> dict[str, Any] | None:
     """Score a corpus with a teacher into a cache; finished shards of a killed run are kept.
 
     Args:
@@ -120,36 +184,84 @@ def cache_teacher(request: CacheRequest, corpus: Corpus, place: str | Path, *, f
         corpus: the documents, read twice: once to plan, once to score.
         place: where the cache goes: a folder, or a remote one.
         force: replace whatever cache is there.
+        share: which part of it is this run's, and in how many processes; None: all of it, in this process.
 
     Returns:
-        `documents`, `positions`, `tokens`, `bytes` of the finished cache.
+        `documents`, `positions`, `tokens`, `bytes` of the finished cache; None while shards of other machines are
+        to come.
 
     Raises:
-        XtkError: the data is empty or too long for the teacher, the folder holds another cache, a model cannot be
-            loaded.
+        XtkError: the data is empty or too long for the teacher, the folder holds another cache or has another
+            writer, a model cannot be loaded.
     """
+    share = share or Share()
     check_request(request)
+    share.check()
+    if force and share.machines > 1:
+        raise XtkError("--force would remove what other machines write", hint="remove the folder, then start them all")
     tokenizer = Tokenizer(request.teacher, name=request.name)
     limit = token_limit(request)
     plan = make_plan(request, corpus, tokenizer, limit)
-    header = cache_header(request, tokenizer, plan)
+    work = Work(request, corpus, place, limit, plan, cache_header(request, tokenizer, plan))
     folder = folder_at(place)
-    teacher = open_teacher(request, tokenizer) if force else None  # what cannot be made anew is not removed
-    if force:
-        remove_cache(folder)
-    if finished := finished_cache(folder, header):
-        return totals(finished)
-    writer = CacheWriter(folder, header, len(plan.shards))
-    missing = writer.missing()
-    if missing:
-        if len(missing) < len(plan.shards):
-            there = len(plan.shards) - len(missing)
-            terminal.note(f"cache-teacher: going on, {there} of {len(plan.shards)} shards are there")
-        _fill(
-            teacher or open_teacher(request, tokenizer), request, corpus, tokenizer, limit, plan, writer, set(missing)
-        )
-    writer.write_tokenizer(tokenizer.files())
-    return totals(writer.finish())
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_held(folder, share))
+        fill: Fill | None = None
+        if force:
+            # What cannot be made anew is not removed.
+            fill = stack.enter_context(_opened(work, tokenizer, share, len(plan.shards)))
+            remove_cache(folder)
+        elif finished := finished_cache(folder, work.header):
+            return totals(finished)
+        else:
+            reopen_cache(folder)
+        writer = CacheWriter(folder, work.header, len(plan.shards))
+        missing = share.of(writer.missing())
+        if missing:
+            fill = fill or stack.enter_context(_opened(work, tokenizer, share, len(missing)))
+            _fill_told(fill, writer, plan, share, missing)
+        if others := writer.look_again():
+            terminal.note(
+                f"cache-teacher: the shards of machine {share.rank} are there; {len(others)} of {len(plan.shards)} are "
+                "still to come from others. The one that ends last writes the manifest; run one again if none did"
+            )
+            return None
+        writer.write_tokenizer(tokenizer.files())
+        return totals(writer.finish())
+
+
+def _held(folder: Folder, share: Share) -> contextlib.AbstractContextManager[None]:
+    """Hold a folder against a second writer by mistake; remote ones have no locks."""
+    if isinstance(folder, LocalFolder):
+        return only_writer(folder.path, "cache", share.rank)
+    return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _opened(work: Work, tokenizer: Tokenizer, share: Share, shards: int) -> Iterator[Fill]:
+    """Open the teacher, here or in processes of their own."""
+    processes = min(share.processes, shards)
+    if processes > 1:
+        on_devices = getattr(lookup(BACKENDS, work.request.backend, "backend"), "on_devices", True)
+        with Workers(processes, work, on_devices=on_devices) as workers:
+            yield workers.fill
+    else:
+        teacher = open_teacher(work.request, tokenizer)
+        yield lambda numbers: fill(work, teacher, tokenizer, numbers)
+
+
+def _fill_told(fill: Fill, writer: CacheWriter, plan: Plan, share: Share, missing: list[int]) -> None:
+    """Write the shards that are missing, and show how far it is."""
+    mine = share.of(list(range(len(plan.shards))))
+    tokens = {number: plan.shards[number].tokens for number in mine}
+    if len(missing) < len(mine):
+        terminal.note(f"cache-teacher: going on, {len(mine) - len(missing)} of {len(mine)} shards are there")
+    total = sum(tokens.values())
+    done = total - sum(tokens[number] for number in missing)
+    with terminal.Progress("cache-teacher", total, "tokens", done=done) as progress:
+        for number, entry in fill(missing):
+            writer.accept(number, entry)
+            progress.advance(tokens[number])
 
 
 def check_request(request: CacheRequest) -> None:
@@ -195,51 +307,71 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> Teacher:
     return teacher
 
 
-def _fill(
-    teacher: Teacher,
-    request: CacheRequest,
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    limit: int | None,
-    plan: Plan,
-    writer: CacheWriter,
-    wanted: set[int],
-) -> None:
-    """Score and write the shards that are wanted: while one is scored, the next is read and the last is written."""
-    done = sum(shard.tokens for number, shard in enumerate(plan.shards) if number not in wanted)
-    written: deque[Future[None]] = deque()
+def fill(
+    work: Work, teacher: Teacher, tokenizer: Tokenizer, numbers: list[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Score and write shards: while one is scored, the next is read and the last is written.
+
+    Args:
+        work: which cache.
+        teacher: opened.
+        tokenizer: the teacher's.
+        numbers: the shards that are wanted.
+
+    Yields:
+        The number of a shard that is written, and what the manifest is to tell of it.
+
+    Raises:
+        XtkError: the data changed, or the teacher says what is no distribution.
+    """
+    folder = folder_at(work.place)
+    written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
     with (
         ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
         ThreadPoolExecutor(1, thread_name_prefix="xtk-write") as writing,
-        terminal.Progress("cache-teacher", plan.tokens, "tokens", done=done) as progress,
     ):
-        shards = _read_shards(request, corpus, tokenizer, limit, plan, wanted)
+        shards = _read_shards(work.request, work.corpus, tokenizer, work.limit, work.plan, set(numbers))
         coming = reading.submit(next, shards, None)
         while (read := coming.result()) is not None:
             coming = reading.submit(next, shards, None)
             number, pieces = read
-            scores = teacher.score([tokens for _, tokens in pieces], _given(request, corpus, pieces))
-            rows = [Row(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
-            for at, row in enumerate(rows):
-                check_scores(row, f"{corpus.name}, row {at} of shard {number}")
-            while len(written) > 1:
-                written.popleft().result()
-            written.append(writing.submit(writer.write, number, rows))
-            progress.advance(plan.shards[number].tokens)
-        for last in written:
-            last.result()
+            rows = _scored(work, teacher, number, pieces)
+            while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
+                last, entry = written.popleft()
+                yield last, entry.result()
+            written.append((number, writing.submit(put_shard, folder, work.header, number, rows)))
+        for last, entry in written:
+            yield last, entry.result()
 
 
-def _given(
-    request: CacheRequest, corpus: Corpus, pieces: list[tuple[Document, Sequence]]
-) -> list[NDArray[np.int32]] | None:
+def _scored(work: Work, teacher: Teacher, number: int, pieces: list[tuple[Document, Sequence]]) -> list[Row]:
+    """Score the documents of a shard.
+
+    Raises:
+        XtkError: what the teacher says of one of them is no distribution.
+    """
+    scores = teacher.score([tokens for _, tokens in pieces], _given(work, pieces))
+    where = f"{work.corpus.name}, shard {number}"
+    if len(scores) != len(pieces):
+        raise XtkError(
+            f"the teacher was asked for {len(pieces)} documents and answered for {len(scores)}",
+            where=where,
+            hint="this is a mistake of the backend: another --backend",
+        )
+    rows = [Row(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
+    for at, row in enumerate(rows):
+        check_scores(row, f"{where}, row {at}", width=teacher.width, support=work.request.support)
+    return rows
+
+
+def _given(work: Work, pieces: list[tuple[Document, Sequence]]) -> list[NDArray[np.int32]] | None:
     """Return the ids that the data names at each trained token, for `--support given`."""
-    if request.support.kind != "given":
+    if work.request.support.kind != "given":
         return None
     if any(document.given_ids is None for document, _ in pieces):
         raise XtkError(
             "a document names no ids",
-            where=corpus.name,
+            where=work.corpus.name,
             hint="--support given takes them from a column: a list of ids for each trained token, in given_ids",
         )
     return [
@@ -247,26 +379,6 @@ def _given(
         for document, tokens in pieces
         if document.given_ids is not None
     ]
-
-
-def check_scores(row: Row, where: str) -> None:
-    """Refuse what is no distribution, so that no bad row ever gets into a cache.
-
-    Raises:
-        XtkError: tells what is wrong with it.
-    """
-    scores = row.scores
-    wrong = None
-    if not np.array_equal(scores.positions, np.flatnonzero(row.tokens.trained)):
-        wrong = "the teacher did not score all of the trained tokens"
-    elif any(
-        np.isnan(values).any() for values in (scores.logprobs, scores.realised_logprobs, scores.tail_mass)
-    ) or not (np.isfinite(scores.entropy).all()):
-        wrong = "the teacher gives log-probabilities that are no numbers"
-    elif (scores.logprobs > LOGPROB_TOLERANCE).any() or (scores.realised_logprobs > LOGPROB_TOLERANCE).any():
-        wrong = "the teacher gives log-probabilities above 0"
-    if wrong:
-        raise XtkError(wrong, where=where, hint="another --dtype: float16 overflows in models trained in bfloat16")
 
 
 def _read_shards(

@@ -77,7 +77,7 @@ def forecast(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
         "shards": len(plan.shards),
         "bytes": round(bytes_per_position * plan.positions),
         "bytes_per_position": round(bytes_per_position, 1),
-        "seconds": round(plan.tokens / rate, 1),
+        "seconds": round(plan.tokens / rate, 3),
         "tokens_per_second": round(rate, 1),
         "memory_bytes": _peak_memory(),
         "device_memory_bytes": _peak_memory_of_device(),
