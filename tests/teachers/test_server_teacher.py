@@ -105,7 +105,7 @@ def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair,
     started = time.monotonic()
     with pytest.raises(XtkError) as caught:
         teacher.score([document for document in documents if len(document) > 3][:3])
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert proxy.url in str(caught.value)
     assert "a document of" in str(caught.value)
     assert "that begins '" in str(caught.value)
@@ -113,7 +113,7 @@ def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair,
 
 @pytest.mark.parametrize("kind", ["500", "hang", "close", "nan"])
 def test_another_server_takes_over(pair, proxy, other, documents, clean, kind):
-    patience = Patience(attempts=8, seconds=30, answer=1.5, first_pause=0.02, longest_pause=0.1)
+    patience = Patience(attempts=8, seconds=60, answer=4, first_pause=0.02, longest_pause=0.1)
     teacher = ServerTeacher(request_of(pair.teacher, [proxy.url, other.url], patience=patience))
     proxy.trouble(kind, -1, after=2)
     some = documents[:12]

@@ -24,6 +24,7 @@ from xtk.teachers.heads import (
     Heads,
     ids_wanted,
     nothing,
+    refuse_longer,
     refuse_other_supports,
     scores_of_heads,
     tokens_read,
