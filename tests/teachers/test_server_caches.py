@@ -18,7 +18,7 @@ from xtk.teachers.caching import CacheRequest, cache_teacher
 from xtk.teachers.endpoints import Patience
 from xtk.tokens.signal import Support
 
-HASTY = Patience(attempts=3, seconds=20, answer=5, first_pause=0.02, longest_pause=0.1)
+HASTY = Patience(attempts=3, seconds=300, answer=60, first_pause=0.02, longest_pause=0.1)
 
 
 def request_of(pair: Pair, backend: str, *servers: str, **changed: Any) -> CacheRequest:
@@ -57,7 +57,7 @@ def test_a_run_that_a_server_ends_goes_on_with_another_one(pair, corpus, tmp_pat
     with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as model:
         cache_teacher(request_of(pair, "server", model.url), texts, tmp_path / "undisturbed")
         with served(get_in_the_way, model.url) as proxy:
-            patience = Patience(attempts=2, answer=4, first_pause=0.01, longest_pause=0.05)
+            patience = Patience(attempts=2, answer=4 if kind == "hang" else 60, first_pause=0.01, longest_pause=0.05)
             request = request_of(pair, "server", proxy.url)
             request.backend_options["patience"] = patience
             proxy.trouble(kind, -1, after=15)

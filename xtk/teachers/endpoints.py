@@ -204,9 +204,20 @@ class Endpoints:
             )
 
     def _freest(self, failed: Endpoint | None) -> Endpoint:
-        """Return the server that rests least; of those that do not, another one than failed, with the least to do."""
+        """Return the server that rests least; of those that do not, another one than failed, with the least to do.
+
+        One that failed last time gets one request at a time, while there is another one.
+        """
         now = asyncio.get_running_loop().time()
-        return min(self.endpoints, key=lambda one: (max(0.0, one.rests_until - now), one is failed, one.running))
+        return min(
+            self.endpoints,
+            key=lambda one: (
+                max(0.0, one.rests_until - now),
+                one is failed,
+                one.failures > 0 and one.running > 0,
+                one.running,
+            ),
+        )
 
     async def _attempt(
         self, endpoint: Endpoint, path: str, question: dict[str, Any] | None, read: Callable[[Any], T]

@@ -22,7 +22,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 from .conftest import CONTEXT, MOST
 
-HASTY = Patience(attempts=5, seconds=60, answer=20, connect=5, first_pause=0.02, longest_pause=0.1)
+HASTY = Patience(attempts=5, seconds=600, answer=120, connect=20, first_pause=0.02, longest_pause=0.1)
 
 
 def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherRequest:
