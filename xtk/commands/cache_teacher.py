@@ -62,7 +62,29 @@ def cache_teacher(
             metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
-    backend: Annotated[str, typer.Option(help="Who runs the teacher.", metavar="[transformers]")] = "transformers",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Who runs the teacher: transformers in this process; vLLM in this process; a server of vLLM. "
+            "vLLM gives top-k, top-p and none.",
+            metavar="[transformers|vllm|server]",
+        ),
+    ] = "transformers",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4.", metavar="NAME=VALUE"
+        ),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it.", metavar="URL"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)
+    ] = 32,
     long_documents: Annotated[
         str,
         typer.Option(
@@ -125,7 +147,7 @@ def cache_teacher(
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     corpus = Corpus(data, columns_option(columns))
-    folder = local_folder(teacher, weights=True)
+    folder = local_folder(teacher, weights=backend != "server")
 
     from xtk.models.causal_lm import DTYPES
     from xtk.teachers.caching import Share
@@ -148,6 +170,7 @@ def cache_teacher(
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
+        backend_options=_backend_options(backend, engine or [], server or [], concurrency),
     )
     if plan:
         from xtk.teachers.forecast import forecast
@@ -157,6 +180,25 @@ def cache_teacher(
     figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
     if figures is not None:  # a path is printed once it leads to a finished cache
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _backend_options(backend: str, engine: list[str], servers: list[str], concurrency: int) -> dict[str, Any]:
+    """Return what only the backend knows.
+
+    Raises:
+        XtkError: an option of another backend.
+    """
+    from xtk.errors import XtkError
+
+    if engine and backend != "vllm":
+        raise XtkError(f"--engine is for --backend vllm, not {backend}")
+    if servers and backend != "server":
+        raise XtkError(f"--server is for --backend server, not {backend}")
+    if backend == "vllm":
+        from xtk.teachers.vllm import engine_options
+
+        return {"engine": engine_options(engine)}
+    return {"servers": servers, "concurrency": concurrency} if backend == "server" else {}
 
 
 def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:

@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,8 @@ def cache_teacher(
     dealing = dealing_of(request)
     plan = make_plan(dealing, corpus, tokenizer)
     ranks = ranks_for(request, tokenizer, plan)
-    work = Work(request, corpus, place, dealing, plan, cache_header(request, tokenizer, plan, ranks), ranks)
+    opening = replace(request, backend_options={**request.backend_options, "longest": plan.longest})
+    work = Work(opening, corpus, place, dealing, plan, cache_header(request, tokenizer, plan, ranks), ranks)
     folder = folder_at(place)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_held(folder, share))

@@ -71,6 +71,7 @@ class Plan:
         positions: those of them that are trained.
         fingerprint: of the documents.
         too_long: documents that are longer than the teacher reads.
+        longest: tokens of the longest row.
     """
 
     shard_tokens: int
@@ -82,6 +83,7 @@ class Plan:
     positions: int = 0
     fingerprint: str = ""
     too_long: int = 0
+    longest: int = 0
 
     def add(self, document: int, piece: int, sequence: Sequence) -> None:
         """Deal the next piece to a shard: as many as fit its tokens, at least one."""
@@ -94,6 +96,7 @@ class Plan:
         np.add.at(self.counts, sequence.ids, 1)
         self.pieces += 1
         self.tokens += size
+        self.longest = max(self.longest, size)
         self.positions += int(sequence.trained.sum())
 
 
