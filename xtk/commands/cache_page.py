@@ -31,7 +31,8 @@ STYLE = """
 body { margin: 2rem auto; max-width: 66rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
   font: 1rem/1.45 system-ui, sans-serif; }
 table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid var(--line); text-align: start; font-weight: normal; }
+th, td { padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid var(--line); text-align: start; }
+th { font-weight: normal; }
 td { text-align: end; font-variant-numeric: tabular-nums; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.5rem 2rem; }
 figure { margin: 0; } figcaption { font-weight: 600; } figcaption small { font-weight: normal; color: var(--faint); }
@@ -133,7 +134,8 @@ def _histogram(title: str, values: NDArray[Any], unit: str) -> str:
     step, top = WIDTH / len(counts), max(int(counts.max(initial=1)), 1)
     bars = "".join(
         f'<rect x="{at * step + 0.5:.1f}" y="{HEIGHT - HEIGHT * count / top:.1f}" width="{max(step - 1, 0.5):.1f}" '
-        f'height="{HEIGHT * count / top:.1f}"><title>{_edge(edges[at])} to {_edge(edges[at + 1])}: {count:,}</title></rect>'
+        f'height="{HEIGHT * count / top:.1f}">'
+        f"<title>{_edge(edges[at])} to {_edge(edges[at + 1])}: {count:,}</title></rect>"
         for at, count in enumerate(counts.tolist())
     )
     mean = f"mean {_edge(float(values.mean()))}" if len(values) else "none"
