@@ -28,7 +28,7 @@ from test_teacher_cache import HEADER, row_of
 from xtk.artifacts.folders import LocalFolder, folder_at
 from xtk.artifacts.merging import merge_caches
 from xtk.artifacts.shard import Shard, write_shard
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, _entry, read_manifest, write_manifest
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, _entry, file_of, read_manifest, write_manifest
 from xtk.tokens.document import Document
 
 POSITIONS = 1e12
@@ -70,12 +70,12 @@ def make_caches(folder: Path, shards: int) -> list[str]:
         place = folder / f"{number:04d}"
         place.mkdir(parents=True)
         header = {**HEADER, "data": {"documents": f"sha256:{number}", "rows": ROWS * shards}}
-        first = place / CacheWriter.file_of(0)
+        first = place / file_of(0)
         write_shard(first, header, rows)
         entry = _entry(first.name, Shard(first))
         for other in range(1, shards):
-            os.link(first, place / CacheWriter.file_of(other))
-        entries = [{**entry, "file": CacheWriter.file_of(other)} for other in range(shards)]
+            os.link(first, place / file_of(other))
+        entries = [{**entry, "file": file_of(other)} for other in range(shards)]
         write_manifest(LocalFolder(place), {"header": header, "shards": entries})
         places.append(str(place))
     return places
@@ -107,7 +107,7 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     unfinished.mkdir()
     header = {**HEADER, "data": {"documents": "sha256:0", "rows": ROWS * shards}}
     for number in range(total - 1):
-        os.link(Path(places[0]) / CacheWriter.file_of(0), unfinished / CacheWriter.file_of(number))
+        os.link(Path(places[0]) / file_of(0), unfinished / file_of(number))
     writer = measure("resuming a writer", lambda: CacheWriter(LocalFolder(unfinished), header, total))
     draw = np.random.default_rng(0)
     writer.write(total - 1, [row_of(Document.of_text("the last row"), 4, draw)])

@@ -17,7 +17,8 @@ import writers
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Damaged, XtkError
-from xtk.teachers.caching import CacheRequest, Share, cache_teacher
+from xtk.teachers.caching import Share, cache_teacher
+from xtk.teachers.request import CacheRequest
 from xtk.tokens.signal import Support
 
 OPTIONS = ("--top-k", 16, "--shard-tokens", 400)  # those of the fixture `cache`

@@ -14,7 +14,8 @@ from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.teachers import BACKENDS
-from xtk.teachers.caching import CacheRequest, cache_teacher
+from xtk.teachers.caching import cache_teacher
+from xtk.teachers.request import CacheRequest
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.signal import Scores, Support
 
