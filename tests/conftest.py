@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,16 +24,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 command_line.start_fork_server()
 
+Pair = material.Pair
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
 run_xtk = command_line.run_xtk
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A student and a teacher with different tokenizers."""
-
-    student: Path
-    teacher: Path
 
 
 @pytest.fixture(scope="session")

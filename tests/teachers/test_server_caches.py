@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Pair
+from material import Pair
 from processes_that_serve import answer_as_vllm, get_in_the_way, served
 
 from xtk.artifacts.corpus import Corpus

@@ -12,7 +12,7 @@ from pathlib import Path
 import material
 import numpy as np
 import pytest
-from conftest import Pair
+from material import Pair
 from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 

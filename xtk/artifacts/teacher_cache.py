@@ -115,7 +115,9 @@ class CacheWriter:
     def _entry_of_other(self, number: int) -> dict[str, Any]:
         shard = self._open(number)
         for row in shard.damaged_rows():
-            raise _altered_row(shard, row)
+            wrong = _altered_row(shard, row)
+            hint = f"remove {self.folder.path_of(file_of(number))} and run the same command again; the others are kept"
+            raise Damaged(wrong.what, where=wrong.where, hint=hint)
         return _entry(file_of(number), shard)
 
     def _open(self, number: int) -> Shard:

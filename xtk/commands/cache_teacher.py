@@ -47,7 +47,9 @@ def cache_teacher(
             metavar="[top-k|top-p|sample|top-k+sample|given|none]",
         ),
     ] = "top-k",
-    top_k: Annotated[int, typer.Option(help="Likeliest tokens kept; 0: 64, or 16 beside draws.")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Likeliest tokens kept; 64 if left out, 16 beside draws.", show_default=False)
+    ] = None,
     top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
     draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
     draw_sets: Annotated[

@@ -127,6 +127,8 @@ def cache_teacher(
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.longest})
     work = Work(opening, corpus, place, dealing, plan, cache_header(request, tokenizer, plan, ranks), ranks)
     folder = folder_at(place)
+    if not force and (finished := finished_cache(folder, work.header)):
+        return totals(finished)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_held(folder, share))
         fill: Fill | None = None

@@ -223,7 +223,7 @@ def _within(
     elif document.undivided:
         if long_documents == "split":
             raise XtkError(
-                f"a document is longer than the teacher reads; {document.undivided}",
+                f"a document is longer than the teacher reads, and is not split: {document.undivided}",
                 hint="--long-documents truncate or skip",
             )
         if long_documents != "skip":

@@ -31,6 +31,8 @@ def main(pipe: Connection) -> None:
             raise
         pipe.send(mendable)
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what libraries do at the end is not to be interrupted by Python
 
 
 def _write_shards(pipe: Connection, work: Any) -> None:
