@@ -21,6 +21,10 @@ KIND, REALISED, COUNT, FLOOR, TAIL, ENTROPY, GAP, LEVEL, DRAWN_GAP, DRAWN_COUNT 
 FAVOURITE_COUNT, FAVOURITE_GAP, FAVOURITE_LEVEL = range(3)
 FAVOURITE_FAMILIES = [1, GAPS, 1]
 
+TOKEN, LENGTH = range(2)
+AFTER = 48  # after a token: the class of its rank, or the last of these
+TOKEN_FAMILIES = [AFTER, 1]
+
 
 def signal_families(kinds: int) -> list[int]:
     """Return how many contexts each family of a signal has.

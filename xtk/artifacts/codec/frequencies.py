@@ -5,6 +5,8 @@ Made from counts, kept in a shard as bits, and spread out into slots for reading
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +15,8 @@ from xtk.errors import Damaged
 
 SCALE_BITS = 10
 SCALE = 1 << SCALE_BITS
-NOTHING_COMES = -(1 << 31)  # in place of a slot: symbol 0, and a sign that something is wrong
+SYMBOL_BITS = SYMBOLS.bit_length() - 1
+NEVER_COMES = -(1 << 31)
 
 
 def frequencies_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -56,7 +59,7 @@ def pack_frequencies(frequencies: NDArray[np.int64]) -> bytes:
     return np.packbits(flat, bitorder="little").tobytes()
 
 
-def unpack_frequencies(packed: bytes, contexts: int) -> NDArray[np.int64]:
+def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.int64]:
     """Return int64 [contexts, SYMBOLS].
 
     Raises:
@@ -87,23 +90,31 @@ def unpack_frequencies(packed: bytes, contexts: int) -> NDArray[np.int64]:
     return frequencies
 
 
-def slots_of(frequencies: NDArray[np.int64], following: NDArray[np.int64] | None = None) -> NDArray[np.int32]:
-    """Return what the decoder looks up: for each context, the symbols of `SCALE` slots.
+class Slots(NamedTuple):
+    """What the decoder looks up, small enough to lie near the processor.
+
+    Attributes:
+        symbols: uint8 [contexts * SCALE]: for each context, whose symbol each of `SCALE` slots is.
+        symbol_facts: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency minus 1 (10 bits), its
+            first slot (10), the state of gaps that follows it (5); NEVER_COMES if it does not.
+    """
+
+    symbols: NDArray[np.uint8]
+    symbol_facts: NDArray[np.int32]
+
+
+def slots_of(frequencies: NDArray[np.int64], following: NDArray[np.int64]) -> Slots:
+    """Return frequencies as slots.
 
     Args:
         frequencies: [contexts, SYMBOLS].
-        following: [contexts, SYMBOLS], five bits that are to lie beside the symbol.
-
-    Returns:
-        int32 [contexts, SCALE]: from the lowest bit on, the symbol's frequency minus 1 (10 bits), the place of the
-        slot among those of the symbol (10), the symbol (6), the five bits; NOTHING_COMES where nothing does.
+        following: [contexts, SYMBOLS], the state of gaps that follows each symbol.
     """
-    slots = np.full((len(frequencies), SCALE), NOTHING_COMES, np.int32)
-    for context in np.flatnonzero(frequencies.sum(1)):
-        row = frequencies[context]
-        symbol = np.repeat(np.arange(SYMBOLS), row)
-        place = np.arange(SCALE) - (np.cumsum(row) - row)[symbol]
-        slots[context] = (row[symbol] - 1) | place << 10 | symbol << 20
-        if following is not None:
-            slots[context] |= (following[context][symbol] << 26).astype(np.int32)
-    return slots
+    symbols = np.full((len(frequencies), SCALE), SYMBOLS - 1, np.uint8)
+    facts = np.full(frequencies.shape, NEVER_COMES, np.int64)
+    first = np.cumsum(frequencies, 1) - frequencies
+    comes = frequencies > 0
+    facts[comes] = (frequencies - 1 | first << SCALE_BITS | following << 2 * SCALE_BITS)[comes]
+    for context in np.flatnonzero(comes.any(1)):
+        symbols[context] = np.repeat(np.arange(SYMBOLS, dtype=np.uint8), frequencies[context])
+    return Slots(symbols.ravel(), facts.astype(np.int32).ravel())

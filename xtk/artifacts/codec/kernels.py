@@ -15,7 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec import contexts
-from xtk.artifacts.codec.frequencies import SCALE_BITS
+from xtk.artifacts.codec.frequencies import SCALE_BITS, SYMBOL_BITS, Slots
 from xtk.artifacts.codec.grids import LEVEL_COUNT
 from xtk.artifacts.codec.numbers import DIRECT, FIRST, OTHER_SPECIAL, RAW_BITS, SPECIAL
 
@@ -24,12 +24,14 @@ STATE_BITS, WORD_BITS = 63, 32
 LOWEST = 1 << STATE_BITS - WORD_BITS  # a state below takes in another word
 WORD_MASK = (1 << WORD_BITS) - 1
 Index = np.uint64
+ONE = Index(1)
 
 KIND, REALISED, COUNT, FLOOR, TAIL = contexts.KIND, contexts.REALISED, contexts.COUNT, contexts.FLOOR, contexts.TAIL
 ENTROPY, GAP, LEVEL = contexts.ENTROPY, contexts.GAP, contexts.LEVEL
 DRAWN_GAP, DRAWN_COUNT = contexts.DRAWN_GAP, contexts.DRAWN_COUNT
 FAVOURITE_COUNT, FAVOURITE_GAP = contexts.FAVOURITE_COUNT, contexts.FAVOURITE_GAP
 FAVOURITE_LEVEL = contexts.FAVOURITE_LEVEL
+TOKEN, LENGTH, AFTER = contexts.TOKEN, contexts.LENGTH, contexts.AFTER
 ODDS, TAILS, LEVELS, GAP_STATES = contexts.ODDS, contexts.TAILS, contexts.LEVELS, contexts.GAP_STATES
 NEXT_GAP_STATE = contexts.next_gap_states()
 
@@ -43,7 +45,7 @@ ID_MASK = (1 << ID_BITS) - 1
 
 NOBODYS = LEVELS - 1 << ID_BITS  # the class of an id that is no favourite
 
-NOT_A_NUMBER, NOTHING = -1, -100  # of `take_number`: -1 - symbol, and where no symbol comes
+NOT_A_NUMBER, NOTHING = -1, -100  # of `take_number`: -1 - symbol, and where a symbol never comes
 CERTAIN_ODDS, IMPOSSIBLE_ODDS = 1 << 40, -(1 << 40)  # of a realised token of probability 1 and 0
 
 
@@ -123,33 +125,28 @@ def start(words: NDArray[np.uint32]) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def take(
-    slots: NDArray[np.int32], context: int, state: int, words: NDArray[np.uint32], left: int
-) -> tuple[int, int, int]:
-    """Return a slot, whose symbol is the next one, the state after it, and how many words are left.
+def take(slots: Slots, context: int, state: int, words: NDArray[np.uint32], left: int) -> tuple[int, int, int]:
+    """Return the next symbol, the state after it, and how many words are left.
 
-    Nothing is ever read from before the first word: a stream that was altered ends in zeros.
+    A symbol that never comes is NOTHING. Nothing is ever read from before the first word: a stream that was altered
+    ends in zeros.
     """
-    slot = np.int64(slots[Index(context << SCALE_BITS | state & SLOT_MASK)])
-    state = ((slot & SLOT_MASK) + 1) * (state >> SCALE_BITS) + (slot >> SCALE_BITS & SLOT_MASK)
+    place = state & SLOT_MASK
+    symbol = np.int64(slots.symbols[Index(context << SCALE_BITS | place)])
+    facts = np.int64(slots.symbol_facts[Index(context << SYMBOL_BITS | symbol)])
+    state = ((facts & SLOT_MASK) + 1) * (state >> SCALE_BITS) + place - (facts >> SCALE_BITS & SLOT_MASK)
     if state < LOWEST and left > 0:
         left -= 1
         state = state << WORD_BITS | np.int64(words[Index(left)])
-    return slot, state, left
+    return symbol if facts >= 0 else NOTHING, state, left
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def take_number(
-    slots: NDArray[np.int32], context: int, state: int, words: NDArray[np.uint32], left: int
-) -> tuple[int, int, int]:
-    """Return the next number, the state after it, and how many words are left.
+def take_raw(symbol: int, state: int, words: NDArray[np.uint32], left: int) -> tuple[int, int, int]:
+    """Return the number that a symbol of a class and the raw bits after it make, as `take` does.
 
-    A symbol that stands for no number gives NOT_A_NUMBER - symbol, a context in which nothing comes NOTHING.
+    A symbol that stands for no number gives NOT_A_NUMBER - symbol, and NOTHING gives NOTHING.
     """
-    slot, state, left = take(slots, context, state, words, left)
-    if slot < 0:
-        return NOTHING, state, left
-    symbol = slot >> 20 & 63
     if symbol < DIRECT:
         return symbol, state, left
     if symbol >= SPECIAL:
@@ -161,6 +158,13 @@ def take_number(
         left -= 1
         state = state << WORD_BITS | np.int64(words[Index(left)])
     return number, state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def take_number(slots: Slots, context: int, state: int, words: NDArray[np.uint32], left: int) -> tuple[int, int, int]:
+    """Return the next number, the state after it, and how many words are left; see `take_raw`."""
+    symbol, state, left = take(slots, context, state, words, left)
+    return take_raw(symbol, state, words, left)
 
 
 # ----------------------------------------------------------------------------------------------------- the realised token
@@ -224,22 +228,20 @@ def context_of_tail(level: int) -> int:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def exact_records(
+def position_records(
     starts: NDArray[np.int64],
     kinds: NDArray[np.int64],
     odds: NDArray[np.int64],
     entropies: NDArray[np.float64],
     tails: NDArray[np.int64],
     offsets: NDArray[np.int64],
-    ranks: NDArray[np.int64],
-    classes: NDArray[np.int64],
     levels: NDArray[np.int64],
     grid: NDArray[np.float64],
     steps: tuple[float, float, int],
-    ids_out: NDArray[np.int64],
-    levels_out: NDArray[np.int64],
-) -> tuple[int, int]:
-    """Turn what is exact of a document into the records of its two first streams; return how many each has.
+    floors: NDArray[np.int64],
+    out: NDArray[np.int64],
+) -> int:
+    """Turn what stands before the entries of a document's positions into records; return how many they are.
 
     Args:
         starts: of the families of contexts.
@@ -248,50 +250,73 @@ def exact_records(
         entropies: [P], nats.
         tails: [P], levels of the mass outside; LEVEL_COUNT: none.
         offsets: [P + 1] of the entries, those of realised tokens left out.
-        ranks: [E], rising within a position, among the ids of its kind.
-        classes: [E], of ids, the contexts of their levels.
         levels: [E].
-        grid: [3, LEVEL_COUNT + 1]: log-probability, probability, and their product, of each level.
+        grid: [3, 2 LEVEL_COUNT]: log-probability, probability, and their product, of each level.
         steps: of odds, of entropy; how many of odds are a nat.
-        ids_out: [6 P + E], filled with the records of the first stream.
-        levels_out: [E], with those of the second.
+        floors: [P], filled: the lowest finite level of the entries of each; -1: none.
+        out: [6 P], filled.
     """
     odds_step, entropy_step, per_nat = steps
-    kind = size = entries = 0
+    kind = size = 0
     for position in range(len(kinds)):
-        size = put_symbol(ids_out, size, starts[KIND] + kind, kinds[position])
+        size = put_symbol(out, size, starts[KIND] + kind, kinds[position])
         kind = kinds[position]
         chance = context_of_odds(odds[position], per_nat)
-        own, others = logs_of_odds(odds[position], odds_step)
-        size = put_odds(ids_out, size, starts[REALISED], odds[position])
+        size = put_odds(out, size, starts[REALISED], odds[position])
         first, stop = offsets[position], offsets[position + 1]
-        size = put(ids_out, size, starts[COUNT] + chance, stop - first)
+        size = put(out, size, starts[COUNT] + chance, stop - first)
         if first == stop:
-            size = put(ids_out, size, starts[ENTROPY] + chance, round(entropies[position] / entropy_step))
+            floors[position] = -1
+            size = put(out, size, starts[ENTROPY] + chance, round(entropies[position] / entropy_step))
             continue
-        floor = -1
+        floor, tail = -1, tails[position]
         mass = products = 0.0
         for entry in range(first, stop):
             mass += grid[1, levels[entry]]
             products += grid[2, levels[entry]]
             if levels[entry] < LEVEL_COUNT:
                 floor = max(floor, levels[entry])
-        tail = tails[position]
+        floors[position] = floor
+        own, others = logs_of_odds(odds[position], odds_step)
         _, _, entropy = shared(others, mass, products, grid[1, tail], grid[2, tail])
-        size = put_or_special(ids_out, size, starts[FLOOR] + kind, floor, floor < 0)
-        size = put_or_special(ids_out, size, starts[TAIL] + context_of_tail(max(floor, 0)), tail, tail == LEVEL_COUNT)
+        size = put_or_special(out, size, starts[FLOOR] + kind, floor, floor < 0)
+        size = put_or_special(out, size, starts[TAIL] + context_of_tail(max(floor, 0)), tail, tail == LEVEL_COUNT)
         rest = round((entropies[position] - entropy - entropy_of(own)) / entropy_step)
         context = starts[ENTROPY] + ODDS + context_of_tail(tail)
-        size = put(ids_out, size, context, 2 * rest if rest >= 0 else -2 * rest - 1)
+        size = put(out, size, context, 2 * rest if rest >= 0 else -2 * rest - 1)
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def entry_records(
+    starts: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    floors: NDArray[np.int64],
+    ranks: NDArray[np.int64],
+    classes: NDArray[np.int64],
+    levels: NDArray[np.int64],
+    ids_out: NDArray[np.int64],
+    levels_out: NDArray[np.int64],
+) -> None:
+    """Turn the entries of a document into records: of their ids, and of their levels.
+
+    Args:
+        starts: of the families of contexts.
+        offsets: [P + 1].
+        floors: [P].
+        ranks: [E], rising within a position, among the ids of its kind.
+        classes: [E], of ids, the contexts of their levels.
+        levels: [E].
+        ids_out, levels_out: [E] each, filled.
+    """
+    for position in range(len(floors)):
         place = gap_state = 0
-        for entry in range(first, stop):
-            gap = ranks[entry] - place
-            size = put(ids_out, size, starts[GAP] + gap_state, gap)
-            gap_state = NEXT_GAP_STATE[gap_state, ids_out[size - 1] & 63]
+        for entry in range(offsets[position], offsets[position + 1]):
+            put(ids_out, entry, starts[GAP] + gap_state, ranks[entry] - place)
+            gap_state = NEXT_GAP_STATE[gap_state, ids_out[entry] & 63]
             place = ranks[entry] + 1
-            context = starts[LEVEL] + classes[entry]
-            entries = put_or_special(levels_out, entries, context, floor - levels[entry], levels[entry] == LEVEL_COUNT)
-    return size, entries
+            level = levels[entry]
+            put_or_special(levels_out, entry, starts[LEVEL] + classes[entry], floors[position] - level, level == LEVEL_COUNT)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -315,129 +340,210 @@ def entropy_of(logprob: float) -> float:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def read_head(
-    slots: NDArray[np.int32],
-    starts: NDArray[np.int64],
-    kind: int,
-    per_nat: int,
-    state: int,
+def read_positions(
     words: NDArray[np.uint32],
-    left: int,
-) -> tuple[int, int, int, int, int, int, int, int]:
-    """Read what stands before the entries of a position.
+    slots: Slots,
+    starts: NDArray[np.int64],
+    per_nat: int,
+    most: int,
+    offsets: NDArray[np.int64],
+    found: NDArray[np.int64],
+) -> bool:
+    """Read the first stream of a document, and say whether it is whole.
 
     Args:
+        words: the stream.
         slots: of all contexts.
         starts: of the families of contexts.
-        kind: of the position before.
         per_nat: steps of odds.
-        state, words, left: of the stream.
-
-    Returns:
-        The kind, -1 in a stream that was altered; odds, count, floor (-1: none), level of the tail, number of the
-        entropy; the state after it, and the words that are left.
+        most: E, how many entries there can be, realised tokens among them.
+        offsets: [P + 1], filled, with a place for the realised token in front of the entries of each position.
+        found: [5, P], filled: kind, odds, floor (-1: none), level of the tail, number of the entropy.
     """
-    slot, state, left = take(slots, starts[KIND] + kind, state, words, left)
-    kind = slot >> 20 & 63
-    code, state, left = take_number(slots, starts[REALISED], state, words, left)
-    odds = code >> 1 ^ -(code & 1)
-    if code < 0:
-        odds = CERTAIN_ODDS if code == NOT_A_NUMBER - OTHER_SPECIAL else IMPOSSIBLE_ODDS
-    if slot < 0 or kind >= starts[KIND + 1] or code == NOTHING:
-        return -1, 0, 0, 0, 0, 0, state, left
-    chance = context_of_odds(odds, per_nat)
-    count, state, left = take_number(slots, starts[COUNT] + chance, state, words, left)
-    if count <= 0:
-        entropy, state, left = take_number(slots, starts[ENTROPY] + chance, state, words, left)
-        return kind if count == 0 and entropy >= 0 else -1, odds, count, -1, LEVEL_COUNT, entropy, state, left
-    floor, state, left = take_number(slots, starts[FLOOR] + kind, state, words, left)
-    tail, state, left = take_number(slots, starts[TAIL] + context_of_tail(max(floor, 0)), state, words, left)
-    if floor == NOTHING or floor >= LEVEL_COUNT or tail == NOTHING or tail >= LEVEL_COUNT:
-        return -1, 0, 0, 0, 0, 0, state, left
-    tail = LEVEL_COUNT if tail < 0 else tail
-    entropy, state, left = take_number(slots, starts[ENTROPY] + ODDS + context_of_tail(tail), state, words, left)
-    return kind if entropy >= 0 else -1, odds, count, max(floor, -1), tail, entropy, state, left
+    state, left = start(words)
+    kind = 0
+    for position in range(len(offsets) - 1):
+        kind, state, left = take(slots, starts[KIND] + kind, state, words, left)
+        if kind < 0 or kind >= starts[KIND + 1]:
+            return False
+        code, state, left = take_number(slots, starts[REALISED], state, words, left)
+        odds = code >> 1 ^ -(code & 1)
+        if code < 0:
+            odds = CERTAIN_ODDS if code == NOT_A_NUMBER - OTHER_SPECIAL else IMPOSSIBLE_ODDS
+        if code == NOTHING:
+            return False
+        chance = context_of_odds(odds, per_nat)
+        count, state, left = take_number(slots, starts[COUNT] + chance, state, words, left)
+        floor, tail = -1, LEVEL_COUNT
+        context = starts[ENTROPY] + chance
+        if count > 0:
+            floor, state, left = take_number(slots, starts[FLOOR] + kind, state, words, left)
+            tail, state, left = take_number(slots, starts[TAIL] + context_of_tail(max(floor, 0)), state, words, left)
+            if floor == NOTHING or floor >= LEVEL_COUNT or tail == NOTHING or tail >= LEVEL_COUNT:
+                return False
+            floor, tail = max(floor, -1), tail if tail >= 0 else LEVEL_COUNT
+            context = starts[ENTROPY] + ODDS + context_of_tail(tail)
+        entropy, state, left = take_number(slots, context, state, words, left)
+        if count < 0 or entropy < 0 or count >= most - offsets[position]:
+            return False
+        offsets[position + 1] = offsets[position] + 1 + count
+        found[0, position], found[1, position], found[2, position] = kind, odds, floor
+        found[3, position], found[4, position] = tail, entropy
+    return state == 0 and left == 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_entries(
-    slots: NDArray[np.int32],
+    words: NDArray[np.uint32],
+    level_words: NDArray[np.uint32],
+    slots: Slots,
     starts: NDArray[np.int64],
     favourites: NDArray[np.int32],
+    favourite_starts: NDArray[np.int64],
     order: NDArray[np.int32],
     grid: NDArray[np.float64],
     values: NDArray[np.float32],
-    floor: int,
+    offsets: NDArray[np.int64],
+    kinds: NDArray[np.int64],
+    floors: NDArray[np.int64],
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
-    id_stream: tuple[int, NDArray[np.uint32], int],
-    level_stream: tuple[int, NDArray[np.uint32], int],
-) -> tuple[int, int, int, int, float, float, bool]:
-    """Read the entries of a position; the arguments are those of `read_exact`, as far as they are of the position.
+    sums: NDArray[np.float64],
+) -> bool:
+    """Read the second and the third stream of a document, and say whether they are whole.
 
-    Returns:
-        State and words left of the first stream, and of the second; the sums of probabilities, and of those times
-        their logarithms; whether all is well.
+    Here is where the time goes, so that `take` and `take_number` are written out: numba counts references to the
+    arrays of a call each time that it is made.
+
+    Args:
+        words: the second stream, in words.
+        level_words: the third.
+        slots: of all contexts.
+        starts: of the families of contexts.
+        favourites: of all kinds, one after the other: id, and class above ID_BITS.
+        favourite_starts: [C + 1], where those of each kind begin.
+        order: [U], ids by rank.
+        grid: [3, 2 LEVEL_COUNT]: log-probability, probability, and their product, of each level.
+        values: [2 LEVEL_COUNT], log-probabilities again.
+        offsets: [P + 1], with a place for the realised token in front of the entries of each position.
+        kinds: [P].
+        floors: [P].
+        ids: [E], filled but for realised tokens.
+        logprobs: [E], likewise, as levels tell them.
+        sums: [2, P], filled: of their probabilities, and of those times their logarithms.
     """
-    state, words, left = id_stream
-    level_state, level_words, level_left = level_stream
-    gaps, mass, products, damaged = starts[GAP], 0.0, 0.0, np.int64(0)
-    rank, context = np.int64(0), gaps
-    for at in range(len(ids)):
-        entry = Index(at)
-        slot, state, left = take(slots, context, state, words, left)
-        damaged |= slot
-        context = gaps + (slot >> 26 & 31)
-        symbol = Index(slot >> 20 & 63)
-        rank += FIRST[symbol]
-        bits = RAW_BITS[symbol]
-        if bits:
-            rank += state & ((1 << bits) - 1)
-            state >>= bits
+    state, left = start(words)
+    level_state, level_left = start(level_words)
+    symbols, facts = slots
+    gaps, classes, known, damaged = starts[GAP], starts[LEVEL], len(order), np.int64(0)
+    for position in range(len(kinds)):
+        first, floor = favourite_starts[kinds[position]], floors[position]
+        listed = favourite_starts[kinds[position] + 1] - first
+        at, stop = Index(offsets[position] + 1), Index(offsets[position + 1])
+        context, rank, mass, products = gaps, np.int64(0), 0.0, 0.0
+        while at < stop:
+            slot = state & SLOT_MASK
+            symbol = np.int64(symbols[Index(context << SCALE_BITS | slot)])
+            fact = np.int64(facts[Index(context << SYMBOL_BITS | symbol)])
+            state = ((fact & SLOT_MASK) + 1) * (state >> SCALE_BITS) + slot - (fact >> SCALE_BITS & SLOT_MASK)
             if state < LOWEST and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
-        if rank < len(favourites):
-            favourite = np.int64(favourites[Index(rank)])
-        elif rank - len(favourites) < len(order):
-            favourite = np.int64(order[Index(rank - len(favourites))]) | NOBODYS
-        else:
-            return state, left, level_state, level_left, mass, products, False
-        rank += 1
-        ids[entry] = favourite & ID_MASK
-        context_of_level = starts[LEVEL] + (favourite >> ID_BITS & (LEVELS - 1))
-        slot, level_state, level_left = take(slots, context_of_level, level_state, level_words, level_left)
-        damaged |= slot
-        level = floor - (slot >> 20 & 63)
-        if slot >> 20 & 63 >= DIRECT:
-            level, level_state, level_left = far_level(floor, slot >> 20 & 63, level_state, level_words, level_left)
-        damaged |= level
-        level &= 2 * LEVEL_COUNT - 1
-        logprobs[entry] = values[Index(level)]
-        mass += grid[1, Index(level)]
-        products += grid[2, Index(level)]
-    return state, left, level_state, level_left, mass, products, damaged >= 0
+            damaged |= fact
+            context = gaps + (fact >> 2 * SCALE_BITS & 31)
+            if symbol < DIRECT:
+                rank += symbol
+            else:
+                bits = RAW_BITS[Index(symbol)]
+                rank += FIRST[Index(symbol)] + (state & ((1 << bits) - 1))
+                state >>= bits
+                if state < LOWEST and left > 0:
+                    left -= 1
+                    state = state << WORD_BITS | np.int64(words[Index(left)])
+            if rank < listed:
+                favourite = np.int64(favourites[Index(first + rank)])
+            elif rank - listed < known:
+                favourite = np.int64(order[Index(rank - listed)]) | NOBODYS
+            else:
+                return False
+            rank += 1
+            ids[at] = favourite & ID_MASK
+            of_level, slot = classes + (favourite >> ID_BITS & (LEVELS - 1)), level_state & SLOT_MASK
+            symbol = np.int64(symbols[Index(of_level << SCALE_BITS | slot)])
+            fact = np.int64(facts[Index(of_level << SYMBOL_BITS | symbol)])
+            level_state = (
+                ((fact & SLOT_MASK) + 1) * (level_state >> SCALE_BITS) + slot - (fact >> SCALE_BITS & SLOT_MASK)
+            )
+            if level_state < LOWEST and level_left > 0:
+                level_left -= 1
+                level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])
+            damaged |= fact
+            level = floor - symbol
+            if symbol >= DIRECT:
+                bits = RAW_BITS[Index(symbol)]
+                level = floor - FIRST[Index(symbol)] - (level_state & ((1 << bits) - 1))
+                level_state >>= bits
+                if level_state < LOWEST and level_left > 0:
+                    level_left -= 1
+                    level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])
+                if symbol >= SPECIAL:
+                    level = LEVEL_COUNT if symbol == SPECIAL else -1
+            damaged |= level
+            level &= 2 * LEVEL_COUNT - 1
+            logprobs[at] = values[Index(level)]
+            mass += grid[1, Index(level)]
+            products += grid[2, Index(level)]
+            at += ONE
+        sums[0, position], sums[1, position] = mass, products
+    return damaged >= 0 and state == 0 and left == 0 and level_state == 0 and level_left == 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def far_level(floor: int, symbol: int, state: int, words: NDArray[np.uint32], left: int) -> tuple[int, int, int]:
-    """Return the level of an entry that is far above the floor, or never comes; the state after it, the words left."""
-    if symbol >= SPECIAL:
-        return LEVEL_COUNT if symbol == SPECIAL else -1, state, left
-    bits = RAW_BITS[symbol]
-    level = floor - FIRST[symbol] - (state & ((1 << bits) - 1))
-    state >>= bits
-    if state < LOWEST and left > 0:
-        left -= 1
-        state = state << WORD_BITS | np.int64(words[Index(left)])
-    return level, state, left
+def finish(
+    realised_ids: NDArray[np.int32],
+    offsets: NDArray[np.int64],
+    found: NDArray[np.int64],
+    sums: NDArray[np.float64],
+    grid: NDArray[np.float64],
+    steps: tuple[float, float, int],
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    of_positions: NDArray[np.float32],
+) -> None:
+    """Put the realised tokens in their places, and make the probabilities of each position add up to 1.
+
+    Args:
+        realised_ids: [P].
+        offsets: [P + 1].
+        found: [5, P], of `read_positions`.
+        sums: [2, P], of `read_entries`.
+        grid: [3, 2 LEVEL_COUNT].
+        steps: of odds, of entropy; how many of odds are a nat.
+        ids: [E], completed.
+        logprobs: [E], completed and changed.
+        of_positions: [3, P], filled: tail mass, log-probability of the realised token, entropy.
+    """
+    odds_step, entropy_step, _ = steps
+    for position in range(len(realised_ids)):
+        own, others = logs_of_odds(found[1, position], odds_step)
+        at, number, tail = offsets[position], found[4, position], found[3, position]
+        ids[at], logprobs[at] = realised_ids[position], own
+        of_positions[1, position] = own
+        if offsets[position + 1] == at + 1:
+            of_positions[0, position], of_positions[2, position] = math.exp(others), number * entropy_step
+            continue
+        shift, mass, entropy = shared(others, sums[0, position], sums[1, position], grid[1, tail], grid[2, tail])
+        rest = (number >> 1 ^ -(number & 1)) * entropy_step
+        of_positions[0, position], of_positions[2, position] = mass, entropy + entropy_of(own) + rest
+        small = np.float32(shift)
+        for entry in range(at + 1, offsets[position + 1]):
+            logprobs[entry] += small
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_exact(
-    id_words: NDArray[np.uint32],
-    level_words: NDArray[np.uint32],
-    slots: NDArray[np.int32],
+    words: tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]],
+    slots: Slots,
     starts: NDArray[np.int64],
     favourites: NDArray[np.int32],
     favourite_starts: NDArray[np.int64],
@@ -446,63 +552,32 @@ def read_exact(
     values: NDArray[np.float32],
     steps: tuple[float, float, int],
     realised_ids: NDArray[np.int32],
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    logprobs: NDArray[np.float32],
-    kinds: NDArray[np.int64],
-    of_positions: NDArray[np.float32],
-) -> bool:
-    """Read the two first streams of a document, and say whether they are whole.
+    entries: int,
+) -> tuple[Any, Any, Any, Any, Any, bool]:
+    """Read what is exact of a document: the three functions above, one after the other.
 
     Args:
-        id_words: the first stream, in words.
-        level_words: the second.
-        slots: of all contexts.
-        starts: of the families of contexts.
-        favourites: of all kinds, one after the other: id, and class above ID_BITS.
-        favourite_starts: [C + 1], where those of each kind begin.
-        order: [U], ids by rank.
-        grid: [3, 2 LEVEL_COUNT]: log-probability, probability, and their product, of each level.
-        values: [2 LEVEL_COUNT], log-probabilities again.
-        steps: of odds, of entropy; how many of odds are a nat.
+        words: the first three streams.
         realised_ids: [P].
-        offsets: [P + 1], filled.
-        ids: [P + E], filled; the realised token first.
-        logprobs: [P + E], filled.
-        kinds: [P], filled.
-        of_positions: [3, P], filled: tail mass, log-probability of the realised token, entropy.
+        entries: E, realised tokens among them.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], kinds int64 [P]; float32 [3, P]: tail mass,
+        log-probability of the realised token, entropy; and whether the streams are whole: the arrays mean nothing
+        otherwise.
     """
-    odds_step, entropy_step, per_nat = steps
-    state, left = start(id_words)
-    level_state, level_left = start(level_words)
-    kind = at = 0
-    for position in range(len(realised_ids)):
-        kind, odds, count, floor, tail, number, state, left = read_head(
-            slots, starts, kind, per_nat, state, id_words, left
-        )
-        if kind < 0 or count >= len(ids) - at:
-            return False
-        own, others = logs_of_odds(odds, odds_step)
-        kinds[position], offsets[position + 1] = kind, at + 1 + count
-        ids[at], logprobs[at] = realised_ids[position], own
-        of_positions[1, position] = own
-        at += 1
-        if count == 0:
-            of_positions[0, position], of_positions[2, position] = math.exp(others), number * entropy_step
-            continue
-        some = logprobs[at : at + count]
-        state, left, level_state, level_left, mass, products, well = read_entries(
-            slots, starts, favourites[favourite_starts[kind] : favourite_starts[kind + 1]], order, grid, values, floor,
-            ids[at : at + count], some, (state, id_words, left), (level_state, level_words, level_left),
-        )  # fmt: skip
-        if not well:
-            return False
-        shift, tail_mass, entropy = shared(others, mass, products, grid[1, tail], grid[2, tail])
-        some += np.float32(shift)
-        rest = (number >> 1 ^ -(number & 1)) * entropy_step
-        of_positions[0, position], of_positions[2, position] = tail_mass, entropy + entropy_of(own) + rest
-        at += count
-    return at == len(ids) and state == 0 and left == 0 and level_state == 0 and level_left == 0
+    size = len(realised_ids)
+    offsets, found = np.zeros(size + 1, np.int64), np.empty((5, size), np.int64)
+    ids, logprobs = np.empty(entries, np.int32), np.empty(entries, np.float32)
+    sums, of_positions = np.empty((2, size), np.float64), np.empty((3, size), np.float32)
+    whole = read_positions(words[0], slots, starts, steps[2], entries, offsets, found) and offsets[size] == entries
+    whole = whole and read_entries(
+        words[1], words[2], slots, starts, favourites, favourite_starts, order, grid, values, offsets, found[0],
+        found[2], ids, logprobs, sums,
+    )  # fmt: skip
+    if whole:
+        finish(realised_ids, offsets, found, sums, grid, steps, ids, logprobs, of_positions)
+    return offsets, ids, logprobs, found[0], of_positions, whole
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -542,53 +617,57 @@ def drawn_records(
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_drawn(
     words: NDArray[np.uint32],
-    slots: NDArray[np.int32],
+    slots: Slots,
     starts: NDArray[np.int64],
     favourites: NDArray[np.int32],
     favourite_starts: NDArray[np.int64],
     order: NDArray[np.int32],
     kinds: NDArray[np.int64],
     draws: int,
-    offsets: NDArray[np.int64],
-    ids: NDArray[np.int32],
-    counts: NDArray[np.int32],
-) -> bool:
-    """Read the stream of a set of draws, and say whether it is whole.
+    entries: int,
+) -> tuple[Any, Any, Any, bool]:
+    """Read the stream of a set of draws.
 
     Args:
         words: the stream.
-        slots, starts, favourites, favourite_starts, order: as for `read_exact`.
+        slots, starts, favourites, favourite_starts, order: as for `read_entries`.
         kinds: [P], of positions.
         draws: n.
-        offsets: [P + 1], filled.
-        ids: [D], filled, by rank.
-        counts: [D], filled.
+        entries: D, ids that were drawn.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [D], by rank, counts int32 [D], and whether the stream is whole.
     """
     state, left = start(words)
-    at = 0
+    offsets = np.zeros(len(kinds) + 1, np.int64)
+    ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
+    gaps, known, at = starts[DRAWN_GAP], len(order), np.int64(0)
     for position in range(len(kinds)):
         first = favourite_starts[kinds[position]]
-        favourites_here = favourite_starts[kinds[position] + 1] - first
-        rank, gap_state, to_come = 0, 0, draws
+        listed = favourite_starts[kinds[position] + 1] - first
+        rank, gap_state, to_come = np.int64(0), np.int64(0), draws
         while to_come > 0:
-            slot, _, _ = take(slots, starts[DRAWN_GAP] + gap_state, state, words, left)
-            gap, state, left = take_number(slots, starts[DRAWN_GAP] + gap_state, state, words, left)
-            if gap == NOT_A_NUMBER - SPECIAL and to_come == draws:
+            symbol, state, left = take(slots, gaps + gap_state, state, words, left)
+            if symbol == SPECIAL and to_come == draws:
                 break
-            gap_state = slot >> 26 & 31
+            gap, state, left = take_raw(symbol, state, words, left)
+            gap_state = NEXT_GAP_STATE[gap_state, Index(symbol & 63)]
             rank += gap
-            more = 0
+            more = np.int64(0)
             if to_come > 1:
                 more, state, left = take_number(slots, starts[DRAWN_COUNT] + gap_state, state, words, left)
             to_come -= more + 1
-            if gap < 0 or more < 0 or to_come < 0 or at >= len(ids) or rank - favourites_here >= len(order):
-                return False
-            id_here = favourites[first + rank] & ID_MASK if rank < favourites_here else order[rank - favourites_here]
-            ids[at], counts[at] = id_here, more + 1
+            if gap < 0 or more < 0 or to_come < 0 or at >= entries or rank - listed >= known:
+                return offsets, ids, counts, False
+            if rank < listed:
+                ids[Index(at)] = favourites[Index(first + rank)] & ID_MASK
+            else:
+                ids[Index(at)] = order[Index(rank - listed)]
+            counts[Index(at)] = more + 1
             rank += 1
             at += 1
         offsets[position + 1] = at
-    return at == len(ids) and state == 0 and left == 0
+    return offsets, ids, counts, at == entries and state == 0 and left == 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -599,34 +678,35 @@ def join_drawn(
     drawn_offsets: NDArray[np.int64],
     drawn_ids: NDArray[np.int32],
     counts: NDArray[np.int32],
-    draws: int,
+    logs: NDArray[np.float64],
     tail_mass: NDArray[np.float32],
-    joint_offsets: NDArray[np.int64],
-    joint_ids: NDArray[np.int32],
-    joint_logprobs: NDArray[np.float32],
-) -> None:
+) -> tuple[Any, Any, Any]:
     """Put the ids that were drawn behind the exact ones of their positions, with the estimates that they are.
 
     Args:
         offsets, ids, logprobs: [P + 1], [E], [E], exact.
         drawn_offsets, drawn_ids, counts: [P + 1], [D], [D].
-        draws: n.
+        logs: [n + 1], of 0 to n.
         tail_mass: [P]; set to 0 where anything was drawn.
-        joint_offsets, joint_ids, joint_logprobs: [P + 1], [E + D], [E + D], filled.
+
+    Returns:
+        Offsets int64 [P + 1], ids int32 [E + D] and logprobs float32 [E + D].
     """
-    at = 0
-    for position in range(len(offsets) - 1):
+    joint_ids = np.empty(len(ids) + len(drawn_ids), np.int32)
+    joint_logprobs = np.empty(len(joint_ids), np.float32)
+    at = np.int64(0)
+    for position in range(len(tail_mass)):
         for entry in range(offsets[position], offsets[position + 1]):
             joint_ids[at], joint_logprobs[at] = ids[entry], logprobs[entry]
             at += 1
         first, stop = drawn_offsets[position], drawn_offsets[position + 1]
         if first < stop:
-            share = math.log(tail_mass[position] / draws) if tail_mass[position] > 0 else -np.inf
+            share = (math.log(tail_mass[position]) if tail_mass[position] > 0 else -np.inf) - logs[len(logs) - 1]
             for entry in range(first, stop):
-                joint_ids[at], joint_logprobs[at] = drawn_ids[entry], math.log(counts[entry]) + share
+                joint_ids[at], joint_logprobs[at] = drawn_ids[entry], logs[counts[entry]] + share
                 at += 1
             tail_mass[position] = 0
-        joint_offsets[position + 1] = at
+    return offsets + drawn_offsets, joint_ids, joint_logprobs
 
 
 # ---------------------------------------------------------------------------------------------------------- the favourites
@@ -670,7 +750,7 @@ def favourite_records(
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_favourites(
     words: NDArray[np.uint32],
-    slots: NDArray[np.int32],
+    slots: Slots,
     starts: NDArray[np.int64],
     order: NDArray[np.int32],
     favourite_starts: NDArray[np.int64],
@@ -696,9 +776,9 @@ def read_favourites(
             if length <= 0 or length > len(favourites) - at:
                 return False
             for _ in range(length):
-                slot, _, _ = take(slots, starts[FAVOURITE_GAP] + gap_state, state, words, left)
-                gap, state, left = take_number(slots, starts[FAVOURITE_GAP] + gap_state, state, words, left)
-                gap_state = slot >> 26 & 31
+                symbol, state, left = take(slots, starts[FAVOURITE_GAP] + gap_state, state, words, left)
+                gap_state = NEXT_GAP_STATE[gap_state, symbol & 63]
+                gap, state, left = take_raw(symbol, state, words, left)
                 level, state, left = take_number(slots, starts[FAVOURITE_LEVEL], state, words, left)
                 rank += gap
                 if gap < 0 or rank >= len(order) or level < 0 or level >= LEVELS:
@@ -708,3 +788,64 @@ def read_favourites(
                 at += 1
         favourite_starts[kind + 1] = at
     return at == len(favourites) and state == 0 and left == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- the tokens
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def token_records(
+    starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
+) -> int:
+    """Turn the tokens of a document into records; return how many they are.
+
+    Args:
+        starts: of the families of contexts.
+        ranks: [T].
+        lengths: [T], by how many bytes each is longer than its token in the vocabulary, zigzag.
+        out: [2 T], filled.
+    """
+    size = before = 0
+    for token in range(len(ranks)):
+        size = put(out, size, starts[TOKEN] + before, ranks[token])
+        before = min(out[size - 1] & 63, AFTER - 1)
+        size = put(out, size, starts[LENGTH], lengths[token])
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def read_tokens(
+    words: NDArray[np.uint32],
+    slots: Slots,
+    starts: NDArray[np.int64],
+    order: NDArray[np.int32],
+    token_bytes: NDArray[np.int32],
+    length: int,
+) -> tuple[Any, Any, bool]:
+    """Read the stream of a document's tokens.
+
+    Args:
+        words: the stream.
+        slots: of all contexts.
+        starts: of the families of contexts.
+        order: [U], ids by rank.
+        token_bytes: [U], how many bytes each token of the vocabulary has.
+        length: T.
+
+    Returns:
+        ids int32 [T], byte ends int32 [T], and whether the stream is whole.
+    """
+    state, left = start(words)
+    ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
+    before, end = np.int64(0), np.int64(0)
+    for token in range(length):
+        symbol, state, left = take(slots, starts[TOKEN] + before, state, words, left)
+        before = min(symbol, AFTER - 1)
+        rank, state, left = take_raw(symbol, state, words, left)
+        more, state, left = take_number(slots, starts[LENGTH], state, words, left)
+        if rank < 0 or rank >= len(order) or more < 0:
+            return ids, ends, False
+        ids[token] = order[rank]
+        end += token_bytes[order[rank]] + (more >> 1 ^ -(more & 1))
+        ends[token] = end
+    return ids, ends, state == 0 and left == 0

@@ -20,9 +20,12 @@ from xtk.artifacts.codec.kinds import (
     find_kinds,
 )
 from xtk.artifacts.codec.numbers import SYMBOLS
-from xtk.artifacts.codec.streams import Writer, pack_numbers, split, unpack_numbers, words_of
+from xtk.artifacts.codec.streams import Writer, cut, pack_numbers, unpack_numbers, words_of
 from xtk.errors import Damaged
 from xtk.tokens.signal import Scores, Signal
+
+
+NO_WORDS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -198,13 +201,18 @@ class _Packer:
         """Return the records of each stream of a document."""
         ranks, classes = self._places(kinds[document.owners], document.ids)
         order = np.lexsort((ranks, document.owners))
-        size, entries = len(document), len(document.ids)
-        first, second = np.empty(6 * size + entries, np.int64), np.empty(entries, np.int64)
-        used, _ = kernels.exact_records(
-            self.starts, kinds, document.odds, document.entropies, document.tails, document.offsets, ranks[order],
-            classes[order], document.levels[order], self.grid.table, self.grid.steps, first, second,
+        size, entries, levels = len(document), len(document.ids), document.levels[order]
+        floors, positions = np.empty(size, np.int64), np.empty(6 * size, np.int64)
+        used = kernels.position_records(
+            self.starts, kinds, document.odds, document.entropies, document.tails, document.offsets, levels,
+            self.grid.table, self.grid.steps, floors, positions,
         )  # fmt: skip
-        return [first[:used], second, *(self._drawn(document, kinds, number) for number in range(document.sets))]
+        ids_out, levels_out = np.empty(entries, np.int64), np.empty(entries, np.int64)
+        kernels.entry_records(
+            self.starts, document.offsets, floors, ranks[order], classes[order], levels, ids_out, levels_out
+        )
+        drawn = [self._drawn(document, kinds, number) for number in range(document.sets)]
+        return [positions[:used], ids_out, levels_out, *drawn]
 
     def _drawn(self, document: Prepared, kinds: NDArray[np.int64], number: int) -> NDArray[np.int64]:
         starts = document.drawn_offsets[number:-1:self.sets]
@@ -269,23 +277,23 @@ class SignalReader:
     ) -> None:
         self._order, self._sets, self._draws = order, sets, draws
         self._grid = Grid.of(PRECISIONS[precision])
+        self._logs = np.log(np.maximum(np.arange(draws + 1), 1).astype(np.float64))
         (kinds, favourites, *sizes), at = unpack_numbers(tables, 4)
         starts = families.starts_of(families.FAVOURITE_FAMILIES)
-        if not 1 <= kinds <= SYMBOLS or favourites > kinds * len(order) or at + sum(sizes) > len(tables):
+        if not 1 <= kinds <= SYMBOLS or favourites > kinds * len(order):
             raise Damaged("the tables of this shard are altered")
-        ends = at + np.cumsum([0, *sizes])
-        signal_part, own_part = (bytes(tables[start:stop]) for start, stop in zip(ends, ends[1:], strict=False))
-        own = slots_of(unpack_frequencies(own_part, int(starts[-1])), _following(starts, families.FAVOURITE_GAP))
+        of_signals, of_favourites, stream = cut(tables, at, sizes)
+        own = slots_of(unpack_frequencies(of_favourites, int(starts[-1])), _following(starts, families.FAVOURITE_GAP))
         self._favourite_starts = np.zeros(kinds + 1, np.int64)
         self._favourites = np.zeros(favourites, np.int32)
         if not kernels.read_favourites(
-            words_of(tables[ends[-1] :]), own.ravel(), starts, order, self._favourite_starts, self._favourites
+            words_of(stream), own, starts, order, self._favourite_starts, self._favourites
         ):
             raise Damaged("the tables of this shard are altered")
         self._starts = families.starts_of(families.signal_families(kinds))
-        frequencies = unpack_frequencies(signal_part, int(self._starts[-1]))
+        frequencies = unpack_frequencies(of_signals, int(self._starts[-1]))
         following = _following(self._starts, families.GAP, families.DRAWN_GAP)
-        self._slots = slots_of(frequencies, following).ravel()
+        self._slots = slots_of(frequencies, following)
 
     def signal(
         self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int
@@ -302,17 +310,12 @@ class SignalReader:
             Damaged: the bytes are not what was written.
         """
         streams, drawn = self._split(packed, len(positions))
-        offsets, ids, logprobs, kinds, (tail_mass, realised_logprobs, entropy) = self._exact(streams, realised_ids, drawn[0])
-        if self._sets and len(positions):
+        offsets, ids, logprobs, kinds, of_positions = self._exact(streams, realised_ids, drawn[0])
+        tail_mass, realised_logprobs, entropy = of_positions
+        if self._sets:
             draw %= self._sets
-            drawn_offsets, drawn_ids, counts = self._drawn(streams[2 + draw], kinds, drawn[1 + draw])
-            joint = np.zeros_like(offsets), np.empty(len(ids) + len(drawn_ids), np.int32), np.empty(
-                len(ids) + len(drawn_ids), np.float32
-            )
-            kernels.join_drawn(
-                offsets, ids, logprobs, drawn_offsets, drawn_ids, counts, self._draws, tail_mass, *joint
-            )
-            offsets, ids, logprobs = joint
+            some = self._drawn(streams[3 + draw], kinds, drawn[1 + draw])
+            offsets, ids, logprobs = kernels.join_drawn(offsets, ids, logprobs, *some, self._logs, tail_mass)
         return Signal(positions, offsets, ids, logprobs, tail_mass, realised_logprobs, entropy)
 
     def scores(
@@ -326,7 +329,7 @@ class SignalReader:
         streams, drawn = self._split(packed, len(positions))
         offsets, ids, logprobs, kinds, (tail_mass, realised_logprobs, entropy) = self._exact(streams, realised_ids, drawn[0])
         order = np.lexsort((ids, np.repeat(np.arange(len(positions)), np.diff(offsets))))
-        sets = [self._drawn(stream, kinds, size) for stream, size in zip(streams[2:], drawn[1:], strict=True)]
+        sets = [self._drawn(stream, kinds, size) for stream, size in zip(streams[3:], drawn[1:], strict=True)]
         # From set by set to position by position.
         sizes = np.array([np.diff(part) for part, _, _ in sets], np.int64).reshape(self._sets, len(positions))
         owners = [np.repeat(np.arange(len(positions)) * self._sets + at, size) for at, size in enumerate(sizes)]
@@ -351,40 +354,35 @@ class SignalReader:
     def _split(self, packed: bytes | memoryview, positions: int) -> tuple[list[NDArray[np.uint32]], list[int]]:
         """Return the streams of a document, and how many entries it has: exact ones, and of each set of draws."""
         if not positions and not len(packed):
-            return [np.zeros(0, np.uint32)] * (2 + self._sets), [0] * (1 + self._sets)
-        numbers, at = unpack_numbers(packed, 2 + 2 * self._sets)
-        entries, sizes = numbers[: 1 + self._sets], numbers[1 + self._sets :]
-        sizes.append(len(packed) - at - sum(sizes))
-        if sizes[-1] < 0 or max(entries) > positions * len(self._order):
+            return [NO_WORDS] * (3 + self._sets), [0] * (1 + self._sets)
+        numbers, at = unpack_numbers(packed, 3 + 2 * self._sets)
+        entries = numbers[: 1 + self._sets]
+        if max(entries) > positions * len(self._order):
             raise _altered()
-        return split(packed, at, sizes), entries
+        return [words_of(part) for part in cut(packed, at, numbers[1 + self._sets :])], entries
 
     def _exact(
         self, streams: Sequence[NDArray[np.uint32]], realised_ids: NDArray[np.int32], entries: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
-        size = len(realised_ids)
-        offsets, kinds = np.zeros(size + 1, np.int64), np.zeros(size, np.int64)
-        ids, logprobs = np.empty(size + entries, np.int32), np.empty(size + entries, np.float32)
-        of_positions = np.zeros((3, size), np.float32)
         grid = self._grid
-        if not kernels.read_exact(
-            streams[0], streams[1], self._slots, self._starts, self._favourites, self._favourite_starts, self._order,
-            grid.table, grid.values, grid.steps, realised_ids, offsets, ids, logprobs, kinds, of_positions,
-        ):  # fmt: skip
+        *exact, whole = kernels.read_exact(
+            (streams[0], streams[1], streams[2]), self._slots, self._starts, self._favourites, self._favourite_starts,
+            self._order, grid.table, grid.values, grid.steps, realised_ids, len(realised_ids) + entries,
+        )  # fmt: skip
+        if not whole:
             raise _altered()
-        return offsets, ids, logprobs, kinds, of_positions
+        return tuple(exact)
 
     def _drawn(
         self, stream: NDArray[np.uint32], kinds: NDArray[np.int64], entries: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-        offsets = np.zeros(len(kinds) + 1, np.int64)
-        ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
-        if not kernels.read_drawn(
+        *drawn, whole = kernels.read_drawn(
             stream, self._slots, self._starts, self._favourites, self._favourite_starts, self._order, kinds,
-            self._draws, offsets, ids, counts,
-        ):  # fmt: skip
+            self._draws, entries,
+        )  # fmt: skip
+        if not whole:
             raise _altered()
-        return offsets, ids, counts
+        return tuple(drawn)
 
 
 def _following(starts: NDArray[np.int64], *gaps: int) -> NDArray[np.int64]:

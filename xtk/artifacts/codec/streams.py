@@ -84,13 +84,16 @@ def unpack_numbers(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     return numbers, at
 
 
-def split(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[NDArray[np.uint32]]:
-    """Return the words of the streams of some sizes that fill the rest of some bytes.
+def cut(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes | memoryview]:
+    """Return the parts of some sizes that follow each other from a place on, and what is left.
 
     Raises:
-        Damaged: they do not.
+        Damaged: there is less.
     """
-    ends = at + np.cumsum([0, *sizes])
-    if ends[-1] != len(packed):
+    parts = []
+    for size in sizes:
+        parts.append(packed[at : at + size])
+        at += size
+    if at > len(packed):
         raise Damaged("a row of this cache is altered: its parts do not add up")
-    return [words_of(packed[start:stop]) for start, stop in zip(ends, ends[1:], strict=False)]
+    return [*parts, packed[at:]]
