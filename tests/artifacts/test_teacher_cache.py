@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
+import struct
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from xtk.artifacts.teacher_cache import CODEC, CacheWriter, Row, TeacherCache, finished_cache, remove_cache, totals
+from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.shard import Row, StoredRow
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, remove_cache, totals
 from xtk.errors import Damaged, XtkError
 from xtk.tokens.document import Document, Segment
 from xtk.tokens.sequence import Sequence
-from xtk.tokens.signal import Signal
+from xtk.tokens.signal import Scores
 
 HEADER = {
-    "codec": CODEC,
+    "codec": {"name": "raw", "draws": 5, "sets": 2},
     "teacher": {"name": "qwen", "tokenizer": "sha256:one", "weights": "sha256:two"},
     "data": {"fingerprint": "sha256:three"},
     "options": {"top_k": 4, "max_length": 128},
@@ -47,7 +49,7 @@ DOCUMENTS = [
 
 
 def row_of(document: Document, support: int, draw: np.random.Generator) -> Row:
-    """Return a row as if each byte were a token, with any numbers as signal."""
+    """Return a row as if each byte were a token, with any numbers as scores."""
     text = document.text.encode()
     ends = np.arange(len(text) + 1, dtype=np.int32)
     tokens = Sequence(
@@ -58,16 +60,24 @@ def row_of(document: Document, support: int, draw: np.random.Generator) -> Row:
         closers=np.full(len(document.segments), -1, np.int32),
     )
     positions = np.flatnonzero(tokens.trained).astype(np.int32)
-    size = len(positions)
-    signal = Signal(
+    exact = [np.unique([*draw.integers(0, 151_646, support), tokens.ids[at]]) for at in positions]
+    drawn = [np.unique(draw.integers(151_646, 151_936, 5), return_counts=True) for _ in range(2 * len(positions))]
+    logprobs = [-draw.exponential(size=len(ids)) for ids in exact]
+    scores = Scores(
         positions=positions,
-        support_ids=draw.integers(0, 151_646, (size, support), dtype=np.int32),
-        support_logprobs=-draw.exponential(size=(size, support)).astype(np.float32),
-        tail_mass=draw.random(size, np.float32),
-        realised_logprobs=-draw.exponential(size=size).astype(np.float32),
-        entropy=draw.exponential(size=size).astype(np.float32),
+        offsets=np.cumsum([0, *map(len, exact)]),
+        ids=np.concatenate([np.zeros(0), *exact]).astype(np.int32),
+        logprobs=np.concatenate([np.zeros(0), *logprobs]).astype(np.float32),
+        drawn_offsets=np.cumsum([0, *(len(ids) for ids, _ in drawn)]),
+        drawn_ids=np.concatenate([np.zeros(0), *(ids for ids, _ in drawn)]).astype(np.int32),
+        counts=np.concatenate([np.zeros(0), *(counts for _, counts in drawn)]).astype(np.int32),
+        tail_mass=draw.random(len(positions), np.float32),
+        realised_logprobs=np.array(
+            [row[ids == tokens.ids[at]][0] for at, ids, row in zip(positions, exact, logprobs, strict=True)], np.float32
+        ),
+        entropy=draw.exponential(size=len(positions)).astype(np.float32),
     )
-    return Row(document, tokens, signal)
+    return Row(document, tokens, scores)
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +87,10 @@ def rows() -> list[Row]:
 
 
 def write(folder: Path, rows: list[Row], numbers: list[int] | None = None) -> CacheWriter:
-    writer = CacheWriter(folder, HEADER, len(SIZES))
+    writer = CacheWriter(LocalFolder(folder), HEADER, len(SIZES))
     firsts = np.cumsum([0, *SIZES]).tolist()
     for number in range(len(SIZES)) if numbers is None else numbers:
-        writer.write(number, firsts[number], rows[firsts[number] : firsts[number + 1]])
+        writer.write(number, rows[firsts[number] : firsts[number + 1]])
     return writer
 
 
@@ -91,7 +101,7 @@ def cache(rows, tmp_path) -> Path:
     return folder
 
 
-def assert_equal(found: Row, expected: Row) -> None:
+def assert_equal(found: StoredRow, expected: Row) -> None:
     assert found.document == expected.document
     assert found.document.ends == expected.document.ends
     assert found.document.conversation == expected.document.conversation
@@ -99,12 +109,12 @@ def assert_equal(found: Row, expected: Row) -> None:
         ours, theirs = getattr(found.tokens, name), getattr(expected.tokens, name)
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
-    assert len(found.signal) == len(expected.signal)
-    for name, theirs in vars(expected.signal).items():
-        ours = getattr(found.signal, name)
+    assert len(found.scores) == len(expected.scores)
+    for name, theirs in vars(expected.scores).items():
+        ours = getattr(found.scores, name)
         assert ours.dtype == theirs.dtype
         assert ours.tobytes() == theirs.tobytes()
-        assert ours.shape == theirs.shape or not theirs.size  # without positions, no K is known
+        assert ours.shape == theirs.shape
 
 
 def test_rows_are_read_back_exactly_in_any_order(cache, rows):
@@ -121,9 +131,9 @@ def test_rows_are_read_back_exactly_in_any_order(cache, rows):
 
 def test_an_infinite_or_missing_number_comes_back_as_it_was(tmp_path):
     row = row_of(Document.of_text("Anna"), 2, np.random.default_rng(0))
-    row.signal.support_logprobs[0] = [-np.inf, np.nan]
-    writer = CacheWriter(tmp_path / "cache", HEADER, 1)
-    writer.write(0, 0, [row])
+    row.scores.logprobs[:2] = [-np.inf, np.nan]
+    writer = CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, 1)
+    writer.write(0, [row])
     writer.finish()
     assert_equal(TeacherCache(tmp_path / "cache").row(0), row)
 
@@ -138,7 +148,7 @@ def test_the_manifest_counts_what_the_shards_hold(cache, rows):
     assert [shard["rows"] for shard in manifest["shards"]] == SIZES
     assert totals(manifest) == {
         "documents": len(rows),
-        "positions": sum(len(row.signal) for row in rows),
+        "positions": sum(len(row.scores) for row in rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "bytes": sum(path.stat().st_size for path in cache.glob("*.arrow")),
     }
@@ -150,13 +160,25 @@ def test_a_stranger_reads_a_shard_with_pyarrow_alone(cache, rows):
         header = json.loads(table.schema.metadata[b"xtk"])
         records = table.to_pylist()
     assert header == HEADER
-    assert [record["document"] for record in records] == [4, 5, 6, 7]
     for record, row in zip(records, rows[4:8], strict=True):
+        P, T, R = record["positions"], record["length"], header["codec"]["sets"]
         assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
-        assert record["ids"] == row.tokens.ids.tolist()
-        assert record["byte_ends"] == row.tokens.ends.tolist()
-        assert record["positions"] == row.signal.positions.tolist()
-        assert record["support_logprobs"] == row.signal.support_logprobs.reshape(-1).tolist()
+        assert list(struct.unpack(f"<{2 * T}i", record["tokens"])) == [*row.tokens.ids, *row.tokens.ends]
+        runs = record["trained"]
+        trained = [at for start, stop in zip(runs[::2], runs[1::2], strict=True) for at in range(start, stop)]
+        assert trained == row.scores.positions.tolist()
+        exact = struct.unpack_from(f"<{P}i", record["signal"])
+        drawn = struct.unpack_from(f"<{P * R}i", record["signal"], 4 * P)
+        assert list(exact) == np.diff(row.scores.offsets).tolist()
+        assert sum(exact) + sum(drawn) == record["entries"]
+        ids = struct.unpack_from(f"<{sum(exact)}i", record["signal"], 4 * P * (1 + R))
+        logprobs = struct.unpack_from(f"<{sum(exact)}f", record["signal"], 4 * (P * (1 + R) + sum(exact)))
+        assert list(ids) == row.scores.ids.tolist()
+        assert list(logprobs) == row.scores.logprobs.tolist()
+        assert (
+            list(struct.unpack(f"<{P}f", record["signal"][len(record["signal"]) - 4 * P :]))
+            == row.scores.entropy.tolist()
+        )
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -173,7 +195,7 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(cache, r
     folder = tmp_path / "interrupted"
     assert write(folder, rows, numbers=[0, 2]).missing() == [1, 3]
     (folder / ".xtk-tmp-123-shard-00001.arrow").write_bytes(b"killed while writing")
-    missing = CacheWriter(folder, HEADER, len(SIZES)).missing()
+    missing = CacheWriter(LocalFolder(folder), HEADER, len(SIZES)).missing()
     assert missing == [1, 3]
     write(folder, rows, numbers=missing).finish()
     assert files_of(folder) == files_of(cache)
@@ -194,7 +216,7 @@ def test_an_unfinished_cache_says_so(rows, tmp_path):
     failure = failure_of(tmp_path / "cache")
     assert failure.what == "this teacher cache is unfinished"
     assert "again" in failure.hint
-    assert finished_cache(tmp_path / "cache", HEADER) is None
+    assert finished_cache(LocalFolder(tmp_path / "cache"), HEADER) is None
 
 
 def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
@@ -219,18 +241,26 @@ def test_a_shard_of_another_size_is_named_when_the_cache_is_opened(cache, change
     assert caught.value.where.endswith("shard-00002.arrow")
 
 
-def test_a_flipped_byte_in_a_shard_is_refused_naming_it(cache, rows):
-    path = cache / "shard-00001.arrow"
+def test_a_flipped_byte_in_a_shard_is_found_by_reading_and_names_shard_and_row(cache, rows):
+    path = cache / "shard-00002.arrow"
     raw = path.read_bytes()
-    for position in np.linspace(0, len(raw) - 1, 60).astype(int).tolist():
+    with pa.memory_map(str(path)) as source:
+        signals = pa.ipc.open_file(source).get_batch(0).column("signal").to_pylist()
+    owner = {raw.index(signal) + at: row for row, signal in enumerate(signals) for at in range(len(signal))}
+    named = 0
+    for position in np.linspace(0, len(raw) - 1, 300).astype(int).tolist():
         path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x10]) + raw[position + 1 :])
         opened = TeacherCache(cache)
         assert_equal(opened.row(0), rows[0])  # the other shards are good
-        for read in (partial(opened.row, 3), opened.verify, opened.text_bytes):
+        for read in (opened.verify, lambda opened=opened: [opened.row(number) for number in range(4, 8)]):
             with pytest.raises(Damaged) as caught:
                 read()
-            assert caught.value.where == str(path)
             assert str(path) in caught.value.hint
+            assert caught.value.where.startswith(str(path))
+            if position in owner:
+                assert caught.value.where == f"{path}, row {owner[position]}"
+                named += 1
+    assert named > 100
 
 
 def test_a_flipped_byte_anywhere_in_the_manifest_is_refused(cache):
@@ -250,8 +280,10 @@ def test_a_manifest_cut_short_is_refused(cache):
 
 
 def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
-    other = CacheWriter(tmp_path / "other", {**HEADER, "options": {"top_k": 4, "max_length": 129}}, len(SIZES))
-    other.write(1, 3, rows[3:4])
+    other = CacheWriter(
+        LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, len(SIZES)
+    )
+    other.write(1, rows[3:4])
     shutil.copy(tmp_path / "other/shard-00001.arrow", cache)
     assert failure_of(cache).where.endswith("shard-00001.arrow")
 
@@ -269,13 +301,13 @@ def test_a_later_version_is_refused_by_its_number(cache):
 )
 def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, tmp_path, section, key, value):
     wanted = {**HEADER, section: {**HEADER[section], key: value}}
-    assert finished_cache(cache, HEADER) == TeacherCache(cache).manifest
+    assert finished_cache(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
     unfinished = tmp_path / "unfinished"
     write(unfinished, rows, numbers=[0])
     for request in (
-        lambda: finished_cache(cache, wanted),
-        lambda: CacheWriter(cache, wanted, len(SIZES)),
-        lambda: CacheWriter(unfinished, wanted, len(SIZES)),
+        lambda: finished_cache(LocalFolder(cache), wanted),
+        lambda: CacheWriter(LocalFolder(cache), wanted, len(SIZES)),
+        lambda: CacheWriter(LocalFolder(unfinished), wanted, len(SIZES)),
     ):
         with pytest.raises(XtkError, match="there is a cache of another request") as caught:
             request()
@@ -290,13 +322,16 @@ def test_a_damaged_shard_of_an_unfinished_cache_is_named(rows, tmp_path):
     for size in (0, 7, len(raw) // 2, len(raw) - 1):
         path.write_bytes(raw[:size])
         with pytest.raises(Damaged, match="cannot be read") as caught:
-            CacheWriter(folder, HEADER, len(SIZES))
+            CacheWriter(LocalFolder(folder), HEADER, len(SIZES))
         assert caught.value.where == str(path)
 
 
 def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
     (cache / "thesis.tex").write_text("precious")
-    for request in (lambda: CacheWriter(cache, HEADER, len(SIZES)), lambda: remove_cache(cache)):
+    for request in (
+        lambda: CacheWriter(LocalFolder(cache), HEADER, len(SIZES)),
+        lambda: remove_cache(LocalFolder(cache)),
+    ):
         with pytest.raises(XtkError, match=r"this folder holds other things \(thesis.tex\)"):
             request()
     assert len(files_of(cache)) == len(SIZES) + 2
@@ -305,10 +340,10 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(XtkError, match="a cache is a folder"):
-        CacheWriter(tmp_path / "cache", HEADER, 1)
+        CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, 1)
 
 
 def test_a_removed_cache_leaves_an_empty_folder(cache):
-    remove_cache(cache)
+    remove_cache(LocalFolder(cache))
     assert files_of(cache) == {}
-    remove_cache(cache / "missing")
+    remove_cache(LocalFolder(cache / "missing"))

@@ -54,6 +54,12 @@ def plain_boundary_kl(example: Example, W: Tensor | None, probs_NV: Tensor) -> l
 PLAIN = {"ce": plain_ce, "forward-kl": plain_p_kl, "boundary-kl": plain_boundary_kl, "p-kl": plain_p_kl}
 
 
+def said_at(signal: Signal, at: int) -> list[tuple[int, float]]:
+    """Ids and log-probabilities of one position."""
+    kept = slice(int(signal.offsets[at]), int(signal.offsets[at + 1]))
+    return list(zip(signal.ids[kept].tolist(), signal.logprobs[kept].tolist(), strict=True))
+
+
 def _projected(example: Example, W: Tensor | None, probs_NV: Tensor, student: list[int], teacher: list[int]) -> Tensor:
     signal = example.signal
     assert signal is not None
@@ -64,9 +70,7 @@ def _projected(example: Example, W: Tensor | None, probs_NV: Tensor, student: li
     t = [0.0] * W.shape[1]
     for position in teacher:
         at = index_of[position]
-        said = dict(zip(signal.support_ids[at].tolist(), signal.support_logprobs[at].tolist(), strict=True))
-        said[int(example.teacher_ids[position])] = float(signal.realised_logprobs[at])
-        for token, logprob in said.items():
+        for token, logprob in said_at(signal, at):
             t[token] += math.exp(logprob) / len(teacher)
             support.add(token)
     y = sum((probs_NV[row_of[token]] @ W for token in student), torch.zeros(W.shape[1], dtype=torch.float64))
@@ -128,14 +132,16 @@ def draw_projection(draw: np.random.Generator, V: int, U: int) -> Projection:
 
 
 def signal_of(logprobs_PU: np.ndarray, positions: np.ndarray, realised: np.ndarray, K: int) -> Signal:
-    """The K most likely of full distributions, as a teacher tells them."""
-    ids = np.argsort(-logprobs_PU, axis=1, kind="stable")[:, :K]
-    kept = np.take_along_axis(logprobs_PU, ids, 1)
+    """The K most likely of full distributions and the realised token, as a teacher tells them."""
+    best = np.argsort(-logprobs_PU, axis=1, kind="stable")[:, :K]
+    kept = [np.unique([*ids, token]) for ids, token in zip(best.tolist(), realised.tolist(), strict=True)]
+    said = [row[ids] for row, ids in zip(logprobs_PU, kept, strict=True)]
     return Signal(
         positions=positions.astype(np.int32),
-        support_ids=ids.astype(np.int32),
-        support_logprobs=kept.astype(np.float32),
-        tail_mass=np.maximum(0, 1 - np.exp(kept).sum(1)).astype(np.float32),
+        offsets=np.cumsum([0, *map(len, kept)]),
+        ids=np.concatenate([np.zeros(0), *kept]).astype(np.int32),
+        logprobs=np.concatenate([np.zeros(0), *said]).astype(np.float32),
+        tail_mass=np.array([max(0, 1 - np.exp(row).sum()) for row in said], np.float32),
         realised_logprobs=np.take_along_axis(logprobs_PU, realised[:, None], 1)[:, 0].astype(np.float32),
         entropy=-(np.exp(logprobs_PU) * logprobs_PU).sum(1).astype(np.float32),
     )

@@ -12,7 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_losses import PLAIN, Case, case_of_one_model, draw_case, plain_sum_of_cells, predicted_spans, signal_of
+from plain_losses import (
+    PLAIN,
+    Case,
+    case_of_one_model,
+    draw_case,
+    plain_sum_of_cells,
+    predicted_spans,
+    said_at,
+    signal_of,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -129,11 +138,10 @@ def test_the_cases_have_what_is_asked_of_them():
     assert (masses > 0.99).any()
     for case in cases:
         signal = case.example.signal
-        realised = case.example.teacher_ids[signal.positions]
-        assert not all(token in support for token, support in zip(realised, signal.support_ids, strict=True))
-        assert not np.isin(signal.support_ids, case.projection.teacher_ids).all()
+        assert (np.diff(signal.offsets) > 4).any()  # the realised token is not among the likeliest
+        assert not np.isin(signal.ids, case.projection.teacher_ids).all()
         assert len(case.example.rows) < len(case.example.student_ids) - 1
-    assert draw_case(0, K=99, sharpness=300.0).example.signal.support_logprobs.min() < -100
+    assert draw_case(0, K=99, sharpness=300.0).example.signal.logprobs.min() < -100
 
 
 @every_kind
@@ -182,7 +190,7 @@ def test_a_full_support_gives_the_full_divergence():
     shuffled = dataclasses.replace(case, states=case.states.flip(0))
     signal = case.example.signal
     logprobs = np.full((len(signal), 23), -np.inf)
-    np.put_along_axis(logprobs, signal.support_ids.astype(np.int64), signal.support_logprobs.astype(np.float64), 1)
+    logprobs[np.repeat(np.arange(len(signal)), np.diff(signal.offsets)), signal.ids] = signal.logprobs
     places = {int(row) + 1: n for n, row in enumerate(case.example.rows)}
     both = [(n, places[int(at)]) for n, at in enumerate(signal.positions) if int(at) in places]
     student = torch.log_softmax(shuffled.states @ shuffled.weight.T, 1)
@@ -336,9 +344,9 @@ def test_rows_that_no_span_covers_have_no_gradient(name):
 def test_a_teacher_that_is_very_sure_stays_finite(name):
     case = case_for(name, 3, K=23)
     said = case.example.signal
-    logprobs = np.full_like(said.support_logprobs, -100)
-    logprobs[:, 0] = 0
-    signal = dataclasses.replace(said, support_logprobs=logprobs, realised_logprobs=np.full_like(said.entropy, -100))
+    logprobs = np.full_like(said.logprobs, -100)
+    logprobs[said.offsets[:-1]] = 0
+    signal = dataclasses.replace(said, logprobs=logprobs)
     sure = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
     for states in (case.states, case.states * 100):
         total, _, gradients = fused(
@@ -348,6 +356,19 @@ def test_a_teacher_that_is_very_sure_stays_finite(name):
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
+def saying(signal: Signal, at: np.ndarray, ids: list[int]) -> Signal:
+    """The same signal with other ids, of the same probabilities in all, at some positions."""
+    kept = [ids if hidden else signal.ids[low:high].tolist() for hidden, low, high in
+            zip(at.tolist(), signal.offsets[:-1], signal.offsets[1:], strict=True)]  # fmt: skip
+    said = [signal.logprobs[low : low + len(row)].tolist() for low, row in zip(signal.offsets, kept, strict=False)]
+    return dataclasses.replace(
+        signal,
+        offsets=np.cumsum([0, *map(len, kept)]),
+        ids=np.array([token for row in kept for token in row], np.int32),
+        logprobs=np.array([logprob for row in said for logprob in row], np.float32),
+    )
+
+
 def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
     """All of both sides is in the other cell then: two equal distributions of one cell."""
     case = draw_case(21, K=2, spans=9)
@@ -355,11 +376,8 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
     rule, columns = RULES["p-kl"], case.projection.columns
     for hidden in [*([at] for at in range(len(spans))), [0, 1], [len(spans) - 2, len(spans) - 1], range(len(spans))]:
         positions = [position for at in hidden for position in spans[at][1]]
-        support, teacher_ids = case.example.signal.support_ids.copy(), case.example.teacher_ids.copy()
-        support[np.isin(case.example.signal.positions, positions)] = [2, 5]
-        teacher_ids[positions] = 2
-        signal = dataclasses.replace(case.example.signal, support_ids=support)
-        cells = rule.cells(dataclasses.replace(case.example, signal=signal, teacher_ids=teacher_ids), columns)
+        signal = saying(case.example.signal, np.isin(case.example.signal.positions, positions), [2, 5])
+        cells = rule.cells(dataclasses.replace(case.example, signal=signal), columns)
         assert cells.items == len(spans)
         assert not np.diff(cells.cell_offsets)[list(hidden)].any()
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
@@ -374,7 +392,6 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
 def plain_fill(
     items: list[tuple[list[int], list[int]]],
     support: list[list[tuple[int, float]]],
-    realised: list[tuple[int, float]],
     columns: Columns,
 ) -> list[list[tuple[float, list[tuple[int, int, float]]]]]:
     """The cells of each item, `(probability, entries)`, in the order in which the teacher names them."""
@@ -382,9 +399,7 @@ def plain_fill(
     for rows, positions in items:
         probs: dict[int, float] = {}
         for position in positions:
-            said = dict(support[position])
-            said.setdefault(*realised[position])
-            for token, logprob in said.items():
+            for token, logprob in support[position]:
                 probs[token] = probs.get(token, 0.0) + math.exp(logprob) / len(positions)
         cells = []
         for token, probability in probs.items():
@@ -426,24 +441,19 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
     position_start = np.sort(draw.integers(0, max(1, len(signal)), 4))
     position_stop = np.minimum(position_start + draw.integers(0, 4, 4), len(signal))
     position_stop = np.maximum(position_start, position_stop)
-    realised = example.teacher_ids[signal.positions]
     expected = plain_fill(
         [
             (list(range(r0, r1)), list(range(p0, p1)))
             for r0, r1, p0, p1 in zip(row_start, row_stop, position_start, position_stop, strict=True)
         ],
-        [
-            list(zip(ids.tolist(), logprobs.tolist(), strict=True))
-            for ids, logprobs in zip(signal.support_ids, signal.support_logprobs, strict=True)
-        ],
-        list(zip(realised.tolist(), signal.realised_logprobs.tolist(), strict=True)),
+        [said_at(signal, at) for at in range(len(signal))],
         columns,
     )
     for _ in range(2):
         cells = Cells(
             *fill_cells(
-                row_start, row_stop, position_start, position_stop, signal.support_ids, signal.support_logprobs,
-                realised, signal.realised_logprobs, columns.offsets, columns.student_ids, columns.log_weights,
+                row_start, row_stop, position_start, position_stop, signal.offsets, signal.ids, signal.logprobs,
+                columns.offsets, columns.student_ids, columns.log_weights,
             )
         )  # fmt: skip
         assert np.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
@@ -504,9 +514,9 @@ def wide_case(name: str, N: int, V: int, H: int) -> Case:
     draw = np.random.default_rng(N)
     ids, positions = draw.integers(0, V, N + 1).astype(np.int32), np.arange(1, N + 1, dtype=np.int32)
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
-    support = (ids[1:, None] + np.arange(1, 9)).astype(np.int32) % V
-    said = np.full((N, 8), math.log(0.1), np.float32)
-    signal = Signal(positions, support, said, said[:, 0], said[:, 0], said[:, 0])
+    support = ((ids[1:, None] + np.arange(9)) % V).astype(np.int32).reshape(-1)
+    said = np.full(9 * N, math.log(0.1), np.float32)
+    signal = Signal(positions, np.arange(0, 9 * N + 1, 9), support, said, said[:N], said[:N], said[:N])
     example = Example(ids, np.arange(N, dtype=np.int64), spans, ids, signal)
     return Case(example, Projection.identity(V), torch.randn(N, H), torch.randn(V, H))
 

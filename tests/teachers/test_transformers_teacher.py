@@ -11,13 +11,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from xtk.artifacts.shard import Row
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.transformers import BLOCK, TransformersTeacher, batches_by_length, top_values
+from xtk.teachers.checks import check_scores
+from xtk.teachers.teacher import TeacherRequest
+from xtk.teachers.transformers import BLOCK, TransformersTeacher, batches_by_length, draw, top_values
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence, sequences
-from xtk.tokens.signal import Signal
+from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [*material.sentences(9, seed=8), "a", "", "Anna", " ".join(material.sentences(6, seed=9))]
@@ -38,22 +41,58 @@ def said_plainly(model: object, document: Sequence) -> np.ndarray:
     return torch.log_softmax(logits.double(), -1)[positions - 1].numpy()
 
 
-def assert_says(signal: Signal, document: Sequence, expected: np.ndarray, K: int, tolerance: float) -> None:
-    assert signal.positions.tolist() == np.flatnonzero(document.trained).tolist()
-    if not len(signal):
-        return
-    assert signal.support_ids.shape == (len(signal), K)
-    best = -np.sort(-expected, 1)[:, :K]
+def opened(folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512) -> TransformersTeacher:
+    tokenizer = Tokenizer(folder)
+    return TransformersTeacher(TeacherRequest(folder, str(folder), tokenizer, support, dtype, batch_tokens))
+
+
+def top(k: int) -> Support:
+    return Support("top-k", top_k=k)
+
+
+def likeliest(row: np.ndarray, K: int) -> set[int]:
+    return set(np.argsort(-row, kind="stable")[:K].tolist())
+
+
+def wanted_ids(support: Support, row: np.ndarray, given: np.ndarray | None) -> set[int]:
+    """Ids that are exact, beside the realised one, of one distribution."""
+    if support.kind == "top-p":
+        order = np.argsort(-row)[: support.top_k]
+        before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
+        return set(order[before < support.top_p].tolist())
+    if support.kind == "given":
+        assert given is not None
+        return {token for token in given.tolist() if token >= 0}
+    return likeliest(row, support.top_k)
+
+
+def assert_says(scores, document, expected, support, tolerance, given=None) -> None:
+    assert scores.positions.tolist() == np.flatnonzero(document.trained).tolist()
     close = {"rtol": 0, "atol": tolerance}
-    np.testing.assert_allclose(signal.support_logprobs, best, **close)
-    np.testing.assert_allclose(np.take_along_axis(expected, signal.support_ids.astype(np.int64), 1), best, **close)
-    assert all(len(set(row)) == K for row in signal.support_ids.tolist())
-    np.testing.assert_allclose(signal.tail_mass, 1 - np.exp(best).sum(1), **close)
-    realised = document.ids[signal.positions].astype(np.int64)
-    np.testing.assert_allclose(
-        signal.realised_logprobs, np.take_along_axis(expected, realised[:, None], 1)[:, 0], **close
-    )
-    np.testing.assert_allclose(signal.entropy, -(np.exp(expected) * expected).sum(1), **close)
+    for at, position in enumerate(scores.positions.tolist()):
+        ids = scores.ids[scores.offsets[at] : scores.offsets[at + 1]]
+        wanted = wanted_ids(support, expected[at], None if given is None else given[at]) | {int(document.ids[position])}
+        assert ids.tolist() == sorted(set(ids.tolist()))
+        # Of tokens that are nearly as likely as each other any may be in.
+        np.testing.assert_allclose(np.sort(expected[at][ids]), np.sort(expected[at][list(wanted)]), **close)
+        np.testing.assert_allclose(
+            scores.logprobs[scores.offsets[at] : scores.offsets[at + 1]], expected[at][ids], **close
+        )
+        assert abs(scores.tail_mass[at] - (1 - np.exp(expected[at][ids]).sum())) < tolerance
+        for number in range(support.sets):
+            first, stop = scores.drawn_offsets[at * support.sets + number :][:2]
+            drawn = scores.drawn_ids[first:stop]
+            assert drawn.tolist() == sorted(set(drawn.tolist()) - set(ids.tolist()))
+            assert scores.counts[first:stop].sum() == (support.draws if len(ids) < len(expected[at]) else 0)
+            # Systematic draws: never a whole time more or less than in the mean.
+            mean = support.draws * np.exp(expected[at][drawn]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
+            assert (np.abs(scores.counts[first:stop] - mean) < 1 + 1e-3 * mean + support.draws * tolerance).all()
+    if len(scores):
+        realised = document.ids[scores.positions].astype(np.int64)
+        np.testing.assert_allclose(
+            scores.realised_logprobs, np.take_along_axis(expected, realised[:, None], 1)[:, 0], **close
+        )
+        np.testing.assert_allclose(scores.entropy, -(np.exp(expected) * expected).sum(1), **close)
 
 
 @settings(deadline=None, max_examples=80)
@@ -92,28 +131,82 @@ def test_top_values_of_a_slice_of_rows_are_its_own():
     assert torch.equal(logits[3:5].gather(1, ids), values)
 
 
+KINDS = {
+    "top-1": top(1),
+    "top-16": top(16),
+    "all": top(10_000),
+    "top-p": Support("top-p", top_k=40, top_p=0.7),
+    "top-p, all": Support("top-p", top_k=10_000, top_p=1.0),
+    "sample": Support("sample", draws=9, sets=1),
+    "sets": Support("sample", draws=5, sets=3, seed=7),
+    "top-k+sample": Support("top-k+sample", top_k=6, draws=8, sets=2),
+    "all+sample": Support("top-k+sample", top_k=10_000, draws=3, sets=1),
+    "given": Support("given"),
+    "none": Support("none"),
+}
+
+
+def given_at(document: Sequence, width: int) -> np.ndarray:
+    """Any ids at each trained token, one of them twice, some of them none."""
+    ids = np.random.default_rng(len(document)).integers(-1, width, (int(document.trained.sum()), 6)).astype(np.int32)
+    ids[:, 3:4] = ids[:, :1]
+    return ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("side", ["teacher", "student"])
-@pytest.mark.parametrize("top_k", [1, 16, 10_000])
-def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, top_k):
-    folder = getattr(pair, side)
-    teacher = TransformersTeacher(folder, dtype="float32", batch_tokens=256)
+def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, kind):
+    folder, support = getattr(pair, side), KINDS[kind]
+    teacher = opened(folder, support, batch_tokens=256)
     model = load_causal_lm(folder).eval()
     documents = read(folder)
-    for document, signal in zip(documents, teacher.score(documents, top_k), strict=True):
-        assert_says(signal, document, said_plainly(model, document), min(top_k, teacher.width), 1e-5)
+    given = [given_at(document, teacher.width) for document in documents] if kind == "given" else None
+    for at, (document, scores) in enumerate(zip(documents, teacher.score(documents, given), strict=True)):
+        plain = said_plainly(model, document)
+        assert_says(scores, document, plain, support, 1e-5, None if given is None else given[at])
 
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 100_000])
 def test_what_a_teacher_says_does_not_depend_on_the_batch_or_its_padding(pair, batch_tokens):
-    documents = read(pair.teacher)
-    one_by_one = TransformersTeacher(pair.teacher, dtype="float32", batch_tokens=1)
-    teacher = TransformersTeacher(pair.teacher, dtype="float32", batch_tokens=batch_tokens)
+    documents, support = read(pair.teacher), Support("top-k+sample", top_k=8, draws=6, sets=2)
+    alone = opened(pair.teacher, support, batch_tokens=1)
+    teacher = opened(pair.teacher, support, batch_tokens=batch_tokens)
     for expected, found in zip(
-        [one_by_one.score([document], 8)[0] for document in documents], teacher.score(documents, 8), strict=True
+        [alone.score([document])[0] for document in documents], teacher.score(documents), strict=True
     ):
-        assert found.positions.tolist() == expected.positions.tolist()
-        for name in ("support_logprobs", "tail_mass", "realised_logprobs", "entropy"):
+        for name in ("positions", "offsets", "ids", "drawn_offsets", "drawn_ids", "counts"):
+            assert getattr(found, name).tolist() == getattr(expected, name).tolist()
+        for name in ("logprobs", "tail_mass", "realised_logprobs", "entropy"):
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-5)
+
+
+def test_draws_are_the_same_for_a_seed_and_others_for_another_one(pair):
+    documents = read(pair.teacher)
+
+    def drawn(seed: int) -> list[list[int]]:
+        scores = opened(pair.teacher, Support("sample", draws=4, sets=1, seed=seed)).score(documents)
+        return [row.drawn_ids.tolist() for row in scores]
+
+    assert drawn(0) == drawn(0)
+    assert drawn(0) != drawn(1)
+
+
+@pytest.mark.parametrize("width", [3, BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("draws", [1, 12])
+def test_the_mean_of_draws_is_the_distribution(width, draws):
+    weights = torch.rand(2, width) ** 8
+    weights[:, width // 2] = 0
+    weights[1] = 0
+    starts = torch.rand(2, 20_000, dtype=torch.float64)
+    ids, total = draw(weights, starts, draws)
+    assert (ids[1] == -1).all()
+    assert total.tolist() == pytest.approx(weights.double().sum(1).tolist(), rel=1e-6)
+    share = torch.bincount(ids[0].flatten(), minlength=width) / ids[0].numel()
+    expected = weights[0] / weights[0].sum()
+    assert share[width // 2] == 0
+    assert (share - expected).abs().max() < 5 * (1 / 20_000) ** 0.5 / draws**0.5
+    edges = torch.tensor([[0.0, 1 - 2**-53]] * 2, dtype=torch.float64)
+    assert (weights[0][draw(weights, edges, draws)[0][0]] > 0).all()
 
 
 def test_batches_hold_every_document_once_and_no_more_tokens_than_asked_for():
@@ -131,23 +224,31 @@ def test_the_cached_signal_is_what_transformers_says(pair, cache):
     for row in rows:
         (document,) = sequences(tokenizer, [row.document])
         assert row.tokens.ids.tolist() == document.ids.tolist()
-        assert_says(row.signal, document, said_plainly(model, document), 16, 1e-4)
+        assert_says(row.scores, document, said_plainly(model, document), top(16), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_smaller_dtype_stays_near(pair, dtype):
     documents = read(pair.teacher)
-    exact = TransformersTeacher(pair.teacher, dtype="float32", batch_tokens=512).score(documents, 4)
-    near = TransformersTeacher(pair.teacher, dtype=dtype, batch_tokens=512).score(documents, 4)
+    exact = opened(pair.teacher, top(4)).score(documents)
+    near = opened(pair.teacher, top(4), dtype=dtype).score(documents)
     for one, other in zip(near, exact, strict=True):
         np.testing.assert_allclose(one.entropy, other.entropy, atol=0.1)
 
 
-def test_a_teacher_without_numbers_is_refused(pair, tmp_path):
+def test_a_teacher_without_numbers_never_gets_into_a_cache(pair, tmp_path):
     model = load_causal_lm(pair.teacher)
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan
     model.save_pretrained(tmp_path)
-    teacher = TransformersTeacher(tmp_path, dtype="float32", batch_tokens=512)
-    with pytest.raises(XtkError, match="log-probabilities that are no numbers"):
-        teacher.score(read(pair.teacher), 4)
+    for name, content in Tokenizer(pair.teacher).files().items():
+        (tmp_path / name).write_bytes(content)
+    documents = read(pair.teacher)
+    texts = [Document.of_text(text) for text in TEXTS]
+    bad = 0
+    for text, tokens, scores in zip(texts, documents, opened(tmp_path, top(4)).score(documents), strict=False):
+        if len(scores):
+            bad += 1
+            with pytest.raises(XtkError, match="log-probabilities that are no numbers"):
+                check_scores(Row(text, tokens, scores), "here")
+    assert bad

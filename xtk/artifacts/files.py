@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,12 @@ def written_whole(path: Path) -> Iterator[Path]:
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     # Threads, and machines that share a folder, write at once: the process alone is no name.
-    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
+    temporary = path.parent / f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{path.name}"
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -75,16 +76,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed writers left in a folder, of one file or of all; those of other living processes stay."""
+    """Remove what killed writers left in a folder, of one file or of all.
+
+    Those of other living processes stay, and those of other machines, of which nobody here knows whether they live.
+    """
     for path in folder.glob(f"{TEMPORARY}*" if name is None else f"{TEMPORARY}*-{glob.escape(name)}"):
-        process = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        process, _, host = path.name.removeprefix(TEMPORARY).partition("-")[0].partition("@")
+        if host not in ("", _host()):
+            continue
         if process.isdigit() and Path(f"/proc/{process}").exists() and int(process) != os.getpid():
             continue
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _sync(path: Path) -> None:
+def _host() -> str:
+    """Return a short name of this machine, of letters that any file system takes."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk before anything that follows."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

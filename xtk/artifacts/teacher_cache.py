@@ -1,7 +1,6 @@
 """The teacher cache: a folder of Arrow shards and a manifest, from which any student trains.
 
-Nothing in it depends on a student. A row is a document: its text, the teacher's tokens with the byte
-where each ends, and the teacher's signal at each trained one. docs/reference/artifacts.md describes it.
+Nothing in it depends on a student. docs/reference/artifacts.md describes it.
 """
 
 from __future__ import annotations
@@ -9,73 +8,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.files import (
-    TEMPORARY,
-    canonical_json,
-    read_json,
-    remove_leftovers,
-    sha256,
-    sha256_of_file,
-    write_json,
-    written_whole,
-)
+from xtk.artifacts.codecs import CODECS
+from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
+from xtk.artifacts.folders import Folder, folder_at
+from xtk.artifacts.locks import LOCK
+from xtk.artifacts.ranks import Ranks
+from xtk.artifacts.shard import Row, Shard, StoredRow, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
-from xtk.tokens.document import Conversation, Document, Segment
-from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Signal
 
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
-FORMAT, VERSION, CODEC = "xtk-teacher-cache", 2, "raw"
+FORMAT, VERSION = "xtk-teacher-cache", 3
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
+# Keys of a codec's options under which a header names files that lie beside the shards.
+FILES_OF_A_CODEC = ("ranks",)
+_RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
-
-SCHEMA = pa.schema(
-    [
-        ("document", pa.int64()),
-        ("segments", pa.list_(pa.struct([("role", pa.string()), ("text", pa.string()), ("train", pa.bool_())]))),
-        ("ids", pa.list_(pa.int32())),
-        ("byte_ends", pa.list_(pa.int32())),
-        ("pieces", pa.list_(pa.int32())),
-        ("closers", pa.list_(pa.int32())),
-        ("ends", pa.bool_()),
-        ("conversation", pa.string()),
-        ("positions", pa.list_(pa.int32())),
-        ("support_ids", pa.list_(pa.int32())),
-        ("support_logprobs", pa.list_(pa.float32())),
-        ("tail_mass", pa.list_(pa.float32())),
-        ("realised_logprobs", pa.list_(pa.float32())),
-        ("entropy", pa.list_(pa.float32())),
-    ]
-)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One document of a cache.
-
-    Attributes:
-        document: its text and which of it is trained.
-        tokens: what the teacher read.
-        signal: what the teacher said at the trained tokens.
-    """
-
-    document: Document
-    tokens: TokenSequence
-    signal: Signal
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 
 
 class CacheWriter:
@@ -88,148 +48,239 @@ class CacheWriter:
 
     Raises:
         XtkError: the folder holds something else, or a cache of another request.
+        Damaged: a shard that is there was altered.
     """
 
-    def __init__(self, folder: Path, header: dict[str, Any], shards: int) -> None:
+    def __init__(self, folder: Folder, header: dict[str, Any], shards: int) -> None:
         self.folder, self.header, self.shards = folder, header, shards
-        if folder.exists() and not folder.is_dir():
-            raise XtkError("a cache is a folder, and there is a file of this name", where=str(folder))
-        if folder.is_dir():
-            foreign = [path.name for path in folder.iterdir() if not _belongs(path.name)]
-            if foreign:
-                raise XtkError(
-                    f"this folder holds other things ({', '.join(sorted(foreign)[:3])})",
-                    where=str(folder),
-                    hint="give a new folder to -o",
-                )
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(folder)
+        _refuse_foreign(folder)
+        folder.remove_leftovers()
+        self._there = set(folder.sizes())
+        self._entries: dict[int, dict[str, Any]] = {}
+        self._files: dict[str, str] = {}
         for number in range(shards):
-            path = self.path_of(number)
-            if path.exists() and _identity(_read_shard_header(path)) != _identity(header):
-                raise _other_request(folder, _read_shard_header(path), header)
-
-    def path_of(self, number: int) -> Path:
-        """Return the path of a shard."""
-        return self.folder / f"shard-{number:05d}.arrow"
+            if file_of(number) in self._there:
+                found = self._open(number).header
+                if _identity(found) != _identity(header):
+                    raise _other_request(folder, found, header)
 
     def missing(self) -> list[int]:
         """Return the shards that are still to be written."""
-        return [number for number in range(self.shards) if not self.path_of(number).exists()]
+        return [
+            number
+            for number in range(self.shards)
+            if file_of(number) not in self._there and number not in self._entries
+        ]
 
-    def write(self, number: int, first: int, rows: Sequence[Row]) -> None:
+    def look_again(self) -> list[int]:
+        """Return the shards that are still to be written, now that others may have written some."""
+        self._there = set(self.folder.sizes())
+        return self.missing()
+
+    def write(self, number: int, rows: Sequence[Row]) -> None:
         """Write one shard, whole.
 
         Args:
             number: which one.
-            first: index of its first document.
             rows: its documents.
         """
-        schema = SCHEMA.with_metadata({"xtk": canonical_json(self.header)})
-        with (
-            written_whole(self.path_of(number)) as temporary,
-            pa.OSFile(str(temporary), "wb") as sink,
-            pa.ipc.new_file(sink, schema) as writer,
-        ):
-            writer.write_batch(_to_arrow(rows, first, schema))
+        self.accept(number, put_shard(self.folder, self.header, number, rows))
 
-    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Write the teacher's tokenizer, so that the cache is all that a student needs."""
+    def accept(self, number: int, entry: dict[str, Any]) -> None:
+        """Take over what `put_shard` told of a shard that a process of this run has written.
+
+        Of what this run wrote itself it need not be seen again that it is whole.
+        """
+        self._entries[number] = entry
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write what lies beside the shards: the teacher's tokenizer, so that the cache is all that a student needs."""
         for name, content in files.items():
-            with written_whole(self.folder / name) as temporary:
-                temporary.write_bytes(content)
+            write_file(self.folder, name, content)
+            self._files[name] = sha256(content)
 
     def finish(self) -> dict[str, Any]:
-        """Write the manifest, last; return it."""
-        entries = []
-        for number in range(self.shards):
-            path = self.path_of(number)
-            rows, positions, tokens = _count(path)
-            entries.append(
-                {
-                    "file": path.name,
-                    "rows": rows,
-                    "positions": positions,
-                    "tokens": tokens,
-                    "bytes": path.stat().st_size,
-                    "checksum": sha256_of_file(path),
-                }
-            )
-        manifest = {"format": FORMAT, "version": VERSION, "header": self.header, "shards": entries}
-        manifest["checksum"] = _checksum(manifest)
-        # Written last, on purpose: a folder without a manifest is unfinished.
-        write_json(self.folder / MANIFEST, manifest)
+        """Write the manifest, last; return it.
+
+        Raises:
+            Damaged: a shard that an earlier run or another process wrote was altered.
+        """
+        entries = [self._entries.get(number) or self._entry_of_other(number) for number in range(self.shards)]
+        manifest = write_manifest(self.folder, {"header": self.header, "files": self._files, "shards": entries})
+        for file in self.folder.sizes():  # of writers on other machines: their shards are all there
+            if _LEFTOVER.fullmatch(file):
+                self.folder.remove(file)
         return manifest
 
+    def _entry_of_other(self, number: int) -> dict[str, Any]:
+        shard = self._open(number)
+        for row in shard.damaged_rows():
+            raise _altered_row(shard, row)
+        return _entry(file_of(number), shard)
 
-def finished_cache(folder: Path, header: dict[str, Any]) -> dict[str, Any] | None:
+    def _open(self, number: int) -> Shard:
+        file = file_of(number)
+        try:
+            return Shard(self.folder.local(file), self.folder.path_of(file))
+        except Damaged as wrong:
+            raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, file)) from None
+
+
+def file_of(number: int) -> str:
+    """Return the name of a shard."""
+    return f"shard-{number:05d}.arrow"
+
+
+def put_shard(
+    folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row], ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Write one shard into the folder of a cache, whole.
+
+    Args:
+        folder: of the cache.
+        header: that of the cache.
+        number: which shard.
+        rows: its documents.
+        ranks: of the cache, for codecs that need them.
+
+    Returns:
+        What the manifest tells of it.
+    """
+    with folder.write(file_of(number), new=True) as temporary:
+        write_shard(temporary, header, rows, ranks)
+        return _entry(file_of(number), Shard(temporary))
+
+
+def write_file(folder: Folder, name: str, content: bytes) -> None:
+    """Write a small file, whole."""
+    with folder.write(name) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
+    """Write the manifest of a cache: with it, the cache is finished.
+
+    Args:
+        folder: of the cache.
+        content: "header", "shards", and "files": the sha256 of each file beside the shards.
+
+    Returns:
+        The manifest, with format, version and checksum.
+    """
+    manifest = {"format": FORMAT, "version": VERSION, **content}
+    manifest["checksum"] = _checksum(manifest)
+    # Written last, on purpose: a folder without a manifest is unfinished.
+    write_file(folder, MANIFEST, _rendered(manifest))
+    return manifest
+
+
+def _rendered(manifest: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest, a shard a line."""
+    shards = ",\n".join(canonical_json(shard) for shard in manifest["shards"])
+    rest = canonical_json({key: value for key, value in manifest.items() if key != "shards"})
+    return f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode()
+
+
+def _entry(file: str, shard: Shard) -> dict[str, Any]:
+    """Return what the manifest tells of a shard."""
+    return {
+        "file": file,
+        **shard.figures(),
+        "bytes": shard.size,
+        "payload": [list(stretch) for stretch in shard.payload()],
+        "checksum": shard.frame_checksum(),
+    }
+
+
+def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | None:
     """Return the manifest if the folder holds the finished cache of this very request; None if it is unfinished.
 
     Raises:
         XtkError: it holds the finished cache of another request.
     """
-    if not (folder / MANIFEST).is_file():
+    held = folder.sizes()
+    if MANIFEST not in held:
         return None
     manifest = read_manifest(folder)
     if _identity(manifest["header"]) != _identity(header):
         raise _other_request(folder, manifest["header"], header)
-    sizes = {folder / shard["file"]: shard["bytes"] for shard in manifest["shards"]}
-    if all(path.is_file() and path.stat().st_size == size for path, size in sizes.items()):
-        return manifest
-    for path, size in sizes.items():  # a shard that was lost or cut short is made again
-        if path.is_file() and path.stat().st_size != size:
-            path.unlink()
-    (folder / MANIFEST).unlink()
-    return None
+    whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
+    return manifest if whole and held.keys() >= manifest.get("files", {}).keys() else None
 
 
-def remove_cache(folder: Path) -> None:
+def reopen_cache(folder: Folder) -> None:
+    """Make a cache that lost some of its files unfinished, so that they are made again."""
+    held = folder.sizes()
+    if MANIFEST not in held:
+        return
+    for shard in read_manifest(folder)["shards"]:
+        if held.get(shard["file"], shard["bytes"]) != shard["bytes"]:
+            folder.remove(shard["file"])
+    folder.remove(MANIFEST)
+
+
+def remove_cache(folder: Folder) -> None:
     """Remove a cache, finished or not, for `--force`; the manifest goes first.
 
     Raises:
         XtkError: the folder holds other things too.
     """
-    if not folder.is_dir():
-        return
-    foreign = [path.name for path in folder.iterdir() if not _belongs(path.name)]
-    if foreign:
-        raise XtkError(f"this folder holds other things ({', '.join(sorted(foreign)[:3])})", where=str(folder))
-    (folder / MANIFEST).unlink(missing_ok=True)
-    for path in folder.iterdir():
-        path.unlink()
+    _refuse_foreign(folder)
+    folder.remove(MANIFEST)
+    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
+def is_cache(place: str | Path) -> bool:
+    """Say whether a teacher cache, finished or not, lies in a folder."""
+    try:
+        held = folder_at(place).sizes()
+    except XtkError:  # a file
+        return False
+    return MANIFEST in held or any(_SHARD.fullmatch(file) for file in held)
+
+
+def read_manifest(folder: Folder) -> dict[str, Any]:
     """Read and check the manifest of a cache.
 
     Raises:
         XtkError: there is no cache, an unfinished one, or one of another version.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        if folder.is_dir() and any(folder.glob("shard-*.arrow")):
+    where = folder.path_of(MANIFEST)
+    try:
+        content = folder.read(MANIFEST)
+    except (FileNotFoundError, NotADirectoryError):
+        if any(_SHARD.fullmatch(file) for file in folder.sizes()):
             raise XtkError(
                 "this teacher cache is unfinished",
-                where=str(folder),
+                where=folder.name,
                 hint="run the same xtk cache-teacher command again; it goes on",
-            )
-        raise XtkError("there is no teacher cache", where=str(folder), hint="xtk cache-teacher TEACHER DATA -o FOLDER")
-    again = f"remove {path} and run the same xtk cache-teacher command again; finished parts are kept"
-    try:
-        manifest = read_json(path)
-    except Damaged as wrong:
-        raise Damaged(wrong.what, where=str(path), hint=again) from None
-    if manifest.get("format") != FORMAT or "shards" not in manifest or "header" not in manifest:
-        raise Damaged("this is no manifest of a teacher cache", where=str(path), hint=again)
-    if manifest.get("version") != VERSION or manifest["header"].get("codec") != CODEC:
+            ) from None
         raise XtkError(
-            f"this cache has version {manifest.get('version')}, codec {manifest['header'].get('codec')!r}; "
-            f"this xtk reads version {VERSION}, codec {CODEC!r}",
-            where=str(path),
+            "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
+        ) from None
+    again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
+    try:
+        manifest = json.loads(content)
+    except (ValueError, RecursionError) as wrong:
+        raise Damaged(f"this file is no JSON: {wrong}", where=where, hint=again) from None
+    if (
+        not isinstance(manifest, dict)
+        or manifest.get("format") != FORMAT
+        or not {"shards", "header", "version"} <= manifest.keys()
+    ):
+        raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
+    codec = manifest["header"].get("codec")
+    name = codec.get("name") if isinstance(codec, dict) else codec
+    if manifest["version"] != VERSION or name not in CODECS:
+        raise XtkError(
+            f"this cache has version {manifest['version']}, codec {name!r}; "
+            f"this xtk reads version {VERSION}, codecs {', '.join(CODECS)}",
+            where=where,
             hint="read the text into a new cache, or use the xtk that wrote this one",
         )
-    if manifest.get("checksum") != _checksum(manifest):
-        raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=str(path), hint=again)
+    # Byte by byte: JSON says the same in more than one way.
+    if manifest.get("checksum") != _checksum(manifest) or _rendered(manifest) != content:
+        raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=where, hint=again)
     return manifest
 
 
@@ -242,49 +293,59 @@ def totals(manifest: dict[str, Any]) -> dict[str, int]:
 class TeacherCache:
     """A finished cache, read by row, memory-mapped.
 
-    A shard's checksum is verified when it is first opened; sizes of all are when the cache is.
+    What lies around the rows of a shard is verified when it is first opened, a row when it is read; sizes of all
+    shards when the cache is opened.
 
     Args:
-        folder: what `xtk cache-teacher` wrote.
+        place: what `xtk cache-teacher` wrote: a folder, or a remote one.
 
     Raises:
         XtkError: no finished cache is there, or a shard is missing or cut short.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.manifest = read_manifest(folder)
+    def __init__(self, place: str | Path) -> None:
+        self.folder = folder_at(place)
+        self.manifest = read_manifest(self.folder)
         self.header: dict[str, Any] = self.manifest["header"]
+        held = self.folder.sizes()
         for shard in self.manifest["shards"]:
-            path = folder / shard["file"]
-            if not path.is_file():
-                raise Damaged("a shard of this cache is missing", where=str(path), hint=_repair(path))
-            if path.stat().st_size != shard["bytes"]:
-                raise Damaged(
-                    f"a shard of this cache has {path.stat().st_size} bytes; {shard['bytes']} were written",
-                    where=str(path),
-                    hint=_repair(path),
+            file = shard["file"]
+            if file not in held:
+                raise self._damaged("a shard of this cache is missing", file)
+            if held[file] != shard["bytes"]:
+                raise self._damaged(
+                    f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
+        self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[StoredRow]:
         return (self.row(number) for number in range(len(self)))
 
-    def row(self, number: int) -> Row:
+    def row(self, number: int, draw: int = 0) -> StoredRow:
         """Read one document.
 
+        Args:
+            number: which one.
+            draw: which set of draws its signal holds, of as many as there are; it counts round.
+
         Raises:
-            Damaged: its shard was altered.
+            Damaged: it was altered.
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
         shard = int(np.searchsorted(self._first_rows, number, side="right")) - 1
-        return self._open(shard).row(number - int(self._first_rows[shard]))
+        at = number - int(self._first_rows[shard])
+        opened = self._open(shard)
+        try:
+            return opened.row(at, draw)
+        except Damaged as wrong:
+            raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(shard))) from None
 
     @property
     def teacher(self) -> Tokenizer:
@@ -296,179 +357,123 @@ class TeacherCache:
         from xtk.tokens.tokenizer import Tokenizer
 
         identity = self.header["teacher"]
+        self._verify_files(there_only=True)
+        held = self.folder.sizes()
+        places = {self.folder.local(file).parent for file in TOKENIZER if file in held}
         try:
-            tokenizer = Tokenizer(self.folder, name=str(identity["name"]), width=int(identity["width"]))
+            place = places.pop() if places else Path(self.folder.name)
+            tokenizer = Tokenizer(place, name=str(identity["name"]), width=int(identity["width"]))
         except Damaged:
             raise
         except XtkError as wrong:
             raise Damaged(
                 f"the teacher's tokenizer is not in its cache: {wrong.what}",
-                where=str(self.folder),
+                where=self.folder.name,
                 hint="copy it there from the teacher, or name a projection: --projection",
             ) from None
         found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
         if found != (identity["tokenizer"], identity["template"]):
-            raise Damaged("the tokenizer in this cache is not the one it was made with", where=str(self.folder))
+            raise Damaged("the tokenizer in this cache is not the one it was made with", where=self.folder.name)
         return tokenizer
 
     def text_bytes(self) -> NDArray[np.int64]:
-        """Return int64 [documents], how many bytes each text has; opens, and so verifies, every shard."""
+        """Return int64 [documents], how many bytes each text has; opens every shard."""
         return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
 
     def conversations(self) -> NDArray[np.bool_]:
         """Return bool [documents], which of them are conversations."""
         return np.concatenate([self._open(number).conversations() for number in range(len(self.manifest["shards"]))])
 
+    def shards(self) -> Iterator[Shard]:
+        """Yield all shards, opened."""
+        return (self._open(number) for number in range(len(self.manifest["shards"])))
+
     def verify(self) -> None:
-        """Read every shard and compare it with its checksum.
+        """Read every file and compare all of it with its checksums.
 
         Raises:
-            Damaged: one of them differs.
+            Damaged: names the first file, and the row of a shard, that was altered.
         """
+        self._verify_files(there_only=False)
         for number in range(len(self.manifest["shards"])):
             self._verified.discard(number)
-            self._open_shard(number)
+            shard = self._open_shard(number)
+            for row in shard.damaged_rows():
+                wrong = _altered_row(shard, row)
+                raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
 
-    def _open_shard(self, number: int) -> _Shard:
+    def _verify_files(self, *, there_only: bool) -> None:
+        """Compare the files beside the shards with the manifest.
+
+        Raises:
+            Damaged: names the one that was altered, or is missing and not `there_only`.
+        """
+        for file, checksum in self.manifest.get("files", {}).items():
+            try:
+                content = self.folder.read(file)
+            except FileNotFoundError:
+                if there_only:
+                    continue
+                raise self._damaged("a file of this cache is missing", file) from None
+            if sha256(content) != checksum:
+                raise self._damaged("a file of this cache is not the one it was made with", file)
+
+    def _ranks_of(self, file: str) -> Ranks:
+        where = self.folder.path_of(file)
+        try:
+            return Ranks.read(file, self.folder.read(file), where)
+        except FileNotFoundError:
+            raise Damaged("the ranks of this cache are missing", where=where, hint="copy the whole cache") from None
+
+    def _file(self, number: int) -> str:
+        return str(self.manifest["shards"][number]["file"])
+
+    def open_shard(self, entry: dict[str, Any]) -> Shard:
+        """Open a shard of the manifest, once all that lies around its rows is seen to be what was written.
+
+        Raises:
+            Damaged: it was altered.
+        """
+        return self._open(self._numbers[entry["file"]])
+
+    def _open_shard(self, number: int) -> Shard:
         entry = self.manifest["shards"][number]
-        path = self.folder / entry["file"]
-        if number in self._verified:
-            return _Shard(path)
-        if sha256_of_file(path) != entry["checksum"]:
-            raise Damaged(
-                "a shard of this cache was altered: its checksum does not fit", where=str(path), hint=_repair(path)
-            )
-        if _identity(_read_shard_header(path)) != _identity(self.header):
-            raise Damaged("a shard is from another cache", where=str(path), hint=_repair(path))
+        for file in self._beside:
+            self.folder.local(file)
+        path = self.folder.local(entry["file"])
+        if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
+            raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
+        shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
+        if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
+            raise self._damaged("a shard is from another cache", entry["file"])
         self._verified.add(number)
-        return _Shard(path)
+        return shard
+
+    def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return _identity(self._parts[int(entry.get("part", 0))])
+
+    @cached_property
+    def _parts(self) -> list[dict[str, Any]]:
+        return parts_of(self.manifest)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
+
+    @cached_property
+    def _beside(self) -> tuple[str, ...]:
+        return tuple(sorted({file for part in self._parts for file in other_files(part)}))
+
+    def _damaged(self, what: str, file: str) -> Damaged:
+        return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
 
 
-class _Shard:
-    """One open shard: columns as flat numpy arrays over the memory map."""
+def _frame_of_file(path: Path, payload: Sequence[tuple[int, int]]) -> str:
+    """Return the checksum of a shard's frame before anything of it is believed."""
+    import mmap
 
-    def __init__(self, path: Path) -> None:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
-        self._lists = {
-            name: (batch.column(name).offsets.to_numpy(), batch.column(name).values.to_numpy())
-            for name in SCHEMA.names
-            if pa.types.is_list(SCHEMA.field(name).type) and name != "segments"
-        }
-        segments = batch.column("segments")
-        self._segment_offsets = segments.offsets.to_numpy()
-        self._roles, self._texts, self._trains = (segments.values.field(name) for name in ("role", "text", "train"))
-        self._ends = batch.column("ends").to_numpy(zero_copy_only=False)
-        self._conversations = batch.column("conversation")
-
-    def text_bytes(self) -> NDArray[np.int64]:
-        ends = np.frombuffer(self._texts.buffers()[1], np.int32)[self._texts.offset :][: len(self._texts) + 1]
-        sizes: NDArray[np.int64] = np.diff(ends[self._segment_offsets]).astype(np.int64)
-        return sizes
-
-    def conversations(self) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self._conversations.is_valid().to_numpy(zero_copy_only=False)
-        return found
-
-    def row(self, number: int) -> Row:
-        segments = tuple(
-            Segment(self._roles[at].as_py(), self._texts[at].as_py(), self._trains[at].as_py())
-            for at in range(self._segment_offsets[number], self._segment_offsets[number + 1])
-        )
-        written = self._conversations[number].as_py()
-        document = Document(
-            segments,
-            ends=bool(self._ends[number]),
-            conversation=_conversation_of(written, [segment.text for segment in segments]),
-        )
-        positions = self._list("positions", number)
-        size = len(positions)
-        ids = self._list("ids", number)
-        trained = np.zeros(len(ids), np.bool_)
-        trained[positions] = True
-        return Row(
-            document,
-            TokenSequence(
-                ids,
-                self._list("byte_ends", number),
-                trained,
-                self._list("pieces", number).reshape(-1, 3),
-                self._list("closers", number),
-            ),
-            Signal(
-                positions=positions,
-                support_ids=self._list("support_ids", number).reshape(size, -1 if size else 0),
-                support_logprobs=self._list("support_logprobs", number).reshape(size, -1 if size else 0),
-                tail_mass=self._list("tail_mass", number),
-                realised_logprobs=self._list("realised_logprobs", number),
-                entropy=self._list("entropy", number),
-            ),
-        )
-
-    def _list(self, name: str, number: int) -> NDArray[Any]:
-        offsets, values = self._lists[name]
-        piece: NDArray[Any] = values[offsets[number] : offsets[number + 1]]
-        return piece
-
-
-def _to_arrow(rows: Sequence[Row], first: int, schema: pa.Schema) -> pa.RecordBatch:
-    def lists(name: str, parts: list[NDArray[Any]]) -> pa.Array:
-        offsets = np.cumsum([0] + [part.size for part in parts])
-        if offsets[-1] > np.iinfo(np.int32).max:
-            raise XtkError("a shard holds more than 2^31 numbers in one column", hint="a smaller --shard-tokens")
-        kind = SCHEMA.field(name).type
-        flat = np.concatenate([part.reshape(-1) for part in parts]) if parts else np.zeros(0)
-        return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind.value_type))
-
-    signal = {
-        name: lists(name, [getattr(row.signal, name) for row in rows])
-        for name in ("positions", "support_ids", "support_logprobs", "tail_mass", "realised_logprobs", "entropy")
-    }
-    columns = {
-        "document": pa.array(range(first, first + len(rows)), pa.int64()),
-        "segments": pa.array(
-            [
-                [{"role": part.role, "text": part.text, "train": part.train} for part in row.document.segments]
-                for row in rows
-            ],
-            SCHEMA.field("segments").type,
-        ),
-        "ids": lists("ids", [row.tokens.ids for row in rows]),
-        "byte_ends": lists("byte_ends", [row.tokens.ends for row in rows]),
-        "pieces": lists("pieces", [row.tokens.pieces for row in rows]),
-        "closers": lists("closers", [row.tokens.closers for row in rows]),
-        "ends": pa.array([row.document.ends for row in rows], pa.bool_()),
-        "conversation": pa.array([_json_of_conversation(row.document) for row in rows], pa.string()),
-        **signal,
-    }
-    return pa.RecordBatch.from_arrays([columns[name] for name in SCHEMA.names], schema=schema)
-
-
-def _json_of_conversation(document: Document) -> str | None:
-    """Return the messages of a conversation without their contents, which are the document's segments."""
-    conversation = document.conversation
-    if conversation is None:
-        return None
-    bare = [{key: value for key, value in message.items() if key != "content"} for message in conversation.messages]
-    # In the order of the data: templates print tools and calls as they come.
-    return json.dumps({"messages": bare, "tools": conversation.tools}, ensure_ascii=False)
-
-
-def _conversation_of(written: str | None, texts: Sequence[str]) -> Conversation | None:
-    if written is None:
-        return None
-    content = json.loads(written)
-    messages = ({**bare, "content": text} for bare, text in zip(content["messages"], texts, strict=True))
-    tools = content["tools"]
-    return Conversation(tuple(messages), None if tools is None else tuple(tools))
-
-
-def _read_shard_header(path: Path) -> dict[str, Any]:
-    try:
-        with pa.memory_map(str(path)) as source:
-            metadata = pa.ipc.open_file(source).schema.metadata or {}
-            return dict(json.loads(metadata[b"xtk"]))
-    except (pa.ArrowException, KeyError, ValueError) as wrong:
-        raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=str(path), hint=_repair(path)) from None
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return frame_checksum(content, [(start, stop) for start, stop in payload])
 
 
 def shard_figures(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -477,26 +482,51 @@ def shard_figures(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     Raises:
         Damaged: it is no shard of a cache, or cut short.
     """
-    header = _read_shard_header(path)
-    rows, positions, tokens = _count(path)
-    return header, {"rows": rows, "positions": positions, "tokens": tokens, "bytes": path.stat().st_size}
+    shard = Shard(path)
+    return shard.header, {**shard.figures(), "bytes": shard.size}
 
 
-def _count(path: Path) -> tuple[int, int, int]:
-    try:
-        with pa.memory_map(str(path)) as source:
-            batch = pa.ipc.open_file(source).get_batch(0)
-            return batch.num_rows, len(batch.column("positions").values), len(batch.column("ids").values)
-    except (pa.ArrowException, KeyError, ValueError) as wrong:
-        raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=str(path), hint=_repair(path)) from None
+def _altered_row(shard: Shard, row: int) -> Damaged:
+    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{shard.name}, row {row}")
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
 
 
+def parts_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
+    return list(manifest.get("parts") or [manifest["header"]])
+
+
+def other_files(header: dict[str, Any]) -> list[str]:
+    """Return the files that the shards of a header need beside them."""
+    return [str(header["codec"][key]) for key in FILES_OF_A_CODEC if header["codec"].get(key)]
+
+
 def _belongs(name: str) -> bool:
-    return name == MANIFEST or name in TOKENIZER or name.startswith(TEMPORARY) or bool(_SHARD.fullmatch(name))
+    return (
+        name == MANIFEST
+        or name in TOKENIZER
+        or name.startswith((TEMPORARY, LOCK))
+        or bool(_SHARD.fullmatch(name))
+        or bool(_RANKS.fullmatch(name))
+    )
+
+
+def _refuse_foreign(folder: Folder) -> None:
+    """Refuse a folder that holds anything but a cache.
+
+    Raises:
+        XtkError: names what is in it.
+    """
+    foreign = sorted(file for file in folder.sizes() if not _belongs(file))
+    if foreign:
+        raise XtkError(
+            f"this folder holds other things ({', '.join(foreign[:3])})",
+            where=folder.name,
+            hint="give a new folder to -o",
+        )
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:
@@ -505,19 +535,25 @@ def _identity(header: dict[str, Any]) -> dict[str, Any]:
     return {**header, "teacher": teacher}
 
 
-def _repair(path: Path) -> str:
-    return f"remove {path} and {path.parent / MANIFEST}, and run the same xtk cache-teacher command again"
+def _repair(folder: Folder, file: str) -> str:
+    both = f"{folder.path_of(file)} and {folder.path_of(MANIFEST)}"
+    return f"remove {both}, and run the same xtk cache-teacher command again"
 
 
-def _other_request(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
+def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
-        f"{section}.{key}: {found.get(section, {}).get(key)} there, {wanted.get(section, {}).get(key)} asked for"
-        for section in ("teacher", "data", "options")
+        f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
+        for section in ("teacher", "data", "options", "codec")
         for key in sorted({*found.get(section, {}), *wanted.get(section, {})})
         if found.get(section, {}).get(key) != wanted.get(section, {}).get(key)
     ]
     return XtkError(
         "there is a cache of another request",
-        where=f"{folder} ({'; '.join(differences[:3])})",
+        where=f"{folder.name} ({'; '.join(differences[:3])})",
         hint="another -o, or --force to replace it",
     )
+
+
+def _short(header: dict[str, Any], section: str, key: str) -> str:
+    text = str(header.get(section, {}).get(key))
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -28,7 +28,7 @@ def inspect(
     terminal.set_quiet(quiet)
     paths = [path for given in artifacts for path in _paths(given)]
     for path in paths:
-        record = _describe(Path(path), verify=verify)
+        record = _describe(path, verify=verify)
         if as_json:
             terminal.result_json(record)
         else:
@@ -39,22 +39,26 @@ def _paths(given: str) -> list[str]:
     return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
-def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
+def _describe(place: str, *, verify: bool) -> dict[str, Any]:
     """Return path, kind, header and statistics of whatever lies at a path.
 
     Raises:
         XtkError: nothing that xtk knows.
     """
+    from xtk.artifacts.folders import is_remote
     from xtk.errors import XtkError, exists
 
-    if not exists(str(path)):
-        raise XtkError("there is no such artifact", where=str(path))
+    if is_remote(place):
+        return _describe_cache(place, verify=verify)
+    path = Path(place)
+    if not exists(place):
+        raise XtkError("there is no such artifact", where=place)
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
         return _describe_shard(path) if is_arrow else _describe_projection(path)
     if (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")):
-        return _describe_cache(path, verify=verify)
+        return _describe_cache(str(path), verify=verify)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
         return _describe_run(path, verify=verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
@@ -78,7 +82,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
 
 
-def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
+def _describe_cache(path: str, *, verify: bool) -> dict[str, Any]:
     import numpy as np
 
     from xtk.artifacts.teacher_cache import TeacherCache, totals
@@ -88,10 +92,9 @@ def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
         cache.verify()
     figures = totals(cache.manifest)
     sample = np.linspace(0, len(cache) - 1, num=min(len(cache), 200)).astype(int)
-    signals = [cache.row(int(number)).signal for number in sample]
+    scores = [cache.row(int(number)).scores for number in sample]
     entropy, tail, realised = (
-        np.concatenate([getattr(signal, name) for signal in signals])
-        for name in ("entropy", "tail_mass", "realised_logprobs")
+        np.concatenate([getattr(row, name) for row in scores]) for name in ("entropy", "tail_mass", "realised_logprobs")
     )
     statistics = {
         **figures,
@@ -103,7 +106,7 @@ def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
         "mean_realised_logprob": _mean(realised),
         "verified": verify,
     }
-    return {"path": str(path), "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
+    return {"path": path, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
 
 
 def _mean(values: Any) -> float | None:

@@ -58,13 +58,14 @@ def join_examples(examples: Sequence[Example]) -> Example:
 
 
 def _join_signals(signals: Sequence[Signal], shifts: NDArray[np.int64]) -> Signal:
-    # Of a document without positions no K is known.
-    size = max((signal.support_ids.shape[1] for signal in signals if len(signal)), default=0)
-    supports = [(signal.support_ids, signal.support_logprobs) for signal in signals if len(signal)]
+    firsts = np.cumsum([0, *(len(signal.ids) for signal in signals)])
     return Signal(
         positions=_joined([signal.positions + at for signal, at in zip(signals, shifts, strict=True)], np.int32),
-        support_ids=np.concatenate([*(ids for ids, _ in supports), np.zeros((0, size), np.int32)]),
-        support_logprobs=np.concatenate([*(logprobs for _, logprobs in supports), np.zeros((0, size), np.float32)]),
+        offsets=np.concatenate(
+            [*(signal.offsets[:-1] + first for signal, first in zip(signals, firsts, strict=False)), firsts[-1:]]
+        ),
+        ids=_joined([signal.ids for signal in signals], np.int32),
+        logprobs=_joined([signal.logprobs for signal in signals], np.float32),
         tail_mass=_joined([signal.tail_mass for signal in signals], np.float32),
         realised_logprobs=_joined([signal.realised_logprobs for signal in signals], np.float32),
         entropy=_joined([signal.entropy for signal in signals], np.float32),
@@ -141,24 +142,21 @@ def projected_cells(example: Example, ranges: Ranges, columns: Columns) -> Cells
     """Make one cell of each teacher token that the teacher's support reaches and the projection can reach.
 
     The teacher's probability of a cell is its mean over the item's positions, where a support that does not
-    hold the token counts as 0 and its mass goes to the other cell. The token that was realised belongs to the
-    support, whether or not it is among the stored ids. The student's is the mean over the item's rows of what W
-    carries to the token. Teacher tokens that no student token reaches are in the other cell on both sides.
+    hold the token counts as 0 and its mass goes to the other cell. The student's is the mean over the item's rows of
+    what W carries to the token. Teacher tokens that no student token reaches are in the other cell on both sides.
     """
     from xtk.losses.kernels import fill_cells
 
     signal = example.signal
     assert signal is not None
-    realised = example.teacher_ids[signal.positions]
     arrays = fill_cells(
         ranges.row_start,
         ranges.row_stop,
         ranges.position_start,
         ranges.position_stop,
-        signal.support_ids,
-        signal.support_logprobs,
-        realised,
-        signal.realised_logprobs,
+        signal.offsets,
+        signal.ids,
+        signal.logprobs,
         columns.offsets,
         columns.student_ids,
         columns.log_weights,

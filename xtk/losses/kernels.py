@@ -18,25 +18,23 @@ def fill_cells(
     row_stop: NDArray[np.int64],
     position_start: NDArray[np.int64],
     position_stop: NDArray[np.int64],
+    support_offsets: NDArray[np.int64],
     support_ids: NDArray[np.int32],
     support_logprobs: NDArray[np.float32],
-    realised_ids: NDArray[np.int32],
-    realised_logprobs: NDArray[np.float32],
     column_offsets: NDArray[np.int64],
     column_students: NDArray[np.int32],
     column_log_weights: NDArray[np.float32],
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Return the six arrays of `Cells` for items of averaged rows and averaged teacher positions."""
     items = len(row_start)
-    support = support_ids.shape[1]
     most_cells = 0
     most_entries = 0
     for item in range(items):
         rows = row_stop[item] - row_start[item]
         for position in range(position_start[item], position_stop[item]):
-            most_cells += support + 1
-            for slot in range(support + 1):
-                token = support_ids[position, slot] if slot < support else realised_ids[position]
+            most_cells += support_offsets[position + 1] - support_offsets[position]
+            for slot in range(support_offsets[position], support_offsets[position + 1]):
+                token = support_ids[slot]
                 most_entries += rows * (column_offsets[token + 1] - column_offsets[token])
     cell_offsets = np.zeros(items + 1, np.int64)
     entry_offsets = np.zeros(most_cells + 1, np.int64)
@@ -52,24 +50,15 @@ def fill_cells(
         first_cell = cells
         positions = position_stop[item] - position_start[item]
         for position in range(position_start[item], position_stop[item]):
-            realised_is_stored = False
-            for slot in range(support + 1):
-                if slot < support:
-                    token = support_ids[position, slot]
-                    logprob = support_logprobs[position, slot]
-                    realised_is_stored = realised_is_stored or token == realised_ids[position]
-                elif realised_is_stored:
-                    continue
-                else:
-                    token = realised_ids[position]
-                    logprob = realised_logprobs[position]
+            for slot in range(support_offsets[position], support_offsets[position + 1]):
+                token = support_ids[slot]
                 if column_offsets[token + 1] == column_offsets[token]:
                     continue  # nothing of the student lands here
                 if cell_of_token[token] < first_cell:
                     cell_of_token[token] = cells
                     tokens_of_cells[cells] = token
                     cells += 1
-                probs[cell_of_token[token]] += np.exp(logprob) / positions
+                probs[cell_of_token[token]] += np.exp(support_logprobs[slot]) / positions
         rows = row_stop[item] - row_start[item]
         share = np.float32(np.log(rows))
         for cell in range(first_cell, cells):

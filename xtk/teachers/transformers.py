@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from xtk.errors import XtkError
+from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.models.causal_lm import DTYPES, Cut, default_device, load_causal_lm
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
+from xtk.teachers.dense import Dense, join_dense, scores_of, trained_positions, uniforms
+from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Signal
+from xtk.tokens.signal import SUPPORTS, Scores, Support
 
 BLOCK = 64
 # A product wants many rows; the passes over its logits want few, that stay in the processor's cache.
@@ -24,18 +28,29 @@ class TransformersTeacher:
     """Scores documents with a causal language model, hidden states first, logits chunk by chunk.
 
     Args:
-        folder: the model.
-        dtype: "float32", "bfloat16", "float16".
-        batch_tokens: padded tokens in one forward pass.
-        trust_remote_code: run the model's own code.
+        request: the model, and what is wanted of it.
     """
 
-    def __init__(self, folder: Path, *, dtype: str, batch_tokens: int, trust_remote_code: bool = False) -> None:
+    supports: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
+    entropy: ClassVar[str] = "exact"
+    room: ClassVar[int] = 0
+
+    def __init__(self, request: TeacherRequest) -> None:
         self.device = default_device()
-        model = load_causal_lm(folder, dtype=DTYPES[dtype], device=self.device, trust_remote_code=trust_remote_code)
+        model = load_causal_lm(
+            request.folder,
+            dtype=DTYPES[request.dtype],
+            device=self.device,
+            trust_remote_code=request.trust_remote_code,
+        )
         self.model = model.eval().requires_grad_(False)
-        self.batch_tokens = batch_tokens
+        self.support, self.batch_tokens = request.support, request.batch_tokens
         self._cut = Cut(self.model)
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return the fingerprint of its weights."""
+        return fingerprint_of_weights(folder)
 
     @property
     def width(self) -> int:
@@ -43,58 +58,72 @@ class TransformersTeacher:
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     @torch.inference_mode()
-    def score(self, documents: Sequence[TokenSequence], top_k: int) -> list[Signal]:
-        """Return the signal at the trained tokens of each document.
+    def score(
+        self, documents: Sequence[TokenSequence], given: Sequence[NDArray[np.int32]] | None = None
+    ) -> list[Scores]:
+        """Return what it says at the trained tokens of each document.
 
         Args:
             documents: at most as many tokens each as the model reads.
-            top_k: ids in the support.
-
-        Raises:
-            XtkError: the model gives a number that is none.
+            given: for the support of that name, ids [P, G] at the trained tokens of each document; -1 stands for none.
         """
-        signals: list[Signal | None] = [None] * len(documents)
+        found: list[Scores | None] = [None] * len(documents)
         for batch in batches_by_length([len(document) for document in documents], self.batch_tokens):
-            for number, signal in zip(batch, self._score_batch([documents[at] for at in batch], top_k), strict=True):
-                signals[number] = signal
-        return [signal for signal in signals if signal is not None]
+            named = None if given is None else [given[at] for at in batch]
+            for number, scores in zip(batch, self._score_batch([documents[at] for at in batch], named), strict=True):
+                found[number] = scores
+        return [scores for scores in found if scores is not None]
 
-    def _score_batch(self, documents: list[TokenSequence], top_k: int) -> list[Signal]:
+    def _score_batch(self, documents: list[TokenSequence], given: Sequence[NDArray[np.int32]] | None) -> list[Scores]:
         longest = max(1, *(len(document) for document in documents))
         ids = torch.zeros(len(documents), longest, dtype=torch.int64)
         for row, document in enumerate(documents):
             ids[row, : len(document)] = torch.from_numpy(document.ids)
-        positions = [np.flatnonzero(document.trained).astype(np.int32) for document in documents]
+        positions = [trained_positions(document) for document in documents]
         places = np.concatenate([row * longest + at - 1 for row, at in enumerate(positions)])
         realised = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
         states = self._cut(ids.to(self.device)).flatten(0, 1)
-        parts = list(
-            _signals_of_rows(
-                states[torch.from_numpy(places).to(self.device)],
-                torch.from_numpy(realised.astype(np.int64)).to(self.device),
-                self._cut.head,
-                min(top_k, self.width),
-            )
+        wanted = _Wanted(
+            self._on_device(realised.astype(np.int64)),
+            None if given is None else self._on_device(_padded(given).astype(np.int64)),
+            self._on_device(np.concatenate([uniforms(document, self.support) for document in documents])),
         )
-        support, logprobs, tail, actual, entropy = (
-            np.concatenate([part[at].cpu().numpy() for part in parts]) if parts else _nothing(at, top_k)
-            for at in range(5)
-        )
-        if not np.isfinite(actual).all() or not np.isfinite(entropy).all():
-            raise XtkError(
-                "the teacher gives log-probabilities that are no numbers",
-                hint="another --dtype: float16 overflows in models trained in bfloat16",
-            )
-        edges = np.cumsum([0] + [len(at) for at in positions])
-        return [
-            Signal(at, support[low:high], logprobs[low:high], tail[low:high], actual[low:high], entropy[low:high])
-            for at, low, high in zip(positions, edges[:-1], edges[1:], strict=True)
-        ]
+        parts = list(_dense_of_rows(states[self._on_device(places)], wanted, self._cut.head, self.support))
+        return scores_of(documents, join_dense(parts) if parts else _nothing(self.support))
+
+    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self.device)
 
 
-def _nothing(at: int, top_k: int) -> np.ndarray:
-    shape = (0, top_k) if at < 2 else (0,)
-    return np.zeros(shape, np.int32 if at == 0 else np.float32)
+class _Wanted:
+    """What is asked at each of N rows: the token that stands there, ids that were given, numbers to draw by."""
+
+    def __init__(self, realised: Tensor, given: Tensor | None, uniforms: Tensor) -> None:
+        self.realised, self.given, self.uniforms = realised, given, uniforms
+
+    def __getitem__(self, rows: slice) -> _Wanted:
+        return _Wanted(self.realised[rows], None if self.given is None else self.given[rows], self.uniforms[rows])
+
+
+def _padded(given: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
+    """Put ids [P, G] of several documents one after the other, as wide as the widest."""
+    wide = max((ids.shape[1] for ids in given), default=0)
+    return np.concatenate(
+        [np.zeros((0, wide), np.int32)]
+        + [np.pad(ids, ((0, 0), (0, wide - ids.shape[1])), constant_values=-1) for ids in given]
+    )
+
+
+def _nothing(support: Support) -> Dense:
+    """Return no positions at all: what a document without trained tokens has."""
+    none = np.zeros(0, np.float32)
+    return Dense(
+        ids=np.zeros((0, 0), np.int32),
+        logprobs=np.zeros((0, 0), np.float32),
+        realised_logprobs=none,
+        entropy=none,
+        drawn=np.zeros((0, support.sets, support.draws), np.int32),
+    )
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -110,8 +139,8 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
         start += size
 
 
-def _signals_of_rows(states: Tensor, realised: Tensor, head: Head, top_k: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield (ids, logprobs, tail mass, realised logprob, entropy) of some rows at a time."""
+def _dense_of_rows(states: Tensor, wanted: _Wanted, head: Head, support: Support) -> Iterator[Dense]:
+    """Yield what is said at some rows at a time."""
     width = head.width_of(states)
     chunk = rows_in_a_chunk(width, states.device)
     logits_of = LogitsOfRows(head, states, chunk)
@@ -119,25 +148,85 @@ def _signals_of_rows(states: Tensor, realised: Tensor, head: Head, top_k: int) -
     work = states.new_empty((min(few, len(states)), width), dtype=torch.float32)
     for start in range(0, len(states), chunk):
         logits = logits_of(states[start : start + chunk])
-        targets = realised[start : start + chunk]
         for first in range(0, len(logits), few):
-            yield _signals_of_logits(logits[first : first + few], targets[first : first + few], top_k, work)
+            rows = slice(start + first, start + min(first + few, len(logits)))
+            parts = _dense_of_logits(logits[first : first + few], wanted[rows], support, work)
+            yield Dense(*(None if part is None else part.cpu().numpy() for part in parts))  # type: ignore[arg-type]
 
 
-def _signals_of_logits(logits: Tensor, realised: Tensor, top_k: int, work: Tensor) -> tuple[Tensor, ...]:
-    values, ids = top_values(logits, top_k)
-    actual = logits.gather(1, realised[:, None])[:, 0]
-    highest = values[:, :1]
+def _dense_of_logits(logits: Tensor, wanted: _Wanted, support: Support, work: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the arrays of `Dense` for a few rows; the logits are written over."""
+    values, ids = top_values(logits, min(max(1, support.top_k), logits.shape[1]))
+    realised = logits.gather(1, wanted.realised[:, None])
+    if wanted.given is not None:
+        ids = wanted.given
+        values, highest = logits.gather(1, ids.clamp_min(0)), values[:, :1]
+    else:
+        highest = values[:, :1].clone()
     shifted = logits.sub_(highest)
     exponentials = torch.exp(shifted, out=work[: len(logits)])
-    normaliser = exponentials.sum(1)
+    normaliser = exponentials.sum(1, keepdim=True)
     log_normaliser = normaliser.log()
-    mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser
+    mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser[:, 0]
     if not mean.isfinite().all():  # tokens that the model rules out with a logit of -inf
-        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser
-    logprobs = values - highest - log_normaliser[:, None]
-    tail = (1 - logprobs.exp().sum(1)).clamp_min(0)
-    return ids.int(), logprobs, tail, actual - highest[:, 0] - log_normaliser, log_normaliser - mean
+        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser[:, 0]
+    logprobs = values - highest - log_normaliser
+    if support.kind == "top-p":
+        probs = logprobs.exp()
+        ids = ids.masked_fill(probs.cumsum(1) - probs >= support.top_p, -1)
+    elif support.kind in ("sample", "none"):
+        ids, logprobs = ids[:, :0], logprobs[:, :0]
+    drawn = ids.new_zeros((len(ids), support.sets, support.draws))
+    rest = None
+    if support.sets:
+        exact = torch.cat([torch.where(ids < 0, wanted.realised[:, None], ids), wanted.realised[:, None]], 1)
+        exponentials.scatter_(1, exact, 0.0)
+        drawn, rest = draw(exponentials, wanted.uniforms, support.draws)
+        rest = (rest / normaliser[:, 0]).float()
+    return (
+        ids.int(),
+        logprobs,
+        (realised - highest - log_normaliser)[:, 0],
+        log_normaliser[:, 0] - mean,
+        drawn.int(),
+        rest,
+    )
+
+
+def draw(weights: Tensor, uniforms: Tensor, draws: int) -> tuple[Tensor, Tensor]:
+    """Draw ids in proportion to weights, by systematic sampling.
+
+    The n draws of a set stand at even distances on the cumulated weights, from a random start: an id of share p is
+    drawn n p times in the mean, and never a whole time more or less. The mean of an estimate from them is
+    the distribution itself, as from independent draws, with less noise.
+
+    Args:
+        weights: [N, U], 0 for what is not to be drawn.
+        uniforms: float64 [N, R], in [0, 1), the start of each set.
+        draws: n.
+
+    Returns:
+        Ids int64 [N, R, n], -1 where all weights are 0; and the weights' sums float64 [N].
+    """
+    rows, width = weights.shape
+    blocks = width // BLOCK
+    sums = weights[:, : blocks * BLOCK].reshape(rows, blocks, BLOCK).sum(2)
+    sums = torch.cat([sums, weights[:, blocks * BLOCK :].sum(1, keepdim=True)], 1).double()
+    ends = sums.cumsum(1)
+    total = ends[:, -1]
+    steps = torch.arange(draws, dtype=torch.float64, device=weights.device)
+    # A start of 1 - 2^-53 may round up to the end of all weights, where nothing stands.
+    places = ((steps + uniforms[:, :, None]) / draws).clamp_max(1 - 1e-12).flatten(1) * total[:, None]
+    block = torch.searchsorted(ends, places, right=True).clamp_max(blocks)
+    inside = block[:, :, None] * BLOCK + torch.arange(BLOCK, device=weights.device)
+    held = weights.gather(1, inside.clamp_max(width - 1).flatten(1)).view(inside.shape).double()
+    cumulated = held.masked_fill(inside >= width, 0).cumsum(2)
+    before = ends.gather(1, block) - sums.gather(1, block)
+    # A block's sum is rounded to fp32: what stands past its last weight belongs to that weight.
+    left = torch.minimum(places - before, cumulated[:, :, -1] * (1 - 1e-12))
+    ids = block * BLOCK + (cumulated <= left[:, :, None]).sum(2)
+    ids = ids.masked_fill(total[:, None] <= 0, -1)
+    return ids.view(rows, -1, draws), total
 
 
 def top_values(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.errors import XtkError
+from xtk.lookup import unknown
+
 SUPPORTS = {
     "top-k": "the K likeliest tokens, and a sum of the rest",
     "top-p": "as many of the likeliest tokens as carry the mass P, K at most, and a sum of the rest",
@@ -39,6 +42,36 @@ class Support:
     draws: int = 0
     sets: int = 0
     seed: int = 0
+
+
+def support_of(kind: str, *, top_k: int, top_p: float, draws: int, sets: int, seed: int) -> Support:
+    """Return a support with what its kind knows, and nothing else: equal ones are the same cache.
+
+    Args:
+        kind: a key of `SUPPORTS`.
+        top_k: 0 for the usual one.
+        top_p: the mass that `top-p` keeps.
+        draws: a set, of kinds that draw.
+        sets: of draws.
+        seed: of the draws.
+
+    Raises:
+        XtkError: there is no such kind, or a number makes no sense for it.
+    """
+    if kind not in SUPPORTS:
+        raise unknown("support", kind, SUPPORTS)
+    drawn = {"draws": draws, "sets": sets, "seed": seed} if kind in ("sample", "top-k+sample") else {}
+    usual = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
+    support = Support(
+        kind, top_k=(top_k or usual[kind]) if kind in usual else 0, top_p=top_p if kind == "top-p" else 1.0, **drawn
+    )
+    if support.top_k < 0 or (kind in usual and support.top_k < 1):
+        raise XtkError(f"--top-k is {top_k}; a support holds at least one id")
+    if not 0 < support.top_p <= 1:
+        raise XtkError(f"--top-p is {top_p}; it is a mass, above 0 and at most 1")
+    if drawn and (draws < 1 or sets < 1):
+        raise XtkError(f"--draws is {draws} and --draw-sets {sets}; both are at least 1")
+    return support
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, number: int) -> tuple[Document, TokenSequence | None, Signal | None]:
-        """Return a document, the teacher's tokens and the teacher's signal."""
+    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
+        """Return a document, the teacher's tokens and the teacher's signal with one of its sets of draws."""
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text."""
@@ -57,9 +57,9 @@ class CacheSource:
     def __len__(self) -> int:
         return len(self._cache)
 
-    def read(self, number: int) -> tuple[Document, TokenSequence | None, Signal | None]:
+    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
         """Return one row."""
-        row = self._cache.row(number)
+        row = self._cache.row(number, draw)
         return row.document, row.tokens, row.signal
 
     def text_bytes(self) -> NDArray[np.int64]:
@@ -80,7 +80,7 @@ class TextSource:
     def __len__(self) -> int:
         return len(self._documents)
 
-    def read(self, number: int) -> tuple[Document, TokenSequence | None, Signal | None]:
+    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
         """Return one document."""
         return self._documents[number], None, None
 
@@ -134,9 +134,14 @@ class BatchMaker:
         self._source, self._tokenizer, self._losses, self._columns = source, tokenizer, losses, columns
         self._limit = limit
 
-    def make(self, numbers: Sequence[int]) -> MicroBatch:
-        """Return the micro-batch of some documents; without any, one of a single token that trains nothing."""
-        rows = [self._source.read(number) for number in numbers]
+    def make(self, numbers: Sequence[int], draw: int = 0) -> MicroBatch:
+        """Return the micro-batch of some documents; without any, one of a single token that trains nothing.
+
+        Args:
+            numbers: of the documents.
+            draw: which set of draws is taken, where the teacher's signal has some; it counts round.
+        """
+        rows = [self._source.read(number, draw) for number in numbers]
         students = sequences(self._tokenizer, [document for document, _, _ in rows])
         if self._limit is not None:
             students = [sequence.cut(self._limit) for sequence in students]
@@ -184,6 +189,10 @@ class Order:
         self._documents, self._sizes, self._per_step, self._seed = documents, sizes, per_step, seed
         self._epoch = -1
         self._shuffled = documents
+
+    def epoch(self, step: int) -> int:
+        """Return how often all documents were taken before a step."""
+        return step * self._per_step // len(self._documents)
 
     def step(self, step: int) -> list[int]:
         """Return the documents of a step, longest first."""

@@ -12,10 +12,11 @@ import numpy as np
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
+from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import projection_for
-from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
@@ -52,7 +53,7 @@ class Inputs:
 
 def default_losses(places: Places, tokenizer: Tokenizer) -> list[str]:
     """Return the losses of a run that names none: those for the teacher's tokenizer, the student's own or another."""
-    if places.projection is None and _is_cache(places.cache):
+    if places.projection is None and is_cache(places.cache):
         same = TeacherCache(places.cache).header["teacher"]["tokenizer"] == tokenizer.fingerprint
         return ["ce", "forward-kl" if same else "p-kl"]
     return ["ce", "p-kl" if places.projection is not None else "forward-kl"]
@@ -64,13 +65,14 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     Raises:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
-    for path in (places.student, places.cache, places.projection):
+    local_cache = None if is_remote(places.cache) else Path(places.cache)
+    for path in (places.student, local_cache, places.projection):
         if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
-    if not any(loss.needs_teacher for loss in losses) and not _is_cache(places.cache):
-        documents = list(Corpus([str(places.cache)], places.columns))
+    if not any(loss.needs_teacher for loss in losses) and not is_cache(places.cache):
+        documents = list(Corpus([places.cache], places.columns))
         fingerprint = Fingerprint()
         for document in documents:
             fingerprint.add(document)
@@ -94,10 +96,6 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         "projection": None if projection is None else _fingerprint(projection),
     }
     return Inputs(CacheSource(cache), tokenizer, columns, losses, inputs)
-
-
-def _is_cache(path: Path) -> bool:
-    return path.is_dir() and ((path / MANIFEST).is_file() or any(path.glob("shard-*.arrow")))
 
 
 def _fingerprint(projection: Projection) -> str:

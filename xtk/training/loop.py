@@ -181,7 +181,7 @@ def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
     shares = run.order.share(
         step, accelerator.process_index, accelerator.num_processes, run.recipe.per_device_train_batch_size
     )
-    return [run.maker.make(numbers) for numbers in shares]
+    return [run.maker.make(numbers, run.order.epoch(step)) for numbers in shares]
 
 
 def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
