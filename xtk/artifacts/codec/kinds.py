@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codec.contexts import LEVELS
 
-MOST_KINDS = 32
-ENTRIES_A_KIND = 16384  # a list of favourites is worth its bytes where it is used often enough
+MOST_KINDS = 64
+ENTRIES_A_KIND = 8192  # a list of favourites is worth its bytes where it is used often enough
 ROUNDS = 8
-BITS_SCALE = 256  # costs are whole numbers, so that their sums are the same everywhere
+BITS_SCALE = 64  # costs are whole numbers, so that their sums are the same everywhere
 SMOOTHING = 20.0
-FEWEST = 5  # an id that a kind keeps less often is not worth a place among its favourites
+FEWEST = 4  # an id that a kind keeps less often is not worth a place among its favourites
 
 
 def find_kinds(offsets: NDArray[np.int64], ids: NDArray[np.int32], kinds: int, width: int) -> NDArray[np.int64]:
@@ -80,17 +80,16 @@ def assign(
         found: [P], filled.
         counts: [ids, kinds], added to.
     """
-    kinds = len(own)
-    total = np.empty(kinds, np.int64)
+    kinds = np.uint64(len(own))
+    flat, total = costs.ravel(), np.empty(len(own), np.int32)
     for position in range(len(found)):
         total[:] = own
         for entry in range(offsets[position], offsets[position + 1]):
+            row = np.uint64(ids[entry]) * kinds
+            # Unsigned, so that the processor can add many at once.
             for kind in range(kinds):
-                total[kind] += costs[ids[entry], kind]
-        best = 0
-        for kind in range(1, kinds):
-            if total[kind] < total[best]:
-                best = kind
+                total[kind] += flat[row + kind]
+        best = total.argmin()
         found[position] = best
         for entry in range(offsets[position], offsets[position + 1]):
             counts[ids[entry], best] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -191,16 +192,18 @@ class _Packer:
     def __init__(self, grid: Grid, favourites: Favourites, ranks: NDArray[np.int32], sets: int, draws: int) -> None:
         self.grid, self.sets, self.draws = grid, sets, draws
         self.starts = families.starts_of(families.signal_families(favourites.kinds))
-        self._favourites, self._ranks = favourites, ranks
-        # Where each pair of kind and id stands among the favourites, sorted for searching.
+        # Of every kind and id, the rank among the ids of the kind, and the class of its levels.
+        self._ranks = np.diff(favourites.starts)[:, None].astype(np.int32) + ranks
+        self._classes = np.full(self._ranks.shape, families.LEVELS - 1, np.int8)
         owners = np.repeat(np.arange(favourites.kinds), np.diff(favourites.starts))
-        self._pairs = owners * len(ranks) + favourites.ids
-        self._sorted = np.argsort(self._pairs)
+        self._ranks[owners, favourites.ids] = np.arange(len(owners)) - favourites.starts[owners]
+        self._classes[owners, favourites.ids] = favourites.levels
 
     def records(self, document: Prepared, kinds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return the records of each stream of a document."""
-        ranks, classes = self._places(kinds[document.owners], document.ids)
-        order = np.lexsort((ranks, document.owners))
+        places = kinds[document.owners], document.ids
+        order = _by_owner(document.owners, self._ranks[places])
+        ranks, classes = (table[places][order].astype(np.int64) for table in (self._ranks, self._classes))
         size, entries, levels = len(document), len(document.ids), document.levels[order]
         floors, positions = np.empty(size, np.int64), np.empty(6 * size, np.int64)
         used = kernels.position_records(
@@ -209,7 +212,7 @@ class _Packer:
         )  # fmt: skip
         ids_out, levels_out = np.empty(entries, np.int64), np.empty(entries, np.int64)
         kernels.entry_records(
-            self.starts, document.offsets, floors, ranks[order], classes[order], levels, ids_out, levels_out
+            self.starts, document.offsets, floors, ranks, classes, levels, ids_out, levels_out
         )
         drawn = [self._drawn(document, kinds, number) for number in range(document.sets)]
         return [positions[:used], ids_out, levels_out, *drawn]
@@ -220,22 +223,11 @@ class _Packer:
         offsets = _offsets(sizes)
         chosen = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
         owners = np.repeat(np.arange(len(document)), sizes)
-        ranks, _ = self._places(kinds[owners], document.drawn_ids[chosen])
-        order = np.lexsort((ranks, owners))
+        ranks = self._ranks[kinds[owners], document.drawn_ids[chosen]].astype(np.int64)
+        order = _by_owner(owners, ranks)
         out = np.empty(len(document) + 2 * len(chosen), np.int64)
         used = kernels.drawn_records(self.starts, self.draws, offsets, ranks[order], document.counts[chosen][order], out)
         return out[:used]
-
-    def _places(self, kinds: NDArray[np.int64], ids: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the rank of each id among those of a kind, and the class of its levels."""
-        favourites = self._favourites
-        pairs = kinds * len(self._ranks) + ids
-        if not len(self._pairs):
-            return self._ranks[ids].astype(np.int64), np.full(len(ids), families.LEVELS - 1)
-        found = self._sorted[np.minimum(np.searchsorted(self._pairs, pairs, sorter=self._sorted), len(self._pairs) - 1)]
-        known = self._pairs[found] == pairs
-        ranks = np.where(known, found - favourites.starts[kinds], np.diff(favourites.starts)[kinds] + self._ranks[ids])
-        return ranks, np.where(known, favourites.levels[found], families.LEVELS - 1)
 
 
 def _pack_document(document: Prepared, records: Sequence[NDArray[np.int64]], writer: Writer) -> bytes:
@@ -328,7 +320,7 @@ class SignalReader:
         """
         streams, drawn = self._split(packed, len(positions))
         offsets, ids, logprobs, kinds, (tail_mass, realised_logprobs, entropy) = self._exact(streams, realised_ids, drawn[0])
-        order = np.lexsort((ids, np.repeat(np.arange(len(positions)), np.diff(offsets))))
+        order = _by_owner(np.repeat(np.arange(len(positions)), np.diff(offsets)), ids)
         sets = [self._drawn(stream, kinds, size) for stream, size in zip(streams[3:], drawn[1:], strict=True)]
         # From set by set to position by position.
         sizes = np.array([np.diff(part) for part, _, _ in sets], np.int64).reshape(self._sets, len(positions))
@@ -337,7 +329,7 @@ class SignalReader:
             np.concatenate([np.zeros(0, np.int64), *parts])
             for parts in (owners, [part for _, part, _ in sets], [part for _, _, part in sets])
         )
-        by_owner = np.lexsort((drawn_ids, owner))
+        by_owner = _by_owner(owner, drawn_ids)
         return Scores(
             positions=positions,
             offsets=offsets,
@@ -395,6 +387,11 @@ def _following(starts: NDArray[np.int64], *gaps: int) -> NDArray[np.int64]:
 
 def _altered() -> Damaged:
     return Damaged("a row of this cache is altered: its signal cannot be read")
+
+
+def _by_owner(owners: NDArray[np.int64], ranks: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the order by owners, and of one owner by ranks, none of which are equal."""
+    return np.argsort(owners << 32 | ranks)
 
 
 def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
