@@ -154,7 +154,9 @@ class PlainCodec:
         precision, sets, draws: of the header's codec.
     """
 
-    def __init__(self, tables: bytes, order: list[int], lengths: list[int], precision: str, sets: int, draws: int) -> None:
+    def __init__(
+        self, tables: bytes, order: list[int], lengths: list[int], precision: str, sets: int, draws: int
+    ) -> None:
         self.order, self.lengths, self.sets, self.draws = order, lengths, sets, draws
         first_step, largest_step, self.odds_step, self.entropy_step = PRECISIONS[precision]
         self.levels = levels(first_step, largest_step)

@@ -81,7 +81,13 @@ def scores_of(random, kind, whole, realised, positions, sets, draws):
 def sequence_of(random, ids, lengths):
     """Tokens of which most have the bytes that the vocabulary says."""
     own = lengths[ids] + random.integers(0, 3, len(ids)) * (random.random(len(ids)) < 0.1)
-    return Sequence(ids, np.cumsum(own).astype(np.int32), np.zeros(len(ids), np.bool_), np.zeros((0, 3), np.int32), np.zeros(0, np.int32))
+    return Sequence(
+        ids,
+        np.cumsum(own).astype(np.int32),
+        np.zeros(len(ids), np.bool_),
+        np.zeros((0, 3), np.int32),
+        np.zeros(0, np.int32),
+    )
 
 
 def shard(seed, kind, width, lengths, *, precision="standard", sets=0, draws=0, **more):
@@ -155,7 +161,9 @@ def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
         impossible = np.isneginf(scores.realised_logprobs)
         assert np.array_equal(np.isneginf(back.realised_logprobs), impossible)
         assert np.allclose(
-            back.realised_logprobs[~impossible], scores.realised_logprobs[~impossible], atol=precision.odds_step / 2 + 1e-4
+            back.realised_logprobs[~impossible],
+            scores.realised_logprobs[~impossible],
+            atol=precision.odds_step / 2 + 1e-4,
         )
         owners = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
         total = np.bincount(owners, np.exp(back.logprobs.astype(np.float64)), minlength=len(scores)) + back.tail_mass
@@ -185,7 +193,9 @@ def test_the_plain_twin_reads_the_same_bits(case):
         for at, position in enumerate(plain):
             entries = slice(back.offsets[at], back.offsets[at + 1])
             assert sorted(position.exact) == back.ids[entries].tolist()
-            assert np.array_equal(np.array([position.exact[name] for name in back.ids[entries]], np.float32), back.logprobs[entries])
+            assert np.array_equal(
+                np.array([position.exact[name] for name in back.ids[entries]], np.float32), back.logprobs[entries]
+            )
             assert np.float32(position.tail_mass) == back.tail_mass[at]
             assert np.float32(position.realised) == back.realised_logprobs[at]
             assert np.float32(position.entropy) == back.entropy[at]
@@ -220,7 +230,9 @@ def test_a_signal_is_what_its_scores_tell(case, draw):
 @given(shards)
 @settings(max_examples=30, deadline=None)
 def test_the_same_scores_give_the_same_bytes(case):
-    first, second = (PackedCodec.pack(rows, options, ranks) for rows, _, options, ranks in [shard(*case[0], **case[1])] * 2)
+    first, second = (
+        PackedCodec.pack(rows, options, ranks) for rows, _, options, ranks in [shard(*case[0], **case[1])] * 2
+    )
     assert first == second
 
 
@@ -278,7 +290,9 @@ def one_position(logprobs, realised, tail=0.0, width=2):
 
 def back_of(scores, realised, width=2, precision="standard"):
     ids = np.array([0, realised], np.int32)
-    row = Sequence(ids, np.array([0, 1], np.int32), np.array([False, True]), np.zeros((0, 3), np.int32), np.zeros(0, np.int32))
+    row = Sequence(
+        ids, np.array([0, 1], np.int32), np.array([False, True]), np.zeros((0, 3), np.int32), np.zeros(0, np.int32)
+    )
     ranks = Ranks.of(np.bincount(ids, minlength=width), np.ones(width, np.int32))
     codec, _, _, signals = packed([(row, scores)], options_of(precision), ranks)
     return codec.scores(signals[0], ids, scores.positions)

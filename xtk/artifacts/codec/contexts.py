@@ -13,26 +13,29 @@ GAP_STATES = np.array(
 )
 GAPS = len(GAP_STATES)
 ODDS = 17  # how likely the realised token is: the logarithm of its odds in nats, between -8 and 8
-TAILS = 32
+TAILS = 32  # how much is in the tail: its level, two of them together
 LEVELS = 8  # how likely an id mostly is where it is kept; the last is of ids that are nobody's favourites
+AFTER = 48  # after a token: the class of its rank, or the last of these
 
-# The order of the families in a shard.
+# Families of contexts, in their order: of a signal, of the favourites in a shard's tables, of tokens.
 KIND, REALISED, COUNT, FLOOR, TAIL, ENTROPY, GAP, LEVEL, DRAWN_GAP, DRAWN_COUNT = range(10)
 FAVOURITE_COUNT, FAVOURITE_GAP, FAVOURITE_LEVEL = range(3)
-FAVOURITE_FAMILIES = [1, GAPS, 1]
-
 TOKEN, LENGTH = range(2)
-AFTER = 48  # after a token: the class of its rank, or the last of these
-TOKEN_FAMILIES = [AFTER, 1]
 
 
-def signal_families(kinds: int) -> list[int]:
+def signal_families(kinds: int, sets: int) -> list[int]:
     """Return how many contexts each family of a signal has.
 
     Args:
         kinds: C, kinds of positions.
+        sets: R, of draws.
     """
-    return [kinds, 1, ODDS, kinds, TAILS, ODDS + TAILS, GAPS, LEVELS, GAPS, GAPS]
+    drawn = GAPS if sets else 0
+    return [kinds, 1, ODDS, kinds, TAILS, ODDS + TAILS, GAPS, LEVELS, drawn, drawn]
+
+
+FAVOURITE_FAMILIES = [1, GAPS, 1]
+TOKEN_FAMILIES = [AFTER, 1]
 
 
 def starts_of(families: list[int]) -> NDArray[np.int64]:
@@ -40,12 +43,13 @@ def starts_of(families: list[int]) -> NDArray[np.int64]:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(families, dtype=np.int64)])
 
 
-def next_gap_states() -> NDArray[np.int64]:
-    """Return int64 [GAPS, SYMBOLS]: from each state, the state after a gap of each class.
-
-    It is the last one whose value is at most the sum of this state's value, the first gap of the class, and 1.
-    """
+def _next_gap_states() -> NDArray[np.int64]:
     sums = GAP_STATES[:, None] + FIRST[None, :SPECIAL] + 1
     states = np.zeros((GAPS, SYMBOLS), np.int64)
     states[:, :SPECIAL] = np.searchsorted(GAP_STATES, sums, side="right") - 1
     return states
+
+
+# int64 [GAPS, SYMBOLS], the state after a gap: the last one whose value is at most the sum of the value of the state
+# before, the first gap of the class, and 1.
+NEXT_GAP_STATE = _next_gap_states()

@@ -95,12 +95,12 @@ class Slots(NamedTuple):
 
     Attributes:
         symbols: uint8 [contexts * SCALE]: for each context, whose symbol each of `SCALE` slots is.
-        symbol_facts: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency minus 1 (10 bits), its
+        facts: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency minus 1 (10 bits), its
             first slot (10), the state of gaps that follows it (5); NEVER_COMES if it does not.
     """
 
     symbols: NDArray[np.uint8]
-    symbol_facts: NDArray[np.int32]
+    facts: NDArray[np.int32]
 
 
 def slots_of(frequencies: NDArray[np.int64], following: NDArray[np.int64]) -> Slots:

@@ -15,11 +15,16 @@ from numpy.typing import NDArray
 from xtk.artifacts.codec.contexts import LEVELS
 
 MOST_KINDS = 64
-ENTRIES_A_KIND = 8192  # a list of favourites is worth its bytes where it is used often enough
+ENTRIES_A_KIND = 8192  # a list of favourites is worth its bytes where it is used often
 ROUNDS = 8
 BITS_SCALE = 64  # costs are whole numbers, so that their sums are the same everywhere
-SMOOTHING = 20.0
+SMOOTHING = 50.0
 FEWEST = 4  # an id that a kind keeps less often is not worth a place among its favourites
+
+
+def how_many_kinds(entries: int) -> int:
+    """Return how many kinds of positions are worth their lists of favourites."""
+    return max(1, min(MOST_KINDS, entries // ENTRIES_A_KIND))
 
 
 def find_kinds(offsets: NDArray[np.int64], ids: NDArray[np.int32], kinds: int, width: int) -> NDArray[np.int64]:

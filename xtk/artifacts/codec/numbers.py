@@ -16,7 +16,7 @@ def _classes() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     for octave in range(DIRECT.bit_length() - 1, BEYOND.bit_length() - 1):
         first += [2 << octave - 1, 3 << octave - 1]
         bits += [octave - 1, octave - 1]
-    return np.array(first + [0, 0], np.int64), np.array(bits + [0, 0], np.int64)
+    return np.array([*first, 0, 0], np.int64), np.array([*bits, 0, 0], np.int64)
 
 
 # Of each symbol, int64 [SYMBOLS]: the first number of its class, and how many raw bits choose within it.

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.signal import SignalReader, pack_signals
+from xtk.artifacts.codec.signal_reader import SignalReader
+from xtk.artifacts.codec.signal_writer import pack_signals
 from xtk.artifacts.codec.streams import cut, pack_numbers, unpack_numbers
 from xtk.artifacts.codec.tokens import TokenReader, pack_tokens
 from xtk.artifacts.ranks import Ranks

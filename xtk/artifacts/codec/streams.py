@@ -7,18 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec import kernels
+from xtk.artifacts.codec.coder import RECORD_MASK, write_words
 from xtk.artifacts.codec.frequencies import frequencies_of
 from xtk.artifacts.codec.numbers import SYMBOLS
 from xtk.errors import Damaged
 
-
-def count_symbols(records: Sequence[NDArray[np.int64]], contexts: int) -> NDArray[np.int64]:
-    """Return int64 [contexts, SYMBOLS], how often each symbol comes in some records."""
-    counts = np.zeros(contexts * SYMBOLS, np.int64)
-    for part in records:
-        counts += np.bincount(part & kernels.RECORD_MASK, minlength=contexts * SYMBOLS)
-    return counts.reshape(contexts, SYMBOLS)
+MOST_DIGITS = 5
 
 
 class Writer:
@@ -29,30 +23,33 @@ class Writer:
         contexts: how many there are.
 
     Attributes:
-        frequencies: int64 [contexts, SYMBOLS].
+        frequencies: int64 [contexts, SYMBOLS], made of these records.
     """
 
     def __init__(self, records: Sequence[NDArray[np.int64]], contexts: int) -> None:
-        self.frequencies = frequencies_of(count_symbols(records, contexts))
+        counts = np.zeros(contexts * SYMBOLS, np.int64)
+        for part in records:
+            counts += np.bincount(part & RECORD_MASK, minlength=len(counts))
+        self.frequencies = frequencies_of(counts.reshape(contexts, SYMBOLS))
         self._before = np.cumsum(self.frequencies, 1) - self.frequencies
 
     def stream(self, records: NDArray[np.int64]) -> bytes:
-        """Return records as bytes."""
+        """Return some of the records as bytes."""
         words = np.empty(2 * len(records) + 2, np.uint32)
-        size = kernels.write_stream(records, self.frequencies.ravel(), self._before.ravel(), words)
+        size = write_words(records, self.frequencies.ravel(), self._before.ravel(), words)
         # The last word is the highest part of a number: zeros at its end say nothing.
         return words[:size].astype("<u4").tobytes().rstrip(b"\0")
 
 
 def words_of(stream: bytes | memoryview) -> NDArray[np.uint32]:
     """Return the words of a stream."""
-    words = np.zeros((len(stream) + 3) // 4, np.uint32)
+    words = np.zeros((len(stream) + 3) // 4, "<u4")
     words.view(np.uint8)[: len(stream)] = np.frombuffer(stream, np.uint8)
-    return words
+    return words.astype(np.uint32, copy=False)
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
-    """Return whole numbers in base 128, lowest digit first; all but the last digit of a number have 128 added."""
+    """Return whole numbers in base 128, the lowest digit first, with 128 added to all digits but a number's last."""
     packed = bytearray()
     for number in numbers:
         while number > 127:
@@ -66,20 +63,17 @@ def unpack_numbers(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     """Return so many whole numbers from the front of some bytes, and how many bytes they take.
 
     Raises:
-        Damaged: there are not so many, or one of more than 5 digits.
+        Damaged: there are not so many, or one is too long.
     """
     numbers, at = [], 0
     for _ in range(count):
-        number = shift = 0
-        while True:
-            if at >= len(packed) or shift > 28:
-                raise Damaged("a row of this cache is altered: it ends too soon")
-            digit = packed[at]
+        number = digits = 0
+        while not digits or packed[at - 1] > 127:
+            if at == len(packed) or digits == MOST_DIGITS:
+                raise Damaged("this was altered: it ends too soon")
+            number |= (packed[at] & 127) << 7 * digits
+            digits += 1
             at += 1
-            number |= (digit & 127) << shift
-            shift += 7
-            if digit < 128:
-                break
         numbers.append(number)
     return numbers, at
 
@@ -95,5 +89,5 @@ def cut(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes
         parts.append(packed[at : at + size])
         at += size
     if at > len(packed):
-        raise Damaged("a row of this cache is altered: its parts do not add up")
+        raise Damaged("this was altered: its parts do not add up")
     return [*parts, packed[at:]]

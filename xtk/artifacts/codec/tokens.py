@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec import contexts as families
-from xtk.artifacts.codec import kernels
-from xtk.artifacts.codec.frequencies import pack_frequencies, slots_of, unpack_frequencies
+from xtk.artifacts.codec.coder import put, start, take, take_number, take_raw
+from xtk.artifacts.codec.contexts import AFTER, LENGTH, TOKEN, TOKEN_FAMILIES, starts_of
+from xtk.artifacts.codec.frequencies import Slots, pack_frequencies, slots_of, unpack_frequencies
 from xtk.artifacts.codec.numbers import SYMBOLS, zigzag
 from xtk.artifacts.codec.streams import Writer, words_of
 from xtk.errors import Damaged
 
-STARTS = families.starts_of(families.TOKEN_FAMILIES)
+STARTS = starts_of(TOKEN_FAMILIES)
 
 
 def pack_tokens(
@@ -33,9 +35,9 @@ def pack_tokens(
     ranks[order] = np.arange(len(order))
     records = []
     for ids, ends in documents:
-        lengths = np.diff(ends.astype(np.int64), prepend=0) - token_bytes[ids]
+        lengths = np.diff(ends.astype(np.int64), prepend=0) - token_bytes[ids].astype(np.int64)
         out = np.empty(2 * len(ids), np.int64)
-        kernels.token_records(STARTS, ranks[ids], zigzag(lengths), out)
+        token_records(STARTS, ranks[ids], zigzag(lengths), out)
         records.append(out)
     writer = Writer(records, int(STARTS[-1]))
     return pack_frequencies(writer.frequencies), [writer.stream(part) for part in records]
@@ -53,9 +55,7 @@ class TokenReader:
         Damaged: the tables are not what was written.
     """
 
-    def __init__(
-        self, tables: bytes | memoryview, order: NDArray[np.int32], token_bytes: NDArray[np.int32]
-    ) -> None:
+    def __init__(self, tables: bytes | memoryview, order: NDArray[np.int32], token_bytes: NDArray[np.int32]) -> None:
         self._order, self._token_bytes = order, token_bytes
         contexts = int(STARTS[-1])
         self._slots = slots_of(unpack_frequencies(tables, contexts), np.zeros((contexts, SYMBOLS), np.int64))
@@ -66,9 +66,66 @@ class TokenReader:
         Raises:
             Damaged: the bytes are not what was written.
         """
-        ids, ends, whole = kernels.read_tokens(
-            words_of(packed), self._slots, STARTS, self._order, self._token_bytes, length
-        )
+        ids, ends, whole = read_tokens(words_of(packed), self._slots, STARTS, self._order, self._token_bytes, length)
         if not whole:
             raise Damaged("a row of this cache is altered: its tokens cannot be read")
         return ids, ends
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def token_records(
+    starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
+) -> int:
+    """Turn the tokens of a document into records; return how many they are.
+
+    Args:
+        starts: of the families of contexts.
+        ranks: [T].
+        lengths: [T], by how many bytes each is longer than its token in the vocabulary, zigzag.
+        out: [2 T], filled.
+    """
+    size = before = 0
+    for token in range(len(ranks)):
+        size = put(out, size, starts[TOKEN] + before, ranks[token])
+        before = min(out[size - 1] & 63, AFTER - 1)
+        size = put(out, size, starts[LENGTH], lengths[token])
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def read_tokens(
+    words: NDArray[np.uint32],
+    slots: Slots,
+    starts: NDArray[np.int64],
+    order: NDArray[np.int32],
+    token_bytes: NDArray[np.int32],
+    length: int,
+) -> tuple[Any, Any, bool]:
+    """Read the stream of a document's tokens.
+
+    Args:
+        words: the stream.
+        slots: of all contexts.
+        starts: of the families of contexts.
+        order: [U], ids by rank.
+        token_bytes: [U], how many bytes each token of the vocabulary has.
+        length: T.
+
+    Returns:
+        ids int32 [T], byte ends int32 [T], and whether the stream is whole.
+    """
+    state, left = start(words)
+    ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
+    before: Any = np.int64(0)
+    end: Any = np.int64(0)
+    for token in range(length):
+        symbol, state, left = take(slots, starts[TOKEN] + before, state, words, left)
+        before = min(symbol, AFTER - 1)
+        rank, state, left = take_raw(symbol, state, words, left)
+        more, state, left = take_number(slots, starts[LENGTH], state, words, left)
+        if rank < 0 or rank >= len(order) or more < 0:
+            return ids, ends, False
+        ids[token] = order[rank]
+        end += token_bytes[order[rank]] + (more >> 1 ^ -(more & 1))
+        ends[token] = end
+    return ids, ends, state == 0 and left == 0

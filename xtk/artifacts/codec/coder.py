@@ -1,0 +1,145 @@
+"""The entropy coder: asymmetric numeral systems (Duda 2013) with tables of frequencies, compiled by numba.
+
+A state is a whole number below 2^63. What it no longer holds lies in words of 32 bits: they are written from the last
+symbol to the first, and read from the last word to the first, so that symbols come in their order.
+
+All numbers are signed, since numba makes floats of signed and unsigned together; indices that cannot be negative are
+made unsigned, so that none is tested for counting from the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.artifacts.codec.frequencies import SCALE_BITS, SYMBOL_BITS, Slots
+from xtk.artifacts.codec.numbers import DIRECT, FIRST, RAW_BITS, SPECIAL
+
+SLOT_MASK = (1 << SCALE_BITS) - 1
+STATE_BITS, WORD_BITS = 63, 32
+LOWEST = 1 << STATE_BITS - WORD_BITS  # a state below takes in another word
+WORD_MASK = (1 << WORD_BITS) - 1
+Index = np.uint64
+
+# A record: a symbol on its way to a stream, as context * 64 + symbol, how many raw bits follow it, and those bits.
+COUNT_SHIFT, RAW_SHIFT = 24, 32
+RECORD_MASK = (1 << COUNT_SHIFT) - 1
+
+# What is read in place of a number: -1 - symbol, where a symbol stands for none, and where it never comes.
+NO_NUMBER, NOTHING = -1, -100
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def put(records: NDArray[np.int64], size: int, context: int, number: int) -> int:
+    """Add a number to records, and return how many there are then."""
+    if number < DIRECT:
+        records[size] = context << SYMBOL_BITS | number
+        return size + 1
+    octave = 5
+    while number >> (octave + 1):
+        octave += 1
+    symbol = DIRECT + 2 * (octave - 5) + (number >> (octave - 1) & 1)
+    raw = number & ((1 << (octave - 1)) - 1)
+    records[size] = (context << SYMBOL_BITS | symbol) | (octave - 1) << COUNT_SHIFT | raw << RAW_SHIFT
+    return size + 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def put_symbol(records: NDArray[np.int64], size: int, context: int, symbol: int) -> int:
+    """Add a symbol that stands for no number to records, and return how many there are then."""
+    records[size] = context << SYMBOL_BITS | symbol
+    return size + 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def write_words(
+    records: NDArray[np.int64], frequencies: NDArray[np.int64], before: NDArray[np.int64], words: NDArray[np.uint32]
+) -> int:
+    """Write records into words, last record first, and return how many words there are.
+
+    Args:
+        records: [n].
+        frequencies: int64 [contexts * 64], of each symbol.
+        before: int64 [contexts * 64], the sum of the frequencies of the lower symbols of its context.
+        words: [2 n + 2].
+    """
+    state = np.int64(0)
+    size = 0
+    for at in range(len(records) - 1, -1, -1):
+        record = records[at]
+        raw_bits = record >> COUNT_SHIFT & 63
+        if raw_bits:
+            if state >> (STATE_BITS - raw_bits):
+                words[size] = state & WORD_MASK
+                size += 1
+                state >>= WORD_BITS
+            state = state << raw_bits | record >> RAW_SHIFT
+        symbol = record & RECORD_MASK
+        frequency = frequencies[symbol]
+        if state >> (STATE_BITS - SCALE_BITS) >= frequency:
+            words[size] = state & WORD_MASK
+            size += 1
+            state >>= WORD_BITS
+        state = (state // frequency << SCALE_BITS) + state % frequency + before[symbol]
+    while state:
+        words[size] = state & WORD_MASK
+        size += 1
+        state >>= WORD_BITS
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def start(words: NDArray[np.uint32]) -> tuple[Any, Any]:
+    """Return the first state of a stream, and how many words are left."""
+    state, left = np.int64(0), len(words)
+    while state < LOWEST and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def take(slots: Slots, context: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
+    """Return the next symbol, the state after it, and how many words are left.
+
+    A symbol that never comes is NOTHING. Nothing is ever read from before the first word: a stream that was altered
+    ends in zeros.
+    """
+    slot = state & SLOT_MASK
+    symbol: Any = np.int64(slots.symbols[Index(context << SCALE_BITS | slot)])
+    facts: Any = np.int64(slots.facts[Index(context << SYMBOL_BITS | symbol)])
+    state = ((facts & SLOT_MASK) + 1) * (state >> SCALE_BITS) + slot - (facts >> SCALE_BITS & SLOT_MASK)
+    if state < LOWEST and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return symbol if facts >= 0 else NOTHING, state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def take_raw(symbol: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
+    """Return the number that a symbol and the raw bits after it make, the state after them, and the words left.
+
+    A symbol that stands for no number gives NO_NUMBER - symbol, and NOTHING gives NOTHING.
+    """
+    if symbol < DIRECT:
+        return symbol, state, left
+    if symbol >= SPECIAL:
+        return NO_NUMBER - symbol, state, left
+    bits: Any = RAW_BITS[symbol]
+    number: Any = FIRST[symbol] + (state & ((1 << bits) - 1))
+    state >>= bits
+    if state < LOWEST and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return number, state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def take_number(slots: Slots, context: int, state: int, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
+    """Return the next number, the state after it, and how many words are left, as `take` and `take_raw` do."""
+    symbol, state, left = take(slots, context, state, words, left)
+    found: tuple[Any, Any, Any] = take_raw(symbol, state, words, left)
+    return found
