@@ -52,7 +52,7 @@ def base_128(content: bytes, count: int) -> tuple[list[int], bytes]:
 def parts(content: bytes, sizes: list[int]) -> list[bytes]:
     """Parts of some sizes, and the rest."""
     ends = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
-    return [content[start:stop] for start, stop in zip(ends, [*ends[1:], None])]
+    return [content[start:stop] for start, stop in zip(ends, [*ends[1:], None], strict=True)]
 
 
 def frequencies(content: bytes, contexts: int) -> list[list[int]]:
@@ -162,13 +162,15 @@ class PlainCodec:
         self.levels = levels(first_step, largest_step)
         (size,), rest = base_128(tables, 1)
         self.token_tables = frequencies(rest[:size], 48 + 1)
-        (kinds, favourites, *sizes), rest = base_128(rest[size:], 4)
-        of_signals, of_favourites, stream = parts(rest, sizes)
-        sizes = [kinds, 1, 17, kinds, 32, 17 + 32, 21, 8, 21, 21]
+        (size,), rest = base_128(rest[size:], 1)
+        of_signals, rest = rest[:size], rest[size:]
+        (kinds, favourites, size), rest = base_128(rest, 3)
+        drawn = 21 if sets else 0
+        sizes = [kinds, 1, 17, kinds, 32, 17 + 32, 21, 8, drawn, drawn]
         (self.kind, self.odds, self.count, self.floor, self.tail, self.entropy, self.gap, self.level, self.drawn_gap,
          self.drawn_count) = (sum(sizes[:at]) for at in range(10))  # fmt: skip
         self.signal_tables = frequencies(of_signals, sum(sizes))
-        self.favourites = self._favourites(Stream(stream, frequencies(of_favourites, 1 + 21 + 1)), kinds)
+        self.favourites = self._favourites(Stream(rest[size:], frequencies(rest[:size], 1 + 21 + 1)), kinds)
         assert sum(map(len, self.favourites)) == favourites
 
     def _favourites(self, stream: Stream, kinds: int) -> list[list[tuple[int, int]]]:

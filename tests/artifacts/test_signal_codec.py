@@ -151,7 +151,7 @@ def test_ids_draws_and_byte_ends_come_back_as_they_were(case):
 @settings(deadline=None)
 def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
-    codec, _, tokens, signals = packed(rows, options, ranks)
+    codec, _, _, signals = packed(rows, options, ranks)
     precision = PRECISIONS[options["precision"]]
     depths = -levels_of(precision)
     half_steps = np.diff(depths) / 2
@@ -337,7 +337,7 @@ def test_the_whole_vocabulary_of_real_width():
 
 def test_scores_without_the_token_that_stands_there_are_refused():
     scores = one_position([-0.1, -3.0], 0, tail=0.05)
-    with pytest.raises(ValueError, match="realised token"):
+    with pytest.raises(ValueError, match="stands there"):
         back_of(scores, 2, width=3)
 
 
