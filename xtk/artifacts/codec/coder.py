@@ -15,10 +15,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.frequencies import SCALE_BITS, SYMBOL_BITS, Slots
+from xtk.artifacts.codec.frequencies import FIRST_SLOT, SCALE, SCALE_BITS, SYMBOL_BITS, Slots
 from xtk.artifacts.codec.numbers import DIRECT, FIRST, RAW_BITS, SPECIAL
 
-SLOT_MASK = (1 << SCALE_BITS) - 1
+SLOT_MASK, FREQUENCY_MASK = SCALE - 1, 2 * SCALE - 1
 STATE_BITS, WORD_BITS = 63, 32
 LOWEST = 1 << STATE_BITS - WORD_BITS  # a state below takes in another word
 WORD_MASK = (1 << WORD_BITS) - 1
@@ -27,9 +27,6 @@ Index = np.uint64
 # A record: a symbol on its way to a stream, as context * 64 + symbol, how many raw bits follow it, and those bits.
 COUNT_SHIFT, RAW_SHIFT = 24, 32
 RECORD_MASK = (1 << COUNT_SHIFT) - 1
-
-# What is read in place of a number: -1 - symbol, where a symbol stands for none, and where it never comes.
-NO_NUMBER, NOTHING = -1, -100
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -105,29 +102,28 @@ def start(words: NDArray[np.uint32]) -> tuple[Any, Any]:
 def take(slots: Slots, context: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
     """Return the next symbol, the state after it, and how many words are left.
 
-    A symbol that never comes is NOTHING. Nothing is ever read from before the first word: a stream that was altered
-    ends in zeros.
+    Nothing is ever read from before the first word: a stream that was altered ends in zeros.
     """
     slot = state & SLOT_MASK
     symbol: Any = np.int64(slots.symbols[Index(context << SCALE_BITS | slot)])
-    facts: Any = np.int64(slots.facts[Index(context << SYMBOL_BITS | symbol)])
-    state = ((facts & SLOT_MASK) + 1) * (state >> SCALE_BITS) + slot - (facts >> SCALE_BITS & SLOT_MASK)
+    fact: Any = np.int64(slots.facts[Index(context << SYMBOL_BITS | symbol)])
+    state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
     if state < LOWEST and left > 0:
         left -= 1
         state = state << WORD_BITS | np.int64(words[Index(left)])
-    return symbol if facts >= 0 else NOTHING, state, left
+    return symbol, state, left
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def take_raw(symbol: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
     """Return the number that a symbol and the raw bits after it make, the state after them, and the words left.
 
-    A symbol that stands for no number gives NO_NUMBER - symbol, and NOTHING gives NOTHING.
+    A symbol that stands for no number gives its negative.
     """
     if symbol < DIRECT:
         return symbol, state, left
     if symbol >= SPECIAL:
-        return NO_NUMBER - symbol, state, left
+        return -symbol, state, left
     bits: Any = RAW_BITS[symbol]
     number: Any = FIRST[symbol] + (state & ((1 << bits) - 1))
     state >>= bits

@@ -13,17 +13,14 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.coder import (
+    FREQUENCY_MASK,
     LOWEST,
-    NO_NUMBER,
-    NOTHING,
     SLOT_MASK,
     WORD_BITS,
     Index,
     put,
     put_symbol,
     start,
-    take,
-    take_number,
 )
 from xtk.artifacts.codec.contexts import (
     COUNT,
@@ -39,15 +36,20 @@ from xtk.artifacts.codec.contexts import (
     TAIL,
     TAILS,
 )
-from xtk.artifacts.codec.frequencies import SCALE_BITS, SYMBOL_BITS, Slots
-from xtk.artifacts.codec.grids import LEVEL_COUNT
-from xtk.artifacts.codec.numbers import DIRECT, FIRST, OTHER_SPECIAL, RAW_BITS, SPECIAL
+from xtk.artifacts.codec.frequencies import FIRST_SLOT, FOLLOWING, SCALE_BITS, SYMBOL_BITS, Slots
+from xtk.artifacts.codec.grids import BELOW, LEVEL_COUNT
+from xtk.artifacts.codec.numbers import DIRECT, FIRST, NOTHING, RAW_BITS, SPECIAL
 
 ONE = Index(1)
 ID_BITS = 20
 ID_MASK = (1 << ID_BITS) - 1
 NOBODYS = LEVELS - 1 << ID_BITS  # beside an id that is no favourite
 CERTAIN_ODDS, IMPOSSIBLE_ODDS = 1 << 40, -(1 << 40)  # of a realised token of probability 1 and 0
+NO_FLOOR = -1
+
+# What is told of a position, in this order.
+KIND_FIELD, ODDS_FIELD, COUNT_FIELD, FLOOR_FIELD, TAIL_FIELD, ENTROPY_FIELD = range(6)
+FIELDS = 6
 
 
 class Tables(NamedTuple):
@@ -84,6 +86,14 @@ def logs_of_odds(odds: int, step: float) -> tuple[float, float]:
         return own, own - logarithm
     others = -math.log1p(math.exp(logarithm))
     return others + logarithm, others
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def odds_of(number: int) -> int:
+    """Return the odds that were read as a number, or as a symbol's negative."""
+    if number >= 0:
+        return number >> 1 ^ -(number & 1)
+    return CERTAIN_ODDS if number == -NOTHING else IMPOSSIBLE_ODDS
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -141,7 +151,7 @@ def entropy_of(logprob: float) -> float:
 def put_odds(records: NDArray[np.int64], size: int, context: int, odds: int) -> Any:
     """Add odds to records, and return how many there are then."""
     if odds == CERTAIN_ODDS:
-        return put_symbol(records, size, context, OTHER_SPECIAL)
+        return put_symbol(records, size, context, NOTHING)
     return put_or_special(records, size, context, 2 * odds if odds >= 0 else -2 * odds - 1, odds == IMPOSSIBLE_ODDS)
 
 
@@ -175,7 +185,7 @@ def position_records(
         tails: [P], levels of the mass outside; LEVEL_COUNT: none.
         offsets: [P + 1] of the entries, those of realised tokens left out.
         levels: [E].
-        grid: [3, 2 LEVEL_COUNT]: log-probability, probability, and their product, of each level.
+        grid: [3, PLACES]: log-probability, probability, and their product, of each level.
         steps: of odds, of entropy; how many of odds are a nat.
         floors: [P], filled: the lowest finite level of the entries of each; -1: none.
         out: [6 P], filled.
@@ -190,19 +200,19 @@ def position_records(
         first, stop = offsets[position], offsets[position + 1]
         size = put(out, size, starts[COUNT] + chance, stop - first)
         if first == stop:
-            floors[position] = -1
+            floors[position] = NO_FLOOR
             size = put(out, size, starts[ENTROPY] + chance, round(entropies[position] / entropy_step))
             continue
-        floor, tail = -1, tails[position]
+        floor, tail = NO_FLOOR, tails[position]
         mass = products = 0.0
         for entry in range(first, stop):
-            mass += grid[1, levels[entry]]
-            products += grid[2, levels[entry]]
+            mass += grid[1, BELOW + levels[entry]]
+            products += grid[2, BELOW + levels[entry]]
             if levels[entry] < LEVEL_COUNT:
                 floor = max(floor, levels[entry])
         floors[position] = floor
         own, others = logs_of_odds(odds[position], odds_step)
-        _, _, entropy = shared(others, mass, products, grid[1, tail], grid[2, tail])
+        _, _, entropy = shared(others, mass, products, grid[1, BELOW + tail], grid[2, BELOW + tail])
         size = put_or_special(out, size, starts[FLOOR] + kind, floor, floor < 0)
         size = put_or_special(out, size, starts[TAIL] + context_of_tail(max(floor, 0)), tail, tail == LEVEL_COUNT)
         rest = round((entropies[position] - entropy - entropy_of(own)) / entropy_step)
@@ -265,38 +275,61 @@ def read_positions(
         per_nat: steps of odds.
         most: E, how many entries there can be, realised tokens among them.
         offsets: [P + 1], filled, with a place for the realised token in front of the entries of each position.
-        found: [5, P], filled: kind, odds, floor (-1: none), level of the tail, number of the entropy.
+        found: [FIELDS, P], filled.
     """
-    slots, starts = tables.slots, tables.starts
+    (symbols, facts), starts = tables.slots, tables.starts
     state, left = start(words)
-    kind = 0
+    kind = np.int64(0)
     for position in range(len(offsets) - 1):
-        kind, state, left = take(slots, starts[KIND] + kind, state, words, left)
-        if kind < 0 or kind >= starts[KIND + 1]:
-            return False
-        code, state, left = take_number(slots, starts[REALISED], state, words, left)
-        odds = code >> 1 ^ -(code & 1)
-        if code < 0:
-            odds = CERTAIN_ODDS if code == NO_NUMBER - OTHER_SPECIAL else IMPOSSIBLE_ODDS
-        if code == NOTHING:
-            return False
-        chance = context_of_odds(odds, per_nat)
-        count, state, left = take_number(slots, starts[COUNT] + chance, state, words, left)
-        floor, tail = -1, LEVEL_COUNT
-        context = starts[ENTROPY] + chance
-        if count > 0:
-            floor, state, left = take_number(slots, starts[FLOOR] + kind, state, words, left)
-            tail, state, left = take_number(slots, starts[TAIL] + context_of_tail(max(floor, 0)), state, words, left)
-            if floor == NOTHING or floor >= LEVEL_COUNT or tail == NOTHING or tail >= LEVEL_COUNT:
-                return False
-            floor, tail = max(floor, -1), tail if tail >= 0 else LEVEL_COUNT
-            context = starts[ENTROPY] + ODDS + context_of_tail(tail)
-        entropy, state, left = take_number(slots, context, state, words, left)
-        if count < 0 or entropy < 0 or count >= most - offsets[position]:
-            return False
-        offsets[position + 1] = offsets[position] + 1 + count
-        found[0, position], found[1, position], found[2, position] = kind, odds, floor
-        found[3, position], found[4, position] = tail, entropy
+        field, context, chance = KIND_FIELD, starts[KIND] + kind, 0
+        found[FLOOR_FIELD, position], found[TAIL_FIELD, position] = NO_FLOOR, LEVEL_COUNT
+        while field < FIELDS:
+            # `take` and `take_raw`, written out: numba counts references to the arrays of each call.
+            slot = state & SLOT_MASK
+            symbol = np.int64(symbols[Index(context << SCALE_BITS | slot)])
+            fact = np.int64(facts[Index(context << SYMBOL_BITS | symbol)])
+            state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
+            if state < LOWEST and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            number: Any = symbol
+            if symbol >= DIRECT and field > KIND_FIELD:
+                bits = RAW_BITS[Index(symbol)]
+                number = -symbol if symbol >= SPECIAL else FIRST[Index(symbol)] + (state & ((1 << bits) - 1))
+                state >>= bits
+                if state < LOWEST and left > 0:
+                    left -= 1
+                    state = state << WORD_BITS | np.int64(words[Index(left)])
+            following = field + 1
+            if field == KIND_FIELD:
+                if number >= starts[KIND + 1]:
+                    return False
+                kind, context = number, starts[REALISED]
+            elif field == ODDS_FIELD:
+                number = odds_of(number)
+                chance = context_of_odds(number, per_nat)
+                context = starts[COUNT] + chance
+            elif field == COUNT_FIELD:
+                if number < 0 or number >= most - offsets[position]:
+                    return False
+                offsets[position + 1] = offsets[position] + 1 + number
+                context = starts[FLOOR] + kind
+                if number == 0:
+                    following, context = ENTROPY_FIELD, starts[ENTROPY] + chance
+            elif field == ENTROPY_FIELD:
+                if number < 0:
+                    return False
+            else:
+                if number == -NOTHING or number >= LEVEL_COUNT:
+                    return False
+                if field == FLOOR_FIELD:
+                    context = starts[TAIL] + context_of_tail(max(number, 0))
+                    number = max(number, NO_FLOOR)
+                else:
+                    number = number if number >= 0 else LEVEL_COUNT
+                    context = starts[ENTROPY] + ODDS + context_of_tail(number)
+            found[field, position] = number
+            field = following
     return state == 0 and left == 0
 
 
@@ -323,8 +356,8 @@ def read_entries(
         words: the second stream, in words.
         level_words: the third.
         tables: of the shard.
-        grid: [3, 2 LEVEL_COUNT]: log-probability, probability, and their product, of each level.
-        values: [2 LEVEL_COUNT], log-probabilities again.
+        grid: [3, PLACES]: log-probability, probability, and their product, of each level.
+        values: [PLACES], log-probabilities again.
         offsets: [P + 1], with a place for the realised token in front of the entries of each position.
         kinds: [P].
         floors: [P].
@@ -332,26 +365,26 @@ def read_entries(
         logprobs: [E], likewise, as levels tell them.
         sums: [2, P], filled: of their probabilities, and of those times their logarithms.
     """
-    state, left = start(words)
-    level_state, level_left = start(level_words)
     favourites, favourite_starts, order = tables.favourites, tables.favourite_starts, tables.order
     symbols, facts = tables.slots
-    gaps, classes, known, damaged = tables.starts[GAP], tables.starts[LEVEL], len(order), np.int64(0)
+    probs, products = grid[1], grid[2]
+    gaps, classes, known = tables.starts[GAP], tables.starts[LEVEL], len(order)
+    state, left = start(words)
+    level_state, level_left = start(level_words)
     for position in range(len(kinds)):
-        first, floor = favourite_starts[kinds[position]], floors[position]
+        first, base = favourite_starts[kinds[position]], floors[position] + BELOW
         listed = favourite_starts[kinds[position] + 1] - first
         at, stop = Index(offsets[position] + 1), Index(offsets[position + 1])
-        context, rank, mass, products = gaps, np.int64(0), 0.0, 0.0
+        context, rank, mass, product = gaps, np.int64(0), 0.0, 0.0
         while at < stop:
             slot = state & SLOT_MASK
             symbol = np.int64(symbols[Index(context << SCALE_BITS | slot)])
             fact = np.int64(facts[Index(context << SYMBOL_BITS | symbol)])
-            state = ((fact & SLOT_MASK) + 1) * (state >> SCALE_BITS) + slot - (fact >> SCALE_BITS & SLOT_MASK)
+            state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
             if state < LOWEST and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
-            damaged |= fact
-            context = gaps + (fact >> 2 * SCALE_BITS & 31)
+            context = gaps + (fact >> FOLLOWING)
             if symbol < DIRECT:
                 rank += symbol
             else:
@@ -363,40 +396,39 @@ def read_entries(
                     state = state << WORD_BITS | np.int64(words[Index(left)])
             if rank < listed:
                 favourite = np.int64(favourites[Index(first + rank)])
-            elif rank - listed < known:
+            elif rank - listed < known and symbol < SPECIAL:
                 favourite = np.int64(order[Index(rank - listed)]) | NOBODYS
             else:
                 return False
             rank += 1
             ids[at] = favourite & ID_MASK
-            of_level, slot = classes + (favourite >> ID_BITS & (LEVELS - 1)), level_state & SLOT_MASK
+            of_level, slot = classes + (favourite >> ID_BITS), level_state & SLOT_MASK
             symbol = np.int64(symbols[Index(of_level << SCALE_BITS | slot)])
             fact = np.int64(facts[Index(of_level << SYMBOL_BITS | symbol)])
             level_state = (
-                ((fact & SLOT_MASK) + 1) * (level_state >> SCALE_BITS) + slot - (fact >> SCALE_BITS & SLOT_MASK)
+                (fact & FREQUENCY_MASK) * (level_state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
             )
             if level_state < LOWEST and level_left > 0:
                 level_left -= 1
                 level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])
-            damaged |= fact
-            level = floor - symbol
+            level = base - symbol
             if symbol >= DIRECT:
                 bits = RAW_BITS[Index(symbol)]
-                level = floor - FIRST[Index(symbol)] - (level_state & ((1 << bits) - 1))
+                level = max(base - FIRST[Index(symbol)] - (level_state & ((1 << bits) - 1)), 0)
                 level_state >>= bits
                 if level_state < LOWEST and level_left > 0:
                     level_left -= 1
                     level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])
                 if symbol >= SPECIAL:
-                    level = LEVEL_COUNT if symbol == SPECIAL else -1
-            damaged |= level
-            level &= 2 * LEVEL_COUNT - 1
+                    level = BELOW + LEVEL_COUNT if symbol == SPECIAL else 0
             logprobs[at] = values[Index(level)]
-            mass += grid[1, Index(level)]
-            products += grid[2, Index(level)]
+            mass += probs[Index(level)]
+            product += products[Index(level)]
             at += ONE
-        sums[0, position], sums[1, position] = mass, products
-    return damaged >= 0 and state == 0 and left == 0 and level_state == 0 and level_left == 0
+        if not mass >= 0:
+            return False
+        sums[0, position], sums[1, position] = mass, product
+    return state == 0 and left == 0 and level_state == 0 and level_left == 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -416,9 +448,9 @@ def finish(
     Args:
         realised_ids: [P].
         offsets: [P + 1].
-        found: [5, P], of `read_positions`.
+        found: [FIELDS, P], of `read_positions`.
         sums: [2, P], of `read_entries`.
-        grid: [3, 2 LEVEL_COUNT].
+        grid: [3, PLACES].
         steps: of odds, of entropy; how many of odds are a nat.
         ids: [E], completed.
         logprobs: [E], completed and changed.
@@ -426,19 +458,21 @@ def finish(
     """
     odds_step, entropy_step, _ = steps
     for position in range(len(realised_ids)):
-        own, others = logs_of_odds(found[1, position], odds_step)
-        at, number, tail = offsets[position], found[4, position], found[3, position]
+        own, others = logs_of_odds(found[ODDS_FIELD, position], odds_step)
+        at, number = offsets[position], found[ENTROPY_FIELD, position]
         ids[at], logprobs[at] = realised_ids[position], own
         of_positions[1, position] = own
         if offsets[position + 1] == at + 1:
             of_positions[0, position], of_positions[2, position] = math.exp(others), number * entropy_step
             continue
+        tail = BELOW + found[TAIL_FIELD, position]
         shift, mass, entropy = shared(others, sums[0, position], sums[1, position], grid[1, tail], grid[2, tail])
         rest = (number >> 1 ^ -(number & 1)) * entropy_step
         of_positions[0, position], of_positions[2, position] = mass, entropy + entropy_of(own) + rest
-        small = np.float32(shift)
-        for entry in range(at + 1, offsets[position + 1]):
+        entry, stop, small = Index(at + 1), Index(offsets[position + 1]), np.float32(shift)
+        while entry < stop:
             logprobs[entry] += small
+            entry += ONE
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -456,8 +490,8 @@ def read_exact(
     Args:
         words: the first three streams.
         tables: of the shard.
-        grid: [3, 2 LEVEL_COUNT].
-        values: [2 LEVEL_COUNT].
+        grid: [3, PLACES].
+        values: [PLACES].
         steps: of odds, of entropy; how many of odds are a nat.
         realised_ids: [P].
         entries: E, realised tokens among them.
@@ -468,13 +502,13 @@ def read_exact(
         otherwise.
     """
     size = len(realised_ids)
-    offsets, found = np.zeros(size + 1, np.int64), np.empty((5, size), np.int64)
+    offsets, found = np.zeros(size + 1, np.int64), np.empty((FIELDS, size), np.int64)
     ids, logprobs = np.empty(entries, np.int32), np.empty(entries, np.float32)
     sums, of_positions = np.empty((2, size), np.float64), np.empty((3, size), np.float32)
     whole = read_positions(words[0], tables, steps[2], entries, offsets, found) and offsets[size] == entries
     whole = whole and read_entries(
-        words[1], words[2], tables, grid, values, offsets, found[0], found[2], ids, logprobs, sums
+        words[1], words[2], tables, grid, values, offsets, found[KIND_FIELD], found[FLOOR_FIELD], ids, logprobs, sums
     )
     if whole:
         finish(realised_ids, offsets, found, sums, grid, steps, ids, logprobs, of_positions)
-    return offsets, ids, logprobs, found[0], of_positions, whole
+    return offsets, ids, logprobs, found[KIND_FIELD], of_positions, whole

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.numbers import SYMBOLS
+from xtk.artifacts.codec.numbers import NOTHING, SYMBOLS
 from xtk.errors import Damaged
 
 SCALE_BITS = 10
 SCALE = 1 << SCALE_BITS
 SYMBOL_BITS = SYMBOLS.bit_length() - 1
-NEVER_COMES = -(1 << 31)
+# Where the parts of a fact begin.
+FIRST_SLOT, FOLLOWING = SCALE_BITS + 1, 2 * SCALE_BITS + 1
 
 
 def frequencies_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -94,9 +95,10 @@ class Slots(NamedTuple):
     """What the decoder looks up, small enough to lie near the processor.
 
     Attributes:
-        symbols: uint8 [contexts * SCALE]: for each context, whose symbol each of `SCALE` slots is.
-        facts: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency minus 1 (10 bits), its
-            first slot (10), the state of gaps that follows it (5); NEVER_COMES if it does not.
+        symbols: uint8 [contexts * SCALE]: for each context, whose symbol each of `SCALE` slots is. Where a context
+            never comes, all are NOTHING.
+        facts: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency (11 bits), its first slot
+            (10), the state of gaps that follows it (5).
     """
 
     symbols: NDArray[np.uint8]
@@ -110,11 +112,12 @@ def slots_of(frequencies: NDArray[np.int64], following: NDArray[np.int64]) -> Sl
         frequencies: [contexts, SYMBOLS].
         following: [contexts, SYMBOLS], the state of gaps that follows each symbol.
     """
-    symbols = np.full((len(frequencies), SCALE), SYMBOLS - 1, np.uint8)
-    facts = np.full(frequencies.shape, NEVER_COMES, np.int64)
+    symbols = np.full((len(frequencies), SCALE), NOTHING, np.uint8)
+    facts = np.zeros((len(frequencies), SYMBOLS), np.int64)
+    facts[:, NOTHING] = SCALE
     first = np.cumsum(frequencies, 1) - frequencies
     comes = frequencies > 0
-    facts[comes] = (frequencies - 1 | first << SCALE_BITS | following << 2 * SCALE_BITS)[comes]
+    facts[comes] = (frequencies | first << FIRST_SLOT | following << FOLLOWING)[comes]
     for context in np.flatnonzero(comes.any(1)):
         symbols[context] = np.repeat(np.arange(SYMBOLS, dtype=np.uint8), frequencies[context])
     return Slots(symbols.ravel(), facts.astype(np.int32).ravel())

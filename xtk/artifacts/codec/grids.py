@@ -13,6 +13,9 @@ DOUBLING = 1.5
 # Below exp(-32) nobody looks; the steps are such that any float32 that a softmax gives has a level.
 UNLIKELY, UNLIKELY_STEP = 32.0, 8.0
 LEVEL_COUNT = 512
+# Tables of levels begin with places that only a stream leads to that was altered, and end with one for -inf.
+BELOW = 32
+PLACES = BELOW + LEVEL_COUNT + 1
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 DIRECT = 32  # numbers below are classes of their own; above, each octave is two classes
 SYMBOLS = 64
-SPECIAL, OTHER_SPECIAL = 62, 63  # symbols that stand for no number; what they mean depends on where they are
+SPECIAL = 62  # stands for no number; what it means depends on where it is
+NOTHING = 63  # what is read in a context that never comes, if a stream was altered; and the odds of what is certain
 BEYOND = 1 << 20  # the first number that has no class
 
 

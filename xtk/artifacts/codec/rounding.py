@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.exact_kernels import CERTAIN_ODDS, IMPOSSIBLE_ODDS
-from xtk.artifacts.codec.grids import LEVEL_COUNT, PRECISIONS, levels_of, nearest_levels
+from xtk.artifacts.codec.grids import BELOW, PLACES, PRECISIONS, levels_of, nearest_levels
 from xtk.tokens.signal import Scores
 
 
@@ -17,12 +17,14 @@ class Grid:
     """The levels of a precision as tables.
 
     Attributes:
-        table: float64 [3, 2 LEVEL_COUNT]: the log-probability, the probability and their product of each level; from
-            LEVEL_COUNT on -inf, 0 and 0.
-        values: float32 [2 LEVEL_COUNT], the log-probabilities.
+        levels: float64 [LEVEL_COUNT], from 0 down.
+        table: float64 [3, PLACES]: the log-probability, the probability and their product of each level, from BELOW
+            on; NaN below; at last -inf, 0 and 0.
+        values: float32 [PLACES], the log-probabilities.
         steps: of odds and of entropy in nats; how many of odds are a nat.
     """
 
+    levels: NDArray[np.float64]
     table: NDArray[np.float64]
     values: NDArray[np.float32]
     steps: tuple[float, float, int]
@@ -31,13 +33,12 @@ class Grid:
     def of(cls, name: str) -> Grid:
         """Return the tables of a precision, by its name."""
         precision = PRECISIONS[name]
-        table = np.zeros((3, 2 * LEVEL_COUNT))
-        table[0] = -np.inf
-        table[0, :LEVEL_COUNT] = levels_of(precision)
-        table[1] = np.exp(table[0])
-        table[2, :LEVEL_COUNT] = table[0, :LEVEL_COUNT] * table[1, :LEVEL_COUNT]
+        levels = levels_of(precision)
+        table = np.full((3, PLACES), np.nan)
+        table[:, BELOW:-1] = levels, np.exp(levels), levels * np.exp(levels)
+        table[:, -1] = -np.inf, 0, 0
         steps = (precision.odds_step, precision.entropy_step, round(1 / precision.odds_step))
-        return cls(table, table[0].astype(np.float32), steps)
+        return cls(levels, table, table[0].astype(np.float32), steps)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def rounded(scores: Scores, realised_ids: NDArray[np.int32], sets: int, draws: i
     rest = np.bincount(owners, np.exp(logprobs.astype(np.float64)), minlength=size) + tail
     with np.errstate(divide="ignore"):
         odds = scores.realised_logprobs.astype(np.float64) - np.log(rest)
-        tails = nearest_levels(np.log(tail), grid.table[0, :LEVEL_COUNT])
+        tails = nearest_levels(np.log(tail), grid.levels)
     certain, impossible = rest == 0, np.isneginf(scores.realised_logprobs)
     steps = np.rint(np.where(certain | impossible, 0, odds) / grid.steps[0]).astype(np.int64)
     return Rounded(
@@ -115,7 +116,7 @@ def rounded(scores: Scores, realised_ids: NDArray[np.int32], sets: int, draws: i
         offsets=offsets_of(np.bincount(owners, minlength=size)),
         owners=owners,
         ids=scores.ids[others],
-        levels=nearest_levels(logprobs, grid.table[0, :LEVEL_COUNT]),
+        levels=nearest_levels(logprobs, grid.levels),
         drawn_offsets=scores.drawn_offsets,
         drawn_owners=drawn // max(sets, 1),
         drawn_ids=scores.drawn_ids,
