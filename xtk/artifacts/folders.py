@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -89,9 +90,10 @@ class LocalFolder:
                 raise XtkError("a cache is a folder, and there is a file of this name", where=self.name)
             return {}
         sizes = {}
-        for path in self.path.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
-                sizes[path.name] = path.stat().st_size
+        with os.scandir(self.path) as entries:  # a hundred thousand files, without as many Path objects
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
+                    sizes[entry.name] = entry.stat().st_size
         return sizes
 
     def read(self, file: str) -> bytes:
@@ -112,10 +114,10 @@ class LocalFolder:
         """Make files of another folder files of this one too: hard links on one file system, else copies."""
         self.path.mkdir(parents=True, exist_ok=True)
         for theirs, ours in files.items():
-            path = source.local(theirs)
-            if not (isinstance(source, LocalFolder) and _linked(path, self.path / ours)):
-                with self.write(ours) as temporary:
-                    shutil.copyfile(path, temporary)
+            if isinstance(source, LocalFolder) and _linked(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
+                continue
+            with self.write(ours) as temporary:
+                shutil.copyfile(source.local(theirs), temporary)
         sync(self.path)
 
     def remove(self, *files: str) -> None:
@@ -146,14 +148,14 @@ def folder_at(place: str | Path) -> Folder:
     return LocalFolder(Path(place))
 
 
-def _linked(path: Path, name: Path) -> bool:
+def _linked(path: str, name: str) -> bool:
     """Give a file a second name; say whether the file system can."""
     try:
         try:
-            name.hardlink_to(path)
+            os.link(path, name)
         except FileExistsError:
-            name.unlink()
-            name.hardlink_to(path)
+            os.unlink(name)  # noqa: PTH108
+            os.link(path, name)
     except OSError as wrong:
         if isinstance(wrong, FileNotFoundError) or wrong.errno in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -5,8 +5,9 @@ docs/reference/artifacts.md describes what comes out.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,7 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
         XtkError: one is unfinished, there are no such rows, or another cache is at the output.
     """
     _refuse_output_among(places, output)
-    with ThreadPoolExecutor(MANIFESTS_AT_ONCE if any(map(is_remote, places)) else 1) as threads:
-        sources = list(threads.map(TeacherCache, places))
+    sources = _open(places)
     _refuse_unlike(sources)
     start, stop = _range_of(rows, sum(map(len, sources)))
     parts, taken = _plan(sources, start, stop)
@@ -97,6 +97,13 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
     entries = _fill(folder, taken)
     files = _take_other_files(folder, sources, parts)
     return totals(write_manifest(folder, {"header": header, "parts": parts, "files": files, "shards": entries}))
+
+
+def _open(places: Sequence[str]) -> list[TeacherCache]:
+    if not any(map(is_remote, places)):
+        return [TeacherCache(place) for place in places]
+    with ThreadPoolExecutor(MANIFESTS_AT_ONCE) as threads:
+        return list(threads.map(TeacherCache, places))
 
 
 def _plan(sources: Sequence[TeacherCache], start: int, stop: int) -> tuple[list[dict[str, Any]], list[Taken]]:
@@ -276,18 +283,16 @@ def _refuse_others(folder: Folder, taken: Sequence[Taken], parts: Sequence[dict[
 
 
 def _tell_twice(stretches: Sequence[dict[str, Any]]) -> None:
-    for number, stretch in enumerate(stretches):
-        for before, other in _same_data(stretches[:number], stretch):
-            terminal.note(
-                f"cache-teacher: documents come twice: part {number + 1} (rows {stretch['first']:,} to "
-                f"{stretch['stop']:,} of its data) and part {before + 1} ({other['first']:,} to {other['stop']:,})"
-            )
-            break
-
-
-def _same_data(before: Sequence[dict[str, Any]], stretch: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, other in enumerate(before):
-        if other["documents"] == stretch["documents"] and max(other["first"], stretch["first"]) < min(
-            other["stop"], stretch["stop"]
-        ):
-            yield number, other
+    """Tell which documents come twice: stretches of the same data that overlap."""
+    by_data: dict[str, list[tuple[int, int, int]]] = {}
+    for number, stretch in enumerate(stretches, start=1):
+        by_data.setdefault(stretch["documents"], []).append((stretch["first"], stretch["stop"], number))
+    for same in by_data.values():
+        same.sort()
+        for (_, stop, one), (first, _, other) in itertools.pairwise(same):
+            if first < stop:
+                terminal.note(
+                    f"cache-teacher: part {max(one, other)} and part {min(one, other)} of what is merged are of the "
+                    f"same data: {min(stop, same[-1][1]) - first:,} or more of its documents come twice"
+                )
+                break

@@ -8,7 +8,8 @@ from pathlib import Path
 
 def main() -> None:
     from xtk.artifacts.corpus import Corpus
-    from xtk.teachers.caching import CacheRequest, cache_teacher
+    from xtk.teachers.caching import cache_teacher
+    from xtk.teachers.request import CacheRequest
     from xtk.teachers.vllm import engine_options
     from xtk.tokens.signal import Support
 

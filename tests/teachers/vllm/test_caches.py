@@ -14,7 +14,8 @@ import pytest
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.teachers.caching import CacheRequest, cache_teacher
+from xtk.teachers.caching import cache_teacher
+from xtk.teachers.request import CacheRequest
 from xtk.tokens.signal import Support
 
 from .conftest import ENGINE, SURROUNDINGS
