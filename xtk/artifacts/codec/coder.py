@@ -99,15 +99,31 @@ def start(words: NDArray[np.uint32]) -> tuple[Any, Any]:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def slot_of(context: int, state: int) -> Any:
+    """Return the index of the slot in which a state stands in a context."""
+    return Index(context << SCALE_BITS | state & SLOT_MASK)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def fact_of(context: int, symbol: int) -> Any:
+    """Return the index of the fact of a symbol in a context."""
+    return Index(context << SYMBOL_BITS | symbol)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def after(state: Any, fact: Any) -> Any:
+    """Return the state after a symbol, by its fact."""
+    return (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + (state & SLOT_MASK) - (fact >> FIRST_SLOT & SLOT_MASK)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def take(slots: Slots, context: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
     """Return the next symbol, the state after it, and how many words are left.
 
     Nothing is ever read from before the first word: a stream that was altered ends in zeros.
     """
-    slot = state & SLOT_MASK
-    symbol: Any = np.int64(slots.symbols[Index(context << SCALE_BITS | slot)])
-    fact: Any = np.int64(slots.facts[Index(context << SYMBOL_BITS | symbol)])
-    state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
+    symbol = np.int64(slots.symbols[slot_of(context, state)])
+    state = after(state, np.int64(slots.facts[fact_of(context, symbol)]))
     if state < LOWEST and left > 0:
         left -= 1
         state = state << WORD_BITS | np.int64(words[Index(left)])

@@ -12,10 +12,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.coder import Index, put, put_symbol, start, take, take_number, take_raw
+from xtk.artifacts.codec.coder import LOWEST, WORD_BITS, Index, after, fact_of, put, put_symbol, slot_of, start
 from xtk.artifacts.codec.contexts import DRAWN_COUNT, DRAWN_GAP, NEXT_GAP_STATE
 from xtk.artifacts.codec.exact_kernels import ID_MASK, Tables
-from xtk.artifacts.codec.numbers import SPECIAL
+from xtk.artifacts.codec.frequencies import FOLLOWING
+from xtk.artifacts.codec.numbers import FIRST, RAW_BITS, SPECIAL
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -72,35 +73,53 @@ def read_drawn(
     Returns:
         offsets int64 [P + 1], ids int32 [D], by rank, counts int32 [D], and whether the stream is whole.
     """
-    slots, starts, order = tables.slots, tables.starts, tables.order
+    (symbols, facts), starts, order = tables.slots, tables.starts, tables.order
     favourites, favourite_starts = tables.favourites, tables.favourite_starts
     state, left = start(words)
     offsets = np.zeros(len(kinds) + 1, np.int64)
     ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
-    gaps, known, at = starts[DRAWN_GAP], len(order), np.int64(0)
+    at = np.int64(0)
     for position in range(len(kinds)):
         first = favourite_starts[kinds[position]]
         listed = favourite_starts[kinds[position] + 1] - first
-        rank, gap_state, to_come = np.int64(0), np.int64(0), np.int64(draws)
+        rank, gap_state, to_come, is_gap = np.int64(0), np.int64(0), np.int64(draws), True
         while to_come > 0:
-            symbol, state, left = take(slots, gaps + gap_state, state, words, left)
-            if symbol == SPECIAL and to_come == draws:
-                break
-            gap, state, left = take_raw(symbol, state, words, left)
-            gap_state = NEXT_GAP_STATE[gap_state, Index(symbol & 63)]
-            rank += gap
-            more = np.int64(0)
-            if to_come > 1:
-                more, state, left = take_number(slots, starts[DRAWN_COUNT] + gap_state, state, words, left)
-            to_come -= more + 1
-            if gap < 0 or more < 0 or to_come < 0 or at >= entries or rank - listed >= known:
+            # `take` and `take_raw`, written out: numba counts references to the arrays of a call each time.
+            context = starts[DRAWN_GAP if is_gap else DRAWN_COUNT] + gap_state
+            symbol = np.int64(symbols[slot_of(context, state)])
+            fact = np.int64(facts[fact_of(context, symbol)])
+            state = after(state, fact)
+            if state < LOWEST and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if symbol >= SPECIAL:
+                if symbol == SPECIAL and is_gap and to_come == draws:
+                    break
                 return offsets, ids, counts, False
-            if rank < listed:
-                ids[Index(at)] = favourites[Index(first + rank)] & ID_MASK
-            else:
-                ids[Index(at)] = order[Index(rank - listed)]
-            counts[Index(at)] = more + 1
-            rank += 1
+            bits = RAW_BITS[Index(symbol)]
+            number = FIRST[Index(symbol)] + (state & ((1 << bits) - 1))
+            state >>= bits
+            if state < LOWEST and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if is_gap:
+                rank += number
+                if at >= entries or rank - listed >= len(order):
+                    return offsets, ids, counts, False
+                if rank < listed:
+                    ids[Index(at)] = favourites[Index(first + rank)] & ID_MASK
+                else:
+                    ids[Index(at)] = order[Index(rank - listed)]
+                gap_state, is_gap = fact >> FOLLOWING, False
+                rank += 1
+                if to_come > 1:
+                    continue
+                number = 0
+            if number >= to_come:
+                return offsets, ids, counts, False
+            counts[Index(at)] = number + 1
+            to_come -= number + 1
+            is_gap = True
             at += 1
         offsets[position + 1] = at
     return offsets, ids, counts, at == entries and state == 0 and left == 0

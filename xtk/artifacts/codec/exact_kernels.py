@@ -13,13 +13,14 @@ from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.coder import (
-    FREQUENCY_MASK,
     LOWEST,
-    SLOT_MASK,
     WORD_BITS,
     Index,
+    after,
+    fact_of,
     put,
     put_symbol,
+    slot_of,
     start,
 )
 from xtk.artifacts.codec.contexts import (
@@ -36,7 +37,7 @@ from xtk.artifacts.codec.contexts import (
     TAIL,
     TAILS,
 )
-from xtk.artifacts.codec.frequencies import FIRST_SLOT, FOLLOWING, SCALE_BITS, SYMBOL_BITS, Slots
+from xtk.artifacts.codec.frequencies import FOLLOWING, Slots
 from xtk.artifacts.codec.grids import BELOW, LEVEL_COUNT
 from xtk.artifacts.codec.numbers import DIRECT, FIRST, NOTHING, RAW_BITS, SPECIAL
 
@@ -284,11 +285,10 @@ def read_positions(
         field, context, chance = KIND_FIELD, starts[KIND] + kind, 0
         found[FLOOR_FIELD, position], found[TAIL_FIELD, position] = NO_FLOOR, LEVEL_COUNT
         while field < FIELDS:
-            # `take` and `take_raw`, written out: numba counts references to the arrays of each call.
-            slot = state & SLOT_MASK
-            symbol = np.int64(symbols[Index(context << SCALE_BITS | slot)])
-            fact = np.int64(facts[Index(context << SYMBOL_BITS | symbol)])
-            state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
+            # `take` and `take_raw`, written out: numba counts references to the arrays of a call each time.
+            symbol = np.int64(symbols[slot_of(context, state)])
+            fact = np.int64(facts[fact_of(context, symbol)])
+            state = after(state, fact)
             if state < LOWEST and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
@@ -377,10 +377,9 @@ def read_entries(
         at, stop = Index(offsets[position] + 1), Index(offsets[position + 1])
         context, rank, mass, product = gaps, np.int64(0), 0.0, 0.0
         while at < stop:
-            slot = state & SLOT_MASK
-            symbol = np.int64(symbols[Index(context << SCALE_BITS | slot)])
-            fact = np.int64(facts[Index(context << SYMBOL_BITS | symbol)])
-            state = (fact & FREQUENCY_MASK) * (state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
+            symbol = np.int64(symbols[slot_of(context, state)])
+            fact = np.int64(facts[fact_of(context, symbol)])
+            state = after(state, fact)
             if state < LOWEST and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
@@ -402,12 +401,9 @@ def read_entries(
                 return False
             rank += 1
             ids[at] = favourite & ID_MASK
-            of_level, slot = classes + (favourite >> ID_BITS), level_state & SLOT_MASK
-            symbol = np.int64(symbols[Index(of_level << SCALE_BITS | slot)])
-            fact = np.int64(facts[Index(of_level << SYMBOL_BITS | symbol)])
-            level_state = (
-                (fact & FREQUENCY_MASK) * (level_state >> SCALE_BITS) + slot - (fact >> FIRST_SLOT & SLOT_MASK)
-            )
+            of_level = classes + (favourite >> ID_BITS)
+            symbol = np.int64(symbols[slot_of(of_level, level_state)])
+            level_state = after(level_state, np.int64(facts[fact_of(of_level, symbol)]))
             if level_state < LOWEST and level_left > 0:
                 level_left -= 1
                 level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])

@@ -9,10 +9,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.coder import put, start, take, take_number, take_raw
+from xtk.artifacts.codec.coder import LOWEST, WORD_BITS, Index, after, fact_of, put, slot_of, start
 from xtk.artifacts.codec.contexts import AFTER, LENGTH, TOKEN, TOKEN_FAMILIES, starts_of
 from xtk.artifacts.codec.frequencies import Slots, pack_frequencies, slots_of, unpack_frequencies
-from xtk.artifacts.codec.numbers import SYMBOLS, zigzag
+from xtk.artifacts.codec.numbers import FIRST, RAW_BITS, SPECIAL, SYMBOLS, zigzag
 from xtk.artifacts.codec.streams import Writer, words_of
 from xtk.errors import Damaged
 
@@ -114,18 +114,31 @@ def read_tokens(
     Returns:
         ids int32 [T], byte ends int32 [T], and whether the stream is whole.
     """
+    symbols, facts = slots
     state, left = start(words)
     ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
     before: Any = np.int64(0)
     end: Any = np.int64(0)
     for token in range(length):
-        symbol, state, left = take(slots, starts[TOKEN] + before, state, words, left)
-        before = min(symbol, AFTER - 1)
-        rank, state, left = take_raw(symbol, state, words, left)
-        more, state, left = take_number(slots, starts[LENGTH], state, words, left)
-        if rank < 0 or rank >= len(order) or more < 0:
-            return ids, ends, False
-        ids[token] = order[rank]
-        end += token_bytes[order[rank]] + (more >> 1 ^ -(more & 1))
+        for family in (TOKEN, LENGTH):
+            # `take` and `take_raw`, written out: numba counts references to the arrays of a call each time.
+            context = starts[family] + (before if family == TOKEN else 0)
+            symbol = np.int64(symbols[slot_of(context, state)])
+            state = after(state, np.int64(facts[fact_of(context, symbol)]))
+            if state < LOWEST and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            bits = RAW_BITS[Index(symbol)]
+            number = FIRST[Index(symbol)] + (state & ((1 << bits) - 1))
+            state >>= bits
+            if state < LOWEST and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if symbol >= SPECIAL or (family == TOKEN and number >= len(order)):
+                return ids, ends, False
+            if family == TOKEN:
+                before, ids[token] = min(symbol, AFTER - 1), order[Index(number)]
+            else:
+                end += token_bytes[Index(ids[token])] + (number >> 1 ^ -(number & 1))
         ends[token] = end
     return ids, ends, state == 0 and left == 0
