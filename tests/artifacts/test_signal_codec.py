@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from xtk.artifacts.codec.grids import PRECISIONS, levels_of
 from xtk.artifacts.codec.packed import PackedCodec
 from xtk.artifacts.ranks import Ranks
+from xtk.artifacts.shard import Row, Shard, write_shard
 from xtk.errors import Damaged
+from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence
 from xtk.tokens.signal import Scores
 
@@ -357,3 +359,25 @@ def test_kinds_of_positions_make_signals_smaller():
     kinds = find_kinds(np.arange(401) * 20, ids, 2, 100)
     assert len(np.unique(kinds)) == 2
     assert len({(sort, kind) for sort, kind in zip(sorts.tolist(), kinds.tolist(), strict=True)}) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
+    """Through the file: its memory is another kind of bytes than those of a test, and sizes take several digits."""
+    draws = {"sets": 2, "draws": 6} if "sample" in kind else {}
+    rows, _, options, ranks = shard(7, kind, 40, [90, 0, 200, 17], **draws)
+    codec, _, _, signals = packed(rows, options, ranks)
+    assert any(len(content) > 128 for content in signals)
+    header = {"codec": {"name": "packed", "ranks": ranks.file, **options}}
+    (tmp_path / ranks.file).write_bytes(ranks.content)
+    documents = [Row(Document.of_text("some text"), row, scores) for row, scores in rows]
+    write_shard(tmp_path / "shard.arrow", header, documents, ranks)
+    found = Shard(tmp_path / "shard.arrow")
+    for number, ((row, scores), signal_bytes) in enumerate(zip(rows, signals, strict=True)):
+        stored = found.row(number, draw=1)
+        assert np.array_equal(stored.tokens.ids, row.ids)
+        assert np.array_equal(stored.scores.ids, scores.ids)
+        assert np.array_equal(stored.scores.counts, scores.counts)
+        wanted = codec.signal(signal_bytes, row.ids, scores.positions, 1)
+        assert np.array_equal(stored.signal.logprobs, wanted.logprobs)
+        assert np.array_equal(stored.signal.ids, wanted.ids)

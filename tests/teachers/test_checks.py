@@ -161,9 +161,7 @@ def test_no_bad_row_gets_into_a_cache_and_what_was_finished_stays(pair, texts, t
     with pytest.raises(XtkError, match=words) as caught:
         fill(pair, texts, tmp_path / "c", "misbehaving")
     assert "shard 4, row 0" in caught.value.where
-    assert sorted(path.name for path in (tmp_path / "c").glob("shard-*")) == [
-        f"shard-0000{at}.arrow" for at in range(4)
-    ]
+    assert sorted(path.name for path in (tmp_path / "c").glob("shard-*")) == [f"shard-0000{at}.arrow" for at in range(4)]
     assert fill(pair, texts, tmp_path / "c", "misbehaving")["documents"] == 8  # it behaves from now on
     assert len(list(TeacherCache(tmp_path / "c"))) == 8
 

@@ -65,6 +65,8 @@ def unpack_numbers(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     Raises:
         Damaged: there are not so many, or one is too long.
     """
+    # Arrow's memory comes as signed bytes.
+    packed = memoryview(packed).cast("B")
     numbers, at = [], 0
     for _ in range(count):
         number = digits = 0
