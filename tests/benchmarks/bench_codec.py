@@ -29,7 +29,7 @@ from xtk.tokens.tokenizer import Tokenizer
 Rows = list[tuple[TokenSequence, Scores]]
 Source = Callable[[str, Support], Rows]
 
-CORPORA = {"gsm8k": 60000, "wikitext": 8000}
+CORPORA = {"gsm8k": 4000, "wikitext": 8000}
 SUPPORTS = {
     "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
     "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
