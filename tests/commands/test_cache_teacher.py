@@ -42,6 +42,26 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     assert record["statistics"]["documents"] == 40
 
 
+@pytest.mark.parametrize("precision", ["fine", "standard", "coarse"])
+def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projection, tmp_path, precision):
+    support = ("--support", "top-k+sample", "--top-k", 6, "--draws", 5)
+    for folder, wanted in (("plain", "float32"), ("packed", precision)):
+        run("cache-teacher", pair.teacher, corpus, *support, "--precision", wanted, "-o", tmp_path / folder)
+    plain, packed = TeacherCache(tmp_path / "plain"), TeacherCache(tmp_path / "packed")
+    bound = {"fine": 0.13, "standard": 0.53, "coarse": 1.06}[precision]
+    for one, other in zip(plain, packed, strict=True):
+        assert one.document == other.document
+        assert one.tokens.ids.tolist() == other.tokens.ids.tolist()
+        assert one.tokens.ends.tolist() == other.tokens.ends.tolist()
+        for name in ("ids", "offsets", "drawn_ids", "drawn_offsets", "counts"):
+            assert getattr(one.scores, name).tolist() == getattr(other.scores, name).tolist()
+        assert np.abs(one.scores.logprobs - other.scores.logprobs).max(initial=0) <= bound
+    run(
+        "distill", pair.student, tmp_path / "packed", "--projection", projection, "--max-steps", 2, "-o", tmp_path / "s"
+    )
+    run("inspect", tmp_path / "packed", "--verify")
+
+
 def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--draw-sets", 3, "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
