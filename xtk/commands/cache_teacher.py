@@ -59,8 +59,9 @@ def cache_teacher(
     precision: Annotated[
         str,
         typer.Option(
-            help="Of what is kept. float32: as it is, in plain arrays. Packed, each log-probability within so many nats, "
-            "likely ones much nearer: fine, 0.13; standard, 0.53 (a two-thousandth of the entropy is lost); coarse, 1.06.",
+            help="Of what is kept. float32: as it is, in plain arrays. Packed, each log-probability is within so many "
+            "nats, likely ones much nearer: fine, 0.13; standard, 0.53 (a two-thousandth of the entropy is lost); "
+            "coarse, 1.06.",
             metavar="[float32|fine|standard|coarse]",
         ),
     ] = "float32",
