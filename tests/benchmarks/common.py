@@ -68,9 +68,9 @@ def real_data() -> Path:
     return DATA
 
 
-def gsm8k(rows: int | None = None) -> list[str]:
-    """Return problems with their answers."""
-    lines = (real_data() / "corpora" / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
+def gsm8k(rows: int | None = None, part: str = "train") -> list[str]:
+    """Return problems of "train" or "test" with their answers."""
+    lines = (real_data() / "corpora" / f"gsm8k_{part}.jsonl").read_text(encoding="utf-8").splitlines()[:rows]
     return [f"{row['question']}\n{row['answer']}" for row in map(json.loads, lines)]
 
 
