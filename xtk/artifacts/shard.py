@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.files import canonical_json
+from xtk.artifacts.ranks import FindRanks, Ranks
 from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
 from xtk.tokens.document import Conversation, Document, Segment
@@ -60,16 +61,17 @@ class Row:
     scores: Scores
 
 
-def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
+def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: Ranks | None = None) -> None:
     """Write a shard.
 
     Args:
         path: a new file.
         header: identity of teacher, data and options; `header["codec"]` says how it is packed.
         rows: its documents.
+        ranks: of the cache, for codecs that need them.
     """
     codec: type[Codec] = lookup(CODECS, header["codec"]["name"], "codec")
-    tables, tokens, signals = codec.pack([(row.tokens, row.scores) for row in rows], header["codec"])
+    tables, tokens, signals = codec.pack([(row.tokens, row.scores) for row in rows], header["codec"], ranks)
     columns = {
         "segments": pa.array(
             [
@@ -105,13 +107,15 @@ class Shard:
     Args:
         path: where it lies on this machine.
         name: how messages call it.
+        find_ranks: gives the ranks that its header names; left out, they are read from beside it.
 
     Raises:
         Damaged: it is no shard, or cut short.
     """
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path, name: str = "", find_ranks: FindRanks | None = None) -> None:
         self.name = name or str(path)
+        self._find_ranks = find_ranks or (lambda file: ranks_beside(path, file))
         try:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
@@ -135,8 +139,9 @@ class Shard:
     @cached_property
     def codec(self) -> Codec:
         """What unpacks its tokens and signals."""
-        codec: Codec = lookup(CODECS, self.header["codec"]["name"], "codec")(self.header["codec"], self._tables)
-        return codec
+        options = self.header["codec"]
+        kind: type[Codec] = lookup(CODECS, options["name"], "codec")
+        return kind(options, self._tables, self._find_ranks(options["ranks"]) if kind.needs_ranks else None)
 
     def figures(self) -> dict[str, int]:
         """Return rows, positions, tokens and entries."""
@@ -172,9 +177,7 @@ class Shard:
             Damaged: names shard and row.
         """
         if not self.is_whole(number):
-            raise Damaged(
-                "a row of this cache was altered: its checksum does not fit", where=f"{self.name}, row {number}"
-            )
+            raise _altered(self.name, number)
         return StoredRow(self, number, draw)
 
     def is_whole(self, number: int) -> bool:
@@ -183,6 +186,19 @@ class Shard:
             return self._columns.checksum(number) == int(self._checksums[number])
         except (ValueError, IndexError, OverflowError):  # offsets that lead nowhere
             return False
+
+    def write_rows(self, path: Path, start: int, stop: int) -> None:
+        """Write the rows `[start, stop)` as a shard of their own, with the bytes and checksums that they have.
+
+        Raises:
+            Damaged: names shard and row.
+        """
+        for number in range(start, stop):
+            if not self.is_whole(number):
+                raise _altered(self.name, number)
+        batch = self._batch.slice(start, stop - start)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._batch.schema) as writer:
+            writer.write_batch(batch)
 
     def damaged_rows(self) -> Iterator[int]:
         """Yield the rows that are not what was written."""
@@ -196,6 +212,23 @@ class Shard:
         """Return bool [rows], which of them are conversations."""
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
+
+
+def _altered(name: str, row: int) -> Damaged:
+    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{name}, row {row}")
+
+
+def ranks_beside(path: Path, file: str) -> Ranks:
+    """Return the ranks that lie beside a shard.
+
+    Raises:
+        Damaged: they do not, or were altered.
+    """
+    place = path.parent / file
+    try:
+        return Ranks.read(file, place.read_bytes(), str(place))
+    except FileNotFoundError:
+        raise Damaged("the ranks that this shard needs do not lie beside it", where=str(place)) from None
 
 
 def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:

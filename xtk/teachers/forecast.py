@@ -13,7 +13,8 @@ from typing import Any
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.shard import Row, Shard, write_shard
 from xtk.errors import XtkError
-from xtk.teachers.caching import CacheRequest, cache_header, check_request, make_plan, open_teacher, token_limit
+from xtk.teachers.planning import make_plan
+from xtk.teachers.request import CacheRequest, cache_header, check_request, dealing_of, open_teacher, ranks_for
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence
 from xtk.tokens.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ def forecast(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
     check_request(request)
     tokenizer = Tokenizer(request.teacher, name=request.name)
     sample = Spread(SAMPLED)
-    plan = make_plan(request, corpus, tokenizer, token_limit(request), sample.add)
+    plan = make_plan(dealing_of(request), corpus, tokenizer, sample.add)
     trained = [(document, tokens) for document, tokens in sample.held if tokens.trained.any()]
     if not trained:
         raise XtkError("none of the sampled documents trains anything", where=corpus.name)
@@ -67,7 +68,8 @@ def forecast(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
     rows = [Row(*pair, said) for pair, said in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
-        write_shard(path, cache_header(request, tokenizer, plan), rows)
+        ranks = ranks_for(request, tokenizer, plan)
+        write_shard(path, cache_header(request, tokenizer, plan, ranks), rows, ranks)
         bytes_per_position = path.stat().st_size / Shard(path).figures()["positions"]
     rate = sum(map(len, documents)) / seconds
     return {

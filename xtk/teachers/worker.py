@@ -34,7 +34,8 @@ def main(pipe: Connection) -> None:
 
 
 def _write_shards(pipe: Connection, work: Any) -> None:
-    from xtk.teachers.caching import fill, open_teacher
+    from xtk.teachers.caching import fill
+    from xtk.teachers.request import open_teacher
     from xtk.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(work.request.teacher, name=work.request.name)
