@@ -226,7 +226,6 @@ def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]
         if name in RESERVED:
             instead = RESERVED[name]
             raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))
-    longest = request.options.get("longest")
     tokens = max(1, min(request.batch_tokens, TRANSIENT // (width * BYTES_OF_A_LOGIT)))
     return {
         "model": str(request.folder),
@@ -240,9 +239,24 @@ def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]
         "max_num_seqs": min(PROMPTS, tokens),
         # Documents are read once.
         "enable_prefix_caching": False,
-        **({} if longest is None else {"max_model_len": longest}),
+        **_model_length(request),
         **engine,
     }
+
+
+def _model_length(request: TeacherRequest) -> dict[str, int]:
+    """Return how long a prompt may be, that vLLM keeps no memory for longer ones: a token more, where one is left."""
+    from transformers import AutoConfig
+
+    from xtk.models.causal_lm import context_length
+
+    longest = request.options.get("longest")
+    if longest is None:
+        return {}
+    configuration = AutoConfig.from_pretrained(
+        request.folder, local_files_only=True, trust_remote_code=request.trust_remote_code
+    )
+    return {"max_model_len": min(longest + 1, context_length(configuration) or longest)}
 
 
 def engine_options(words: Sequence[str]) -> dict[str, Any]:
