@@ -223,12 +223,21 @@ class ServerTeacher:
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:
+    found: list[T] = []
+
+    async def keep() -> None:
+        # Not returned: asyncio leaves its task in a handler of signals, whose repr Python then writes, and with it that
+        # of the result. Of arrays that takes longer than all requests.
+        found.append(await work)
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as other:  # inside a notebook, whose loop is running
-        return other.submit(asyncio.run, work).result()
+        asyncio.run(keep())
+    else:
+        with ThreadPoolExecutor(1) as other:  # inside a notebook, whose loop is running
+            other.submit(asyncio.run, keep()).result()
+    return found[0]
 
 
 def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -74,11 +74,10 @@ class VllmTeacher:
     def __init__(self, request: TeacherRequest) -> None:
         refuse_other_supports(request)
         self._name, self._support = request.name, request.support
-        self._width = request.tokenizer.width
-        self._top_k = ids_wanted(request.support, self._width)
+        self._top_k = ids_wanted(request.support, request.tokenizer.width)
         self._vllm = _vllm()
         others = set(multiprocessing.active_children())
-        self._engine = self._start(_settings(request, self._width, self._top_k))
+        self._engine = self._start(_settings(request, self._top_k))
         self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
         atexit.register(self.close)
         self._tokens_in_a_call = max(request.batch_tokens, ENTRIES // (self._top_k + 1))
@@ -93,7 +92,7 @@ class VllmTeacher:
     @property
     def width(self) -> int:
         """U, the columns of its distributions."""
-        return self._width
+        return int(self._engine.llm_engine.model_config.get_vocab_size())
 
     @property
     def limit(self) -> int:
@@ -119,7 +118,7 @@ class VllmTeacher:
                 heads[number] = found
         where = f"{self._name}, run by vLLM"
         return [
-            scores_of_heads(document, found, self._support, self._width, where)
+            scores_of_heads(document, found, self._support, self.width, where)
             for document, found in zip(documents, heads, strict=True)
         ]
 
@@ -220,14 +219,13 @@ def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
     )
 
 
-def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]:
+def _settings(request: TeacherRequest, top_k: int) -> dict[str, Any]:
     engine: Mapping[str, Any] = request.options.get("engine") or {}
     for name in engine:
         if name in RESERVED:
             instead = RESERVED[name]
             raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))
-    longest = request.options.get("longest")
-    tokens = max(1, min(request.batch_tokens, TRANSIENT // (width * BYTES_OF_A_LOGIT)))
+    tokens = max(1, min(request.batch_tokens, TRANSIENT // (request.tokenizer.width * BYTES_OF_A_LOGIT)))
     return {
         "model": str(request.folder),
         "skip_tokenizer_init": True,  # it is given ids and asked for ids
@@ -240,9 +238,24 @@ def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]
         "max_num_seqs": min(PROMPTS, tokens),
         # Documents are read once.
         "enable_prefix_caching": False,
-        **({} if longest is None else {"max_model_len": longest}),
+        **_model_length(request),
         **engine,
     }
+
+
+def _model_length(request: TeacherRequest) -> dict[str, int]:
+    """Return how long a prompt may be, that vLLM keeps no memory for longer ones: a token more, where one is left."""
+    from transformers import AutoConfig
+
+    from xtk.models.causal_lm import context_length
+
+    longest = request.options.get("longest")
+    if longest is None:
+        return {}
+    configuration = AutoConfig.from_pretrained(
+        request.folder, local_files_only=True, trust_remote_code=request.trust_remote_code
+    )
+    return {"max_model_len": min(longest + 1, context_length(configuration) or longest)}
 
 
 def engine_options(words: Sequence[str]) -> dict[str, Any]:
@@ -294,6 +307,6 @@ def _failed(what: str, name: str, wrong: Exception) -> XtkError:
         near = did_you_mean(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
         text = f"it has no engine option {option!r}"
         hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else None
-    elif "out of memory" in text.lower():
-        hint = "a smaller --batch-tokens, or --engine gpu_memory_utilization=0.8, or more GPUs"
+    elif "out of memory" in text.lower() or "Engine" in text + type(wrong).__name__:
+        hint = "the cause is above; where it is memory: --engine gpu_memory_utilization=0.8, a smaller --batch-tokens"
     return XtkError(f"{what}: {type(wrong).__name__}: {text[:500]}", where=name, hint=hint)

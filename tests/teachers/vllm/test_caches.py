@@ -11,27 +11,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.teachers.caching import cache_teacher
-from xtk.teachers.request import CacheRequest
-from xtk.tokens.signal import Support
 
 from .conftest import ENGINE, SURROUNDINGS
 
-SCRIPT = Path(__file__).parent / "make_cache.py"
+ASKED = ["--top-k", "8", "--shard-tokens", "400"]
 
 
-def request_of(teacher: Path, backend: str, **options: object) -> CacheRequest:
-    support = Support("top-k", top_k=8)
-    return CacheRequest(teacher, "teacher", support, backend=backend, shard_tokens=400, backend_options=options)
+def command_of(teacher: Path, corpus: Path, out: Path, *backend: str) -> list[str]:
+    return [
+        sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), *ASKED, *backend, "-o", str(out),
+    ]  # fmt: skip
+
+
+def made(command: list[str]) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == command[-1] + "\n", "stdout carries results only"
+    return done
 
 
 @pytest.fixture(scope="module")
 def plain(teacher: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain") / "cache"
-    cache_teacher(request_of(teacher, "transformers"), Corpus([str(corpus)], {}), folder)
+    made(command_of(teacher, corpus, folder))
     return folder
 
 
@@ -47,15 +51,15 @@ def assert_holds_the_same(folder: Path, plain: Path) -> None:
 
 
 def test_a_cache_of_a_server_holds_what_one_of_transformers_holds(teacher, corpus, server, plain, tmp_path):
-    request = request_of(teacher, "server", servers=[server.url])
-    cache_teacher(request, Corpus([str(corpus)], {}), tmp_path / "cache")
+    made(command_of(teacher, corpus, tmp_path / "cache", "--backend", "server", "--server", server.url))
     assert_holds_the_same(tmp_path / "cache", plain)
 
 
 def test_a_cache_of_an_engine_that_was_killed_and_goes_on_holds_the_same(teacher, corpus, plain, tmp_path):
     out = tmp_path / "cache"
-    command = [sys.executable, str(SCRIPT), str(teacher), str(corpus), str(out), *ENGINE]
-    first = subprocess.Popen(command, env=SURROUNDINGS, stderr=subprocess.DEVNULL)
+    options = [word for option in ENGINE for word in ("--engine", option)]
+    command = command_of(teacher, corpus, out, "--backend", "vllm", *options)
+    first = subprocess.Popen(command, env=SURROUNDINGS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while first.poll() is None and not list(out.glob("*.arrow")):
         time.sleep(0.01)
     if first.poll() is None:
@@ -63,7 +67,5 @@ def test_a_cache_of_an_engine_that_was_killed_and_goes_on_holds_the_same(teacher
         first.wait()
         with pytest.raises(XtkError):
             TeacherCache(out)
-    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ""
+    made(command)
     assert_holds_the_same(out, plain)
