@@ -44,9 +44,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
     try:
         yield temporary
-        sync(temporary)
+        _sync(temporary)
         temporary.replace(path)
-        sync(path.parent)
+        _sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -84,8 +84,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             path.unlink()
 
 
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk before anything that follows."""
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

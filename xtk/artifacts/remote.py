@@ -8,7 +8,7 @@ import inspect
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -103,6 +103,17 @@ class RemoteFolder:
 
         return self._copies.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
 
+    def fetch(self, files: Sequence[str]) -> None:
+        """Have copies of files on this machine, several fetched at once.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: one did not come whole.
+        """
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            for _ in threads.map(self.local, files):
+                pass
+
     @contextlib.contextmanager
     def write(self, file: str, *, new: bool = False) -> Iterator[Path]:
         """Give a path on this machine; sent whole when the block ends well.
@@ -155,7 +166,7 @@ class RemoteFolder:
             self._listed.pop(file, None)
         with self._told("the store does not remove files"):
             if len(files) > 1:
-                # Stores that can take a thousand names in a request.
+                # Some stores take a thousand names in a request.
                 self._fs.rm([self._path(file) for file in files])
             else:
                 for file in files:

@@ -29,6 +29,7 @@ MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
+FETCHED = 64  # shards at once, of those that are read one after the other
 LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
 # Keys of a codec's options under which a header names files that lie beside the shards.
 FILES_OF_A_CODEC = ("ranks",)
@@ -322,15 +323,19 @@ class TeacherCache:
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return int64 [documents], how many bytes each text has; opens every shard."""
-        return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
+        return np.concatenate([shard.text_bytes() for shard in self.shards()])
 
     def conversations(self) -> NDArray[np.bool_]:
         """Return bool [documents], which of them are conversations."""
-        return np.concatenate([self._open(number).conversations() for number in range(len(self.manifest["shards"]))])
+        return np.concatenate([shard.conversations() for shard in self.shards()])
 
     def shards(self) -> Iterator[Shard]:
         """Yield all shards, opened."""
-        return (self._open(number) for number in range(len(self.manifest["shards"])))
+        files = [str(entry["file"]) for entry in self.manifest["shards"]]
+        for number in range(len(files)):
+            if number % FETCHED == 0:
+                self.folder.fetch(files[number : number + FETCHED])
+            yield self._open(number)
 
     def verify(self) -> None:
         """Read every shard and compare all of it with its checksums.
