@@ -41,12 +41,14 @@ def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
     }
 
 
-def write(place: str, header: dict[str, object], rows: list[Row], sizes: list[int]) -> str:
+def write(
+    place: str, header: dict[str, object], rows: list[Row], sizes: list[int], others: dict[str, bytes] | None = None
+) -> str:
     writer = CacheWriter(folder_at(place), header, len(sizes))
     ends = np.cumsum([0, *sizes]).tolist()
     for number in range(len(sizes)):
         writer.write(number, rows[ends[number] : ends[number + 1]])
-    writer.write_tokenizer({"tokenizer.json": b"{}"})
+    writer.write_files({"tokenizer.json": b"{}", **(others or {})})
     writer.finish()
     return place
 
@@ -212,8 +214,8 @@ def test_a_row_that_was_altered_is_not_taken_into_a_stretch_as_if_it_were_whole(
 def test_files_that_headers_name_come_along(caches, rows, tmp_path):
     places = []
     for name, ranks in (("d", "ranks-0d.arrow"), ("e", "ranks-0e.arrow")):
-        place = write(str(tmp_path / name), header_of(name, codec={"ranks": ranks}), rows[:2], [1, 1])
-        (tmp_path / name / ranks).write_bytes(name.encode())
+        header = header_of(name, codec={"ranks": ranks})
+        place = write(str(tmp_path / name), header, rows[:2], [1, 1], {ranks: name.encode()})
         places.append(place)
     merge_caches(places, str(tmp_path / "out"))
     assert (tmp_path / "out/ranks-0d.arrow").read_bytes() == b"d"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Threads, and machines that share a folder, write at once: the process alone is no name.
-    temporary = path.parent / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{path.name}"
+    temporary = path.parent / temporary_name(path.name)
     try:
         yield temporary
         _sync(temporary)
@@ -75,13 +75,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed writers left in a folder, of one file or of all; those of other living processes stay."""
+    """Remove what killed writers left in a folder, of one file or of all.
+
+    Those of other living processes stay, and those of other machines, of which nobody here knows whether they live.
+    """
     for path in folder.glob(f"{TEMPORARY}*" if name is None else f"{TEMPORARY}*-{glob.escape(name)}"):
-        process = path.name.removeprefix(TEMPORARY).partition("-")[0]
-        if process.isdigit() and Path(f"/proc/{process}").exists() and int(process) != os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if is_leftover(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for a file while it is written."""
+    # Threads, and machines that share a folder, write at once: the process alone is no name.
+    return f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{name}"
+
+
+def is_leftover(name: str) -> bool:
+    """Say whether a name is that of a file whose writer, on this machine, has ended, or is this process."""
+    if not name.startswith(TEMPORARY):
+        return False
+    process, _, host = name.removeprefix(TEMPORARY).partition("-")[0].partition("@")
+    if host not in ("", _host()):
+        return False
+    return not process.isdigit() or int(process) == os.getpid() or not Path(f"/proc/{process}").exists()
+
+
+def _host() -> str:
+    """Return a short name of this machine, of letters that any file system takes."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def _sync(path: Path) -> None:

@@ -92,8 +92,12 @@ class LocalFolder:
             if self.path.exists():
                 raise XtkError("a cache is a folder, and there is a file of this name", where=self.name)
             return {}
+        sizes = {}
         with os.scandir(self.path) as entries:  # a hundred thousand files, without as many Path objects
-            return {entry.name: entry.stat().st_size for entry in entries}
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
+                    sizes[entry.name] = entry.stat().st_size
+        return sizes
 
     def read(self, file: str) -> bytes:
         """Return what a file holds."""

@@ -21,11 +21,11 @@ from xtk.artifacts.teacher_cache import (
     _SHARD,
     FILES_OF_A_CODEC,
     TOKENIZER,
-    CacheWriter,
     TeacherCache,
     _entry,
     _identity,
     _refuse_foreign,
+    file_of,
     finished_cache,
     other_files,
     parts_of,
@@ -95,8 +95,8 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
     _refuse_others(folder, taken, parts)
     _tell_twice(header["data"]["parts"])
     entries = _fill(folder, taken)
-    _take_other_files(folder, sources, parts)
-    return totals(write_manifest(folder, {"header": header, "parts": parts, "shards": entries}))
+    files = _take_other_files(folder, sources, parts)
+    return totals(write_manifest(folder, {"header": header, "parts": parts, "files": files, "shards": entries}))
 
 
 def _open(places: Sequence[str]) -> list[TeacherCache]:
@@ -134,7 +134,7 @@ def _fill(folder: Folder, taken: Sequence[Taken]) -> list[dict[str, Any]]:
     whole: dict[int, dict[str, str]] = {}
     with terminal.Progress("cache-teacher", len(taken), "shards") as progress:
         for number, piece in enumerate(taken):
-            file = CacheWriter.file_of(number)
+            file = file_of(number)
             if piece.is_whole:
                 whole.setdefault(id(piece.source), {})[piece.entry["file"]] = file
                 entries[number] = {**piece.entry, "file": file, "part": piece.part}
@@ -155,18 +155,21 @@ def _cut(folder: Folder, piece: Taken, file: str) -> dict[str, Any]:
         return _entry(file, Shard(temporary))
 
 
-def _take_other_files(folder: Folder, sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]]) -> None:
-    """Bring the tokenizer, and what the headers name."""
-    held = sources[0].folder.sizes()
-    for file in TOKENIZER:
-        if file in held:
-            write_file(folder, file, sources[0].folder.read(file))
+def _take_other_files(
+    folder: Folder, sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]]
+) -> dict[str, str]:
+    """Bring the tokenizer, and what the headers name; return the checksum of each file."""
+    checksums = {file: sources[0].manifest["files"][file] for file in TOKENIZER if file in sources[0].manifest["files"]}
+    for file in checksums:
+        write_file(folder, file, sources[0].folder.read(file))
     wanted = {file for part in parts for file in other_files(part)}
     for source in sources:
         here = wanted & {file for part in parts_of(source.manifest) for file in other_files(part)}
         if here:
             folder.take(source.folder, {file: file for file in sorted(here)})
+            checksums |= {file: source.manifest["files"][file] for file in here}
         wanted -= here
+    return checksums
 
 
 def _header(sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]], start: int, stop: int) -> dict[str, Any]:
@@ -262,8 +265,7 @@ def _refuse_others(folder: Folder, taken: Sequence[Taken], parts: Sequence[dict[
     folder.remove_leftovers()
     held = {file: size for file, size in folder.sizes().items() if _SHARD.fullmatch(file)}
     wanted = {
-        CacheWriter.file_of(number): int(piece.entry["bytes"]) if piece.is_whole else None
-        for number, piece in enumerate(taken)
+        file_of(number): int(piece.entry["bytes"]) if piece.is_whole else None for number, piece in enumerate(taken)
     }
     strange = [file for file, size in held.items() if file not in wanted or wanted[file] not in (None, size)]
     if not strange and held:

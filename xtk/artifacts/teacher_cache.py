@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from xtk.artifacts.codecs import CODECS
 from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
 from xtk.artifacts.folders import Folder, folder_at
+from xtk.artifacts.locks import LOCK
+from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Row, Shard, StoredRow, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
 
@@ -35,6 +37,7 @@ LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
 FILES_OF_A_CODEC = ("ranks",)
 _RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 
 
 class CacheWriter:
@@ -56,23 +59,24 @@ class CacheWriter:
         folder.remove_leftovers()
         self._there = set(folder.sizes())
         self._entries: dict[int, dict[str, Any]] = {}
-        there = [number for number in range(shards) if self.file_of(number) in self._there]
+        self._files: dict[str, str] = {}
+        there = [number for number in range(shards) if file_of(number) in self._there]
         # The others are looked at in the end: a hundred thousand are not opened, or fetched, to begin with.
         for number in there[:: -(-len(there) // LOOKED_AT) or 1]:
             self._open(number)
-
-    @staticmethod
-    def file_of(number: int) -> str:
-        """Return the name of a shard."""
-        return f"shard-{number:05d}.arrow"
 
     def missing(self) -> list[int]:
         """Return the shards that are still to be written."""
         return [
             number
             for number in range(self.shards)
-            if self.file_of(number) not in self._there and number not in self._entries
+            if file_of(number) not in self._there and number not in self._entries
         ]
+
+    def look_again(self) -> list[int]:
+        """Return the shards that are still to be written, now that others may have written some."""
+        self._there = set(self.folder.sizes())
+        return self.missing()
 
     def write(self, number: int, rows: Sequence[Row]) -> None:
         """Write one shard, whole.
@@ -81,15 +85,20 @@ class CacheWriter:
             number: which one.
             rows: its documents.
         """
-        with self.folder.write(self.file_of(number), new=True) as temporary:
-            write_shard(temporary, self.header, rows)
-            # Of what this process wrote itself it need not be seen again that it is whole.
-            self._entries[number] = _entry(self.file_of(number), Shard(temporary))
+        self.accept(number, put_shard(self.folder, self.header, number, rows))
 
-    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Write the teacher's tokenizer, so that the cache is all that a student needs."""
+    def accept(self, number: int, entry: dict[str, Any]) -> None:
+        """Take over what `put_shard` told of a shard that a process of this run has written.
+
+        Of what this run wrote itself it need not be seen again that it is whole.
+        """
+        self._entries[number] = entry
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write what lies beside the shards: the teacher's tokenizer, so that the cache is all that a student needs."""
         for name, content in files.items():
             write_file(self.folder, name, content)
+            self._files[name] = sha256(content)
 
     def finish(self) -> dict[str, Any]:
         """Write the manifest, last; return it.
@@ -98,16 +107,20 @@ class CacheWriter:
             Damaged: a shard that an earlier run or another process wrote was altered.
         """
         entries = [self._entries.get(number) or self._entry_of_other(number) for number in range(self.shards)]
-        return write_manifest(self.folder, {"header": self.header, "shards": entries})
+        manifest = write_manifest(self.folder, {"header": self.header, "files": self._files, "shards": entries})
+        for file in self.folder.sizes():  # of writers on other machines: their shards are all there
+            if _LEFTOVER.fullmatch(file):
+                self.folder.remove(file)
+        return manifest
 
     def _entry_of_other(self, number: int) -> dict[str, Any]:
         shard = self._open(number)
         for row in shard.damaged_rows():
             raise _altered_row(shard, row)
-        return _entry(self.file_of(number), shard)
+        return _entry(file_of(number), shard)
 
     def _open(self, number: int) -> Shard:
-        file = self.file_of(number)
+        file = file_of(number)
         try:
             shard = Shard(self.folder.local(file), self.folder.path_of(file))
         except Damaged as wrong:
@@ -117,6 +130,31 @@ class CacheWriter:
         return shard
 
 
+def file_of(number: int) -> str:
+    """Return the name of a shard."""
+    return f"shard-{number:05d}.arrow"
+
+
+def put_shard(
+    folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row], ranks: Ranks | None = None
+) -> dict[str, Any]:
+    """Write one shard into the folder of a cache, whole.
+
+    Args:
+        folder: of the cache.
+        header: that of the cache.
+        number: which shard.
+        rows: its documents.
+        ranks: of the cache, for codecs that need them.
+
+    Returns:
+        What the manifest tells of it.
+    """
+    with folder.write(file_of(number), new=True) as temporary:
+        write_shard(temporary, header, rows, ranks)
+        return _entry(file_of(number), Shard(temporary))
+
+
 def write_file(folder: Folder, name: str, content: bytes) -> None:
     """Write a small file, whole."""
     with folder.write(name) as temporary:
@@ -124,14 +162,27 @@ def write_file(folder: Folder, name: str, content: bytes) -> None:
 
 
 def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
-    """Write the manifest of a cache: with it, the cache is finished."""
+    """Write the manifest of a cache: with it, the cache is finished.
+
+    Args:
+        folder: of the cache.
+        content: "header", "shards", and "files": the sha256 of each file beside the shards.
+
+    Returns:
+        The manifest, with format, version and checksum.
+    """
     manifest = {"format": FORMAT, "version": VERSION, **content}
     manifest["checksum"] = _checksum(manifest)
+    # Written last, on purpose: a folder without a manifest is unfinished.
+    write_file(folder, MANIFEST, _rendered(manifest))
+    return manifest
+
+
+def _rendered(manifest: dict[str, Any]) -> bytes:
+    """Return the bytes of a manifest, a shard a line."""
     shards = ",\n".join(canonical_json(shard) for shard in manifest["shards"])
     rest = canonical_json({key: value for key, value in manifest.items() if key != "shards"})
-    # Written last, on purpose: a folder without a manifest is unfinished.
-    write_file(folder, MANIFEST, f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode())
-    return manifest
+    return f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode()
 
 
 def _entry(file: str, shard: Shard) -> dict[str, Any]:
@@ -157,14 +208,19 @@ def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | N
     manifest = read_manifest(folder)
     if _identity(manifest["header"]) != _identity(header):
         raise _other_request(folder, manifest["header"], header)
-    sizes = {shard["file"]: shard["bytes"] for shard in manifest["shards"]}
-    if all(held.get(file) == size for file, size in sizes.items()):
-        return manifest
-    for file, size in sizes.items():  # a shard that was lost or cut short is made again
-        if file in held and held[file] != size:
-            folder.remove(file)
+    whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
+    return manifest if whole and held.keys() >= manifest.get("files", {}).keys() else None
+
+
+def reopen_cache(folder: Folder) -> None:
+    """Make a cache that lost some of its files unfinished, so that they are made again."""
+    held = folder.sizes()
+    if MANIFEST not in held:
+        return
+    for shard in read_manifest(folder)["shards"]:
+        if held.get(shard["file"], shard["bytes"]) != shard["bytes"]:
+            folder.remove(shard["file"])
     folder.remove(MANIFEST)
-    return None
 
 
 def remove_cache(folder: Folder) -> None:
@@ -175,7 +231,7 @@ def remove_cache(folder: Folder) -> None:
     """
     _refuse_foreign(folder)
     folder.remove(MANIFEST)
-    folder.remove(*folder.sizes())
+    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
 
 
 def is_cache(place: str | Path) -> bool:
@@ -226,7 +282,8 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
             where=where,
             hint="read the text into a new cache, or use the xtk that wrote this one",
         )
-    if manifest.get("checksum") != _checksum(manifest):
+    # Byte by byte: JSON says the same in more than one way.
+    if manifest.get("checksum") != _checksum(manifest) or _rendered(manifest) != content:
         raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=where, hint=again)
     return manifest
 
@@ -264,6 +321,7 @@ class TeacherCache:
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
+        self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
@@ -303,6 +361,7 @@ class TeacherCache:
         from xtk.tokens.tokenizer import Tokenizer
 
         identity = self.header["teacher"]
+        self._verify_files(there_only=True)
         held = self.folder.sizes()
         places = {self.folder.local(file).parent for file in TOKENIZER if file in held}
         try:
@@ -338,12 +397,16 @@ class TeacherCache:
             yield self._open(number)
 
     def verify(self) -> None:
-        """Read every shard and compare all of it with its checksums.
+        """Read every file and compare all of it with its checksums.
 
         Raises:
-            Damaged: names the first shard, and the row, that was altered.
+            Damaged: names the first file, and the row of a shard, that was altered.
         """
-        for number in range(len(self.manifest["shards"])):
+        self._verify_files(there_only=False)
+        files = [str(entry["file"]) for entry in self.manifest["shards"]]
+        for number in range(len(files)):
+            if number % FETCHED == 0:
+                self.folder.fetch(files[number : number + FETCHED])
             self._verified.discard(number)
             shard = self._open_shard(number)
             for row in shard.damaged_rows():
@@ -352,6 +415,29 @@ class TeacherCache:
             entry = self.manifest["shards"][number]
             if any(entry[name] != value for name, value in shard.figures().items()):
                 raise self._damaged("a shard of this cache does not hold what the manifest tells of it", entry["file"])
+
+    def _verify_files(self, *, there_only: bool) -> None:
+        """Compare the files beside the shards with the manifest.
+
+        Raises:
+            Damaged: names the one that was altered, or is missing and not `there_only`.
+        """
+        for file, checksum in self.manifest.get("files", {}).items():
+            try:
+                content = self.folder.read(file)
+            except FileNotFoundError:
+                if there_only:
+                    continue
+                raise self._damaged("a file of this cache is missing", file) from None
+            if sha256(content) != checksum:
+                raise self._damaged("a file of this cache is not the one it was made with", file)
+
+    def _ranks_of(self, file: str) -> Ranks:
+        where = self.folder.path_of(file)
+        try:
+            return Ranks.read(file, self.folder.read(file), where)
+        except FileNotFoundError:
+            raise Damaged("the ranks of this cache are missing", where=where, hint="copy the whole cache") from None
 
     def _file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
@@ -366,12 +452,10 @@ class TeacherCache:
 
     def _open_shard(self, number: int) -> Shard:
         entry = self.manifest["shards"][number]
-        for file in self._beside:
-            self.folder.local(file)
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
             raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
-        shard = Shard(path, self.folder.path_of(entry["file"]))
+        shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
         if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
         self._verified.add(number)
@@ -387,10 +471,6 @@ class TeacherCache:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
-
-    @cached_property
-    def _beside(self) -> tuple[str, ...]:
-        return tuple(sorted({file for part in self._parts for file in other_files(part)}))
 
     def _damaged(self, what: str, file: str) -> Damaged:
         return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
@@ -436,7 +516,7 @@ def _belongs(name: str) -> bool:
     return (
         name == MANIFEST
         or name in TOKENIZER
-        or name.startswith(TEMPORARY)
+        or name.startswith((TEMPORARY, LOCK))
         or bool(_SHARD.fullmatch(name))
         or bool(_RANKS.fullmatch(name))
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,7 +62,29 @@ def cache_teacher(
             metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
-    backend: Annotated[str, typer.Option(help="Who runs the teacher.", metavar="[transformers]")] = "transformers",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Who runs the teacher: transformers in this process; vLLM in this process; a server of vLLM. "
+            "vLLM gives top-k, top-p and none.",
+            metavar="[transformers|vllm|server]",
+        ),
+    ] = "transformers",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4.", metavar="NAME=VALUE"
+        ),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it.", metavar="URL"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)
+    ] = 32,
     long_documents: Annotated[
         str,
         typer.Option(
@@ -80,7 +102,26 @@ def cache_teacher(
     shard_tokens: Annotated[
         int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
     ] = 65536,
+    num_processes: Annotated[
+        int, typer.Option(help="Processes on this machine, a teacher and a device each, that write one cache.", min=1)
+    ] = 1,
+    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    num_machines: Annotated[
+        int,
+        typer.Option(
+            help="Machines that share the folder of -o and run the same command, each for its part of the shards; "
+            "the one that ends last finishes the cache.",
+            min=1,
+        ),
+    ] = 1,
     trust_remote_code: options.TrustRemoteCode = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
+        ),
+    ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -106,11 +147,13 @@ def cache_teacher(
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     corpus = Corpus(data, columns_option(columns))
-    folder = local_folder(teacher, weights=True)
+    folder = local_folder(teacher, weights=backend != "server")
 
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest
+    from xtk.teachers.caching import Share
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.teachers.planning import LONG_DOCUMENTS
+    from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import support_of
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
@@ -127,9 +170,43 @@ def cache_teacher(
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
+        backend_options=_backend_options(backend, engine or [], server or [], concurrency),
     )
-    figures = cache(request, corpus, output, force=force)
-    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+    if plan:
+        from xtk.teachers.forecast import forecast
+
+        _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
+        return
+    figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
+    if figures is not None:  # a path is printed once it leads to a finished cache
+        terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _backend_options(backend: str, engine: list[str], servers: list[str], concurrency: int) -> dict[str, Any]:
+    """Return what only the backend knows.
+
+    Raises:
+        XtkError: an option of another backend.
+    """
+    from xtk.errors import XtkError
+
+    if engine and backend != "vllm":
+        raise XtkError(f"--engine is for --backend vllm, not {backend}")
+    if servers and backend != "server":
+        raise XtkError(f"--server is for --backend server, not {backend}")
+    if backend == "vllm":
+        from xtk.teachers.vllm import engine_options
+
+        return {"engine": engine_options(engine)}
+    return {"servers": servers, "concurrency": concurrency} if backend == "server" else {}
+
+
+def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        terminal.result_json(plan)
+        return
+    for name, value in plan.items():
+        terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
 
 
 def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *, force: bool, as_json: bool) -> None:

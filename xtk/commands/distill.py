@@ -90,11 +90,12 @@ def distill(
 
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
+    from xtk.children import die_with
     from xtk.losses import parse_losses
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import default_losses, open_inputs
     from xtk.training.distill import distill as train
-    from xtk.training.launch import die_with_the_launcher, is_worker, launch
+    from xtk.training.launch import is_worker, launch
     from xtk.training.recipe import Places, Recipe, Reporting
 
     terminal.set_quiet(quiet)
@@ -140,7 +141,7 @@ def distill(
     )
     inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
-        die_with_the_launcher()
+        die_with()
     elif num_processes > 1:
         launch(num_processes, _for_workers(sys.argv[1:], piped))
         return

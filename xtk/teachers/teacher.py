@@ -47,6 +47,8 @@ class Teacher(Protocol):
         supports: the kinds of support that it can give.
         entropy: "exact", or "lower bound" where only the head of a distribution is known.
         room: tokens of its context that it needs beside a document.
+        on_devices: whether it computes in this process, on a device of its own where there are devices. What does not
+            say so does.
     """
 
     supports: ClassVar[frozenset[str]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -10,18 +9,10 @@ import sys
 from xtk import terminal
 from xtk.errors import XtkError
 
-PR_SET_PDEATHSIG = 1
-
 
 def is_worker() -> bool:
     """Say whether a launcher (xtk, torchrun, accelerate) has started this process."""
     return "LOCAL_RANK" in os.environ
-
-
-def die_with_the_launcher() -> None:
-    """Ask Linux to end this worker when its launcher is killed, so that none is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def launch(processes: int, arguments: list[str]) -> None:

@@ -1,0 +1,112 @@
+"""One writer at a time, and none that is held up by the dead."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from xtk.artifacts.locks import only_writer
+from xtk.errors import XtkError
+
+_forks = multiprocessing.get_context("forkserver")
+
+
+def hold(folder: Path, rank: int, held: multiprocessing.Event, release: multiprocessing.Event) -> None:
+    with only_writer(folder, "cache", rank):
+        held.set()
+        release.wait(60)
+
+
+@pytest.fixture
+def holder():
+    """Start a process that holds a folder; end it at the end."""
+    started = []
+
+    def start(folder: Path, rank: int = 0):
+        held, release = _forks.Event(), _forks.Event()
+        process = _forks.Process(target=hold, args=(folder, rank, held, release))
+        process.start()
+        assert held.wait(60)
+        started.append(process)
+        return process, release
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+def test_a_second_writer_is_refused_and_told_who_holds_the_folder(holder, tmp_path):
+    process, release = holder(tmp_path / "c")
+    with (
+        pytest.raises(XtkError, match="another process is writing this cache") as caught,
+        only_writer(tmp_path / "c", "cache"),
+    ):
+        pass
+    assert f"process {process.pid} on {socket.gethostname()}" in caught.value.where
+    assert str(tmp_path / "c") in caught.value.where
+    assert caught.value.hint
+    release.set()
+    process.join(60)
+    with only_writer(tmp_path / "c", "cache"):
+        pass
+    assert not (tmp_path / "c").exists()  # it was made for the lock, and nothing was written
+
+
+def test_ranks_do_not_hold_each_other_up(holder, tmp_path):
+    holder(tmp_path / "c", 1)
+    with only_writer(tmp_path / "c", "cache", 0):
+        pass
+    assert [path.name for path in (tmp_path / "c").iterdir()] == [".xtk-lock-1"]
+
+
+def test_a_killed_writer_holds_nobody_up_and_leaves_nothing(holder, tmp_path):
+    for rank in (0, 1):
+        process, _ = holder(tmp_path / "c", rank)
+        process.kill()
+        process.join()
+    (tmp_path / "c" / "shard-00000.arrow").write_bytes(b"")
+    assert len(list((tmp_path / "c").iterdir())) == 3
+    with only_writer(tmp_path / "c", "cache"):
+        pass
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["shard-00000.arrow"]
+
+
+def test_a_folder_that_cannot_be_written_to_or_is_none_is_left_to_the_writer(tmp_path):
+    (tmp_path / "file").write_text("a file")
+    with only_writer(tmp_path / "file", "cache"):
+        pass
+    assert (tmp_path / "file").read_text() == "a file"
+
+
+def contend(folder: Path, seed: int, until: float) -> None:
+    """Take and give back the lock; while it is held, nobody else may be inside."""
+    draw = random.Random(seed)
+    taken = 0
+    while time.time() < until or not taken:
+        try:
+            with only_writer(folder, "cache"):
+                inside = os.open(folder.with_name("inside"), os.O_CREAT | os.O_EXCL)  # fails if another one is there
+                taken += 1
+                time.sleep(draw.uniform(0, 0.002))
+                folder.with_name("inside").unlink()
+                os.close(inside)
+        except XtkError:
+            time.sleep(draw.uniform(0, 0.001))
+
+
+def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path):
+    until = time.time() + 2
+    processes = [_forks.Process(target=contend, args=(tmp_path / "c", seed, until)) for seed in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert list(tmp_path.iterdir()) == []

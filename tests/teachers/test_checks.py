@@ -1,0 +1,188 @@
+"""A teacher that misbehaves: no row of it gets into a cache, and what was finished before stays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import material
+import numpy as np
+import pytest
+
+from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.teachers import BACKENDS
+from xtk.teachers.caching import CacheRequest, cache_teacher
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.signal import Scores, Support
+
+SUPPORT = Support("top-k+sample", top_k=4, draws=5, sets=2, seed=1)
+AT = 3  # the position that is made wrong
+U = 496
+
+
+class Misbehaving(TransformersTeacher):
+    """The real teacher, but for the fifth document that it scores."""
+
+    spoil = staticmethod(lambda scores: scores)
+    calls = 0
+
+    def score(self, documents, given=None):
+        found = super().score(documents, given)
+        for at in range(len(found)):
+            type(self).calls += 1
+            if self.calls == 5:
+                found[at] = type(self).spoil(found[at])
+        return found
+
+
+def changed(scores: Scores, **values: object) -> Scores:
+    return dataclasses.replace(scores, **values)
+
+
+def with_value(name: str, value: float, at: int = AT) -> Callable[[Scores], Scores]:
+    def spoil(scores: Scores) -> Scores:
+        array = getattr(scores, name).copy()
+        array[at] = value
+        return changed(scores, **{name: array})
+
+    return spoil
+
+
+def swapped(name: str, offsets: str) -> Callable[[Scores], Scores]:
+    """Exchange the first two ids of a range that has two."""
+
+    def spoil(scores: Scores) -> Scores:
+        starts = getattr(scores, offsets)
+        first = int(starts[np.flatnonzero(np.diff(starts) > 1)[0]])
+        array = getattr(scores, name).copy()
+        array[[first, first + 1]] = array[[first + 1, first]]
+        return changed(scores, **{name: array})
+
+    return spoil
+
+
+def twice(scores: Scores) -> Scores:
+    ids = scores.ids.copy()
+    ids[1] = ids[0]
+    return changed(scores, ids=ids)
+
+
+def without_the_realised_id(scores: Scores) -> Scores:
+    """Name another id where the realised one stood."""
+    (at,) = np.flatnonzero(scores.logprobs[: scores.offsets[1]] == scores.realised_logprobs[0])[:1]
+    ids = scores.ids.copy()
+    others = np.setdiff1d(np.arange(U), ids[: scores.offsets[1]])
+    ids[at] = others[(others > (ids[at - 1] if at else -1))][0]
+    order = np.argsort(ids[: scores.offsets[1]])
+    ids[: scores.offsets[1]] = ids[: scores.offsets[1]][order]
+    logprobs = scores.logprobs.copy()
+    logprobs[: scores.offsets[1]] = logprobs[: scores.offsets[1]][order]
+    return changed(scores, ids=ids, logprobs=logprobs)
+
+
+def drawn_what_is_exact(scores: Scores) -> Scores:
+    """Replace the draws of the first set by one exact id."""
+    size = int(scores.drawn_offsets[1])
+    offsets = scores.drawn_offsets - (size - 1)
+    offsets[0] = 0
+    ids = np.concatenate([scores.ids[:1], scores.drawn_ids[size:]])
+    counts = np.concatenate([np.array([5], np.int32), scores.counts[size:]])
+    return changed(scores, drawn_offsets=offsets, drawn_ids=ids, counts=counts)
+
+
+def heavier(scores: Scores) -> Scores:
+    """Make the exact ids of a position carry more than 1."""
+    logprobs = scores.logprobs.copy()
+    first, stop = scores.offsets[AT : AT + 2]
+    other = next(at for at in range(first, stop) if logprobs[at] != scores.realised_logprobs[AT])
+    logprobs[other] = 0.0
+    return changed(scores, logprobs=logprobs)
+
+
+BAD = {
+    "a NaN among log-probabilities": (with_value("logprobs", np.nan), "no numbers"),
+    "a NaN of the realised token": (with_value("realised_logprobs", np.nan), "no numbers"),
+    "an endless entropy": (with_value("entropy", np.inf), "no numbers"),
+    "an entropy below 0": (with_value("entropy", -1.0), "entropy below 0"),
+    "a NaN for the rest": (with_value("tail_mass", np.nan), "no numbers"),
+    "an endless log-probability": (with_value("logprobs", np.inf), "above 0"),
+    "a log-probability above 0": (with_value("realised_logprobs", 0.5), "above 0"),
+    "a mass above 1": (heavier, "do not sum to 1"),
+    "a rest that is not the rest": (with_value("tail_mass", 1.5), "do not sum to 1"),
+    "a rest below 0": (with_value("tail_mass", -0.005), "do not sum to 1"),
+    "an id below 0": (with_value("ids", -1, 0), "does not have"),
+    "an id past the vocabulary": (with_value("ids", U, 0), "does not have"),
+    "a drawn id past the vocabulary": (with_value("drawn_ids", U, 0), "draws ids that its vocabulary"),
+    "ids that fall": (swapped("ids", "offsets"), "not in their order"),
+    "an id twice": (twice, "twice"),
+    "drawn ids that fall": (swapped("drawn_ids", "drawn_offsets"), "drawn ids twice, or not in their order"),
+    "no realised id": (without_the_realised_id, "leaves out the token"),
+    "two numbers for the realised id": (
+        lambda scores: with_value("realised_logprobs", scores.realised_logprobs[AT] - 0.5)(scores),
+        "two log-probabilities",
+    ),
+    "a draw too many": (lambda scores: with_value("counts", scores.counts[0] + 1, 0)(scores), "than 5 draws"),
+    "a count of none": (with_value("counts", 0, 0), "less than once"),
+    "a draw of what is exact": (drawn_what_is_exact, "exact already"),
+    "an offset that falls": (with_value("offsets", 0, 2), "offsets do not fit"),
+    "offsets that end too early": (
+        lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets do not fit"
+    ),
+    "offsets of fewer sets": (
+        lambda scores: changed(scores, drawn_offsets=scores.drawn_offsets[:-1]), "offsets do not fit"
+    ),
+    "a position too few": (
+        lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score all of the trained tokens"
+    ),
+    "an entropy too few": (lambda scores: changed(scores, entropy=scores.entropy[:-1]), "more or fewer numbers"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    return material.write_jsonl(folder / "texts.jsonl", material.sentences(8, seed=5))
+
+
+def fill(pair, texts: Path, folder: Path, backend: str) -> dict:
+    request = CacheRequest(pair.teacher, "teacher", SUPPORT, backend=backend, shard_tokens=1)  # a document a shard
+    return cache_teacher(request, Corpus([str(texts)]), folder)
+
+
+@pytest.mark.parametrize(("spoil", "words"), BAD.values(), ids=BAD)
+def test_no_bad_row_gets_into_a_cache_and_what_was_finished_stays(pair, texts, tmp_path, monkeypatch, spoil, words):
+    monkeypatch.setitem(BACKENDS, "misbehaving", f"{__name__}:Misbehaving")
+    monkeypatch.setattr(Misbehaving, "spoil", staticmethod(spoil))
+    monkeypatch.setattr(Misbehaving, "calls", 0)
+    with pytest.raises(XtkError, match=words) as caught:
+        fill(pair, texts, tmp_path / "c", "misbehaving")
+    assert "shard 4, row 0" in caught.value.where
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [f"shard-0000{at}.arrow" for at in range(4)]
+    assert fill(pair, texts, tmp_path / "c", "misbehaving")["documents"] == 8  # it behaves from now on
+    assert len(list(TeacherCache(tmp_path / "c"))) == 8
+
+
+def test_an_answer_for_fewer_documents_is_refused(pair, texts, tmp_path, monkeypatch):
+    class Silent(TransformersTeacher):
+        def score(self, documents, given=None):
+            return super().score(documents, given)[:-1]
+
+    monkeypatch.setitem(BACKENDS, "silent", f"{__name__}:Silent")
+    monkeypatch.setitem(globals(), "Silent", Silent)
+    with pytest.raises(XtkError, match="asked for 1 documents and answered for 0"):
+        fill(pair, texts, tmp_path / "c", "silent")
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("kind", ["top-k", "top-p", "sample", "top-k+sample", "none"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_what_a_real_teacher_says_is_never_refused(pair, texts, tmp_path, kind, dtype):
+    sampled = {"draws": 5, "sets": 2} if "sample" in kind else {}
+    support = Support(
+        kind, top_k=0 if kind in ("sample", "none") else 8, top_p=0.9 if kind == "top-p" else 1, **sampled
+    )
+    request = CacheRequest(pair.teacher, "teacher", support, dtype=dtype)
+    assert cache_teacher(request, Corpus([str(texts)]), tmp_path / "c")["documents"] == 8

@@ -1,0 +1,35 @@
+"""What is known of a corpus before the teacher starts does not grow with it."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import material
+
+from xtk.artifacts.corpus import Corpus
+from xtk.teachers.caching import CacheRequest, make_plan, token_limit
+from xtk.tokens.signal import Support
+from xtk.tokens.tokenizer import Tokenizer
+
+
+def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int, int]:
+    """Return the documents of a corpus, and the bytes that planning it took at most."""
+    tracemalloc.start()
+    try:
+        plan = make_plan(request, Corpus([str(corpus)]), tokenizer, token_limit(request))
+        return plan.documents, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_planning_ten_times_the_documents_takes_no_more_memory(pair, tmp_path):
+    request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4))
+    tokenizer = Tokenizer(pair.teacher)
+    texts = material.sentences(1500, seed=9)
+    few = material.write_jsonl(tmp_path / "few.jsonl", texts)
+    many = material.write_jsonl(tmp_path / "many.jsonl", texts * 8)
+    peak(request, tokenizer, few)  # what is made once and kept
+    (one, small), (other, large) = peak(request, tokenizer, few), peak(request, tokenizer, many)
+    assert (one, other) == (1500, 12_000)
+    assert large < 1.2 * small

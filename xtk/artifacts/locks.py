@@ -1,0 +1,123 @@
+"""One writer at a time: a lock that the kernel releases when its process ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from xtk.errors import XtkError
+
+LOCK = ".xtk-lock-"
+BYTES_OF_A_HOLDER = 200
+# File systems without locks; and what is no folder, or cannot be written to, of which the writer tells better.
+WITHOUT_LOCKS = {
+    errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
+    errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path, what: str, rank: int = 0) -> Iterator[None]:
+    """Hold a folder, so that no other process writes the same into it; where there are no locks, go on without.
+
+    The lock is a file in the folder, and is removed at the end, as are those of writers that were killed. A folder
+    that was made for it and stays empty is removed too.
+
+    Args:
+        folder: where it is written.
+        what: how messages call it.
+        rank: which of several writers that may write at once.
+
+    Raises:
+        XtkError: another process holds it.
+    """
+    made = not folder.exists()
+    path = folder / f"{LOCK}{rank}"
+    try:
+        descriptor = _take(path)
+    except BlockingIOError:
+        raise XtkError(
+            f"another process is writing this {what}",
+            where=f"{folder}: {_holder(path)}",
+            hint="wait until it ends, or end it and run this command again; or another -o",
+        ) from None
+    except OSError as wrong:
+        if wrong.errno not in WITHOUT_LOCKS:
+            raise
+        descriptor = None
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            _give_back(path, descriptor)
+        for other in folder.glob(f"{LOCK}*"):
+            _remove_if_free(other)
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _take(path: Path) -> int:
+    """Lock a file, and write who holds it; return its descriptor.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # another one has just removed the folder, which was empty
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is(path, descriptor):  # its holder removed it between opening and locking
+                os.close(descriptor)
+                continue
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode()[:BYTES_OF_A_HOLDER])
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Say whether a path still names the file that is open."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _give_back(path: Path, descriptor: int) -> None:
+    """Remove a lock while it is held, so that nobody locks a file that is about to go."""
+    with contextlib.suppress(OSError):
+        if _is(path, descriptor):
+            path.unlink()
+    os.close(descriptor)
+
+
+def _remove_if_free(path: Path) -> None:
+    """Remove the lock of a writer that was killed."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return
+        _give_back(path, descriptor)
+
+
+def _holder(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        if told := path.read_bytes()[:BYTES_OF_A_HOLDER].decode(errors="replace"):
+            return told
+    return f"who holds {path.name} is not known"

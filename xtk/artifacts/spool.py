@@ -1,0 +1,66 @@
+"""What comes through a pipe, kept on disk: it can be read as often as wanted, and by child processes too."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+from typing import TextIO
+
+from xtk.errors import XtkError
+
+CHARACTERS_AT_ONCE = 1 << 20
+
+
+class Spool:
+    """Text in a temporary file without a name: it is gone with the last process that has it open, however that ends.
+
+    Args:
+        descriptor: of the file, open in this process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def of_stdin(cls) -> Spool:
+        """Read stdin to its end.
+
+        Raises:
+            XtkError: nothing comes.
+        """
+        descriptor, path = tempfile.mkstemp(prefix="xtk-stdin-")
+        Path(path).unlink()
+        spool = cls(descriptor)
+        blank = True
+        with open(descriptor, "wb", closefd=False) as file:
+            while part := _next_part():
+                file.write(part.encode("utf-8", "surrogatepass"))
+                blank = blank and not part.strip()
+        if blank:
+            raise XtkError(
+                "nothing came through the pipe: the command before it seems to have failed",
+                where="stdin",
+                hint="look at its messages above, or run it alone",
+            )
+        return spool
+
+    def open(self) -> TextIO:
+        """Return the text from its beginning; lines end at line feeds alone, JSON strings may hold other ends."""
+        again: str | int = f"/proc/self/fd/{self.descriptor}"
+        if not Path(str(again)).exists():
+            again = os.dup(self.descriptor)
+        stream = open(again, encoding="utf-8", errors="surrogatepass", newline="\n")  # noqa: SIM115 (its reader closes)
+        stream.seek(0)
+        return stream
+
+    def __reduce__(self) -> tuple[type[Spool], tuple[int]]:
+        # For a child process that has inherited the descriptor.
+        return Spool, (self.descriptor,)
+
+
+def _next_part() -> str:
+    return sys.stdin.read(CHARACTERS_AT_ONCE) if sys.stdin is not None and not sys.stdin.isatty() else ""
