@@ -59,7 +59,7 @@ def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows).finish()
     assert stored(place) == files_of(tmp_path / "local")
-    found = TeacherCache(place) if not place.startswith("file") else TeacherCache(tmp_path / "cache")
+    found = TeacherCache(place)
     found.verify()
     for number, row in enumerate(rows):
         assert_equal(found.row(number), row)

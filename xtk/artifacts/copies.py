@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 
-from xtk.artifacts.files import TEMPORARY, remove_leftovers, sha256, written_whole
+from xtk.artifacts.files import TEMPORARY, remove_leftovers, sha256, temporary_name, written_whole
 from xtk.artifacts.projection_store import cache_folder
 from xtk.errors import Damaged, XtkError
 
@@ -79,14 +77,11 @@ class Copies:
         folder = self.folder / "sent"
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder, file)
-        # A name as `remove_leftovers` knows them: another process finds out whether its writer lives.
-        with _temporary(folder, file) as temporary:
+        temporary = folder / temporary_name(file)
+        try:
             yield temporary
-
-    def forget(self) -> None:
-        """Remove the copies of this folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self._known.clear()
+        finally:
+            temporary.unlink(missing_ok=True)
 
     def _is_there(self, path: Path, size: int, mark: str) -> bool:
         try:
@@ -118,15 +113,6 @@ class Copies:
                     break
                 path.unlink(missing_ok=True)
                 used -= bytes_
-
-
-@contextlib.contextmanager
-def _temporary(folder: Path, file: str) -> Iterator[Path]:
-    path = folder / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{file}"
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def _limit() -> int | None:

@@ -41,13 +41,12 @@ def written_whole(path: Path) -> Iterator[Path]:
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Threads, and machines that share a folder, write at once: the process alone is no name.
-    temporary = path.parent / f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{path.name}"
+    temporary = path.parent / temporary_name(path.name)
     try:
         yield temporary
-        sync(temporary)
+        _sync(temporary)
         temporary.replace(path)
-        sync(path.parent)
+        _sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -81,13 +80,25 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
     Those of other living processes stay, and those of other machines, of which nobody here knows whether they live.
     """
     for path in folder.glob(f"{TEMPORARY}*" if name is None else f"{TEMPORARY}*-{glob.escape(name)}"):
-        process, _, host = path.name.removeprefix(TEMPORARY).partition("-")[0].partition("@")
-        if host not in ("", _host()):
-            continue
-        if process.isdigit() and Path(f"/proc/{process}").exists() and int(process) != os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            path.unlink()
+        if is_leftover(path.name):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def temporary_name(name: str) -> str:
+    """Return a name for a file while it is written."""
+    # Threads, and machines that share a folder, write at once: the process alone is no name.
+    return f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{name}"
+
+
+def is_leftover(name: str) -> bool:
+    """Say whether a name is that of a file whose writer, on this machine, has ended, or is this process."""
+    if not name.startswith(TEMPORARY):
+        return False
+    process, _, host = name.removeprefix(TEMPORARY).partition("-")[0].partition("@")
+    if host not in ("", _host()):
+        return False
+    return not process.isdigit() or int(process) == os.getpid() or not Path(f"/proc/{process}").exists()
 
 
 def _host() -> str:
@@ -95,8 +106,7 @@ def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def sync(path: Path) -> None:
-    """Have a file or folder on the disk before anything that follows."""
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,12 +7,12 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from xtk.artifacts.files import remove_leftovers, sync, written_whole
+from xtk.artifacts.files import remove_leftovers, written_whole
 from xtk.errors import XtkError
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -40,6 +40,9 @@ class Folder(Protocol):
 
     def local(self, file: str) -> Path:
         """Return a file to map into memory: itself, or a copy on this machine."""
+
+    def fetch(self, files: Sequence[str]) -> None:
+        """Have at hand, at once, what `local` is going to be asked for."""
 
     def write(self, file: str, *, new: bool = False) -> AbstractContextManager[Path]:
         """Give a path on this machine; what is written there becomes the file, whole, when the block ends well.
@@ -104,6 +107,9 @@ class LocalFolder:
         """Return the file itself."""
         return self.path / file
 
+    def fetch(self, files: Sequence[str]) -> None:
+        """Do nothing: all of it is here."""
+
     @contextlib.contextmanager
     def write(self, file: str, *, new: bool = False) -> Iterator[Path]:
         """Give a path beside the file; synced and renamed when the block ends well."""
@@ -111,14 +117,17 @@ class LocalFolder:
             yield temporary
 
     def take(self, source: Folder, files: Mapping[str, str]) -> None:
-        """Make files of another folder files of this one too: hard links on one file system, else copies."""
+        """Make files of another folder files of this one too: hard links on one file system, else copies.
+
+        The links are on the disk with the next file that is written; the manifest, the last one, is never without them.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
+        source.fetch(list(files))
         for theirs, ours in files.items():
             if isinstance(source, LocalFolder) and _linked(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
                 continue
             with self.write(ours) as temporary:
                 shutil.copyfile(source.local(theirs), temporary)
-        sync(self.path)
 
     def remove(self, *files: str) -> None:
         """Remove files, those that are there."""

@@ -6,16 +6,14 @@ import contextlib
 import errno
 import inspect
 import os
-import secrets
-import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.copies import Copies
-from xtk.artifacts.files import TEMPORARY, sha256
+from xtk.artifacts.files import is_leftover, temporary_name
 from xtk.errors import XtkError
 
 # There an object is seen when it is whole, and not before. Elsewhere a file grows under the eyes of its readers.
@@ -103,6 +101,17 @@ class RemoteFolder:
 
         return self._copies.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
 
+    def fetch(self, files: Sequence[str]) -> None:
+        """Have copies of files on this machine, several fetched at once.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: one did not come whole.
+        """
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            for _ in threads.map(self.local, files):
+                pass
+
     @contextlib.contextmanager
     def write(self, file: str, *, new: bool = False) -> Iterator[Path]:
         """Give a path on this machine; sent whole when the block ends well.
@@ -155,7 +164,7 @@ class RemoteFolder:
             self._listed.pop(file, None)
         with self._told("the store does not remove files"):
             if len(files) > 1:
-                # Stores that can take a thousand names in a request.
+                # Some stores take a thousand names in a request.
                 self._fs.rm([self._path(file) for file in files])
             else:
                 for file in files:
@@ -166,11 +175,7 @@ class RemoteFolder:
         """Remove what killed writers on this machine left; of others nobody here knows whether they live."""
         if self.protocol in WHOLE:
             return
-        mine = f"{TEMPORARY}{_machine()}-"
-        for file in self.sizes():
-            process = file.removeprefix(mine).partition("-")[0]
-            if file.startswith(mine) and process.isdigit() and not Path(f"/proc/{process}").exists():
-                self.remove(file)
+        self.remove(*filter(is_leftover, self.sizes()))
 
     def _path(self, file: str) -> str:
         return f"{self._root}/{file}"
@@ -200,7 +205,7 @@ class RemoteFolder:
 
     def _send_and_move(self, path: Path, file: str) -> None:
         self._fs.makedirs(self._root, exist_ok=True)
-        temporary = self._path(f"{TEMPORARY}{_machine()}-{os.getpid()}-{secrets.token_hex(4)}-{file}")
+        temporary = self._path(temporary_name(file))
         try:
             self._fs.put_file(str(path), temporary)
             self._fs.mv(temporary, self._path(file))
@@ -283,8 +288,3 @@ def _hint(wrong: BaseException, protocol: str) -> str:
     if isinstance(wrong, FileNotFoundError):
         return "check the spelling; what is missing, the bucket say, is made with the tools of the store"
     return "check the network and the address, and run the same command again; finished parts are kept"
-
-
-def _machine() -> str:
-    """Return a short name of this machine that tells nothing of it."""
-    return sha256(socket.gethostname()).removeprefix("sha256:")[:8]

@@ -31,6 +31,7 @@ MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
+FETCHED = 64  # shards at once, of those that are read one after the other
 LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
 # Keys of a codec's options under which a header names files that lie beside the shards.
 FILES_OF_A_CODEC = ("ranks",)
@@ -383,15 +384,19 @@ class TeacherCache:
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return int64 [documents], how many bytes each text has; opens every shard."""
-        return np.concatenate([self._open(number).text_bytes() for number in range(len(self.manifest["shards"]))])
+        return np.concatenate([shard.text_bytes() for shard in self.shards()])
 
     def conversations(self) -> NDArray[np.bool_]:
         """Return bool [documents], which of them are conversations."""
-        return np.concatenate([self._open(number).conversations() for number in range(len(self.manifest["shards"]))])
+        return np.concatenate([shard.conversations() for shard in self.shards()])
 
     def shards(self) -> Iterator[Shard]:
         """Yield all shards, opened."""
-        return (self._open(number) for number in range(len(self.manifest["shards"])))
+        files = [str(entry["file"]) for entry in self.manifest["shards"]]
+        for number in range(len(files)):
+            if number % FETCHED == 0:
+                self.folder.fetch(files[number : number + FETCHED])
+            yield self._open(number)
 
     def verify(self) -> None:
         """Read every file and compare all of it with its checksums.
@@ -400,7 +405,10 @@ class TeacherCache:
             Damaged: names the first file, and the row of a shard, that was altered.
         """
         self._verify_files(there_only=False)
-        for number in range(len(self.manifest["shards"])):
+        files = [str(entry["file"]) for entry in self.manifest["shards"]]
+        for number in range(len(files)):
+            if number % FETCHED == 0:
+                self.folder.fetch(files[number : number + FETCHED])
             self._verified.discard(number)
             shard = self._open_shard(number)
             for row in shard.damaged_rows():
@@ -446,8 +454,6 @@ class TeacherCache:
 
     def _open_shard(self, number: int) -> Shard:
         entry = self.manifest["shards"][number]
-        for file in self._beside:
-            self.folder.local(file)
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
             raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
@@ -467,10 +473,6 @@ class TeacherCache:
     @cached_property
     def _numbers(self) -> dict[str, int]:
         return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
-
-    @cached_property
-    def _beside(self) -> tuple[str, ...]:
-        return tuple(sorted({file for part in self._parts for file in other_files(part)}))
 
     def _damaged(self, what: str, file: str) -> Damaged:
         return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
