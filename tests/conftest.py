@@ -6,8 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import command_line
 import material
 from families import Families
+from object_store import ObjectStore
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the user's own
@@ -24,16 +24,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 command_line.start_fork_server()
 
+Pair = material.Pair
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
 run_xtk = command_line.run_xtk
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A student and a teacher with different tokenizers."""
-
-    student: Path
-    teacher: Path
 
 
 @pytest.fixture(scope="session")
@@ -84,6 +77,20 @@ def projection(pair: Pair, material_folder: Path) -> Path:
     path = material_folder / "p.safetensors"
     run_xtk("build-projection", pair.student, pair.teacher, "-o", path)
     return path
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStore]:
+    """An S3 server on this machine with a bucket named `bucket`; this process and those it starts speak to it."""
+    pytest.importorskip("moto", reason="there is no S3 server on this machine: pip install 'moto[s3]' flask flask-cors")
+    s3fs = pytest.importorskip("s3fs", reason="pip install s3fs")
+    server = ObjectStore(tmp_path_factory.mktemp("store") / "server")
+    os.environ.update(server.env)
+    try:
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield server
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="session")

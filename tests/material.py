@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -22,6 +23,14 @@ ODD = [
 ]
 STUDENT_SPLIT = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TEACHER_SPLIT = r"\p{N}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A student and a teacher with different tokenizers."""
+
+    student: Path
+    teacher: Path
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:

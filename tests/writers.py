@@ -18,7 +18,8 @@ def write(teacher: Path, corpus: Path, folder: Path, log: Path, processes: int, 
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     from xtk.artifacts.corpus import Corpus
     from xtk.errors import XtkError
-    from xtk.teachers.caching import CacheRequest, Share, cache_teacher
+    from xtk.teachers.caching import Share, cache_teacher
+    from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=4), shard_tokens=shard_tokens)
@@ -60,7 +61,8 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_share(teacher: Path, corpus: Path, folder: Path, rank: int, machines: int) -> None:
     """Write one machine's part of the cache of the fixtures."""
     from xtk.artifacts.corpus import Corpus
-    from xtk.teachers.caching import CacheRequest, Share, cache_teacher
+    from xtk.teachers.caching import Share, cache_teacher
+    from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)

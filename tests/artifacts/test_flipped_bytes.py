@@ -25,7 +25,7 @@ def cache(tmp_path_factory) -> Path:
     writer = CacheWriter(LocalFolder(folder), HEADER, len(TEXTS))
     for number, texts in enumerate(TEXTS):
         writer.write(number, [row_of(Document.of_text(text), 2, draw) for text in texts])
-    writer.write_tokenizer(FILES)
+    writer.write_files(FILES)
     writer.finish()
     return folder
 

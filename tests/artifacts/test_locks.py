@@ -109,4 +109,4 @@ def test_of_many_that_take_and_remove_the_lock_only_one_is_ever_inside(tmp_path)
     for process in processes:
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * 4
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.glob("**/.xtk-lock*")) == []

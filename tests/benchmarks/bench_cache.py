@@ -16,11 +16,15 @@ import torch
 from common import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.teacher_cache import CacheWriter, Row
+from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.shard import Row
+from xtk.artifacts.teacher_cache import CacheWriter
 from xtk.models.causal_lm import quieten_transformers
+from xtk.teachers.teacher import TeacherRequest
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import sequences
+from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3
@@ -38,8 +42,11 @@ def main() -> None:
         folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(configuration))
         documents = [Document.of_text(text) for text in gsm8k(DOCUMENTS)]
         tokens = sequences(Tokenizer(folder), documents)
-        teacher = TransformersTeacher(folder, dtype="float32", batch_tokens=BATCH_TOKENS)
-        writer = CacheWriter(Path(name) / "cache", {"kind": "benchmark"}, 1)
+        support = Support("top-k", top_k=TOP_K)
+        request = TeacherRequest(folder, name, Tokenizer(folder), support, "float32", BATCH_TOKENS)
+        teacher = TransformersTeacher(request)
+        header = {"codec": {"name": "raw", "draws": 0, "sets": 0}}
+        writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, 1)
         batches = []
         for batch in batches_by_length([len(document) for document in tokens], BATCH_TOKENS):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)
@@ -53,8 +60,8 @@ def main() -> None:
                     teacher.model(input_ids=ids, use_cache=False)
 
         def cache() -> None:
-            signals = teacher.score(tokens, TOP_K)
-            writer.write(0, 0, [Row(*row) for row in zip(documents, tokens, signals, strict=True)])
+            scores = teacher.score(tokens)
+            writer.write(0, [Row(*row) for row in zip(documents, tokens, scores, strict=True)])
 
         seconds: dict[str, list[float]] = {"bare": [], "cache": []}
         for _ in range(TIMES + 1):

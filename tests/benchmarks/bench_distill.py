@@ -108,7 +108,7 @@ def prepare(folder: Path) -> None:
 
 def floor(folder: Path) -> tuple[str, str, str]:
     """Measure what any loss over these entries costs: each is made once, read with an exponential, and written once."""
-    places = Places(folder / "student", folder / "cache", folder / "p", folder / "nowhere")
+    places = Places(folder / "student", str(folder / "cache"), folder / "p", folder / "nowhere")
     recipe = Recipe(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
     inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
     maker = BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, None)

@@ -150,7 +150,7 @@ def test_a_single_value_in_a_file_stands_for_a_list_of_one(run, pair, cache, tmp
 
 
 def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, corpus, tmp_path):
-    (tmp_path / "run.yaml").write_text("top_q: 3\n")
+    (tmp_path / "run.yaml").write_text("topk: 3\n")
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)
     assert "did you mean top-k?" in done.stderr
 

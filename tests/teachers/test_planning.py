@@ -8,7 +8,8 @@ from pathlib import Path
 import material
 
 from xtk.artifacts.corpus import Corpus
-from xtk.teachers.caching import CacheRequest, make_plan, token_limit
+from xtk.teachers.planning import make_plan
+from xtk.teachers.request import CacheRequest, dealing_of
 from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -17,7 +18,7 @@ def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int
     """Return the documents of a corpus, and the bytes that planning it took at most."""
     tracemalloc.start()
     try:
-        plan = make_plan(request, Corpus([str(corpus)]), tokenizer, token_limit(request))
+        plan = make_plan(dealing_of(request), Corpus([str(corpus)]), tokenizer)
         return plan.documents, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

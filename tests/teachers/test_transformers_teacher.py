@@ -15,7 +15,7 @@ from xtk.artifacts.shard import Row
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.caching import check_scores
+from xtk.teachers.checks import check_scores
 from xtk.teachers.teacher import TeacherRequest
 from xtk.teachers.transformers import BLOCK, TransformersTeacher, batches_by_length, draw, top_values
 from xtk.tokens.document import Document

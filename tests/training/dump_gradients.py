@@ -55,7 +55,7 @@ def main() -> None:
             per_device_train_batch_size=batch,
             max_grad_norm=1e9,
         )
-        inputs = open_inputs(Places(student, cache, projection, output), recipe, Tokenizer(student))
+        inputs = open_inputs(Places(student, str(cache), projection, output), recipe, Tokenizer(student))
         model = load_causal_lm(student)
         cut = Cut(model)
         run = Run(

@@ -11,27 +11,45 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.ranks import Ranks
+from xtk.lookup import unknown
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores, Signal
 
 CODECS = {"raw": "xtk.artifacts.codecs:RawCodec"}
+RAW = "float32"
+PRECISIONS = {RAW: "raw"}
+
+
+def codec_of(precision: str) -> str:
+    """Return the codec of a precision.
+
+    Raises:
+        XtkError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise unknown("precision", precision, PRECISIONS)
+    return PRECISIONS[precision]
 
 
 class Codec(Protocol):
     """One way to pack; made for a shard.
 
-    Attributes:
-        options: from the cache's header, what it needs to know.
-        tables: from the shard's.
+    Args:
+        options: of the header's codec, what it needs to know.
+        tables: of the shard.
+        ranks: of the cache, for codecs that need them.
     """
+
+    needs_ranks: ClassVar[bool]
 
     @classmethod
     def pack(
-        cls, rows: Sequence[tuple[TokenSequence, Scores]], options: dict[str, Any]
+        cls, rows: Sequence[tuple[TokenSequence, Scores]], options: dict[str, Any], ranks: Ranks | None
     ) -> tuple[bytes, list[bytes], list[bytes]]:
         """Return the shard's tables, and for each row the bytes of its tokens and of its signal."""
 
-    def __init__(self, options: dict[str, Any], tables: bytes) -> None: ...
+    def __init__(self, options: dict[str, Any], tables: bytes, ranks: Ranks | None) -> None: ...
 
     def tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return ids and byte ends of a document."""
@@ -53,16 +71,17 @@ class RawCodec:
     Args:
         options: of the header's codec: "sets" R, "draws" n.
         tables: none.
+        ranks: none.
     """
 
-    name: ClassVar[str] = "raw"
+    needs_ranks: ClassVar[bool] = False
 
-    def __init__(self, options: dict[str, Any], tables: bytes) -> None:
+    def __init__(self, options: dict[str, Any], tables: bytes, ranks: Ranks | None) -> None:
         self.sets, self.draws = int(options["sets"]), int(options["draws"])
 
     @classmethod
     def pack(
-        cls, rows: Sequence[tuple[TokenSequence, Scores]], options: dict[str, Any]
+        cls, rows: Sequence[tuple[TokenSequence, Scores]], options: dict[str, Any], ranks: Ranks | None
     ) -> tuple[bytes, list[bytes], list[bytes]]:
         """Return no tables, and the arrays of each row."""
         tokens = [b"".join((_bytes(sequence.ids, "<i4"), _bytes(sequence.ends, "<i4"))) for sequence, _ in rows]

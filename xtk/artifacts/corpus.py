@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.records import FIELDS, Record, document_of
 from xtk.artifacts.spool import Spool
 from xtk.errors import XtkError, exists
 from xtk.lookup import unknown
-from xtk.tokens.document import Document, readable
+from xtk.tokens.document import Document
 
-FIELDS = ("messages", "tools", "text", "prompt", "completion")
-SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
 _HUB_DATASET = re.compile(r"^[\w.-]+/[\w.-]+$")
 _REMOTE = re.compile(r"^\w+://")
-
-Record = Mapping[str, Any]
 
 
 class Corpus:
@@ -33,7 +30,7 @@ class Corpus:
 
     Args:
         sources: paths, globs, remote paths (`s3://`, `hf://`), ids of hub datasets (their train split), `-`.
-        columns: {"text": column} or {"prompt": column, "completion": column} where data has other names.
+        columns: {field: column} where data has other names than those of FIELDS.
         piped: what came through stdin, where it has been read already.
     """
 
@@ -64,7 +61,7 @@ class Corpus:
         count = 0
         for name, read in self._readers:
             for number, record in enumerate(read()):
-                yield self._document(record, f"{name}, document {number}")
+                yield document_of(record, self.columns, f"{name}, document {number}")
                 count += 1
         if not count:
             raise XtkError(
@@ -91,74 +88,6 @@ class Corpus:
             "there is no such data", where=source, hint="a file, a glob in quotes, a hub dataset, or - for a pipe"
         )
 
-    def _document(self, record: Record, where: str) -> Document:
-        names = {field: self.columns.get(field, field) for field in FIELDS}
-        # Columns that were asked for come before a column that happens to be called text.
-        asked = {field for field in self.columns if field != "tools"} or record
-        wanted: tuple[str, ...] = ("prompt", "completion")
-        if "messages" in asked or "text" in asked:
-            wanted = ("messages",) if "messages" in asked else ("text",)
-        if any(names[field] not in record for field in wanted):
-            raise XtkError(
-                "a document has no text, nor messages, nor prompt and completion; "
-                f"it has {', '.join(map(str, record)) or 'nothing'}",
-                where=where,
-                hint="--columns text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN",
-            )
-        values = [record[names[field]] for field in wanted]
-        if wanted == ("messages",) and isinstance(values[0], str):
-            values = [_from_json(values[0], names["messages"], where)]
-            if not isinstance(values[0], list):
-                raise XtkError(f"{names['messages']} is no list of messages", where=where)
-        if all(isinstance(value, list) for value in values):
-            return _conversation(values, record.get(names["tools"]), where)
-        for field, value in zip(wanted, values, strict=True):
-            if not isinstance(value, str):
-                raise XtkError(f"{names[field]} is {type(value).__name__}, not text", where=where)
-        return Document.of_text(values[0]) if len(values) == 1 else Document.of_completion(*values)
-
-
-def _conversation(parts: list[list[Any]], tools: Any, where: str) -> Document:
-    """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
-    given = len(parts[0]) if len(parts) > 1 else 0
-    if isinstance(tools, str):
-        tools = _from_json(tools, "tools", where) if tools.strip() else None
-    if tools is not None and not isinstance(tools, list):
-        raise XtkError(f"tools is {type(tools).__name__}, not a list of descriptions", where=where)
-    try:
-        messages = [_message(message) for part in parts for message in part]
-        return Document.of_messages(messages, tools=_json_value(tools) or None, given=given)
-    except ValueError as wrong:
-        raise XtkError(str(wrong), where=where) from None
-
-
-def _from_json(value: str, name: str, where: str) -> Any:
-    """Decode a column: parquet holds no objects of different shapes, so data sets write them as JSON."""
-    try:
-        return json.loads(value)
-    except ValueError as wrong:
-        raise XtkError(f"{name} is a string, and no JSON: {wrong}", where=where) from None
-
-
-def _message(message: Any) -> Any:
-    if not isinstance(message, dict):
-        return message
-    if "from" in message and "value" in message and "role" not in message:
-        return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"]}
-    # Columns fill up what others have.
-    return {readable(str(key)): _json_value(value) for key, value in message.items() if value is not None}
-
-
-def _json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: what is neither text nor number (a time, say) becomes its text."""
-    if isinstance(value, dict):
-        return {readable(str(key)): _json_value(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(part) for part in value]
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    return readable(str(value))
-
 
 def columns_option(value: str | None) -> dict[str, str]:
     """Read `--columns prompt=question,completion=answer`."""
@@ -166,14 +95,12 @@ def columns_option(value: str | None) -> dict[str, str]:
         return {}
     pairs = [part.split("=", 1) for part in value.split(",")]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise XtkError(
-            f"--columns is {value!r}", hint="text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN"
-        )
+        raise XtkError(f"--columns is {value!r}", hint=f"FIELD=COLUMN,...; fields are {', '.join(FIELDS)}")
     return {field.strip(): column.strip() for field, column in pairs}
 
 
 class Fingerprint:
-    """The hash of documents in their order, added one by one."""
+    """The hash of documents in their order, added one by one: of all that is read, and of what of it is trained."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -185,12 +112,27 @@ class Fingerprint:
             self._hash.update(f"{segment.role} {segment.train} {len(text)}\n".encode())
             self._hash.update(text)
         if document.conversation is not None:
-            told = [document.conversation.messages, document.conversation.tools]
-            self._hash.update(json.dumps(told).encode())  # in their order: templates print tools as they come
+            talk = [document.conversation.messages, document.conversation.tools]
+            self._hash.update(json.dumps(talk).encode())  # in their order: templates print tools as they come
+        for name, told in _beside(document).items():
+            self._hash.update(f"\0{name} {len(told)}\n".encode())
+            self._hash.update(told)
         self._hash.update(b"\n")
 
     def __str__(self) -> str:
         return "sha256:" + self._hash.hexdigest()
+
+
+def _beside(document: Document) -> dict[str, bytes]:
+    """Return what a document has beside its segments and messages."""
+    found = {}
+    if document.teacher_prompt is not None:
+        found["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
+    if document.teacher_tokens is not None:
+        found["input_ids"] = document.teacher_tokens.to_bytes()
+    if document.given_ids is not None:
+        found["given_ids"] = document.given_ids.to_bytes()
+    return found
 
 
 def _files_of(path: Path) -> list[Path]:

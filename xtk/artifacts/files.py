@@ -45,9 +45,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     temporary = path.parent / f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{path.name}"
     try:
         yield temporary
-        _sync(temporary)
+        sync(temporary)
         temporary.replace(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -95,7 +95,8 @@ def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk before anything that follows."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

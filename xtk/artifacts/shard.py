@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.files import canonical_json
+from xtk.artifacts.ranks import FindRanks, Ranks
 from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
 from xtk.tokens.document import Conversation, Document, Segment
@@ -42,6 +43,7 @@ SCHEMA = pa.schema(
 )
 LISTS = ("trained", "pieces", "closers")
 BLOBS = ("tokens", "signal")
+BYTES = ("conversation", *BLOBS)
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,17 @@ class Row:
     scores: Scores
 
 
-def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row]) -> None:
+def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: Ranks | None = None) -> None:
     """Write a shard.
 
     Args:
         path: a new file.
         header: identity of teacher, data and options; `header["codec"]` says how it is packed.
         rows: its documents.
+        ranks: of the cache, for codecs that need them.
     """
     codec: type[Codec] = lookup(CODECS, header["codec"]["name"], "codec")
-    tables, tokens, signals = codec.pack([(row.tokens, row.scores) for row in rows], header["codec"])
+    tables, tokens, signals = codec.pack([(row.tokens, row.scores) for row in rows], header["codec"], ranks)
     columns = {
         "segments": pa.array(
             [
@@ -104,13 +107,15 @@ class Shard:
     Args:
         path: where it lies on this machine.
         name: how messages call it.
+        find_ranks: gives the ranks that its header names; left out, they are read from beside it.
 
     Raises:
         Damaged: it is no shard, or cut short.
     """
 
-    def __init__(self, path: Path, name: str = "") -> None:
+    def __init__(self, path: Path, name: str = "", find_ranks: FindRanks | None = None) -> None:
         self.name = name or str(path)
+        self._find_ranks = find_ranks or (lambda file: ranks_beside(path, file))
         try:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
@@ -134,8 +139,9 @@ class Shard:
     @cached_property
     def codec(self) -> Codec:
         """What unpacks its tokens and signals."""
-        codec: Codec = lookup(CODECS, self.header["codec"]["name"], "codec")(self.header["codec"], self._tables)
-        return codec
+        options = self.header["codec"]
+        kind: type[Codec] = lookup(CODECS, options["name"], "codec")
+        return kind(options, self._tables, self._find_ranks(options["ranks"]) if kind.needs_ranks else None)
 
     def figures(self) -> dict[str, int]:
         """Return rows, positions, tokens and entries."""
@@ -171,9 +177,7 @@ class Shard:
             Damaged: names shard and row.
         """
         if not self.is_whole(number):
-            raise Damaged(
-                "a row of this cache was altered: its checksum does not fit", where=f"{self.name}, row {number}"
-            )
+            raise _altered(self.name, number)
         return StoredRow(self, number, draw)
 
     def is_whole(self, number: int) -> bool:
@@ -182,6 +186,19 @@ class Shard:
             return self._columns.checksum(number) == int(self._checksums[number])
         except (ValueError, IndexError, OverflowError):  # offsets that lead nowhere
             return False
+
+    def write_rows(self, path: Path, start: int, stop: int) -> None:
+        """Write the rows `[start, stop)` as a shard of their own, with the bytes and checksums that they have.
+
+        Raises:
+            Damaged: names shard and row.
+        """
+        for number in range(start, stop):
+            if not self.is_whole(number):
+                raise _altered(self.name, number)
+        batch = self._batch.slice(start, stop - start)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._batch.schema) as writer:
+            writer.write_batch(batch)
 
     def damaged_rows(self) -> Iterator[int]:
         """Yield the rows that are not what was written."""
@@ -195,6 +212,23 @@ class Shard:
         """Return bool [rows], which of them are conversations."""
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
+
+
+def _altered(name: str, row: int) -> Damaged:
+    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{name}, row {row}")
+
+
+def ranks_beside(path: Path, file: str) -> Ranks:
+    """Return the ranks that lie beside a shard.
+
+    Raises:
+        Damaged: they do not, or were altered.
+    """
+    place = path.parent / file
+    try:
+        return Ranks.read(file, place.read_bytes(), str(place))
+    except FileNotFoundError:
+        raise Damaged("the ranks that this shard needs do not lie beside it", where=str(place)) from None
 
 
 def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
@@ -217,7 +251,7 @@ class StoredRow:
     def document(self) -> Document:
         """Its text and which of it is trained."""
         segments = self._columns.segments(self._number)
-        written = self._columns.conversation[self._number].as_py()
+        written = str(self._columns.blob("conversation", self._number), "utf-8")
         return Document(
             segments,
             ends=bool(self._columns.ends[self._number]),
@@ -260,70 +294,78 @@ class StoredRow:
 
 
 class _Columns:
-    """The columns of a shard as flat numpy arrays over its memory."""
+    """The columns of a shard as flat arrays over its memory."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         segments = batch.column("segments")
-        self._segment_offsets = segments.offsets.to_numpy()
         parts = segments.values
-        self._trains = np.asarray(parts.field("train").to_numpy(zero_copy_only=False), np.bool_)
-        self._strings = {name: _string_column(parts.field(name)) for name in ("role", "text")}
-        self.conversation = batch.column("conversation")
-        self._strings["conversation"] = _string_column(self.conversation)
-        self._strings |= {name: _string_column(batch.column(name)) for name in BLOBS}
-        self._lists = {
-            name: (batch.column(name).offsets.to_numpy(), batch.column(name).values.to_numpy()) for name in LISTS
-        }
+        first = segments.offsets.to_numpy()
+        self._trains = _bytes_of(np.asarray(parts.field("train").to_numpy(zero_copy_only=False), np.bool_))
+        role_ends, self._roles = _string_column(parts.field("role"))
+        text_ends, self._texts = _string_column(parts.field("text"))
+        self._role_sizes, self._text_sizes = (_bytes_of(np.diff(ends)) for ends in (role_ends, text_ends))
+        self._role_ends, self._text_ends = role_ends, text_ends
+        lists = [batch.column(name) for name in LISTS]
+        blobs = [_string_column(batch.column(name)) for name in BYTES]
+        self._lists = {name: column.values.to_numpy() for name, column in zip(LISTS, lists, strict=True)}
+        self._blobs = {name: values for name, (_, values) in zip(BYTES, blobs, strict=True)}
         self.ends = batch.column("ends").to_numpy(zero_copy_only=False)
         self.length, self.positions, self.entries = (
             batch.column(name).to_numpy() for name in ("length", "positions", "entries")
         )
+        edges = [first, role_ends[first], text_ends[first], *(column.offsets.to_numpy() for column in lists)]
+        # [rows, 2 x 9]: where each part of a row begins and ends.
+        self._bounds = np.column_stack(
+            [part for at in [*edges, *(at for at, _ in blobs)] for part in (at[:-1], at[1:])]
+        )
+        sizes = np.diff(self._bounds.reshape(-1, 9, 2), axis=2)[:, :, 0]
+        numbers = [self.length, self.positions, self.entries, self.ends, sizes[:, 0], *sizes[:, 3:].T]
+        self._numbers = _bytes_of(np.column_stack(numbers).astype("<i4"))
+        self._size_of_numbers = 4 * len(numbers)
 
     def segments(self, number: int) -> tuple[Segment, ...]:
-        first, stop = self._segment_offsets[number : number + 2].tolist()
-        (role_ends, roles), (text_ends, texts) = self._strings["role"], self._strings["text"]
+        first, stop = self._bounds[number, :2].tolist()
+        roles, texts = self._role_ends[first : stop + 1].tolist(), self._text_ends[first : stop + 1].tolist()
         return tuple(
             Segment(
-                str(roles[role_ends[at] : role_ends[at + 1]], "utf-8"),
-                str(texts[text_ends[at] : text_ends[at + 1]], "utf-8"),
-                bool(self._trains[at]),
+                str(self._roles[roles[at] : roles[at + 1]], "utf-8"),
+                str(self._texts[texts[at] : texts[at + 1]], "utf-8"),
+                bool(self._trains[first + at]),
             )
-            for at in range(first, stop)
+            for at in range(stop - first)
         )
 
     def text_bytes(self) -> NDArray[np.int64]:
-        sizes: NDArray[np.int64] = np.diff(self._strings["text"][0][self._segment_offsets]).astype(np.int64)
+        sizes: NDArray[np.int64] = (self._bounds[:, 5] - self._bounds[:, 4]).astype(np.int64)
         return sizes
 
     def list(self, name: str, number: int) -> NDArray[np.int32]:
-        offsets, values = self._lists[name]
-        piece: NDArray[np.int32] = values[offsets[number] : offsets[number + 1]]
+        at = 6 + 2 * LISTS.index(name)
+        piece: NDArray[np.int32] = self._lists[name][self._bounds[number, at] : self._bounds[number, at + 1]]
         return piece
 
     def blob(self, name: str, number: int) -> memoryview:
-        offsets, values = self._strings[name]
-        return values[offsets[number] : offsets[number + 1]]
+        at = 12 + 2 * BYTES.index(name)
+        return self._blobs[name][self._bounds[number, at] : self._bounds[number, at + 1]]
 
     def checksum(self, number: int) -> int:
         """Return xxh3_64 of a row: its numbers, then its strings and lists, each with their lengths before."""
-        first, stop = self._segment_offsets[number : number + 2].tolist()
-        lists = [self.list(name, number) for name in LISTS]
-        blobs = [self.blob(name, number) for name in ("conversation", *BLOBS)]
-        numbers = [
-            int(self.length[number]), int(self.positions[number]), int(self.entries[number]),
-            int(self.ends[number]), stop - first, *map(len, lists), *map(len, blobs),
-        ]  # fmt: skip
-        hashed = xxhash.xxh3_64(np.array(numbers, "<i4").tobytes())
-        hashed.update(self._trains[first:stop].tobytes())
-        for name in ("role", "text"):
-            offsets, values = self._strings[name]
-            hashed.update(np.diff(offsets[first : stop + 1]).tobytes())
-            hashed.update(values[offsets[first] : offsets[stop]])
-        for part in lists:
-            hashed.update(part.tobytes())
-        for blob in blobs:
-            hashed.update(blob)
+        first, stop, *bounds = self._bounds[number].tolist()
+        roles, texts, *rest = zip(bounds[::2], bounds[1::2], strict=True)
+        parts = [*self._lists.values(), *self._blobs.values()]
+        hashed = xxhash.xxh3_64(self._numbers[number * self._size_of_numbers : (number + 1) * self._size_of_numbers])
+        hashed.update(self._trains[first:stop])
+        hashed.update(self._role_sizes[4 * first : 4 * stop])
+        hashed.update(self._roles[slice(*roles)])
+        hashed.update(self._text_sizes[4 * first : 4 * stop])
+        hashed.update(self._texts[slice(*texts)])
+        for values, stretch in zip(parts, rest, strict=True):
+            hashed.update(values[slice(*stretch)])
         return int(hashed.intdigest())
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
 
 
 def _string_column(array: pa.Array) -> tuple[NDArray[np.int32], memoryview]:
@@ -367,8 +409,8 @@ def _json_of_conversation(document: Document) -> str | None:
     return json.dumps({"messages": bare, "tools": conversation.tools}, ensure_ascii=False)
 
 
-def _conversation_of(written: str | None, texts: Sequence[str]) -> Conversation | None:
-    if written is None:
+def _conversation_of(written: str, texts: Sequence[str]) -> Conversation | None:
+    if not written:
         return None
     content = json.loads(written)
     messages = ({**bare, "content": text} for bare, text in zip(content["messages"], texts, strict=True))

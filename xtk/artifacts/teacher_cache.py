@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from xtk.artifacts.codecs import CODECS
 from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
 from xtk.artifacts.folders import Folder, folder_at
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Row, Shard, StoredRow, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
 
@@ -30,6 +31,10 @@ MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 4096
+LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
+# Keys of a codec's options under which a header names files that lie beside the shards.
+FILES_OF_A_CODEC = ("ranks",)
+_RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 
@@ -54,11 +59,10 @@ class CacheWriter:
         self._there = set(folder.sizes())
         self._entries: dict[int, dict[str, Any]] = {}
         self._files: dict[str, str] = {}
-        for number in range(shards):
-            if file_of(number) in self._there:
-                found = self._open(number).header
-                if _identity(found) != _identity(header):
-                    raise _other_request(folder, found, header)
+        there = [number for number in range(shards) if file_of(number) in self._there]
+        # The others are looked at in the end: a hundred thousand are not opened, or fetched, to begin with.
+        for number in there[:: -(-len(there) // LOOKED_AT) or 1]:
+            self._open(number)
 
     def missing(self) -> list[int]:
         """Return the shards that are still to be written."""
@@ -89,8 +93,8 @@ class CacheWriter:
         """
         self._entries[number] = entry
 
-    def write_tokenizer(self, files: Mapping[str, bytes]) -> None:
-        """Write the teacher's tokenizer, so that the cache is all that a student needs."""
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Write what lies beside the shards: the teacher's tokenizer, so that the cache is all that a student needs."""
         for name, content in files.items():
             write_file(self.folder, name, content)
             self._files[name] = sha256(content)
@@ -111,15 +115,20 @@ class CacheWriter:
     def _entry_of_other(self, number: int) -> dict[str, Any]:
         shard = self._open(number)
         for row in shard.damaged_rows():
-            raise _altered_row(shard, row)
+            wrong = _altered_row(shard, row)
+            hint = f"remove {self.folder.path_of(file_of(number))} and run the same command again; the others are kept"
+            raise Damaged(wrong.what, where=wrong.where, hint=hint)
         return _entry(file_of(number), shard)
 
     def _open(self, number: int) -> Shard:
         file = file_of(number)
         try:
-            return Shard(self.folder.local(file), self.folder.path_of(file))
+            shard = Shard(self.folder.local(file), self.folder.path_of(file))
         except Damaged as wrong:
             raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, file)) from None
+        if _identity(shard.header) != _identity(self.header):
+            raise _other_request(self.folder, shard.header, self.header)
+        return shard
 
 
 def file_of(number: int) -> str:
@@ -127,7 +136,9 @@ def file_of(number: int) -> str:
     return f"shard-{number:05d}.arrow"
 
 
-def put_shard(folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row]) -> dict[str, Any]:
+def put_shard(
+    folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row], ranks: Ranks | None = None
+) -> dict[str, Any]:
     """Write one shard into the folder of a cache, whole.
 
     Args:
@@ -135,12 +146,13 @@ def put_shard(folder: Folder, header: dict[str, Any], number: int, rows: Sequenc
         header: that of the cache.
         number: which shard.
         rows: its documents.
+        ranks: of the cache, for codecs that need them.
 
     Returns:
         What the manifest tells of it.
     """
-    with folder.write(file_of(number)) as temporary:
-        write_shard(temporary, header, rows)
+    with folder.write(file_of(number), new=True) as temporary:
+        write_shard(temporary, header, rows, ranks)
         return _entry(file_of(number), Shard(temporary))
 
 
@@ -220,9 +232,7 @@ def remove_cache(folder: Folder) -> None:
     """
     _refuse_foreign(folder)
     folder.remove(MANIFEST)
-    for file in folder.sizes():
-        if not file.startswith(LOCK):  # its holder removes it
-            folder.remove(file)
+    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
 
 
 def is_cache(place: str | Path) -> bool:
@@ -312,6 +322,7 @@ class TeacherCache:
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
         self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
+        self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
@@ -395,6 +406,9 @@ class TeacherCache:
             for row in shard.damaged_rows():
                 wrong = _altered_row(shard, row)
                 raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
+            entry = self.manifest["shards"][number]
+            if any(entry[name] != value for name, value in shard.figures().items()):
+                raise self._damaged("a shard of this cache does not hold what the manifest tells of it", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:
         """Compare the files beside the shards with the manifest.
@@ -412,19 +426,51 @@ class TeacherCache:
             if sha256(content) != checksum:
                 raise self._damaged("a file of this cache is not the one it was made with", file)
 
+    def _ranks_of(self, file: str) -> Ranks:
+        where = self.folder.path_of(file)
+        try:
+            return Ranks.read(file, self.folder.read(file), where)
+        except FileNotFoundError:
+            raise Damaged("the ranks of this cache are missing", where=where, hint="copy the whole cache") from None
+
     def _file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
 
+    def open_shard(self, entry: dict[str, Any]) -> Shard:
+        """Open a shard of the manifest, once all that lies around its rows is seen to be what was written.
+
+        Raises:
+            Damaged: it was altered.
+        """
+        return self._open(self._numbers[entry["file"]])
+
     def _open_shard(self, number: int) -> Shard:
         entry = self.manifest["shards"][number]
+        for file in self._beside:
+            self.folder.local(file)
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
             raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
-        shard = Shard(path, self.folder.path_of(entry["file"]))
-        if _identity(shard.header) not in map(_identity, self.manifest.get("parts", [self.header])):
+        shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
+        if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
         self._verified.add(number)
         return shard
+
+    def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
+        return _identity(self._parts[int(entry.get("part", 0))])
+
+    @cached_property
+    def _parts(self) -> list[dict[str, Any]]:
+        return parts_of(self.manifest)
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
+
+    @cached_property
+    def _beside(self) -> tuple[str, ...]:
+        return tuple(sorted({file for part in self._parts for file in other_files(part)}))
 
     def _damaged(self, what: str, file: str) -> Damaged:
         return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
@@ -456,11 +502,32 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
 
 
+def parts_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
+    return list(manifest.get("parts") or [manifest["header"]])
+
+
+def other_files(header: dict[str, Any]) -> list[str]:
+    """Return the files that the shards of a header need beside them."""
+    return [str(header["codec"][key]) for key in FILES_OF_A_CODEC if header["codec"].get(key)]
+
+
 def _belongs(name: str) -> bool:
-    return name == MANIFEST or name in TOKENIZER or name.startswith((TEMPORARY, LOCK)) or bool(_SHARD.fullmatch(name))
+    return (
+        name == MANIFEST
+        or name in TOKENIZER
+        or name.startswith((TEMPORARY, LOCK))
+        or bool(_SHARD.fullmatch(name))
+        or bool(_RANKS.fullmatch(name))
+    )
 
 
 def _refuse_foreign(folder: Folder) -> None:
+    """Refuse a folder that holds anything but a cache.
+
+    Raises:
+        XtkError: names what is in it.
+    """
     foreign = sorted(file for file in folder.sizes() if not _belongs(file))
     if foreign:
         raise XtkError(
@@ -483,7 +550,7 @@ def _repair(folder: Folder, file: str) -> str:
 
 def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
-        f"{section}.{key}: {found.get(section, {}).get(key)} there, {wanted.get(section, {}).get(key)} asked for"
+        f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
         for key in sorted({*found.get(section, {}), *wanted.get(section, {})})
         if found.get(section, {}).get(key) != wanted.get(section, {}).get(key)
@@ -493,3 +560,8 @@ def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]
         where=f"{folder.name} ({'; '.join(differences[:3])})",
         hint="another -o, or --force to replace it",
     )
+
+
+def _short(header: dict[str, Any], section: str, key: str) -> str:
+    text = str(header.get(section, {}).get(key))
+    return text if len(text) <= 80 else text[:77] + "..."

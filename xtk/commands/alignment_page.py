@@ -154,7 +154,7 @@ def _document(document: Aligned, student: Tokenizer, teacher: Tokenizer, room: i
     figures = f"{size:,} bytes, {lengths[0]:,} student and {lengths[1]:,} teacher tokens, {len(spans):,} spans"
     part = (
         f'<article id="document-{document.number}">\n<h3>Document {document.number:,}</h3>\n<p>{figures}.</p>\n'
-        f'<p class="spans" lang="" translate="no" dir="{_direction(document.text)}">{"".join(boxes)}</p>\n{note}'
+        f'<p class="spans" lang="" translate="no" dir="{direction(document.text)}">{"".join(boxes)}</p>\n{note}'
         "</article>\n"
     )
     return part, used
@@ -202,10 +202,10 @@ def _token(side: Tokenizer, token: int) -> str:
     if token in side.control_names:
         return f'<bdi title="id {token}, a control token"><i>{escape(side.control_names[token])}</i></bdi>'
     title = f"id {token}, {'bytes ' + spelling.hex(' ').upper() if spelling else 'no bytes'}"
-    return f'<bdi title="{title}">{_drawn(spelling)}</bdi>'
+    return f'<bdi title="{title}">{drawn(spelling)}</bdi>'
 
 
-def _drawn(spelling: bytes) -> str:
+def drawn(spelling: bytes) -> str:
     """Return bytes as HTML in which all of them can be seen."""
     if not spelling:
         return "<i>∅</i>"
@@ -223,7 +223,7 @@ def _drawn(spelling: bytes) -> str:
     return "".join(parts)
 
 
-def _direction(text: str) -> str:
+def direction(text: str) -> str:
     """Return the direction of a text: that of its first letter that has one."""
     for character in text[:BYTES_OF_A_DOCUMENT]:
         kind = unicodedata.bidirectional(character)

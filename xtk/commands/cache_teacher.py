@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -11,15 +11,32 @@ from xtk.commands import options
 
 
 def cache_teacher(
-    teacher: Annotated[str, typer.Argument(help="The teacher: a model folder, or a hub id.", metavar="TEACHER")],
-    data: Annotated[
-        list[str],
-        typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe.",
-            metavar="DATA...",
-        ),
+    context: typer.Context,
+    teacher: Annotated[
+        str,
+        typer.Argument(help="The teacher: a model folder, or a hub id. With --merge: a cache.", metavar="TEACHER"),
     ],
     output: options.Output,
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe. "
+            "With --merge: more caches.",
+            metavar="DATA...",
+            show_default=False,
+        ),
+    ] = None,
+    merge: Annotated[
+        bool,
+        typer.Option(
+            "--merge",
+            help="All arguments are caches of one teacher with one support; they become one cache, in their order. "
+            "Shards are linked or copied, no row is read.",
+        ),
+    ] = False,
+    rows: Annotated[
+        str, typer.Option(help="Of --merge: only these rows of all of them, one after the other.", metavar="START:STOP")
+    ] = "",
     support: Annotated[
         str,
         typer.Option(
@@ -30,7 +47,9 @@ def cache_teacher(
             metavar="[top-k|top-p|sample|top-k+sample|given|none]",
         ),
     ] = "top-k",
-    top_k: Annotated[int, typer.Option(help="Likeliest tokens kept; 0: 64, or 16 beside draws.")] = 0,
+    top_k: Annotated[
+        int | None, typer.Option(help="Likeliest tokens kept; 64 if left out, 16 beside draws.", show_default=False)
+    ] = None,
     top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
     draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
     draw_sets: Annotated[
@@ -45,7 +64,29 @@ def cache_teacher(
             metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
-    backend: Annotated[str, typer.Option(help="Who runs the teacher.", metavar="[transformers]")] = "transformers",
+    backend: Annotated[
+        str,
+        typer.Option(
+            help="Who runs the teacher: transformers in this process; vLLM in this process; a server of vLLM. "
+            "vLLM gives top-k, top-p and none.",
+            metavar="[transformers|vllm|server]",
+        ),
+    ] = "transformers",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4.", metavar="NAME=VALUE"
+        ),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it.", metavar="URL"
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)
+    ] = 32,
     long_documents: Annotated[
         str,
         typer.Option(
@@ -76,26 +117,45 @@ def cache_teacher(
         ),
     ] = 1,
     trust_remote_code: options.TrustRemoteCode = False,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan",
+            help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
+        ),
+    ] = False,
     force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Precompute a teacher's log-probabilities; interrupted, the same command goes on."""
+    """Precompute a teacher's log-probabilities; interrupted, the same command goes on.
+
+    xtk cache-teacher --merge CACHE... -o PATH makes one cache of many.
+    """
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.lookup import lookup, unknown
     from xtk.teachers import BACKENDS
 
     terminal.set_quiet(quiet)
+    if merge:
+        _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
+        return
+    if not data:
+        raise typer.BadParameter("DATA is missing: what the teacher is to read")
+    if rows:
+        raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     corpus = Corpus(data, columns_option(columns))
-    folder = local_folder(teacher, weights=True)
+    folder = local_folder(teacher, weights=backend != "server")
 
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.caching import LONG_DOCUMENTS, CacheRequest, Share
+    from xtk.teachers.caching import Share
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.teachers.planning import LONG_DOCUMENTS
+    from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import support_of
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
@@ -112,7 +172,65 @@ def cache_teacher(
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
+        backend_options=_backend_options(backend, engine or [], server or [], concurrency),
     )
+    if plan:
+        from xtk.teachers.forecast import forecast
+
+        _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
+        return
     figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
     if figures is not None:  # a path is printed once it leads to a finished cache
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _backend_options(backend: str, engine: list[str], servers: list[str], concurrency: int) -> dict[str, Any]:
+    """Return what only the backend knows.
+
+    Raises:
+        XtkError: an option of another backend.
+    """
+    from xtk.errors import XtkError
+
+    if engine and backend != "vllm":
+        raise XtkError(f"--engine is for --backend vllm, not {backend}")
+    if servers and backend != "server":
+        raise XtkError(f"--server is for --backend server, not {backend}")
+    if backend == "vllm":
+        from xtk.teachers.vllm import engine_options
+
+        return {"engine": engine_options(engine)}
+    return {"servers": servers, "concurrency": concurrency} if backend == "server" else {}
+
+
+def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        terminal.result_json(plan)
+        return
+    for name, value in plan.items():
+        terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
+
+
+def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *, force: bool, as_json: bool) -> None:
+    from xtk.artifacts.merging import merge_caches
+
+    of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
+    given = [
+        name
+        for name in context.params
+        if name not in of_merging and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        named = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise typer.BadParameter(f"{named}: --merge takes rows as they are; it scores nothing")
+    if caches.count("-") > 1:
+        raise typer.BadParameter("only one - can be read from the pipe")
+    places = [
+        place
+        for given_place in caches
+        for place in (
+            [str(record["path"]) for record in terminal.piped_records()] if given_place == "-" else [given_place]
+        )
+    ]
+    figures = merge_caches(places, output, rows=rows, force=force)
+    terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)

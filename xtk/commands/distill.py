@@ -107,7 +107,7 @@ def distill(
     student, cache, projection = (piped if path == "-" else path for path in (student, cache, projection))
     places = Places(
         local_folder(student, weights=True),
-        Path(cache),
+        cache,
         None if projection == "auto" else Path(projection),
         Path(output),
         columns_option(columns),

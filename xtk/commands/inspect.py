@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,6 +10,8 @@ import typer
 
 from xtk import terminal
 from xtk.commands import options
+
+SHOWN = 10  # parts of a list, on a line
 
 
 def inspect(
@@ -20,43 +23,76 @@ def inspect(
         bool,
         typer.Option("--verify", help="Read all: checksums of projections and caches, weights of models."),
     ] = False,
+    teacher: Annotated[
+        str,
+        typer.Option(
+            help="The teacher of a cache: some documents are scored again and compared with what the cache holds.",
+            metavar="MODEL",
+        ),
+    ] = "",
+    sample: Annotated[int, typer.Option(help="Of --teacher: documents that are scored again.", min=1)] = 8,
+    html: Annotated[
+        str, typer.Option(help="Also write a page with pictures of a cache and its first documents.", metavar="FILE")
+    ] = "",
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
     """Print header and statistics of any artifact."""
     terminal.set_quiet(quiet)
+    look = _Look(verify, teacher, sample, html, trust_remote_code)
     paths = [path for given in artifacts for path in _paths(given)]
+    if (teacher or html) and len(paths) > 1:
+        raise typer.BadParameter("--teacher and --html are for one cache")
     for path in paths:
-        record = _describe(Path(path), verify=verify)
+        record = _describe(path, look)
         if as_json:
             terminal.result_json(record)
         else:
             _show(record)
 
 
+@dataclass(frozen=True)
+class _Look:
+    """How closely is looked."""
+
+    verify: bool
+    teacher: str
+    sample: int
+    html: str
+    trust_remote_code: bool
+
+
 def _paths(given: str) -> list[str]:
     return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
-def _describe(path: Path, *, verify: bool) -> dict[str, Any]:
+def _describe(place: str, look: _Look) -> dict[str, Any]:
     """Return path, kind, header and statistics of whatever lies at a path.
 
     Raises:
         XtkError: nothing that xtk knows.
     """
+    from xtk.artifacts.folders import is_remote
     from xtk.errors import XtkError, exists
 
-    if not exists(str(path)):
-        raise XtkError("there is no such artifact", where=str(path))
+    if is_remote(place):
+        return _describe_cache(place, look)
+    path = Path(place)
+    if not exists(place):
+        raise XtkError("there is no such artifact", where=place)
+    is_cache = path.is_dir() and ((path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")))
+    if is_cache:
+        return _describe_cache(place, look)
+    if look.teacher or look.html:
+        raise XtkError("this is no teacher cache, which --teacher and --html are for", where=place)
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
         return _describe_shard(path) if is_arrow else _describe_projection(path)
-    if (path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")):
-        return _describe_cache(path, verify=verify)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
-        return _describe_run(path, verify=verify)
+        return _describe_run(path, verify=look.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path)
     raise XtkError("there is nothing here that xtk wrote or reads", where=str(path))
@@ -78,35 +114,35 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
 
 
-def _describe_cache(path: Path, *, verify: bool) -> dict[str, Any]:
-    import numpy as np
+def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
+    from xtk.artifacts import cache_statistics
+    from xtk.artifacts.teacher_cache import TeacherCache
 
-    from xtk.artifacts.teacher_cache import TeacherCache, totals
-
-    cache = TeacherCache(path)
-    if verify:
+    cache = TeacherCache(place)
+    if look.verify:
         cache.verify()
-    figures = totals(cache.manifest)
-    sample = np.linspace(0, len(cache) - 1, num=min(len(cache), 200)).astype(int)
-    scores = [cache.row(int(number)).scores for number in sample]
-    entropy, tail, realised = (
-        np.concatenate([getattr(row, name) for row in scores]) for name in ("entropy", "tail_mass", "realised_logprobs")
-    )
-    statistics = {
-        **figures,
-        "shards": len(cache.manifest["shards"]),
-        "bytes_per_position": round(figures["bytes"] / max(figures["positions"], 1), 1),
-        "sampled_documents": len(sample),
-        "mean_entropy_nats": _mean(entropy),
-        "mean_tail_mass": _mean(tail),
-        "mean_realised_logprob": _mean(realised),
-        "verified": verify,
-    }
-    return {"path": str(path), "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
+        cache.teacher  # noqa: B018 (its fingerprint is compared)
+        if not look.teacher:
+            terminal.note("inspect: all checksums fit; the teacher scored nothing again (--teacher MODEL)")
+    positions = cache_statistics.sampled(cache)
+    documents = len(cache_statistics.spread(cache, cache_statistics.SAMPLE))
+    statistics = {**cache_statistics.statistics(cache, positions, documents), "verified": look.verify}
+    if look.teacher:
+        from xtk.artifacts.hub import local_folder
+        from xtk.teachers.rescoring import rescore
 
+        folder = local_folder(look.teacher, weights=True)
+        statistics["scored_again"] = rescore(
+            cache, folder, look.teacher, documents=look.sample, trust_remote_code=look.trust_remote_code
+        )
+    record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
+    if look.html:
+        from xtk.artifacts.files import written_whole
+        from xtk.commands.cache_page import page
 
-def _mean(values: Any) -> float | None:
-    return round(float(values.mean()), 6) if len(values) else None
+        with written_whole(Path(look.html)) as temporary:
+            temporary.write_text("".join(page(record, cache, positions)), encoding="utf-8")
+    return record
 
 
 def _describe_shard(path: Path) -> dict[str, Any]:
@@ -191,5 +227,12 @@ def _flat(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             lines += _flat(value, f"{prefix}{name}.")
         else:
-            lines.append((prefix + name, f"{value:,}" if type(value) is int else value))
+            lines.append((prefix + name, _short(value)))
     return lines
+
+
+def _short(value: Any) -> Any:
+    """Return a value as a line shows it: of a long list, the parts of a merged cache, how long it is."""
+    if isinstance(value, list) and len(value) > SHOWN:
+        return f"{len(value):,} of them; --json prints all"
+    return f"{value:,}" if type(value) is int else value

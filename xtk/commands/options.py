@@ -29,8 +29,8 @@ TrustRemoteCode = Annotated[
 Columns = Annotated[
     str,
     typer.Option(
-        help="Names of the data's columns, where they are not text, messages, or prompt and completion: "
-        "text=COLUMN, messages=COLUMN, or prompt=COLUMN,completion=COLUMN.",
+        help="Names of the data's columns, where they are not those of the fields: text=COLUMN, messages=COLUMN, "
+        "prompt=COLUMN,completion=COLUMN, teacher_prompt=COLUMN, input_ids=COLUMN... docs/how-to/data.md lists them.",
         metavar="FIELD=COLUMN,...",
     ),
 ]

@@ -9,21 +9,11 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.lookup import did_you_mean
-from xtk.tokens.tokenizer import Tokenizer
+from xtk.tokens.tokenizer import TURN_ENDS, Tokenizer
 
 # A token of several roles (GPT-2's only special token) takes the first of them that the other side has:
 # eos is the one that models predict.
 ROLES_IN_ORDER = ("eos", "bos", "unk", "pad")
-
-# What ends a turn of a conversation, as the publishers of the formats write it.
-TURN_ENDS = (
-    "<|im_end|>",  # ChatML: openai-python, chatml.md; Qwen
-    "<|eot_id|>",  # Llama 3: meta-llama/llama-models, prompt format
-    "<|eot|>",  # Llama 4: the same
-    "<end_of_turn>",  # Gemma 1 to 3: Google's page on its formatting
-    "<|end|>",  # Phi-3: its model card; gpt-oss: openai/harmony
-    "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
-)
 
 ROLE, NONE = "role", "none"
 SpecialTokens = str | Mapping[str, str]

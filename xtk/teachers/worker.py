@@ -31,10 +31,13 @@ def main(pipe: Connection) -> None:
             raise
         pipe.send(mendable)
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what libraries do at the end is not to be interrupted by Python
 
 
 def _write_shards(pipe: Connection, work: Any) -> None:
-    from xtk.teachers.caching import fill, open_teacher
+    from xtk.teachers.caching import fill
+    from xtk.teachers.request import open_teacher
     from xtk.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(work.request.teacher, name=work.request.name)

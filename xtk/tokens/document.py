@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from xtk.errors import XtkError
+from xtk.tokens.ids import IdLists, TeacherTokens
+
+MARKS = ("train", "weight")  # of a message: whether it is trained; the second is OpenAI's name
+SYSTEM = ("system", "developer")
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,19 @@ class Document:
         ends: whether the text ends here. The piece of a longer text does not, and gets no end token.
         conversation: the messages, for each model to read through its own template; None for text. A segment
             is then the content of a message, and what templates write around it belongs to no segment.
+        teacher_prompt: what only the teacher reads, in the place of what stands before the trained segments;
+            messages, or a text, which is the system message of a conversation. None: it reads what students read.
+        teacher_tokens: the document as tokens of the teacher, from which a teacher's reading makes the segments; None
+            for text and messages.
+        given_ids: tokens of the teacher that its signal is to tell about, for each of its trained tokens.
     """
 
     segments: tuple[Segment, ...]
     ends: bool = True
     conversation: Conversation | None = None
+    teacher_prompt: str | tuple[Mapping[str, Any], ...] | None = None
+    teacher_tokens: TeacherTokens | None = None
+    given_ids: IdLists | None = None
 
     @classmethod
     def of_text(cls, text: str) -> Document:
@@ -70,26 +84,87 @@ class Document:
     ) -> Document:
         """Return a conversation. The assistant's turns are trained; prompts and what tools answer are read.
 
+        A message may say otherwise: `"train": false`, or `"weight": 0`, is read and not trained; `"train": true` is
+        trained whoever speaks. Templates do not see these marks.
+
         Args:
             messages: each with "role" and "content".
             tools: what the assistant may call.
-            given: how many messages are a prompt, read and not trained whoever speaks.
+            given: how many messages are a prompt, read and not trained whoever speaks and whatever they say.
 
         Raises:
-            ValueError: a message without a role, or with a content that is no text.
+            ValueError: a message without a role, with a content that is no text, or with a mark that is neither yes
+                nor no.
         """
-        contents = [content_of(message) for message in messages]
-        plain = tuple({**message, "content": text} for message, text in zip(messages, contents, strict=True))
+        plain = tuple(map(_plain, messages))
         segments = tuple(
-            Segment(str(message["role"]), message["content"], message["role"] == "assistant" and number >= given)
-            for number, message in enumerate(plain)
+            Segment(str(read["role"]), read["content"], _is_trained(message) and number >= given)
+            for number, (message, read) in enumerate(zip(messages, plain, strict=True))
         )
         return cls(segments, conversation=Conversation(plain, None if tools is None else tuple(tools)))
 
+    @classmethod
+    def of_ids(cls, ids: ArrayLike, trained: ArrayLike | None = None) -> Document:
+        """Return tokens of the teacher, which it reads as they are. Their text is made when it reads them.
+
+        Args:
+            ids: [T], without padding.
+            trained: [T], which of them carry a loss; all if left out.
+
+        Raises:
+            ValueError: an id is no number of 32 bits, or there are not as many flags as ids.
+        """
+        return cls((), teacher_tokens=TeacherTokens.of(ids, trained))
+
+    def with_teacher_prompt(self, prompt: str | Sequence[Mapping[str, Any]]) -> Document:
+        """Return the document with another prompt for the teacher.
+
+        Raises:
+            ValueError: messages for a document that has none, a message that is none, a system message that is
+                trained, or tokens that are read as they are.
+        """
+        if self.teacher_tokens is not None:
+            raise ValueError("the teacher reads input_ids as they are; a teacher_prompt has no place beside them")
+        if isinstance(prompt, str):
+            if self.conversation is not None and self.segments[:1] and _is_trained_system(self.segments[0]):
+                raise ValueError("teacher_prompt is a text, and the system message that it would replace is trained")
+            return replace(self, teacher_prompt=readable(prompt))
+        if self.conversation is None:
+            raise ValueError("teacher_prompt is a list of messages, and the document is no conversation")
+        return replace(self, teacher_prompt=tuple(map(_plain, prompt)))
+
+    def with_given_ids(self, lists: Sequence[ArrayLike]) -> Document:
+        """Return the document with tokens that the teacher is to tell about, a list for each trained one in order.
+
+        Raises:
+            ValueError: an id is no number of 32 bits.
+        """
+        return replace(self, given_ids=IdLists.of(lists))
+
     @cached_property
     def text(self) -> str:
-        """The whole text."""
+        """The whole text.
+
+        Raises:
+            XtkError: it consists of tokens of a teacher, and no teacher has read it.
+        """
+        if self.teacher_tokens is not None and not self.segments:
+            raise XtkError(
+                "input_ids are tokens of a teacher, and only a teacher reads them",
+                hint="xtk cache-teacher TEACHER DATA; or --columns text=COLUMN, if the data has a text too",
+            )
         return "".join(segment.text for segment in self.segments)
+
+    @property
+    def undivided(self) -> str | None:
+        """Why the document cannot be cut into documents of their own; None if it can."""
+        if self.conversation is not None:
+            return "the turns of a conversation follow from each other"
+        if self.teacher_tokens is not None:
+            return "input_ids are read as they are"
+        if self.teacher_prompt is not None:
+            return "a teacher_prompt is about the whole of what follows it"
+        return None if self.given_ids is None else "given_ids belong to the tokens of the whole document"
 
     @property
     def ends_trained(self) -> bool:
@@ -97,7 +172,13 @@ class Document:
         return bool(self.text) and self.segments[-1].train
 
     def piece(self, start: int, stop: int) -> Document:
-        """Return the bytes `[start, stop)`, both on a character's edge, as a document of its own."""
+        """Return the bytes `[start, stop)`, both on a character's edge, as a document of its own.
+
+        Raises:
+            ValueError: it is undivided.
+        """
+        if self.undivided:
+            raise ValueError(self.undivided)
         segments, first = [], 0
         for segment in self.segments:
             text = segment.text.encode()
@@ -120,6 +201,27 @@ class Document:
         at = np.searchsorted(edges, ends, side="left") - 1
         flags = np.array([*(segment.train for segment in self.segments), False])
         return np.asarray(flags[np.clip(at, 0, len(self.segments))] & (ends > 0), np.bool_)
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as templates read it: its content a text, and without marks of what is trained."""
+    content = content_of(message)
+    return {**{key: value for key, value in message.items() if key not in MARKS}, "content": content}
+
+
+def _is_trained(message: Mapping[str, Any]) -> bool:
+    """Say whether a message is trained: as it says itself, or else if it is the assistant's."""
+    said = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, value in said.items():
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise ValueError(f"{key!r} of a message is {value!r}; a message is trained or not: true or false, 1 or 0")
+    if not said.get("weight", 1):
+        return False
+    return bool(said.get("train", message["role"] == "assistant"))
+
+
+def _is_trained_system(segment: Segment) -> bool:
+    return segment.role in SYSTEM and segment.train
 
 
 def content_of(message: Mapping[str, Any]) -> str:

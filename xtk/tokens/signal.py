@@ -44,12 +44,12 @@ class Support:
     seed: int = 0
 
 
-def support_of(kind: str, *, top_k: int, top_p: float, draws: int, sets: int, seed: int) -> Support:
+def support_of(kind: str, *, top_k: int | None, top_p: float, draws: int, sets: int, seed: int) -> Support:
     """Return a support with what its kind knows, and nothing else: equal ones are the same cache.
 
     Args:
         kind: a key of `SUPPORTS`.
-        top_k: 0 for the usual one.
+        top_k: None for the usual one.
         top_p: the mass that `top-p` keeps.
         draws: a set, of kinds that draw.
         sets: of draws.
@@ -63,9 +63,12 @@ def support_of(kind: str, *, top_k: int, top_p: float, draws: int, sets: int, se
     drawn = {"draws": draws, "sets": sets, "seed": seed} if kind in ("sample", "top-k+sample") else {}
     usual = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
     support = Support(
-        kind, top_k=(top_k or usual[kind]) if kind in usual else 0, top_p=top_p if kind == "top-p" else 1.0, **drawn
+        kind,
+        top_k=(usual[kind] if top_k is None else top_k) if kind in usual else 0,
+        top_p=top_p if kind == "top-p" else 1.0,
+        **drawn,
     )
-    if support.top_k < 0 or (kind in usual and support.top_k < 1):
+    if kind in usual and support.top_k < 1:
         raise XtkError(f"--top-k is {top_k}; a support holds at least one id")
     if not 0 < support.top_p <= 1:
         raise XtkError(f"--top-p is {top_p}; it is a mass, above 0 and at most 1")

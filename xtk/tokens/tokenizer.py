@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
 ROLES = ("bos", "eos", "pad", "unk")
 
+# What ends a turn of a conversation, as the publishers of the formats write it.
+TURN_ENDS = (
+    "<|im_end|>",  # ChatML: openai-python, chatml.md; Qwen
+    "<|eot_id|>",  # Llama 3: meta-llama/llama-models, prompt format
+    "<|eot|>",  # Llama 4: the same
+    "<end_of_turn>",  # Gemma 1 to 3: Google's page on its formatting
+    "<|end|>",  # Phi-3: its model card; gpt-oss: openai/harmony
+    "<|END_OF_TURN_TOKEN|>",  # Command R: Cohere's prompt guide
+)
+
 
 @dataclass(frozen=True)
 class Encoded:
@@ -127,6 +137,19 @@ class Tokenizer:
     def end_id(self) -> int | None:
         """The token after the text: eos, or none."""
         return self.roles.get("eos")
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text or a turn: eos, and whichever of TURN_ENDS it has."""
+        special = self.vocabulary.special_tokens
+        turns = {special[name] for name in TURN_ENDS if name in special}
+        return frozenset(turns if self.end_id is None else {self.end_id, *turns})
+
+    @cached_property
+    def puts_space(self) -> bool:
+        """Whether it puts a space in front of a text that has none."""
+        (letter,) = self.encode(["a"])
+        return b"".join(map(self.vocabulary.spelling, letter.ids.tolist())) == b" a"
 
     def encode(self, texts: Sequence[str]) -> list[Encoded]:
         """Tokenise texts, without special tokens, and find the byte where each token ends.

@@ -75,6 +75,11 @@ class Vocabulary:
         return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
     @cached_property
+    def spells_texts(self) -> bool:
+        """Whether tokens put one behind the other spell a text: those of vocabularies without spaces do not."""
+        return self.family != WORD_PIECE and bool((self.pool == ord(" ")).any())
+
+    @cached_property
     def token_of_bytes(self) -> dict[bytes, int]:
         """{bytes: id}: of tokens that spell the same, an ordinary one before a byte-fallback one, then the lowest."""
         spellings = self.spellings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
+from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
 from xtk.artifacts.projection_file import read_projection
@@ -65,13 +67,14 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     Raises:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
-    for path in (places.student, places.cache, places.projection):
+    local_cache = None if is_remote(places.cache) else Path(places.cache)
+    for path in (places.student, local_cache, places.projection):
         if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if not any(loss.needs_teacher for loss in losses) and not is_cache(places.cache):
-        documents = list(Corpus([str(places.cache)], places.columns))
+        documents = list(Corpus([places.cache], places.columns))
         fingerprint = Fingerprint()
         for document in documents:
             fingerprint.add(document)

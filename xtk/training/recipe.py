@@ -135,14 +135,14 @@ class Places:
 
     Attributes:
         student: a local model folder.
-        cache: a teacher cache; or plain data, for losses that need no teacher.
+        cache: a teacher cache, a folder or a URL; or plain data, for losses that need no teacher.
         projection: a projection file, or None: built for losses that need one.
         output: the run's folder.
         columns: names of the columns of plain data.
     """
 
     student: Path
-    cache: Path
+    cache: str
     projection: Path | None
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)

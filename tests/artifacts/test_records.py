@@ -1,0 +1,228 @@
+"""What columns say: what the teacher reads, which tokens are trained, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from xtk.artifacts.corpus import Corpus, Fingerprint, columns_option
+from xtk.artifacts.records import FIELDS, document_of
+from xtk.errors import XtkError
+from xtk.tokens.document import Document
+from xtk.tokens.reading import read_documents
+from xtk.tokens.tokenizer import Tokenizer
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
+EXAMPLES = [
+    (json.loads(line), trained)
+    for line, trained in re.findall(r"```json\n(.*)\n```\n\ntrained: `([^`]*)`", PAGE.read_text(encoding="utf-8"))
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "12 + 5?"},
+    {"role": "assistant", "content": "It is 17."},
+]
+
+
+def document(record: dict[str, object], **columns: str) -> Document:
+    return document_of(record, columns, "here")
+
+
+def failure_of(record: dict[str, object], **columns: str) -> XtkError:
+    with pytest.raises(XtkError) as caught:
+        document(record, **columns)
+    assert caught.value.where == "here"
+    return caught.value
+
+
+def fingerprint(document: Document) -> str:
+    found = Fingerprint()
+    found.add(document)
+    return str(found)
+
+
+# The page.
+
+
+def test_the_page_shows_every_column_and_nothing_else():
+    assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("```json")
+    shown = {column for record, _ in EXAMPLES for column in record}
+    assert shown == set(FIELDS)
+
+
+@pytest.mark.parametrize(("record", "trained"), EXAMPLES, ids=[" ".join(record) for record, _ in EXAMPLES])
+def test_what_the_page_shows_is_read_and_trained_as_it_says(real_data, tmp_path, record, trained):
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    documents = list(Corpus([str(tmp_path / "a.jsonl")]))
+    teacher = Tokenizer(real_data / "tokenizers" / "qwen")
+    ((read, sequence),) = read_documents(teacher, documents)
+    spelled = teacher.vocabulary.spellings
+    said = b"".join(spelled[token] for token in sequence.ids[sequence.trained & sequence.spells].tolist())
+    assert said.decode() == trained == "".join(part.text for part in read.segments if part.train)
+
+
+# A prompt for the teacher.
+
+
+def test_a_prompt_of_the_teacher_is_text_or_messages():
+    pair = {"prompt": "a", "completion": "b"}
+    assert document({**pair, "teacher_prompt": "c\ud800"}) == Document.of_completion("a", "b").with_teacher_prompt(
+        "c\ufffd"
+    )
+    assert document({**pair, "teacher_prompt": None}) == Document.of_completion("a", "b")
+    assert document({**pair, "hint": "c"}, teacher_prompt="hint").teacher_prompt == "c"
+    turns = [{"from": "human", "value": "12?", "weight": 1}, {"role": "tool", "content": None, "name": None}]
+    talk = document({"messages": CHAT, "teacher_prompt": turns})
+    assert talk.teacher_prompt == ({"role": "user", "content": "12?"}, {"role": "tool", "content": ""})
+    assert talk.conversation == document({"messages": CHAT}).conversation
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"text": "a", "teacher_prompt": 5}, "teacher_prompt is int"),
+        ({"text": "a", "teacher_prompt": CHAT}, "the document is no conversation"),
+        ({"input_ids": [1], "teacher_prompt": "a"}, "as they are"),
+        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message is an object"),
+    ],
+)
+def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
+    assert what in failure_of(record).what
+
+
+def test_a_column_that_was_asked_for_and_is_not_there_is_missed():
+    failure = failure_of({"text": "a", "hints": "b"}, teacher_prompt="hint")
+    assert failure.what == "a document has no hint; it has text, hints"
+    assert "labels" in failure_of({"input_ids": [1]}, labels="labels").what
+
+
+# Masks of messages.
+
+
+def test_marks_are_read_from_messages_of_both_formats():
+    turns = [{**CHAT[2], "train": False}, {**CHAT[2], "weight": 0}, {"from": "gpt", "value": "a", "train": False},
+             {"from": "gpt", "value": "a", "weight": 1}, {**CHAT[1], "train": True}]  # fmt: skip
+    assert [part.train for part in document({"messages": turns}).segments] == [False, False, False, True, True]
+    assert "trained or not" in failure_of({"messages": [{**CHAT[2], "weight": 2}]}).what
+
+
+# Tokens.
+
+
+def training(record: dict[str, object], **columns: str) -> tuple[list[int], list[bool]]:
+    tokens = document(record, **columns).teacher_tokens
+    assert tokens is not None
+    return tokens.ids.tolist(), tokens.trained.tolist()
+
+
+def test_what_is_trained_of_tokens_is_what_every_mask_leaves():
+    ids = [5, 6, 7, 8]
+    assert training({"input_ids": ids}) == (ids, [True] * 4)
+    assert training({"input_ids": ids, "labels": [-100, 6, 7, 8]}) == (ids, [False, True, True, True])
+    for mask in ("completion_mask", "assistant_masks", "loss_mask"):
+        assert training({"input_ids": ids, mask: [0, 1, 0, True]}) == (ids, [False, True, False, True])
+        both = {"input_ids": ids, "labels": [-100, -100, 7, 8], mask: [1, 1, 1, 0]}
+        assert training(both) == (ids, [False, False, True, False])
+    assert training({"input_ids": ids, "loss_mask": None}) == (ids, [True] * 4)
+    assert training({"tokens": ids, "y": [-100, 6, 7, 8]}, input_ids="tokens", labels="y")[1] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_padding_on_either_side_is_left_out():
+    record = {"input_ids": [0, 5, 6, 0], "attention_mask": [0, 1, 1, 0], "labels": [9, -100, 6, 9]}
+    assert training(record) == ([5, 6], [False, True])
+
+
+def test_tokens_come_from_parquet_as_from_json(tmp_path):
+    record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 0], "given_ids": [[1], []]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
+    schema = pa.schema(
+        [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.int8())),
+         ("given_ids", pa.list_(pa.list_(pa.int32())))]
+    )  # fmt: skip
+    pa.parquet.write_table(pa.Table.from_pylist([record], schema), tmp_path / "a.parquet")
+    one, other = (list(Corpus([str(tmp_path / name)])) for name in ("a.jsonl", "a.parquet"))
+    assert one == other
+    assert one[0].given_ids.padded().tolist() == [[1], [-1]]
+
+
+@pytest.mark.parametrize(
+    ("record", "what"),
+    [
+        ({"input_ids": "5 6"}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [5, None]}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [5.0]}, "input_ids is no list of whole numbers"),
+        ({"input_ids": [2**40]}, "is no id of a token"),
+        ({"input_ids": [2**80]}, "is no id of a token"),
+        ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries, and input_ids has 2"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels are 6 at place 0, where input_ids are 5"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask holds other numbers than 0 and 1"),
+        ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask is no list of whole numbers"),
+        ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
+        ({"input_ids": [5, 6], "given_ids": [1]}, "given_ids is no list of lists"),
+        ({"input_ids": [5, 6], "given_ids": [["a"]]}, "given_ids are no list of whole numbers"),
+    ],
+)
+def test_tokens_and_masks_that_are_none_are_refused(record, what):
+    assert what in failure_of(record).what
+
+
+def test_tokens_beside_a_text_are_read_when_it_is_said_which():
+    record = {"text": "Anna", "input_ids": [5, 6]}
+    failure = failure_of(record)
+    assert "text and input_ids" in failure.what
+    assert "--columns input_ids=input_ids" in failure.hint
+    assert document(record, text="text") == Document.of_text("Anna")
+    assert document(record, input_ids="input_ids") == Document.of_ids([5, 6])
+    # Columns that are filled up with nothing are no choice.
+    assert document({"text": None, "input_ids": [5, 6], "messages": None}) == Document.of_ids([5, 6])
+    assert document({"text": "Anna", "input_ids": None}) == Document.of_text("Anna")
+    assert "text and input_ids" in failure_of(record, text="text", input_ids="input_ids").what
+
+
+def test_a_document_of_nothing_names_what_it_could_have():
+    failure = failure_of({"tokens": [5]})
+    assert "nor input_ids; it has tokens" in failure.what
+    assert "input_ids=COLUMN" in failure.hint
+
+
+def test_every_field_can_be_named_and_a_mistyped_one_is_told():
+    for field in FIELDS:
+        assert columns_option(f"{field}=other") == {field: "other"}
+        Corpus([], {field: "other"})
+    with pytest.raises(XtkError, match=r"did you mean teacher_prompt\?"):
+        Corpus([], {"teacher_promt": "hint"})
+
+
+# Fingerprints.
+
+
+def test_a_fingerprint_tells_apart_all_that_changes_what_is_read_or_trained():
+    pair, ids = Document.of_completion("a", "b"), Document.of_ids([5, 6, 7])
+    talk = Document.of_messages(CHAT)
+    different = [
+        pair, pair.with_teacher_prompt("c"), pair.with_teacher_prompt(""), pair.with_given_ids([[1]]),
+        pair.with_given_ids([[1], []]), pair.with_given_ids([[], [1]]), pair.with_given_ids([]),
+        talk, talk.with_teacher_prompt("c"), talk.with_teacher_prompt([CHAT[0]]), talk.with_teacher_prompt([]),
+        talk.with_teacher_prompt([{**CHAT[0], "name": "Anna"}]),
+        Document.of_messages([*CHAT[:2], {**CHAT[2], "train": False}]),
+        ids, Document.of_ids([5, 6, 8]), Document.of_ids([5, 6, 7], [1, 1, 0]), ids.with_given_ids([[1], [2]]),
+    ]  # fmt: skip
+    assert len({fingerprint(one) for one in different}) == len(different)
+    assert all(one != other for at, one in enumerate(different) for other in different[:at])
+
+
+def test_a_fingerprint_of_tokens_needs_no_tokenizer_and_marks_that_say_nothing_change_none():
+    assert fingerprint(Document.of_ids(np.array([5, 6]))) == fingerprint(Document.of_ids([5, 6], [True, True]))
+    marked = Document.of_messages([*CHAT[:2], {**CHAT[2], "train": True, "weight": 1}])
+    assert fingerprint(marked) == fingerprint(Document.of_messages(CHAT))

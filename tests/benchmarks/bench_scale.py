@@ -1,0 +1,176 @@
+"""A cache of a trillion positions: what it costs, and that xtk handles as many writers and shards in seconds.
+
+The first table is arithmetic from the constants below. The second is measured: 1,000 caches of 100 real shards each,
+small ones, of which most are hard links, merged into one of 100,000; and requests to an S3 server on this machine.
+
+    python tests/benchmarks/bench_scale.py [SHARDS A CACHE]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import report
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
+
+from test_teacher_cache import HEADER, row_of
+
+from xtk.artifacts.folders import LocalFolder, folder_at
+from xtk.artifacts.merging import merge_caches
+from xtk.artifacts.shard import Shard, write_shard
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, _entry, file_of, read_manifest, write_manifest
+from xtk.tokens.document import Document
+
+POSITIONS = 1e12
+# Bytes a position of the whole cache, text and tokens included, by support and codec.
+BYTES_A_POSITION = {
+    "top-k 64, raw": 536.0,
+    "top-k 16, raw": 152.0,
+    "sample of 16 draws, raw": 130.0,
+}
+# Tokens a second that one GPU of a teacher scores.
+TOKENS_A_SECOND = {"a teacher of 8 billion parameters": 40_000.0, "70 billion, on 8 GPUs, each": 5_000.0}
+SHARD_BYTES = 256e6  # of a shard at this scale: --shard-tokens so that an object is worth a request
+WRITERS, SHARDS, ROWS = 1000, 100, 2
+OBJECTS = 1000
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, Any]:
+    """Return the time of a call, and what it gives."""
+    started = time.perf_counter()
+    given = work()
+    return time.perf_counter() - started, given
+
+
+def costs() -> list[tuple[str, str, str]]:
+    """Return what a trillion positions cost, by arithmetic."""
+    rows = []
+    for support, size in BYTES_A_POSITION.items():
+        objects = POSITIONS * size / SHARD_BYTES
+        rows.append((f"{support}: {size:g} bytes a position", f"{POSITIONS * size / 1e12:,.0f} TB", f"{objects:,.0f}"))
+    return rows
+
+
+def make_caches(folder: Path, shards: int) -> list[str]:
+    """Write `WRITERS` caches, each with one real shard and links to it."""
+    draw = np.random.default_rng(0)
+    rows = [row_of(Document.of_text(f"row {number}"), 4, draw) for number in range(ROWS)]
+    places = []
+    for number in range(WRITERS):
+        place = folder / f"{number:04d}"
+        place.mkdir(parents=True)
+        header = {**HEADER, "data": {"documents": f"sha256:{number}", "rows": ROWS * shards}}
+        first = place / file_of(0)
+        write_shard(first, header, rows)
+        entry = _entry(first.name, Shard(first))
+        for other in range(1, shards):
+            os.link(first, place / file_of(other))
+        entries = [{**entry, "file": file_of(other)} for other in range(shards)]
+        write_manifest(LocalFolder(place), {"header": header, "shards": entries})
+        places.append(str(place))
+    return places
+
+
+def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
+    """Measure folders on this machine."""
+    found: list[tuple[str, float]] = []
+
+    def measure(what: str, work: Callable[[], object]) -> Any:
+        took, given = seconds(work)
+        found.append((what, took))
+        sys.stderr.write(f"{what}: {took:.2f} s\n")
+        return given
+
+    total = WRITERS * shards
+    places = make_caches(folder / "caches", shards)
+    merged = folder / "merged"
+    measure(f"merging {WRITERS:,} caches of {shards} shards", lambda: merge_caches(places, str(merged)))
+    measure("the same again: found", lambda: merge_caches(places, str(merged)))
+    measure("listing", lambda: LocalFolder(merged).sizes())
+    measure("reading the manifest", lambda: read_manifest(LocalFolder(merged)))
+    cache = measure("opening the cache", lambda: TeacherCache(merged))
+    numbers = np.random.default_rng(0).integers(0, len(cache), 10_000).tolist()
+    measure("10,000 rows all over it", lambda: [cache.row(number).scores for number in numbers])
+    measure("the length of every text, which opens every shard", cache.text_bytes)
+    measure("a stretch of it", lambda: merge_caches([str(merged)], str(folder / "part"), rows=f"1:{len(cache) // 2}"))
+    unfinished = folder / "unfinished"
+    unfinished.mkdir()
+    header = {**HEADER, "data": {"documents": "sha256:0", "rows": ROWS * shards}}
+    for number in range(total - 1):
+        os.link(Path(places[0]) / file_of(0), unfinished / file_of(number))
+    writer = measure("resuming a writer", lambda: CacheWriter(LocalFolder(unfinished), header, total))
+    draw = np.random.default_rng(0)
+    writer.write(total - 1, [row_of(Document.of_text("the last row"), 4, draw)])
+    measure("finishing it, every row read", writer.finish)
+    return [(f"{what} ({total:,} shards)", f"{took:.1f} s", "30 s") for what, took in found]
+
+
+def remote(folder: Path) -> list[tuple[str, str, str]]:
+    """Count requests to an S3 server on this machine."""
+    import s3fs
+    from object_store import ObjectStore
+
+    store = ObjectStore(folder / "store")
+    os.environ |= {**store.env, "XTK_CACHE": str(folder / "copies")}
+    try:
+        s3fs.S3FileSystem().mkdir("bucket")
+        draw = np.random.default_rng(0)
+        rows = [row_of(Document.of_text("row"), 4, draw)]
+        found = []
+
+        def count(what: str, work: Callable[[], object]) -> None:
+            before = len(store.requests())
+            took, _ = seconds(work)
+            kinds = Counter(_kind(line) for line in store.requests()[before:])
+            told = ", ".join(f"{number:,} {kind}" for kind, number in kinds.most_common())
+            found.append((f"{what} ({OBJECTS:,} objects)", f"{told}; {took:.1f} s", "-"))
+            sys.stderr.write(f"{what}: {told}; {took:.1f} s\n")
+
+        def write() -> None:
+            writer = CacheWriter(folder_at("s3://bucket/one"), HEADER, OBJECTS)
+            for number in range(OBJECTS):
+                writer.write(number, rows)
+            writer.finish()
+
+        count("writing", write)
+        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), HEADER, OBJECTS))
+        count("merging on the store", lambda: merge_caches(["s3://bucket/one"], "s3://bucket/two"))
+        count("opening", lambda: TeacherCache("s3://bucket/two"))
+        cache = TeacherCache("s3://bucket/two")
+        count("the length of every text", cache.text_bytes)
+        count("every row, from copies", lambda: [row.scores for row in TeacherCache("s3://bucket/two")])
+    finally:
+        store.stop()
+    return found
+
+
+def _kind(line: str) -> str:
+    method, _, path = line.partition(" ")
+    return "LIST" if method == "GET" and "list-type" in path else method
+
+
+def main() -> None:
+    """Compute, measure, print."""
+    shards = int(sys.argv[1]) if len(sys.argv) > 1 else SHARDS
+    sys.stdout.write("| support | a trillion positions | objects |\n| --- | --- | --- |\n")
+    sys.stdout.write("".join(f"| {' | '.join(row)} |\n" for row in costs()))
+    sys.stdout.write("\n| teacher | GPU hours |\n| --- | --- |\n")
+    for name, rate in TOKENS_A_SECOND.items():
+        sys.stdout.write(f"| {name}: {rate:,.0f} tokens/s | {POSITIONS / rate / 3600:,.0f} |\n")
+    with tempfile.TemporaryDirectory() as name:
+        measured = local(Path(name) / "local", shards) + remote(Path(name) / "remote")
+    report(__file__, measured)
+
+
+if __name__ == "__main__":
+    main()

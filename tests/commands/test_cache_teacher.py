@@ -1,0 +1,126 @@
+"""`xtk cache-teacher`: every support gives a cache that trains, and a plan tells what it will be."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.teacher_cache import TeacherCache
+
+SUPPORTS = {
+    "top-k": ["--top-k", 8],
+    "top-p": ["--top-p", 0.8, "--top-k", 12],
+    "sample": ["--draws", 9],
+    "top-k+sample": ["--top-k", 4, "--draws", 6, "--draw-sets", 2, "--seed", 3],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("kind", SUPPORTS)
+def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, projection, tmp_path, kind):
+    run("cache-teacher", pair.teacher, corpus, "--support", kind, *SUPPORTS[kind], "-o", tmp_path / "c")
+    found = TeacherCache(tmp_path / "c")
+    assert found.header["options"]["support"] == kind
+    sets = found.header["codec"]["sets"]
+    for row in found:
+        for number in range(max(1, sets)):
+            signal = found.row(0, number).signal
+            mass = np.add.reduceat(np.exp(signal.logprobs.astype(np.float64)), signal.offsets[:-1])
+            np.testing.assert_allclose(mass + signal.tail_mass, 1, atol=0.02)
+            assert (signal.tail_mass == 0).all() == bool(sets)
+        held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
+        assert all(token in ids for token, ids in zip(row.tokens.ids[row.signal.positions], held, strict=True))
+    losses = ("--loss", "p-kl") if kind != "none" else ("--loss", "ce", "--loss", "p-kl")
+    done = run(
+        "distill", pair.student, tmp_path / "c", "--projection", projection, *losses,
+        "--max-steps", 2, "-o", tmp_path / "s", "--json",
+    )  # fmt: skip
+    assert np.isfinite(json.loads(done.stdout)["metrics"]["loss"])
+    record = json.loads(run("inspect", tmp_path / "c", "--verify", "--json").stdout)
+    assert record["statistics"]["documents"] == 40
+
+
+def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--draw-sets", 3, "-o", tmp_path / "c")
+    found = TeacherCache(tmp_path / "c")
+    drawn = [found.row(0, draw).signal.ids.tolist() for draw in range(4)]
+    assert drawn[3] == drawn[0]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--support", "topk"], "no support called 'topk'; did you mean top-k?"),
+        (["--top-k", -1], "--top-k is -1"),
+        (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
+        (["--support", "sample", "--draws", 0], "--draws is 0"),
+        (["--support", "sample", "--draw-sets", 0], "--draw-sets 0"),
+    ],
+)
+def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
+    run, pair, corpus, tmp_path, arguments, words
+):
+    done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=1)
+    assert words in done.stderr
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):
+    arguments = ("cache-teacher", pair.teacher, corpus, "--shard-tokens", 400, "-o", tmp_path / "c", "--json")
+    plan = json.loads(run(*arguments, "--plan").stdout)
+    assert not (tmp_path / "c").exists()
+    figures = json.loads(run(*arguments).stdout)
+    shards = len(list((tmp_path / "c").glob("shard-*.arrow")))
+    assert [plan[name] for name in ("documents", "positions", "tokens", "shards")] == [
+        *(figures[name] for name in ("documents", "positions", "tokens")), shards,
+    ]  # fmt: skip
+    assert plan["bytes"] == pytest.approx(figures["bytes"], rel=0.25)
+    assert plan["seconds"] > 0
+    assert plan["memory_bytes"] > 50e6
+    lines = run(*arguments[:-1], "--plan").stdout.splitlines()
+    assert ["positions", f"{plan['positions']:,}"] in [line.split() for line in lines]
+
+
+def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_path):
+    from xtk.tokens.tokenizer import Tokenizer
+
+    ids = Tokenizer(pair.teacher).encode(["Anna has 12 apples."])[0].ids.tolist()
+    given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
+    line = json.dumps({"input_ids": ids, "given_ids": given})
+    run("cache-teacher", pair.teacher, "-", "--support", "given", "-o", tmp_path / "c", stdin=line + "\n")
+    row = TeacherCache(tmp_path / "c").row(0)
+    assert row.tokens.ids.tolist() == ids
+    held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
+    assert [sorted(found.tolist()) for found in held] == [
+        sorted({*wanted, token}) for wanted, token in zip(given, ids[1:], strict=True)
+    ]
+    done = run(
+        "cache-teacher",
+        pair.teacher,
+        "-",
+        "--support",
+        "given",
+        "-o",
+        tmp_path / "d",
+        stdin='{"text": "Anna"}\n',
+        code=1,
+    )
+    assert "names no ids" in done.stderr
+    assert "given_ids" in done.stderr
+
+
+def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, projection, tmp_path):
+    lines = [
+        json.dumps({"prompt": "12 + 5 =", "completion": " 17", "teacher_prompt": prompt})
+        for prompt in ("The answer is 17. 12 + 5 =", "12 + 5 =")
+    ]
+    run("cache-teacher", pair.teacher, "-", "--top-k", 4, "-o", tmp_path / "c", stdin="\n".join(lines))
+    helped, alone = TeacherCache(tmp_path / "c")
+    assert helped.document == alone.document
+    assert len(helped.tokens) > len(alone.tokens)
+    assert len(helped.signal) == len(alone.signal)
+    assert helped.signal.logprobs.tolist() != alone.signal.logprobs.tolist()
+    run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")

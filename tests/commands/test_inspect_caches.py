@@ -1,0 +1,172 @@
+"""What inspect says of a cache is so, and what its teacher does not say is found."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.cache_statistics import bytes_by_part
+from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.shard import Row
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
+
+
+@pytest.fixture(scope="module")
+def caches(run, pair, corpus, tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("supports")
+    supports = {
+        "top-k": ["--top-k", 4],
+        "top-p": ["--top-p", 0.9, "--top-k", 20],
+        "top-k+sample": ["--top-k", 2, "--draws", 5],
+        "sample": ["--draws", 8],
+        "none": [],
+    }
+    for name, options in supports.items():
+        run("cache-teacher", pair.teacher, corpus, "--support", name, *options, "-o", folder / name)
+    return {name: folder / name for name in supports}
+
+
+def inspected(run, place: object, *options: object) -> dict[str, object]:
+    return json.loads(run("inspect", place, *options, "--json").stdout)
+
+
+@pytest.mark.parametrize("support", ["top-k", "top-p", "top-k+sample", "sample", "none"])
+def test_the_statistics_are_those_of_the_rows(run, caches, support):
+    found = inspected(run, caches[support])["statistics"]
+    cache = TeacherCache(caches[support])
+    scores = [row.scores for row in cache]
+    tail = np.concatenate([row.tail_mass for row in scores])
+    assert found["mean_mass_kept"] == pytest.approx(1 - tail.mean(), abs=1e-5)
+    assert found["mean_entropy_nats"] == pytest.approx(np.concatenate([row.entropy for row in scores]).mean(), abs=1e-5)
+    assert found["mean_exact_ids"] == pytest.approx(sum(len(row.ids) for row in scores) / found["positions"], abs=1e-5)
+    drawn = sum(len(row.drawn_ids) for row in scores) / found["positions"]
+    assert found["mean_drawn_ids"] == pytest.approx(drawn, abs=1e-5)
+    opened = [shard.parts() for shard in cache.shards()]
+    assert found["bytes_by_part"] == {name: sum(parts[name] for parts in opened) for name in opened[0]}
+    assert found["bytes_by_part"] == bytes_by_part(cache.manifest)
+    assert sum(found["bytes_by_part"].values()) == found["bytes"]
+    outside = found["share_outside_of_likeliest"]
+    if support in ("sample", "none"):
+        assert outside is None
+        return
+    plain = 0
+    for row in scores:
+        for at in range(len(row)):
+            logprobs = row.logprobs[row.offsets[at] : row.offsets[at + 1]]
+            others = np.sort(logprobs[logprobs > row.realised_logprobs[at]])[::-1]
+            if support == "top-p":
+                plain += len(others) >= 20 or np.exp(others.astype(np.float64)).sum() >= 0.9
+            else:
+                plain += len(others) >= {"top-k": 4, "top-k+sample": 2}[support]
+    assert outside == pytest.approx(plain / found["positions"], abs=2e-3)
+
+
+@pytest.mark.parametrize("support", ["top-k", "top-p", "top-k+sample", "sample", "none"])
+def test_the_teacher_scored_again_says_what_the_cache_holds(run, caches, pair, support):
+    record = inspected(run, caches[support], "--verify", "--teacher", pair.teacher, "--sample", 5)
+    found = record["statistics"]["scored_again"]
+    assert found["documents"] == 5
+    assert found["same_weights"]
+    assert found["largest_logprob_difference"] < 1e-4
+    assert found["largest_entropy_difference"] < 1e-4
+    assert abs(found["codec_kl_nats"]) < 1e-5
+
+
+def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
+    """Write a cache with other numbers, all of whose checksums fit."""
+    rows = []
+    for row in cache:
+        scores = row.scores
+        arrays = {name: np.array(value) for name, value in vars(scores).items()}
+        change(arrays)
+        rows.append(Row(row.document, row.tokens, type(scores)(**arrays)))
+    writer = CacheWriter(LocalFolder(folder), cache.header, 1)
+    writer.write(0, rows)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(cache.folder.name) / file, folder)
+    writer.finish()
+    return folder
+
+
+def spoil_a_number(arrays: dict[str, np.ndarray]) -> None:
+    arrays["logprobs"][len(arrays["logprobs"]) // 2] -= 0.01
+
+
+def spoil_the_ids(arrays: dict[str, np.ndarray]) -> None:
+    """Give the likeliest id of each position away for one that is not likely, and its own number."""
+    for at in range(len(arrays["positions"])):
+        kept = slice(arrays["offsets"][at], arrays["offsets"][at + 1])
+        best = int(np.argmax(arrays["logprobs"][kept]))
+        if arrays["logprobs"][kept][best] != arrays["realised_logprobs"][at]:
+            arrays["ids"][kept][best] = next(token for token in range(400) if token not in arrays["ids"][kept])
+
+
+@pytest.mark.parametrize("change", [spoil_a_number, spoil_the_ids])
+def test_what_the_teacher_does_not_say_is_found_though_all_checksums_fit(run, caches, pair, tmp_path, change):
+    wrong = copy_of(TeacherCache(caches["top-k"]), tmp_path / "wrong", change)
+    done = run("inspect", wrong, "--verify")
+    assert "the teacher scored nothing again (--teacher MODEL)" in done.stderr
+    done = run("inspect", wrong, "--teacher", pair.teacher, code=1)
+    assert "this cache does not hold what its teacher says" in done.stderr
+    assert "where: row " in done.stderr
+
+
+def test_another_model_is_named_as_such(run, caches, pair, tmp_path):
+    done = run("inspect", caches["top-k"], "--teacher", pair.student, code=1)
+    assert "this model reads other tokens than the teacher of this cache" in done.stderr
+    from safetensors.torch import load_file, save_file
+
+    other = shutil.copytree(pair.teacher, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
+    done = run("inspect", caches["top-k"], "--teacher", other, code=1)
+    assert "is another model than the teacher of this cache" in done.stderr
+    assert "is not the teacher of this cache" in done.stderr
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.titles, self.open, self.far = "", [], [], []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = dict(attributes)
+        self.titles += [given["title"]] if tag == "bdi" and given.get("title") else []
+        self.far += [value for name, value in attributes if name in ("src", "href") or tag == "script"]
+        if tag not in ("meta", "rect", "line", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("rect", "line"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.open and self.open[-1] == "bdi" else ""
+
+
+def test_the_page_stands_alone_and_shows_the_documents(run, caches, tmp_path):
+    page = Page()
+    run("inspect", caches["top-k"], "--html", tmp_path / "page.html")
+    content = (tmp_path / "page.html").read_text()
+    page.feed(content)
+    assert page.open == []
+    assert page.far == []
+    cache = TeacherCache(caches["top-k"])
+    first = cache.row(0)
+    seen = first.document.text.replace("\u200d", "")  # a joiner that nobody sees is drawn as its name
+    assert "".join(seen.split()) in "".join(page.text.split())
+    assert len(page.titles) == len(cache.row(0).scores) + len(cache.row(1).scores)
+    likeliest = np.exp(first.scores.logprobs[: first.scores.offsets[1]].max())
+    assert f"{likeliest:.3f}" in page.titles[0]
+    for name in ("Mass of the exact ids", "Entropy", "Exact ids"):
+        assert f"<figcaption>{name}" in content
+
+
+def test_what_is_no_cache_has_no_teacher_and_no_page(run, projection, tmp_path):
+    done = run("inspect", projection, "--html", tmp_path / "page.html", code=1)
+    assert "this is no teacher cache" in done.stderr

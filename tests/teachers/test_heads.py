@@ -1,0 +1,89 @@
+"""What is made of the head of a distribution is true of the whole of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from said import assert_is_the_truth
+
+from xtk.errors import XtkError
+from xtk.teachers.heads import Heads, ids_wanted, nothing, scores_of_heads, tokens_read
+from xtk.tokens.sequence import Sequence
+from xtk.tokens.signal import Support
+
+
+def document_of(ids: np.ndarray, trained: np.ndarray) -> Sequence:
+    empty = np.zeros(0, np.int32)
+    return Sequence(ids.astype(np.int32), np.zeros(len(ids), np.int32), trained, np.zeros((0, 3), np.int32), empty)
+
+
+def heads_of(logprobs: np.ndarray, realised: np.ndarray, K: int) -> Heads:
+    ids = np.argsort(-logprobs, 1, kind="stable")[:, :K].astype(np.int32)
+    rows = np.arange(len(realised))
+    return Heads(
+        ids, np.take_along_axis(logprobs, ids, 1).astype(np.float32), logprobs[rows, realised].astype(np.float32)
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    length=st.integers(1, 12),
+    width=st.integers(2, 30),
+    K=st.integers(0, 40),
+    kind=st.sampled_from(["top-k", "top-p", "none"]),
+    top_p=st.floats(0.0, 1.0),
+    sharpness=st.sampled_from([0.0, 1.0, 8.0, 60.0]),
+    seed=st.integers(0, 2**31),
+)
+def test_scores_of_heads_are_those_of_the_whole_distribution(length, width, K, kind, top_p, sharpness, seed):
+    draw = np.random.default_rng(seed)
+    document = document_of(draw.integers(0, width, length), np.r_[False, draw.random(length - 1) < 0.6])
+    positions = np.flatnonzero(document.trained)
+    logits = draw.normal(0, sharpness, (len(positions), width))
+    logprobs = (logits - np.logaddexp.reduce(logits, 1, keepdims=True)).astype(np.float32).astype(np.float64)
+    support = Support(kind, top_k=max(1, K) if kind != "none" else 0, top_p=top_p)
+    heads = heads_of(logprobs, document.ids[positions], ids_wanted(support, width))
+    scores = scores_of_heads(document, heads, support, width, "here")
+    assert tokens_read(document) == (positions[-1] + 1 if len(positions) else 0)
+    assert_is_the_truth(scores, document, logprobs, support, tolerance=1e-5)
+
+
+def test_an_entropy_of_which_all_is_known_is_exact():
+    logprobs = np.log(np.array([[0.5, 0.25, 0.125, 0.125]]))
+    document = document_of(np.array([0, 3]), np.array([False, True]))
+    heads = heads_of(logprobs, np.array([3]), 3)
+    scores = scores_of_heads(document, heads, Support("top-k", top_k=3), 4, "here")
+    np.testing.assert_allclose(scores.entropy, -(np.exp(logprobs) * logprobs).sum(1), rtol=1e-6)
+
+
+def test_nothing_is_said_of_a_document_without_trained_tokens():
+    document = document_of(np.array([0, 3]), np.array([False, False]))
+    scores = scores_of_heads(document, nothing(3), Support("top-k", top_k=3), 4, "here")
+    assert len(scores) == 0
+    assert scores.offsets.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("ids", "logprobs", "realised", "said"),
+    [
+        ([[0, 1]], [[-1.0, float("nan")]], [-2.0], "no numbers"),
+        ([[0, 1]], [[-1.0, -2.0]], [float("nan")], "no numbers"),
+        ([[0, 1]], [[-1.0, -2.0]], [-float("inf")], "no numbers"),
+        ([[0, 1]], [[-1.0, -2.0]], [float("inf")], "no numbers"),
+        ([[0, 1]], [[-0.1, -0.2]], [-2.0], "add up to"),
+        ([[0, 1]], [[-0.1, -3.0]], [-0.1], "add up to"),
+        ([[0, 1]], [[float("inf"), -3.0]], [-3.0], "add up to"),
+        ([[1, 1]], [[-1.0, -1.0]], [-2.0], "twice"),
+        ([[0, 4]], [[-1.0, -2.0]], [-3.0], "names token 4"),
+        ([[0, -1]], [[-1.0, -2.0]], [-3.0], "names token"),
+        ([[0, 1], [0, 1]], [[-1.0, -2.0], [-1.0, -2.0]], [-3.0, -3.0], "1 distributions were asked for and 2 came"),
+    ],
+)
+def test_what_no_distribution_says_is_refused(ids, logprobs, realised, said):
+    document = document_of(np.array([0, 3]), np.array([False, True]))
+    heads = Heads(np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(realised, np.float32))
+    with pytest.raises(XtkError, match=said) as caught:
+        scores_of_heads(document, heads, Support("top-k", top_k=2), 4, "the place")
+    assert caught.value.where == "the place"

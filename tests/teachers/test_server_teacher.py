@@ -1,0 +1,329 @@
+"""Servers: what they say is what the model says, and what they fail to say is never in a cache."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import material
+import numpy as np
+import pytest
+from material import Pair
+from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
+from said import assert_is_the_truth, documents_of, said_plainly
+
+from xtk.errors import Mismatch, XtkError
+from xtk.teachers import server
+from xtk.teachers.endpoints import Patience
+from xtk.teachers.server import ServerTeacher
+from xtk.teachers.teacher import TeacherRequest
+from xtk.tokens.sequence import Sequence
+from xtk.tokens.signal import Scores, Support
+from xtk.tokens.tokenizer import Tokenizer
+
+HASTY = Patience(attempts=5, seconds=300, answer=60, connect=20, first_pause=0.02, longest_pause=0.1)
+HEAD = Support("top-k", top_k=8)
+
+
+def request_of(folder: Path, servers: list[str], support: Support = HEAD, **options: object) -> TeacherRequest:
+    return TeacherRequest(
+        folder, "teacher", Tokenizer(folder), support, options={"servers": servers, "patience": HASTY, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def model(pair: Pair) -> Iterator[Served]:
+    """A server that answers as vLLM does."""
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def other(pair: Pair) -> Iterator[Served]:
+    """Another one of the same model."""
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def proxy(model: Served) -> Iterator[Served]:
+    with served(get_in_the_way, model.url) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def documents(pair: Pair) -> list[Sequence]:
+    return documents_of(pair.teacher, 256)
+
+
+@pytest.fixture(scope="module")
+def clean(pair: Pair, model: Served, documents: list[Sequence]) -> list[Scores]:
+    """What is said when nothing goes wrong."""
+    return ServerTeacher(request_of(pair.teacher, [model.url])).score(documents)
+
+
+def assert_same(found: list[Scores], expected: list[Scores]) -> None:
+    for one, two in zip(found, expected, strict=True):
+        for name in ("positions", "offsets", "ids", "logprobs", "tail_mass", "realised_logprobs", "entropy"):
+            np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
+
+
+@pytest.mark.parametrize(
+    "support",
+    [HEAD, Support("top-k", top_k=1), Support("top-p", top_k=20, top_p=0.3), Support("none")],
+    ids=lambda support: f"{support.kind}-{support.top_k}",
+)
+def test_a_server_says_what_the_model_says(pair, model, documents, support):
+    teacher = ServerTeacher(request_of(pair.teacher, [model.url], support))
+    assert (teacher.limit, teacher.width, teacher.model) == (256, 496, "teacher")
+    assert max(map(len, documents)) == 256, "a document as long as the context is among them"
+    truth = said_plainly(pair.teacher, documents)
+    for document, scores, expected in zip(documents, teacher.score(documents), truth, strict=True):
+        assert_is_the_truth(scores, document, expected, support, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["500", "503", "429", "408", "cut", "close", "html", *SPOIL])
+def test_what_fails_now_and_then_leaves_no_trace(pair, proxy, documents, clean, kind):
+    teacher = ServerTeacher(request_of(pair.teacher, [proxy.url]))
+    some = [document for document in documents if 1 < len(document) < 256]
+    for times, after in ((1, 0), (2, 3)):
+        proxy.trouble(kind, times, after)
+        found = teacher.score(some)
+        assert proxy.seen()["requests"] > len([one for one in some if one.trained.any()])
+        assert_same(found, [one for one, document in zip(clean, documents, strict=True) if document in some])
+
+
+@pytest.mark.parametrize("kind", ["500", "cut", "close", "html", "hang", "drip", *SPOIL])
+def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair, proxy, documents, kind):
+    answer = 3 if kind in ("hang", "drip") else 60
+    patience = Patience(attempts=3, seconds=60, answer=answer, first_pause=0.01, longest_pause=0.05)
+    teacher = ServerTeacher(request_of(pair.teacher, [proxy.url], patience=patience))
+    proxy.trouble(kind, -1)
+    started = time.monotonic()
+    with pytest.raises(XtkError) as caught:
+        teacher.score([document for document in documents if len(document) > 3][:3])
+    assert time.monotonic() - started < 60
+    assert proxy.url in str(caught.value)
+    assert "a document of" in str(caught.value)
+    assert "that begins '" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["500", "hang", "close", "nan"])
+def test_another_server_takes_over(pair, proxy, other, documents, clean, kind):
+    patience = Patience(
+        attempts=8, seconds=300, answer=4 if kind == "hang" else 60, first_pause=0.02, longest_pause=0.1
+    )
+    teacher = ServerTeacher(request_of(pair.teacher, [proxy.url, other.url], patience=patience))
+    proxy.trouble(kind, -1, after=2)
+    some = documents[:12]
+    assert_same(teacher.score(some), clean[:12])
+    assert proxy.seen()["requests"] > 2
+
+
+def test_a_server_that_dies_is_missed_by_nobody(pair, model, documents, clean):
+    with served(get_in_the_way, model.url) as dying:
+        teacher = ServerTeacher(request_of(pair.teacher, [dying.url, model.url]))
+        dying.kill()
+        assert_same(teacher.score(documents), clean)
+
+
+def test_when_all_servers_die_that_is_told(pair, model, documents):
+    with served(get_in_the_way, model.url) as dying:
+        teacher = ServerTeacher(request_of(pair.teacher, [dying.url]))
+        dying.kill()
+        with pytest.raises(XtkError, match="no answer after 5 attempts") as caught:
+            teacher.score(documents)
+        assert dying.url in str(caught.value)
+        assert "same command goes on" in str(caught.value)
+
+
+def test_a_server_that_is_not_there_is_told_at_once(pair, model):
+    with served(get_in_the_way, model.url) as gone:
+        pass
+    with pytest.raises(XtkError, match="gives no answer: ConnectError") as caught:
+        ServerTeacher(request_of(pair.teacher, [model.url, gone.url]))
+    assert caught.value.where == gone.url
+
+
+def test_requests_are_many_and_not_too_many_and_share_connections(pair, proxy, documents):
+    teacher = ServerTeacher(request_of(pair.teacher, [proxy.url], concurrency=4))
+    proxy.trouble()
+    teacher.score(documents * 3)
+    seen = proxy.seen()
+    assert seen["requests"] > 30
+    assert 1 < seen["most"] <= 4
+    assert seen["connections"] <= 4 + 1, "the last one asked what was seen"
+
+
+def test_answers_that_are_large_together_are_asked_for_one_by_one(pair, proxy, documents, monkeypatch):
+    monkeypatch.setattr(server, "BYTES_IN_FLIGHT", 256 * 9 * server.BYTES_OF_AN_ENTRY)
+    teacher = ServerTeacher(request_of(pair.teacher, [proxy.url]))
+    long = [document for document in documents if len(document) == 256]
+    proxy.trouble()
+    teacher.score(long * 4)
+    assert proxy.seen()["most"] == 1
+
+
+def test_a_hundred_documents_come_back_in_their_order(pair, model):
+    texts = material.sentences(100, seed=11)
+    documents = documents_of(pair.teacher, 256, texts)
+    for document, scores in zip(
+        documents, ServerTeacher(request_of(pair.teacher, [model.url])).score(documents), strict=True
+    ):
+        rows = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
+        own = scores.ids == document.ids[scores.positions][rows]
+        assert np.array_equal(scores.logprobs[own], scores.realised_logprobs)
+        assert own.sum() == len(scores)
+
+
+def test_it_works_inside_a_running_loop(pair, model, documents, clean):
+    async def notebook() -> list[Scores]:
+        return ServerTeacher(request_of(pair.teacher, [model.url])).score(documents[:3])
+
+    assert_same(asyncio.run(notebook()), clean[:3])
+
+
+@pytest.mark.parametrize(
+    "text", ["localhost:8000", "ftp://localhost/v1", "http://", "http://host:99999999/v1", "http://host/v1?x=1", ""]
+)
+def test_what_is_no_address_is_refused(pair, text):
+    with pytest.raises(XtkError, match="is no address of a server"):
+        ServerTeacher(request_of(pair.teacher, [text]))
+
+
+def test_no_address_is_refused(pair):
+    with pytest.raises(XtkError, match="needs the address"):
+        ServerTeacher(request_of(pair.teacher, []))
+
+
+def test_an_address_without_a_path_is_completed(pair, model):
+    assert ServerTeacher(request_of(pair.teacher, [model.host + "/"])).model == "teacher"
+
+
+@pytest.mark.parametrize(
+    ("support", "said"),
+    [
+        (Support("sample", draws=4, sets=1), "whole distribution"),
+        (Support("top-k+sample", top_k=4, draws=4, sets=1), "whole distribution"),
+        (Support("given"), "ids that the data names"),
+    ],
+)
+def test_a_support_that_needs_more_than_the_head_is_refused(pair, model, support, said):
+    with pytest.raises(XtkError, match=said) as caught:
+        ServerTeacher(request_of(pair.teacher, [model.url], support))
+    assert "--backend transformers" in str(caught.value)
+
+
+def test_more_ids_than_the_server_gives_are_refused_before_the_work_begins(pair, model):
+    with pytest.raises(XtkError, match="greater than max allowed: 20") as caught:
+        ServerTeacher(request_of(pair.teacher, [model.url], Support("top-k", top_k=21)))
+    assert "--max-logprobs 21" in str(caught.value)
+
+
+def test_a_server_with_a_shorter_context_than_a_document_is_told(pair, documents):
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"says": None}) as silent:
+        teacher = ServerTeacher(request_of(pair.teacher, [silent.url]))
+        assert teacher.limit is None
+        with pytest.raises(XtkError, match="max_tokens must be at least 1") as caught:
+            teacher.score(documents)
+        assert "--max-model-len" in str(caught.value)
+
+
+def test_a_server_of_another_model_is_refused_by_its_token_ids(pair):
+    with (
+        served(answer_as_vllm, str(pair.student), ["teacher"], {}) as wrong,
+        pytest.raises(Mismatch, match="another tokenizer") as caught,
+    ):
+        ServerTeacher(request_of(pair.teacher, [wrong.url]))
+    assert wrong.url in str(caught.value)
+
+
+def test_a_server_that_cuts_texts_elsewhere_has_the_same_tokens(pair, tmp_path, documents, clean, capsys):
+    folder = shutil.copytree(pair.teacher, tmp_path / "teacher")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{L}| ?[^\s\p{L}]+|\s+"
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with served(answer_as_vllm, str(folder), ["teacher"], {}) as cutting:
+        teacher = ServerTeacher(request_of(pair.teacher, [cutting.url]))
+        assert "cuts texts into other ones" in capsys.readouterr().err
+        assert_same(teacher.score(documents), clean)
+
+
+def test_a_server_that_does_not_tell_ids_is_noted(pair, capsys):
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"no_ids": True}) as silent:
+        ServerTeacher(request_of(pair.teacher, [silent.url]))
+    assert "whether its tokenizer is ours is unknown" in capsys.readouterr().err
+
+
+def test_two_servers_of_different_weights_are_refused(pair, model, tmp_path):
+    folder = material.make_teacher(tmp_path / "teacher", seed=7)
+    with (
+        served(answer_as_vllm, str(folder), ["teacher"], {}) as wrong,
+        pytest.raises(Mismatch, match="do not have the same model") as caught,
+    ):
+        ServerTeacher(request_of(pair.teacher, [model.url, wrong.url]))
+    assert model.url in str(caught.value)
+    assert wrong.url in str(caught.value)
+
+
+def test_one_of_several_models_has_to_be_named(pair, documents, clean):
+    names = ["base=/models/base", "tuned=/models/tuned", "alias=/models/tuned"]
+    with served(answer_as_vllm, str(pair.teacher), names, {}) as several:
+        with pytest.raises(XtkError, match="several models: base, tuned, alias") as caught:
+            ServerTeacher(request_of(pair.teacher, [several.url]))
+        assert f"{several.url}#base" in str(caught.value)
+        with pytest.raises(XtkError, match="no model 'other'"):
+            ServerTeacher(request_of(pair.teacher, [several.url + "#other"]))
+        teacher = ServerTeacher(request_of(pair.teacher, [several.url + "#tuned"]))
+        assert teacher.model == "tuned"
+        assert_same(teacher.score(documents[:2]), clean[:2])
+
+
+def test_a_server_that_calls_the_model_as_the_user_does_needs_no_name(pair):
+    names = ["other=/models/other", "teacher=/models/teacher"]
+    with served(answer_as_vllm, str(pair.teacher), names, {}) as several:
+        assert ServerTeacher(request_of(pair.teacher, [several.url])).model == "teacher"
+
+
+def test_the_key_comes_from_the_environment_and_is_never_told(pair, monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("XTK_API_KEY", raising=False)
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"key": "sesame"}) as locked:
+        with pytest.raises(XtkError, match="401") as caught:
+            ServerTeacher(request_of(pair.teacher, [locked.url]))
+        assert "XTK_API_KEY" in str(caught.value)
+        monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+        with pytest.raises(XtkError, match="401") as caught:
+            ServerTeacher(request_of(pair.teacher, [locked.url]))
+        assert "wrong" not in str(caught.value)
+        monkeypatch.setenv("XTK_API_KEY", "sesame")
+        assert ServerTeacher(request_of(pair.teacher, [locked.url])).model == "teacher"
+
+
+def test_a_password_in_an_address_is_not_told(pair, model):
+    with served(get_in_the_way, model.url) as gone:
+        pass
+    with pytest.raises(XtkError) as caught:
+        ServerTeacher(request_of(pair.teacher, [gone.url.replace("//", "//me:secret@")]))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_tells_nothing_of_prompts_is_refused(pair):
+    with (
+        served(answer_as_vllm, str(pair.teacher), ["teacher"], {"plain": True}) as plain,
+        pytest.raises(XtkError, match="only servers of vLLM tell them"),
+    ):
+        ServerTeacher(request_of(pair.teacher, [plain.url]))
+
+
+def test_a_server_that_tells_what_it_may_generate_is_refused(pair, documents):
+    with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"processed": True}) as processed:
+        teacher = ServerTeacher(request_of(pair.teacher, [processed.url]))
+        teacher.score([document for document in documents if len(document) < 256])
+        with pytest.raises(XtkError, match="what it may generate") as caught:
+            teacher.score([document for document in documents if len(document) == 256])
+        assert "--logprobs-mode raw_logprobs" in str(caught.value)

@@ -1,0 +1,142 @@
+"""Copies of remote files on this machine: made whole, seen to be of the size that the store tells, used again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Lock
+
+from xtk.artifacts.files import TEMPORARY, remove_leftovers, sha256, written_whole
+from xtk.artifacts.projection_store import cache_folder
+from xtk.errors import Damaged, XtkError
+
+LIMIT = "XTK_REMOTE_CACHE_GB"
+TAGS = "tags"
+
+
+class Copies:
+    """The copies of one remote folder: `remote/HASH OF ITS NAME` in the user's cache folder.
+
+    `XTK_REMOTE_CACHE_GB` bounds what lies in `remote`, all folders together: what was used longest ago goes first. A
+    file that a process has mapped stays readable to it, and its bytes are free when it is closed.
+
+    Args:
+        name: of the remote folder.
+
+    Raises:
+        XtkError: nobody knows where the cache folder is, or the limit is no number.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            self._all = cache_folder() / "remote"
+        except RuntimeError as wrong:
+            raise XtkError(
+                f"there is no folder for copies of remote files: {wrong}", hint="XTK_CACHE=FOLDER xtk ..."
+            ) from None
+        self.folder = self._all / sha256(name).removeprefix("sha256:")[:24]
+        self._limit = _limit()
+        self._lock = Lock()
+        self._known: dict[str, str] = {}
+
+    def get(self, file: str, size: int, tag: str, fetch: Callable[[Path], None], where: str) -> Path:
+        """Return the copy of a file, made if there is none of this tag.
+
+        Args:
+            file: its name.
+            size: its bytes, as the store tells.
+            tag: what tells its content from that of other times, as far as the store knows one.
+            fetch: writes its bytes to a path.
+            where: how messages call it.
+
+        Raises:
+            Damaged: other than `size` bytes came.
+        """
+        path = self.folder / file
+        mark = f"{size} {tag}"
+        if self._is_there(path, size, mark):
+            return path
+        self._make_room(size)
+        marked = self.folder / TAGS / file
+        marked.unlink(missing_ok=True)  # never a mark of one content beside another
+        with written_whole(path) as temporary:
+            fetch(temporary)
+            came = temporary.stat().st_size
+            if came != size:
+                raise Damaged(f"{came:,} of {size:,} bytes came", where=where, hint="run the same command again")
+        with written_whole(marked) as temporary:
+            temporary.write_text(mark, encoding="utf-8")
+        self._known[file] = mark
+        return path
+
+    @contextlib.contextmanager
+    def room_to_write(self, file: str) -> Iterator[Path]:
+        """Give a path for a file that is to be sent; it goes when the block ends."""
+        folder = self.folder / "sent"
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder, file)
+        # A name as `remove_leftovers` knows them: another process finds out whether its writer lives.
+        with _temporary(folder, file) as temporary:
+            yield temporary
+
+    def forget(self) -> None:
+        """Remove the copies of this folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._known.clear()
+
+    def _is_there(self, path: Path, size: int, mark: str) -> bool:
+        try:
+            if path.stat().st_size != size:
+                return False
+            if self._known.get(path.name) != mark:
+                if (self.folder / TAGS / path.name).read_text(encoding="utf-8") != mark:
+                    return False
+                self._known[path.name] = mark
+            if self._limit is not None:
+                os.utime(path)  # what is used stays longest
+        except OSError:
+            return False
+        return True
+
+    def _make_room(self, size: int) -> None:
+        if self._limit is None:
+            return
+        with self._lock:
+            # Counted anew: other processes keep copies here too.
+            held = sorted(
+                (status.st_mtime_ns, status.st_size, path)
+                for path in self._all.glob("*/*")
+                if not path.name.startswith(TEMPORARY) and path.is_file() and (status := path.stat())
+            )
+            used = sum(bytes_ for _, bytes_, _ in held)
+            for _, bytes_, path in held:
+                if used + size <= self._limit:
+                    break
+                path.unlink(missing_ok=True)
+                used -= bytes_
+
+
+@contextlib.contextmanager
+def _temporary(folder: Path, file: str) -> Iterator[Path]:
+    path = folder / f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(4)}-{file}"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _limit() -> int | None:
+    given = os.environ.get(LIMIT)
+    if not given:
+        return None
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = -1.0
+    if not limit > 0:
+        raise XtkError(f"{LIMIT} is {given}; it is a number of gigabytes", hint=f"{LIMIT}=200 xtk ...")
+    return int(limit * 1e9)

@@ -1,0 +1,224 @@
+"""A record of a data set as a document: which columns there are, and what each means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+from xtk.tokens.document import MARKS, Document, readable
+
+MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # names of TRL, of transformers, and of other trainers
+FIELDS = (
+    "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
+    "input_ids", "attention_mask", "labels", *MASKS, "given_ids",
+)  # fmt: skip
+CONTENTS = {
+    "messages": ("messages",),
+    "text": ("text",),
+    "prompt and completion": ("prompt", "completion"),
+    "input_ids": ("input_ids",),
+}
+NOT_TRAINED = -100  # of labels, since PyTorch's cross-entropy
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
+
+Record = Mapping[str, Any]
+
+
+def document_of(record: Record, columns: Mapping[str, str], where: str) -> Document:
+    """Make a document of a record.
+
+    Args:
+        record: {column: value}.
+        columns: {field: column} where a field has another name.
+        where: which record it is, for messages.
+
+    Raises:
+        XtkError: it has none of the contents that a document can have, or more than one, or a column that is not
+            what its field is.
+    """
+    row = _Row(record, columns, where)
+    content = _content_of(row)
+    try:
+        if content == "input_ids":
+            document = Document.of_ids(*_ids_and_training(row))
+        else:
+            document = _text_or_talk([row[field] for field in CONTENTS[content]], row, CONTENTS[content])
+        return _with_given_ids(_with_teacher_prompt(document, row), row)
+    except ValueError as wrong:
+        raise XtkError(str(wrong), where=where) from None
+
+
+class _Row:
+    """A record, read by the names of fields."""
+
+    def __init__(self, record: Record, columns: Mapping[str, str], where: str) -> None:
+        self.record, self.columns, self.where = record, columns, where
+
+    def name(self, field: str) -> str:
+        """Return the column of a field."""
+        return self.columns.get(field, field)
+
+    def __contains__(self, field: str) -> bool:
+        return self.name(field) in self.record
+
+    def __getitem__(self, field: str) -> Any:
+        return self.record[self.name(field)]
+
+    def get(self, field: str) -> Any:
+        """Return what stands in a column; None without one.
+
+        Raises:
+            XtkError: the column was asked for by its name, and there is none.
+        """
+        if field in self.columns and field not in self:
+            raise XtkError(
+                f"a document has no {self.name(field)}; it has {', '.join(map(str, self.record)) or 'nothing'}",
+                where=self.where,
+                hint=f"null where there is no {field}",
+            )
+        return self.record.get(self.name(field))
+
+
+def _content_of(row: _Row) -> str:
+    """Return which of CONTENTS a record has. Those that were asked for come before those that happen to be there."""
+    asked = {field for fields in CONTENTS.values() for field in fields if field in row.columns}
+    found = [name for name, fields in CONTENTS.items() if asked.intersection(fields)]
+    there = [name for name, fields in CONTENTS.items() if all(field in row for field in fields)]
+    if not asked:
+        found = [name for name in there if any(row[field] is not None for field in CONTENTS[name])] or there
+    if "input_ids" in found and len(found) > 1:
+        raise XtkError(
+            f"a document has {' and '.join(found)}, and either may be what is to be read",
+            where=row.where,
+            hint="--columns input_ids=input_ids, if they are of the teacher's tokenizer; or --columns "
+            + ",".join(f"{field}={row.name(field)}" for field in CONTENTS[found[0]]),
+        )
+    if not found or found[0] not in there:
+        raise XtkError(
+            "a document has no text, nor messages, nor prompt and completion, nor input_ids; "
+            f"it has {', '.join(map(str, row.record)) or 'nothing'}",
+            where=row.where,
+            hint="--columns text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN, or input_ids=COLUMN",
+        )
+    return found[0]
+
+
+def _text_or_talk(values: list[Any], row: _Row, fields: tuple[str, ...]) -> Document:
+    if fields == ("messages",) and isinstance(values[0], str):
+        values = [_from_json(values[0], row.name("messages"), row.where)]
+        if not isinstance(values[0], list):
+            raise XtkError(f"{row.name('messages')} is no list of messages", where=row.where)
+    if all(isinstance(value, list) for value in values):
+        return _conversation(values, row)
+    for field, value in zip(fields, values, strict=True):
+        if not isinstance(value, str):
+            raise XtkError(f"{row.name(field)} is {type(value).__name__}, not text", where=row.where)
+    return Document.of_text(values[0]) if len(values) == 1 else Document.of_completion(*values)
+
+
+def _conversation(parts: list[list[Any]], row: _Row) -> Document:
+    """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
+    given = len(parts[0]) if len(parts) > 1 else 0
+    tools = row.record.get(row.name("tools"))
+    if isinstance(tools, str):
+        tools = _from_json(tools, "tools", row.where) if tools.strip() else None
+    if tools is not None and not isinstance(tools, list):
+        raise XtkError(f"tools is {type(tools).__name__}, not a list of descriptions", where=row.where)
+    messages = [_message(message) for part in parts for message in part]
+    return Document.of_messages(messages, tools=_json_value(tools) or None, given=given)
+
+
+def _with_teacher_prompt(document: Document, row: _Row) -> Document:
+    prompt = row.get("teacher_prompt")
+    if prompt is None:
+        return document
+    if isinstance(prompt, list):
+        return document.with_teacher_prompt([_message(message) for message in prompt])
+    if not isinstance(prompt, str):
+        raise ValueError(f"{row.name('teacher_prompt')} is {type(prompt).__name__}, not text or messages")
+    return document.with_teacher_prompt(prompt)
+
+
+def _with_given_ids(document: Document, row: _Row) -> Document:
+    lists = row.get("given_ids")
+    if lists is None:
+        return document
+    if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
+        raise ValueError(f"{row.name('given_ids')} is no list of lists of ids, one for each trained token")
+    return document.with_given_ids(lists)
+
+
+def _ids_and_training(row: _Row) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return the ids that are no padding, and which of them are trained: those that no mask takes out."""
+    ids = _numbers(row, "input_ids")
+    kept, trained = np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_)
+    if row.get("attention_mask") is not None:
+        kept = _flags(row, "attention_mask", len(ids))
+    if row.get("labels") is not None:
+        labels = _numbers(row, "labels", len(ids))
+        trained = labels != NOT_TRAINED
+        wrong = np.flatnonzero(kept & trained & (labels != ids))
+        if len(wrong):
+            at = wrong[0]
+            raise ValueError(
+                f"{row.name('labels')} are {labels[at]} at place {at}, where {row.name('input_ids')} are {ids[at]}; "
+                f"labels are the same ids, not shifted, and {NOT_TRAINED} where nothing is trained"
+            )
+    for mask in MASKS:
+        if row.get(mask) is not None:
+            trained &= _flags(row, mask, len(ids))
+    return ids[kept], trained[kept]
+
+
+def _flags(row: _Row, field: str, size: int) -> NDArray[np.bool_]:
+    values = _numbers(row, field, size)
+    if not np.isin(values, (0, 1)).all():
+        raise ValueError(f"{row.name(field)} holds other numbers than 0 and 1")
+    return np.asarray(values == 1, np.bool_)
+
+
+def _numbers(row: _Row, field: str, size: int | None = None) -> NDArray[np.int64]:
+    """Return a column of whole numbers, `size` of them if that is told."""
+    values, name = row[field], row.name(field)
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise ValueError(f"{name} is no list of whole numbers")
+    if size is not None and len(values) != size:
+        raise ValueError(f"{name} has {len(values):,} entries, and {row.name('input_ids')} has {size:,}")
+    try:
+        return np.array(values, np.int64)
+    except OverflowError:
+        raise ValueError(f"{name} holds a number that is no id of a token") from None
+
+
+def _from_json(value: str, name: str, where: str) -> Any:
+    """Decode a column: parquet holds no objects of different shapes, so data sets write them as JSON."""
+    try:
+        return json.loads(value)
+    except ValueError as wrong:
+        raise XtkError(f"{name} is a string, and no JSON: {wrong}", where=where) from None
+
+
+def _message(message: Any) -> Any:
+    if not isinstance(message, dict):
+        return message
+    if "from" in message and "value" in message and "role" not in message:
+        marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+        return {"role": SPEAKERS.get(message["from"], message["from"]), "content": message["value"], **marks}
+    # Columns fill up what others have.
+    return {readable(str(key)): _json_value(value) for key, value in message.items() if value is not None}
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON holds it: what is neither text nor number (a time, say) becomes its text."""
+    if isinstance(value, dict):
+        return {readable(str(key)): _json_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(part) for part in value]
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return readable(str(value))

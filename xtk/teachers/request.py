@@ -1,0 +1,167 @@
+"""What a cache is asked to hold: checked, named in its header, and the teacher that it asks for opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.codecs import CODECS, RAW, Codec, codec_of
+from xtk.artifacts.ranks import Ranks
+from xtk.errors import XtkError
+from xtk.lookup import lookup
+from xtk.projection.build import identity
+from xtk.teachers import BACKENDS
+from xtk.teachers.planning import Dealing, Plan
+from xtk.teachers.teacher import Teacher, TeacherRequest
+from xtk.tokens.signal import Support
+from xtk.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What a cache is to hold.
+
+    Attributes:
+        teacher: a local model folder.
+        name: how messages call it.
+        support: which tokens of a distribution are kept.
+        dtype: of the teacher's weights and arithmetic.
+        backend: who runs it.
+        precision: of what is kept: a key of `PRECISIONS`.
+        long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
+        max_length: a smaller limit than the context; None: the context.
+        batch_tokens: padded tokens in a forward pass.
+        shard_tokens: teacher tokens in a shard; a kill loses at most one shard's work.
+        trust_remote_code: run the model's own code.
+        backend_options: what only one backend knows.
+    """
+
+    teacher: Path
+    name: str
+    support: Support
+    dtype: str = "float32"
+    backend: str = "transformers"
+    precision: str = RAW
+    long_documents: str = "refuse"
+    max_length: int | None = None
+    batch_tokens: int = 8192
+    shard_tokens: int = 65536
+    trust_remote_code: bool = False
+    backend_options: dict[str, Any] = field(default_factory=dict)
+
+
+def check_request(request: CacheRequest) -> None:
+    """Refuse what makes no sense, before anything is read.
+
+    Raises:
+        XtkError: tells which option.
+    """
+    support = request.support
+    if request.max_length is not None and request.max_length < 4:
+        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
+    able: frozenset[str] = lookup(BACKENDS, request.backend, "backend").supports
+    if support.kind not in able:
+        raise XtkError(
+            f"the backend {request.backend} does not give the support {support.kind}",
+            hint=f"--support {', '.join(sorted(able))}; or --backend transformers, which gives all",
+        )
+
+
+def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> Teacher:
+    """Load or reach the teacher.
+
+    Raises:
+        XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+    """
+    teacher: Teacher = lookup(BACKENDS, request.backend, "backend")(
+        TeacherRequest(
+            folder=request.teacher,
+            name=request.name,
+            tokenizer=tokenizer,
+            support=request.support,
+            dtype=request.dtype,
+            batch_tokens=request.batch_tokens,
+            trust_remote_code=request.trust_remote_code,
+            options=request.backend_options,
+        )
+    )
+    if teacher.width < len(tokenizer):
+        raise XtkError(
+            f"the teacher has {teacher.width:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
+            where=request.name,
+        )
+    return teacher
+
+
+def dealing_of(request: CacheRequest) -> Dealing:
+    """Return how the documents of a request become rows and shards.
+
+    Raises:
+        XtkError: there is no model in the teacher's folder, or none whose configuration can be read.
+    """
+    from transformers import AutoConfig
+
+    from xtk.models.causal_lm import context_length, loading_error, quieten_transformers
+
+    quieten_transformers()
+    if not (request.teacher / "config.json").is_file():
+        raise XtkError("there is no model in this folder (config.json)", where=request.name)
+
+    try:
+        configuration = AutoConfig.from_pretrained(
+            request.teacher, local_files_only=True, trust_remote_code=request.trust_remote_code
+        )
+    except Exception as wrong:
+        raise loading_error(request.teacher, wrong) from wrong
+    context = context_length(configuration)
+    room: int = lookup(BACKENDS, request.backend, "backend").room
+    limits = [limit for limit in (context and context - room, request.max_length) if limit]
+    return Dealing(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
+
+
+def ranks_for(request: CacheRequest, tokenizer: Tokenizer, plan: Plan) -> Ranks | None:
+    """Return the vocabulary by its frequency in the data, if the codec of a request needs it."""
+    codec: type[Codec] = lookup(CODECS, codec_of(request.precision), "codec")
+    return Ranks.of(plan.counts, tokenizer.vocabulary.lengths) if codec.needs_ranks else None
+
+
+def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan, ranks: Ranks | None) -> dict[str, Any]:
+    """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
+    backend = lookup(BACKENDS, request.backend, "backend")
+    support = request.support
+    asked = {
+        "top-k": ("top_k",),
+        "top-p": ("top_k", "top_p"),
+        "sample": ("draws", "sets", "seed"),
+        "top-k+sample": ("top_k", "draws", "sets", "seed"),
+    }
+    return {
+        "kind": "teacher-cache",
+        "codec": {
+            "name": codec_of(request.precision),
+            "precision": request.precision,
+            "draws": support.draws,
+            "sets": support.sets,
+            **({} if ranks is None else {"ranks": ranks.file}),
+        },
+        "teacher": {
+            "name": request.teacher.resolve().name,
+            "weights": backend.identity(request.teacher, request.backend_options),
+            "template": tokenizer.template_fingerprint,
+            "width": tokenizer.width,
+            **{key: value for key, value in identity(tokenizer).items() if key in ("tokenizer", "roles")},
+        },
+        "data": {"documents": plan.fingerprint, "rows": plan.pieces, "too_long": plan.too_long},
+        "options": {
+            "support": support.kind,
+            **{name: getattr(support, name) for name in asked.get(support.kind, ())},
+            "entropy": backend.entropy,
+            "dtype": request.dtype,
+            "backend": request.backend,
+            "long_documents": request.long_documents,
+            "max_length": request.max_length,
+            "batch_tokens": request.batch_tokens,
+            "shard_tokens": request.shard_tokens,
+        },
+    }

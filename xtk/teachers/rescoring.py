@@ -1,0 +1,162 @@
+"""Does a cache hold what its teacher says? Some of its documents, scored again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.artifacts.cache_statistics import spread, stated_errors
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import Damaged, Mismatch
+from xtk.lookup import lookup
+from xtk.teachers import BACKENDS
+from xtk.teachers.teacher import Teacher, TeacherRequest
+from xtk.tokens.signal import Scores, Support
+from xtk.tokens.tokenizer import Tokenizer
+
+# Largest difference of two log-probabilities, in nats, that other batches and other machines make. A logit of 16 to 32
+# has steps of 1/8 in bfloat16.
+TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 0.5}
+BACKEND = "transformers"  # gives exact numbers of any ids
+
+
+def rescore(
+    cache: TeacherCache, folder: Path, name: str, *, documents: int = 8, trust_remote_code: bool = False
+) -> dict[str, Any]:
+    """Score documents all over a cache again, and compare what it holds with what the teacher says.
+
+    Args:
+        cache: which one.
+        folder: the teacher, a local model folder.
+        name: how messages call it.
+        documents: how many are scored.
+        trust_remote_code: run the model's own code.
+
+    Returns:
+        `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and `codec_kl_nats` (what
+        the packing adds to KL(teacher || student), in the mean), in nats; `codec_kl_share_of_entropy`;
+        `same_weights`.
+
+    Raises:
+        Mismatch: the model has another tokenizer, or is another model and says something else.
+        Damaged: it is the teacher, and the cache does not hold what it says.
+    """
+    tokenizer = Tokenizer(folder, name=name)
+    identity = cache.header["teacher"]
+    if tokenizer.fingerprint != identity["tokenizer"]:
+        raise Mismatch(
+            "this model reads other tokens than the teacher of this cache",
+            where=f"{name} has {tokenizer.fingerprint[:15]}; {cache.folder.name} is from {identity['tokenizer'][:15]}",
+            hint=f"--teacher {identity['name']}",
+        )
+    backend = lookup(BACKENDS, BACKEND, "backend")
+    weights = backend.identity(folder, {})
+    same = weights == identity["weights"]
+    if not same:
+        terminal.note(
+            f"inspect: {name} is another model than the teacher of this cache: its weights are {weights[:15]}, "
+            f"those of the teacher {identity['weights'][:15]}"
+        )
+    dtype = str(cache.header["options"]["dtype"])
+    support = Support("top-k", top_k=_likeliest(cache.header["options"]))
+    teacher = backend(TeacherRequest(folder, name, tokenizer, support, dtype, trust_remote_code=trust_remote_code))
+    return _compare(cache, teacher, name, spread(cache, documents), dtype, same)
+
+
+def _compare(
+    cache: TeacherCache, teacher: Teacher, name: str, numbers: list[int], dtype: str, same: bool
+) -> dict[str, Any]:
+    allowed = TOLERANCE[dtype] + stated_errors(cache.header["codec"]).get("logprobs", 0.0)
+    worst, worst_entropy, at = 0.0, 0.0, 0
+    missing, likeliest = 0, _likeliest(cache.header["options"])
+    divergence: list[NDArray[np.float64]] = []
+    entropy: list[NDArray[np.float32]] = []
+    for number in numbers:
+        row = cache.row(number)
+        held = row.scores
+        if not len(held):
+            continue
+        (said,) = teacher.score([row.tokens], [_ids(held)])
+        if likeliest:
+            missing += _likelier(held, teacher.score([row.tokens])[0], likeliest, allowed)
+        difference = max(
+            _largest(held.logprobs, said.logprobs), _largest(held.realised_logprobs, said.realised_logprobs)
+        )
+        if difference > worst:
+            worst, at = difference, number
+        worst_entropy = max(worst_entropy, _largest(held.entropy, said.entropy))
+        divergence.append(_divergence(said, held))
+        entropy.append(said.entropy)
+    if worst > allowed or missing:
+        where = (
+            f"row {at} of {cache.folder.name}: a log-probability differs by {worst:.3g} nats; {allowed:.3g} is "
+            f"allowed; {missing:,} of the likeliest ids are missing"
+        )
+        if same:
+            raise Damaged("this cache does not hold what its teacher says", where=where)
+        raise Mismatch(f"{name} is not the teacher of this cache", where=where)
+    positions = np.concatenate([np.zeros(0), *divergence])
+    added = float(positions.mean()) if len(positions) else 0.0
+    nats = float(np.concatenate([np.zeros(0, np.float32), *entropy]).mean()) if entropy else 0.0
+    return {
+        "documents": len(numbers),
+        "positions": len(positions),
+        "same_weights": same,
+        "largest_logprob_difference": float(f"{worst:.3g}"),
+        "largest_entropy_difference": float(f"{worst_entropy:.3g}"),
+        "allowed_logprob_difference": allowed,
+        "codec_kl_nats": float(f"{added:.3g}"),
+        "codec_kl_share_of_entropy": float(f"{added / nats:.3g}") if nats > 0 else None,
+    }
+
+
+def _likeliest(options: dict[str, Any]) -> int:
+    """Return how many of the likeliest ids a cache of these options holds for certain."""
+    support = options.get("support")
+    return int(options["top_k"]) if support in ("top-k", "top-k+sample") else int(support == "top-p")
+
+
+def _likelier(held: Scores, said: Scores, likeliest: int, allowed: float) -> int:
+    """Count ids that the teacher finds likelier than what is held in their place."""
+    missing = 0
+    for at in range(len(held)):
+        ours = slice(held.offsets[at], held.offsets[at + 1])
+        theirs = slice(said.offsets[at], said.offsets[at + 1])
+        last = np.sort(held.logprobs[ours])[::-1][:likeliest][-1]
+        others = ~np.isin(said.ids[theirs], held.ids[ours])
+        missing += int((said.logprobs[theirs][others] > last + allowed).sum())
+    return missing
+
+
+def _ids(scores: Scores) -> NDArray[np.int32]:
+    """Return int32 [P, G], the exact ids of each position; -1 where one has fewer than others."""
+    sizes = np.diff(scores.offsets)
+    ids = np.full((len(scores), int(sizes.max())), -1, np.int32)
+    ids[np.arange(ids.shape[1])[None] < sizes[:, None]] = scores.ids
+    return ids
+
+
+def _largest(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
+    """Return the largest difference; infinities of one kind do not differ."""
+    with np.errstate(invalid="ignore"):
+        differences = np.where(ours == theirs, 0.0, np.abs(ours.astype(np.float64) - theirs))
+    return float(differences.max(initial=0.0))
+
+
+def _divergence(said: Scores, held: Scores) -> NDArray[np.float64]:
+    """Return float64 [P], KL(said || held) over the exact ids and the rest of the distribution, in nats."""
+    owner = np.repeat(np.arange(len(said)), np.diff(said.offsets))
+    ours, theirs = held.logprobs.astype(np.float64), said.logprobs.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(np.exp(theirs) > 0, np.exp(theirs) * (theirs - ours), 0.0)
+        rest = np.where(
+            (said.tail_mass > 0) & (held.tail_mass > 0),
+            said.tail_mass * (np.log(said.tail_mass.astype(np.float64)) - np.log(held.tail_mass.astype(np.float64))),
+            0.0,
+        )
+    sums: NDArray[np.float64] = np.bincount(owner, terms, minlength=len(said)) + rest
+    return sums

@@ -1,0 +1,427 @@
+"""A teacher behind HTTP servers that speak the completions API as vLLM does: `prompt_logprobs` of token ids.
+
+Other servers that call themselves OpenAI-compatible (SGLang, TGI, llama.cpp) tell nothing of a prompt there, and are
+refused at the first answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.errors import Mismatch, XtkError
+from xtk.teachers.endpoints import BadAnswer, Endpoint, Endpoints, Patience, Refused
+from xtk.teachers.heads import (
+    SUPPORTED,
+    Heads,
+    ids_wanted,
+    nothing,
+    refuse_longer,
+    refuse_other_supports,
+    scores_of_heads,
+    tokens_read,
+)
+from xtk.teachers.teacher import TeacherRequest
+from xtk.tokens.sequence import Sequence as TokenSequence
+from xtk.tokens.signal import Scores
+from xtk.tokens.tokenizer import Tokenizer
+
+CONCURRENCY = 32
+BYTES_OF_AN_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
+BYTES_IN_FLIGHT = 1 << 29
+ATTEMPTS_AT_FIRST = 3  # a server that is not there when the work begins is a mistake, not an accident
+CLAMPED = -9999.0  # what vLLM writes for minus infinity, which JSON has not
+SAME_MODEL = 0.1  # nats on average: bf16 on other GPUs or in other batches is off by a fifth of it
+COMPLETIONS = "/completions"
+PROBE = (
+    "The quick brown fox, aged 12345.67, jumps over 3 lazy dogs; isn't it?\n\n\tdef f(x):  return x**2 != 0\n"
+    "Ärger, café, naïve; Ωμέγα, привет; 日本語の文, 한국어, العربية, हिन्दी 😀👍🏽 100% €5\r\n"
+)
+WORDS_OF_THE_VOCABULARY = 256
+SHORT = 256  # tokens that any server reads
+T = TypeVar("T")
+
+
+class ServerTeacher:
+    """Scores documents through servers of vLLM, many requests at a time.
+
+    Args:
+        request: its folder needs the tokenizer and, for `width`, the configuration. Of its options `servers` are
+            addresses (`http://host:8000/v1`, with `#model` behind it where a server has several), `concurrency` is how
+            many requests are in flight on all of them together, `patience` how long they are waited for.
+
+    Attributes:
+        model: what the servers call it.
+
+    Raises:
+        XtkError: a server does not answer, does not speak this API, or has another model or tokenizer.
+    """
+
+    supports: ClassVar[frozenset[str]] = SUPPORTED
+    entropy: ClassVar[str] = "lower bound"
+    room: ClassVar[int] = 0
+
+    def __init__(self, request: TeacherRequest) -> None:
+        refuse_other_supports(request)
+        servers = [Endpoint.of(text) for text in request.options.get("servers") or ()]
+        if not servers:
+            raise XtkError("--backend server needs the address of a server", hint="--server http://localhost:8000/v1")
+        self._name, self._support, self._tokenizer = request.name, request.support, request.tokenizer
+        self._top_k = ids_wanted(request.support, self.width)
+        self._endpoints = Endpoints(
+            servers,
+            concurrency=request.options.get("concurrency") or CONCURRENCY,
+            weight=BYTES_IN_FLIGHT,
+            patience=request.options.get("patience") or Patience(),
+        )
+        self._limit = _run(self._look_at_servers())
+        self.model = servers[0].model
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return what can be known without the weights, and without asking: the configuration, the names behind `#`.
+
+        A finished cache is recognised while its server is off.
+        """
+        named = sorted({Endpoint.of(text).wanted_model for text in options.get("servers") or ()} - {""})
+        path = folder / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content.pop("transformers_version", None)
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return " ".join([f"config:sha256:{digest}", *(f"served:{name}" for name in named)])
+
+    @property
+    def width(self) -> int:
+        """U, the columns of its distributions."""
+        return self._tokenizer.width
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a document at most: the shortest context of the servers; None if they do not say."""
+        return self._limit
+
+    def score(
+        self, documents: Sequence[TokenSequence], given: Sequence[NDArray[np.int32]] | None = None
+    ) -> list[Scores]:
+        """Return what it says at the trained tokens of each document.
+
+        Args:
+            documents: at most `limit` tokens each.
+            given: never; servers do not give it.
+
+        Raises:
+            XtkError: no server answers, or one answers with something that no distribution says.
+        """
+        refuse_longer(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
+        return _run(self._score_all(documents))
+
+    async def _score_all(self, documents: Sequence[TokenSequence]) -> list[Scores]:
+        async with self._endpoints.opened():
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(self._score(document)) for document in documents]
+            except BaseExceptionGroup as several:
+                raise _first(several) from None
+        return [task.result() for task in tasks]
+
+    async def _score(self, document: TokenSequence) -> Scores:
+        length = tokens_read(document)
+        if not length:
+            return self._scores(document, nothing(self._top_k))
+        question = _question(document.ids[:length].tolist(), self._top_k, self._limit)
+        try:
+            return await self._endpoints.ask(
+                COMPLETIONS,
+                lambda endpoint: {"model": endpoint.model, **question},
+                lambda answer: self._scores(document, _heads_of(answer, document, self._top_k)),
+                what=self._called(document),
+                weight=length * (self._top_k + 1) * BYTES_OF_AN_ENTRY,
+            )
+        except Refused as wrong:
+            raise _refused(wrong, self._called(document), self._top_k) from None
+
+    def _scores(self, document: TokenSequence, heads: Heads) -> Scores:
+        try:
+            return scores_of_heads(document, heads, self._support, self.width, self._name)
+        except XtkError as wrong:
+            raise BadAnswer(wrong.what + (f" ({wrong.hint})" if wrong.hint else "")) from None
+
+    def _called(self, document: TokenSequence) -> str:
+        spelled = b"".join(self._tokenizer.vocabulary.spelling(token) for token in document.ids[:40].tolist())
+        return f"a document of {len(document):,} tokens that begins {spelled.decode(errors='replace')[:60]!r}"
+
+    async def _look_at_servers(self) -> int | None:
+        """Ask each server for its model, and whether its tokens are ours; return the shortest context."""
+        limits, told = [], []
+        async with self._endpoints.opened():
+            for endpoint in self._endpoints.endpoints:
+                try:
+                    models = await self._endpoints.ask_one(
+                        endpoint, "/models", None, _models, attempts=ATTEMPTS_AT_FIRST
+                    )
+                    model = _chosen(models, endpoint, self._name)
+                    endpoint.model = model["id"]
+                    limits.append(model.get("max_model_len"))
+                    told.append(await self._told_of(_probe(self._tokenizer, limits[-1]), endpoint))
+                except Refused as wrong:
+                    raise _refused(wrong, str(endpoint), self._top_k) from None
+        _check_same_model(self._endpoints.endpoints, told)
+        known = [limit for limit in limits if isinstance(limit, int)]
+        return min(known) if known else None
+
+    async def _told_of(self, probe: str, endpoint: Endpoint) -> NDArray[np.float64] | None:
+        """Return the log-probabilities of a text's tokens if they are our tokens, None if it cuts the text elsewhere.
+
+        K of them are asked for here already, so that a server that gives fewer says so before the work begins.
+
+        Raises:
+            Mismatch: they are other tokens.
+        """
+        (ours,) = self._tokenizer.encode([probe])
+        ids = ours.ids.tolist()
+        question = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
+        choice = await self._endpoints.ask_one(
+            endpoint, COMPLETIONS, {**question, **_parameters(self._top_k)}, _choice, attempts=ATTEMPTS_AT_FIRST
+        )
+        theirs, told = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
+        if not isinstance(theirs, list):
+            terminal.note(
+                f"cache-teacher: {endpoint} does not tell token ids: whether its tokenizer is ours is unknown"
+            )
+            return None
+        if theirs != ids:
+            self._compare(ids, theirs, endpoint)
+            return None
+        return np.array([_logprob(entry, token) for entry, token in zip(told[1:], ids[1:], strict=False)])
+
+    def _compare(self, ours: list[int], theirs: list[int], endpoint: Endpoint) -> None:
+        """Refuse a server for which the ids stand for other tokens; note one that only cuts a text elsewhere."""
+        vocabulary = self._tokenizer.vocabulary
+        known = all(isinstance(token, int) and 0 <= token < len(vocabulary) for token in theirs)
+        if known and b"".join(map(vocabulary.spelling, theirs)) == b"".join(map(vocabulary.spelling, ours)):
+            terminal.note(
+                f"cache-teacher: {endpoint} has the tokens of {self._name} and cuts texts into other ones; "
+                "it reads those of this tokenizer"
+            )
+            return
+        at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
+        raise Mismatch(
+            "the server has another tokenizer",
+            where=f"{endpoint} makes {theirs[at : at + 5]} where {self._name} makes {ours[at : at + 5]}, "
+            f"at token {at} of a text",
+            hint="TEACHER is the folder or hub id of the model that the server has",
+        )
+
+
+def _run(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as other:  # inside a notebook, whose loop is running
+        return other.submit(asyncio.run, work).result()
+
+
+def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    one = several.exceptions[0]
+    return _first(one) if isinstance(one, BaseExceptionGroup) else one
+
+
+def _parameters(top_k: int) -> dict[str, Any]:
+    return {"max_tokens": 1, "temperature": 0, "prompt_logprobs": top_k}
+
+
+def _question(ids: list[int], top_k: int, limit: int | None) -> dict[str, Any]:
+    """Return what a server is asked about a document.
+
+    A prompt leaves room for a token that is generated. As long as the context, a document's last one is that.
+    """
+    if limit is None or len(ids) < limit:
+        return {"prompt": ids, **_parameters(top_k)}
+    return {
+        "prompt": ids[:-1],
+        **_parameters(top_k),
+        "logprobs": max(1, top_k),
+        "allowed_token_ids": ids[-1:],
+        "return_tokens_as_token_ids": True,
+    }
+
+
+def _models(answer: Any) -> list[dict[str, Any]]:
+    models = answer.get("data") if isinstance(answer, dict) else None
+    if not isinstance(models, list) or not all(isinstance(one, dict) and "id" in one for one in models) or not models:
+        raise BadAnswer("it names no models")
+    return models
+
+
+def _chosen(models: list[dict[str, Any]], endpoint: Endpoint, name: str) -> dict[str, Any]:
+    """Return the model that is meant: the one that was named, or the only one, or the one called as the teacher is."""
+    names = ", ".join(str(one["id"]) for one in models)
+    if endpoint.wanted_model:
+        found = [one for one in models if one["id"] == endpoint.wanted_model]
+        if not found:
+            raise XtkError(f"the server has no model {endpoint.wanted_model!r}", where=str(endpoint), hint=names)
+        return found[0]
+    called_so = [one for one in models if name in (one["id"], one.get("root"))]
+    roots = {str(one.get("root") or one["id"]) for one in models}
+    if not called_so and len(roots) > 1:
+        raise XtkError(
+            f"the server has several models: {names}",
+            where=str(endpoint),
+            hint=f"name one: --server {endpoint}#{models[0]['id']}",
+        )
+    return (called_so or models)[0]
+
+
+def _choice(answer: Any) -> dict[str, Any]:
+    """Return what is said of the prompt."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise BadAnswer("an answer without the one choice that was asked for")
+    if not isinstance(choices[0].get("prompt_logprobs"), list):
+        raise BadAnswer("an answer without prompt_logprobs: only servers of vLLM tell them")
+    return choices[0]
+
+
+def _heads_of(answer: Any, document: TokenSequence, top_k: int) -> Heads:
+    """Read the answer about a document.
+
+    Raises:
+        BadAnswer: it is about fewer or other tokens, or holds something that is no number.
+    """
+    choice = _choice(answer)
+    told = choice["prompt_logprobs"]
+    length = tokens_read(document)
+    if len(told) == length - 1:
+        told = [*told, _forced(choice, top_k)]
+    if len(told) != length:
+        raise BadAnswer(f"an answer about {len(told):,} tokens of {length:,}")
+    at = np.flatnonzero(document.trained)
+    entries = [told[position] for position in at.tolist()]
+    if not all(isinstance(entry, dict) and len(entry) in (top_k, top_k + 1) and entry for entry in entries):
+        raise BadAnswer(f"an answer with other than {top_k:,} log-probabilities at a token")
+    try:
+        ids = np.array([int(token) for entry in entries for token in entry], np.int64)
+        values = [value["logprob"] for entry in entries for value in entry.values()]
+    except (TypeError, ValueError, KeyError, OverflowError) as wrong:
+        raise BadAnswer(f"an answer that cannot be read: {wrong!r}") from None
+    if not set(map(type, values)) <= {float, int}:  # NumPy would make numbers of null and of text
+        raise BadAnswer("an answer with a log-probability that is no number")
+    logprobs = np.array(values, np.float32)
+    lengths = np.array([len(entry) for entry in entries])
+    return _apart(ids, logprobs, lengths, document.ids[at], top_k)
+
+
+def _apart(
+    ids: NDArray[np.int64],
+    logprobs: NDArray[np.float32],
+    lengths: NDArray[np.int64],
+    realised: NDArray[np.int32],
+    top_k: int,
+) -> Heads:
+    """Part the likeliest K ids of each position from the token that stands there, which may be one of them.
+
+    Args:
+        ids: of all positions, one after the other.
+        logprobs: theirs.
+        lengths: [P], K, or K + 1 where the token that stands there is none of the likeliest.
+        realised: [P], the token that stands there.
+        top_k: K.
+    """
+    filled = np.arange(top_k + 1) < lengths[:, None]
+    table = np.full(filled.shape, -1, np.int64)
+    values = np.full(filled.shape, -np.inf, np.float32)
+    table[filled] = ids
+    values[filled] = np.where(logprobs <= CLAMPED, -np.inf, logprobs)
+    own = table == realised[:, None]
+    if not (own.sum(1) == 1).all():
+        raise BadAnswer("an answer about other tokens than those that were sent")
+    # One that is no part of the likeliest is behind them, whatever ties there are.
+    behind = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
+    order = np.lexsort((-values, behind), axis=1)[:, :top_k]
+    if len(table) and (np.abs(table).max() > np.iinfo(np.int32).max):
+        raise BadAnswer("an answer with an id that is none")
+    return Heads(
+        np.take_along_axis(table, order, 1).astype(np.int32), np.take_along_axis(values, order, 1), values[own]
+    )
+
+
+def _forced(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
+    """Return what is said of the token that was generated, in the form in which a prompt's are told.
+
+    Raises:
+        XtkError: the server tells these after all tokens were taken out that may not be generated.
+    """
+    try:
+        logprobs = choice["logprobs"]
+        (entry,), (own,) = logprobs["top_logprobs"], logprobs["tokens"]
+        ruled_out = sum(value <= CLAMPED for token, value in entry.items() if token != own)
+        found = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
+    except (TypeError, KeyError, ValueError, AttributeError):
+        raise BadAnswer("an answer without the log-probabilities of its last token") from None
+    if ruled_out and ruled_out == len(entry) - 1:
+        raise XtkError(
+            "the server tells the log-probabilities of what it may generate, not those of the model",
+            hint="start vLLM's server with --logprobs-mode raw_logprobs (its default)",
+        )
+    return found if top_k else {token: value for token, value in found.items() if own.endswith(f":{token}")}
+
+
+def _logprob(entry: Any, token: int) -> float:
+    try:
+        return float(entry[str(token)]["logprob"])
+    except (TypeError, KeyError, ValueError):
+        return float("nan")
+
+
+def _probe(tokenizer: Tokenizer, limit: int | None) -> str:
+    """Return a text in which tokenizers differ: several scripts, numbers, and words from all over the vocabulary."""
+    vocabulary = tokenizer.vocabulary
+    words = []
+    for token in range(0, len(vocabulary), max(1, len(vocabulary) // WORDS_OF_THE_VOCABULARY)):
+        word = vocabulary.spelling(token).decode(errors="replace")
+        if word.isprintable() and "\ufffd" not in word:
+            words.append(word)
+    text = PROBE + "".join(words)
+    (encoded,) = tokenizer.encode([text])
+    if len(encoded.ids) < (limit or SHORT):
+        return text
+    return text.encode()[: int(encoded.ends[(limit or SHORT) // 2])].decode(errors="ignore")
+
+
+def _check_same_model(endpoints: Sequence[Endpoint], told: Sequence[NDArray[np.float64] | None]) -> None:
+    """Refuse servers that say different things of one text."""
+    first = told[0]
+    for endpoint, logprobs in zip(endpoints[1:], told[1:], strict=True):
+        if first is None or logprobs is None or len(logprobs) != len(first):
+            continue
+        apart = float(np.abs(logprobs - first).mean())
+        if not apart <= SAME_MODEL:
+            raise Mismatch(
+                f"two servers do not have the same model: of one text they say {apart:.2g} nats a token apart",
+                where=f"{endpoints[0]} ({endpoints[0].model}) and {endpoint} ({endpoint.model})",
+            )
+
+
+def _refused(wrong: Refused, where: str, top_k: int) -> XtkError:
+    """Tell what a server refuses, and what to do about it."""
+    text = wrong.message
+    hint = None
+    if wrong.status in (401, 403):
+        hint = "put its key into XTK_API_KEY (or OPENAI_API_KEY)"
+    elif wrong.status == 404:
+        hint = "the address ends with /v1: --server http://localhost:8000/v1"
+    elif "logprobs" in text and "max" in text:
+        hint = f"start vLLM's server with --max-logprobs {top_k}, or ask for less: --top-k"
+    elif "context length" in text or "max_tokens must be at least 1" in text:
+        hint = "start vLLM's server with a larger --max-model-len, or --max-length here"
+    return XtkError(f"the server refuses: {wrong.status} {text}", where=where, hint=hint)

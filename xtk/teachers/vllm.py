@@ -1,0 +1,299 @@
+"""A teacher run by vLLM in this process, or in workers that it starts."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.errors import XtkError
+from xtk.lookup import did_you_mean
+from xtk.teachers.heads import (
+    SUPPORTED,
+    Heads,
+    ids_wanted,
+    nothing,
+    refuse_longer,
+    refuse_other_supports,
+    scores_of_heads,
+    tokens_read,
+)
+from xtk.teachers.teacher import TeacherRequest
+from xtk.tokens.sequence import Sequence as TokenSequence
+from xtk.tokens.signal import Scores
+
+# What xtk says itself, and where the user says it.
+RESERVED = {
+    "model": "TEACHER",
+    "tokenizer": "TEACHER",
+    "dtype": "--dtype",
+    "trust_remote_code": "--trust-remote-code",
+    "max_logprobs": "--top-k",
+    "logprobs_mode": None,
+    "skip_tokenizer_init": None,
+    "seed": None,
+}
+# Engine options that change what a model says; the others say how, and where, and may change between two runs.
+CHANGE_THE_MODEL = frozenset(
+    {"quantization", "quantization_config", "hf_overrides", "kv_cache_dtype", "load_format", "model_impl", "revision"}
+)
+# vLLM makes the log-probabilities of a prompt's part at once, U columns in the model's type and in fp32, beside what
+# its profile of the memory knows of.
+TRANSIENT = 2 << 30
+BYTES_OF_A_LOGIT = 8
+PROMPTS = 128  # at once, at most; vLLM plans its memory for as many
+ENTRIES = 4 << 20  # in one call: vLLM holds a hundred bytes for each until the call returns
+
+
+class VllmTeacher:
+    """Scores documents with vLLM: the log-probabilities of the tokens of a prompt.
+
+    Args:
+        request: the model, and what is wanted of it. Of its options `engine` goes to `vllm.LLM` as it is, and
+            `longest` is the length of the longest document, so that vLLM reserves no memory for longer ones.
+
+    Raises:
+        XtkError: vLLM is not installed, or cannot run this model, or cannot give this support.
+    """
+
+    supports: ClassVar[frozenset[str]] = SUPPORTED
+    entropy: ClassVar[str] = "lower bound"
+    room: ClassVar[int] = 0
+
+    def __init__(self, request: TeacherRequest) -> None:
+        refuse_other_supports(request)
+        self._name, self._support = request.name, request.support
+        self._width = request.tokenizer.width
+        self._top_k = ids_wanted(request.support, self._width)
+        self._vllm = _vllm()
+        others = set(multiprocessing.active_children())
+        self._engine = self._start(_settings(request, self._width, self._top_k))
+        self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
+        atexit.register(self.close)
+        self._tokens_in_a_call = max(request.batch_tokens, ENTRIES // (self._top_k + 1))
+
+    @classmethod
+    def identity(cls, folder: Path, options: dict[str, Any]) -> str:
+        """Return the fingerprint of its weights, and of what the engine is told to make of them."""
+        engine = options.get("engine") or {}
+        changed = {name: engine[name] for name in sorted(engine) if name in CHANGE_THE_MODEL}
+        return fingerprint_of_weights(folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
+
+    @property
+    def width(self) -> int:
+        """U, the columns of its distributions."""
+        return self._width
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a document at most."""
+        return int(self._engine.llm_engine.model_config.max_model_len)
+
+    def score(
+        self, documents: Sequence[TokenSequence], given: Sequence[NDArray[np.int32]] | None = None
+    ) -> list[Scores]:
+        """Return what it says at the trained tokens of each document.
+
+        Args:
+            documents: at most `limit` tokens each.
+            given: never; vLLM does not give it.
+
+        Raises:
+            XtkError: the engine fails, or gives a number that is none.
+        """
+        refuse_longer(documents, self.limit, self._name)
+        heads = [nothing(self._top_k)] * len(documents)
+        for batch in _calls([tokens_read(document) for document in documents], self._tokens_in_a_call):
+            for number, found in zip(batch, self._heads([documents[at] for at in batch]), strict=True):
+                heads[number] = found
+        where = f"{self._name}, run by vLLM"
+        return [
+            scores_of_heads(document, found, self._support, self._width, where)
+            for document, found in zip(documents, heads, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back; nothing can be scored any more."""
+        atexit.unregister(self.close)
+        # vLLM has no public way. Left alone, Python waits at its end for the engine, which waits for work.
+        with contextlib.suppress(Exception):
+            self._engine.llm_engine.engine_core.shutdown()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.communicate()
+            self._guard = None
+
+    def _heads(self, documents: Sequence[TokenSequence]) -> Iterator[Heads]:
+        ids = [document.ids[: tokens_read(document)].tolist() for document in documents]
+        # A prompt leaves room for a token that is generated. As long as the context, a document's last one is that.
+        whole = [len(tokens) < self.limit for tokens in ids]
+        outputs = self._generate(
+            [{"prompt_token_ids": tokens if fits else tokens[:-1]} for tokens, fits in zip(ids, whole, strict=True)],
+            [self._wanted(None if fits else tokens[-1]) for tokens, fits in zip(ids, whole, strict=True)],
+        )
+        for document, output, fits in zip(documents, outputs, whole, strict=True):
+            told = [output.prompt_logprobs] if fits else [output.prompt_logprobs, output.outputs[0].logprobs]
+            yield self._heads_of(document, told)
+
+    def _wanted(self, forced: int | None) -> Any:
+        """Return vLLM's parameters for a prompt, after which `forced` is to be generated."""
+        last = {} if forced is None else {"logprobs": self._top_k, "allowed_token_ids": [forced]}
+        return self._vllm.SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=self._top_k,
+            flat_logprobs=True,
+            detokenize=False,
+            **last,
+        )
+
+    def _heads_of(self, document: TokenSequence, told: list[Any]) -> Heads:
+        """Read vLLM's lists: at each position but the first the token that stands there, and the likeliest ones."""
+        columns = self._top_k + 1
+        ids = np.concatenate([np.array(part.token_ids, np.int32) for part in told])
+        logprobs = np.concatenate([np.array(part.logprobs, np.float32) for part in told])
+        rows = tokens_read(document) - 1
+        at = np.flatnonzero(document.trained) - 1
+        if ids.shape != (rows * columns,) or logprobs.shape != ids.shape:
+            raise XtkError(f"vLLM gives {len(ids):,} log-probabilities for {rows:,} x {columns:,}", where=self._name)
+        ids, logprobs = ids.reshape(rows, columns)[at], logprobs.reshape(rows, columns)[at]
+        if not np.array_equal(ids[:, 0], document.ids[at + 1]):
+            raise XtkError("vLLM gives the log-probabilities of other tokens than it was given", where=self._name)
+        return Heads(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0])
+
+    def _generate(self, prompts: list[dict[str, Any]], wanted: list[Any]) -> list[Any]:
+        try:
+            return list(self._engine.generate(prompts, wanted, use_tqdm=False))
+        except Exception as wrong:  # vLLM and torch raise dozens; to the user all mean that scoring failed
+            raise _failed("vLLM cannot score these documents", self._name, wrong) from wrong
+
+    def _start(self, settings: dict[str, Any]) -> Any:
+        terminal.note("cache-teacher: vLLM starts; VLLM_LOGGING_LEVEL=INFO tells what it does")
+        try:
+            return self._vllm.LLM(**settings)
+        except Exception as wrong:
+            raise _failed("vLLM cannot run this teacher", self._name, wrong) from wrong
+
+
+def _vllm() -> Any:
+    # vLLM writes its log to stdout, which carries xtk's results, unless it is told otherwise before it is imported.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Tokenizers and Arrow have threads by now; a fork would take over their locks, and not them.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    try:
+        import vllm
+    except ImportError as wrong:
+        raise XtkError(
+            f"--backend vllm needs vLLM, which cannot be imported: {wrong}",
+            hint="pip install 'xtk[vllm]'; or --backend server, for a server that runs elsewhere",
+        ) from None
+    return vllm
+
+
+def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
+    """Start a shell that takes processes down when this one ends, however it ends.
+
+    vLLM's engine outlives a parent that was killed, idle and with its GPUs' memory, so that the same command could not
+    go on. The shell waits for the end of its input, which comes when the kernel closes this process's files.
+    """
+    if not processes:
+        return None
+    script = 'read -r _; kill "$@" 2>/dev/null'
+    return subprocess.Popen(
+        ["/bin/sh", "-c", script, "sh", *map(str, processes)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+
+
+def _settings(request: TeacherRequest, width: int, top_k: int) -> dict[str, Any]:
+    engine: Mapping[str, Any] = request.options.get("engine") or {}
+    for name in engine:
+        if name in RESERVED:
+            instead = RESERVED[name]
+            raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))
+    longest = request.options.get("longest")
+    tokens = max(1, min(request.batch_tokens, TRANSIENT // (width * BYTES_OF_A_LOGIT)))
+    return {
+        "model": str(request.folder),
+        "skip_tokenizer_init": True,  # it is given ids and asked for ids
+        "dtype": request.dtype,
+        "trust_remote_code": request.trust_remote_code,
+        "seed": 0,
+        "max_logprobs": top_k,
+        "logprobs_mode": "raw_logprobs",
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": min(PROMPTS, tokens),
+        # Documents are read once.
+        "enable_prefix_caching": False,
+        **({} if longest is None else {"max_model_len": longest}),
+        **engine,
+    }
+
+
+def engine_options(words: Sequence[str]) -> dict[str, Any]:
+    """Read `name=value` words, values as in YAML: numbers, true, "text", {"a": 1}.
+
+    Raises:
+        XtkError: a word has no "=", or comes twice.
+    """
+    import yaml
+
+    options: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.strip().removeprefix("--").replace("-", "_")
+        if not equals or not name:
+            raise XtkError(f"--engine {word!r} is no name=value", hint="--engine tensor_parallel_size=4")
+        if name in options:
+            raise XtkError(f"--engine {name} is given twice")
+        try:
+            options[name] = yaml.safe_load(value)
+        except yaml.YAMLError as wrong:
+            raise XtkError(f"--engine {name}: {value!r} is no value: {wrong}") from None
+    return options
+
+
+def _calls(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Group documents in order, as many as fit `tokens`, at least one; those of which nothing is read are left out."""
+    batch: list[int] = []
+    held = 0
+    for number, length in enumerate(lengths):
+        if not length:
+            continue
+        if batch and held + length > tokens:
+            yield batch
+            batch, held = [], 0
+        batch.append(number)
+        held += length
+    if batch:
+        yield batch
+
+
+def _failed(what: str, name: str, wrong: Exception) -> XtkError:
+    text = " ".join(str(wrong).split())
+    hint = None
+    if "unexpected keyword argument" in text:
+        from vllm.engine.arg_utils import EngineArgs
+
+        option = text.rpartition("argument")[2].strip(" '\"")
+        near = did_you_mean(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
+        text = f"it has no engine option {option!r}"
+        hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else None
+    elif "out of memory" in text.lower():
+        hint = "a smaller --batch-tokens, or --engine gpu_memory_utilization=0.8, or more GPUs"
+    return XtkError(f"{what}: {type(wrong).__name__}: {text[:500]}", where=name, hint=hint)
