@@ -16,9 +16,9 @@ from xtk.lookup import unknown
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores, Signal
 
-CODECS = {"raw": "xtk.artifacts.codecs:RawCodec"}
+CODECS = {"raw": "xtk.artifacts.codecs:RawCodec", "packed": "xtk.artifacts.codec.packed:PackedCodec"}
 RAW = "float32"
-PRECISIONS = {RAW: "raw"}
+PRECISIONS = {RAW: "raw", "fine": "packed", "standard": "packed", "coarse": "packed"}
 
 
 def codec_of(precision: str) -> str:

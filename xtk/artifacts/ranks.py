@@ -65,7 +65,7 @@ class Ranks:
         order, lengths = (batch.column(name).to_numpy() for name in ("id", "length"))
         by_id = np.zeros(len(order), np.int32)
         by_id[order] = lengths
-        return cls(order, by_id)
+        return cls(order.copy(), by_id)  # Arrow's own memory is read-only, for which numba would compile anew
 
 
 # Gives the ranks of a file that a shard's header names.

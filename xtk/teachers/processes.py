@@ -25,10 +25,18 @@ if TYPE_CHECKING:
 
 SECONDS_TO_END = 3.0  # of a worker that is told to
 SECONDS_TO_LEAVE = 30.0  # of one that is done
-PROGRAM = (
-    "import sys; from multiprocessing.connection import Connection; pipe = Connection({}); sys.path[:] = pipe.recv(); "
-    "from xtk.teachers.worker import main; main(pipe)"
-)
+# A parent that ends while its processes start is no mistake of theirs.
+PROGRAM = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection({})
+try:
+    sys.path[:] = pipe.recv()
+except (EOFError, OSError):
+    sys.exit(1)
+from xtk.teachers.worker import main
+main(pipe)
+"""
 
 
 class Worker:

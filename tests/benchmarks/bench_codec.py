@@ -1,0 +1,138 @@
+"""The packed codec on a real teacher's scores: bytes a position by support and precision, divergence, speed.
+
+The teacher is the one of `language_model.py`, trained once on this machine; another source of scores is a function that
+`measure` and `compare` take. Documents are held-out GSM8K and WikiText-2, ranks are of those documents, and a shard
+holds them all. Speed: from the bytes of rows to a student's arrays, one thread, best of some rounds, compiled before.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from codec_alternatives import alternatives
+from common import machine, report
+from language_model import held_out, language_model
+
+from xtk.artifacts.codec.packed import PackedCodec
+from xtk.artifacts.codecs import signal_of
+from xtk.artifacts.ranks import Ranks
+from xtk.models.causal_lm import quieten_transformers
+from xtk.teachers.teacher import TeacherRequest
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.sequence import Sequence as TokenSequence
+from xtk.tokens.signal import Scores, Support
+from xtk.tokens.tokenizer import Tokenizer
+
+Rows = list[tuple[TokenSequence, Scores]]
+Source = Callable[[str, Support], Rows]
+
+CORPORA = {"gsm8k": 4000, "wikitext": 8000}
+SUPPORTS = {
+    "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
+    "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
+    "sample, about 12 ids": (Support("sample", draws=24, sets=1), ("standard",), "24"),
+    "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, draws=12, sets=1), ("standard",), ""),
+    "none": (Support("none"), ("standard",), "2"),
+}
+ROUNDS = 7
+
+
+def teacher_scores(corpus: str, support: Support) -> Rows:
+    """Return documents of a corpus and what the benchmark's teacher says of them."""
+    folder = language_model()
+    documents = held_out(corpus, CORPORA[corpus])
+    request = TeacherRequest(folder, "teacher", Tokenizer(folder), support, "float32", 2048)
+    return list(zip(documents, TransformersTeacher(request).score(documents), strict=True))
+
+
+def ranks_of(rows: Rows, width: int, lengths: np.ndarray) -> Ranks:
+    """Return the ranks of a cache of some documents."""
+    return Ranks.of(np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width), lengths)
+
+
+def divergence(rows: Rows, signals: Sequence[Scores]) -> float:
+    """Return the mean divergence of what came back from what went in, over exact ids and the tail, nats."""
+    total = positions = 0.0
+    for (_, scores), back in zip(rows, signals, strict=True):
+        kept, tail = np.exp(scores.logprobs.astype(np.float64)), scores.tail_mass.astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            entries = np.where(kept > 0, kept * (scores.logprobs.astype(np.float64) - back.logprobs), 0)
+            tails = np.where(tail > 0, tail * (np.log(tail) - np.log(back.tail_mass)), 0)
+        total += float(entries.sum() + tails.sum())
+        positions += len(scores)
+    return total / positions
+
+
+def seconds(codec: PackedCodec, rows: Rows, tokens: list[bytes], signals: list[bytes]) -> tuple[float, float]:
+    """Return how long all tokens, and all signals, take to read."""
+    found: list[tuple[float, float]] = []
+    for _ in range(ROUNDS):
+        started = time.thread_time()
+        for (row, _), packed in zip(rows, tokens, strict=True):
+            codec.tokens(memoryview(packed), len(row))
+        between = time.thread_time()
+        for (row, scores), packed in zip(rows, signals, strict=True):
+            codec.signal(memoryview(packed), row.ids, scores.positions, 0)
+        found.append((between - started, time.thread_time() - between))
+    return min(part for part, _ in found), min(part for _, part in found)
+
+
+def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: str, reach: str) -> tuple[str, str, str]:
+    """Return a line of the report."""
+    options = {"precision": precision, "sets": support.sets, "draws": support.draws}
+    PackedCodec.pack(rows[:2], options, ranks)
+    started = time.thread_time()
+    tables, tokens, signals = PackedCodec.pack(rows, options, ranks)
+    packing = time.thread_time() - started
+    codec = PackedCodec(options, tables, ranks)
+    of_tokens, of_signals = seconds(codec, rows, tokens, signals)
+    back = [
+        codec.scores(packed, row.ids, scores.positions) for (row, scores), packed in zip(rows, signals, strict=True)
+    ]
+    positions = sum(len(scores) for _, scores in rows)
+    length = sum(len(row) for row, _ in rows)
+    entries = sum(len(signal_of(scores, 0).ids) for scores in back)
+    entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions
+    mass = 1 - sum(float(scores.tail_mass.sum()) for _, scores in rows) / positions
+    size, of_tables = sum(map(len, signals)), len(tables) / positions
+    told = (
+        f"{size / positions + of_tables:.1f} bytes/position (tables {of_tables:.2f}), tokens "
+        f"{sum(map(len, tokens)) / length:.2f}; {entries / positions:.1f} ids, exact mass {mass:.4f}, "
+        f"KL {divergence(rows, back) / entropy:.1e} of the entropy; read {positions / of_signals / 1e6:.2f} M "
+        f"positions/s ({of_signals / entries * 1e9:.1f} ns an id), {length / of_tokens / 1e6:.0f} M tokens/s; "
+        f"packed {positions / packing / 1e3:.0f} k positions/s"
+    )
+    return f"{label}, {precision}", told, f"{reach} bytes" if reach and precision == "standard" else ""
+
+
+def compare(rows: Rows, ranks: Ranks) -> str:
+    """Return the table of other ways, for exact ids and their log-probabilities."""
+    lines = ["| way | ids | log-probabilities | together |", "| --- | --- | --- | --- |"]
+    for way, ids, logprobs in alternatives(rows, ranks):
+        lines.append(f"| {way} | {ids:.1f} | {logprobs:.1f} | {ids + logprobs:.1f} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(source: Source = teacher_scores) -> None:
+    """Measure and print; `alternatives` as an argument compares other ways too."""
+    quieten_transformers()
+    tokenizer = Tokenizer(language_model())
+    for corpus in CORPORA:
+        lines = []
+        for label, (support, precisions, reach) in SUPPORTS.items():
+            rows = source(corpus, support)
+            ranks = ranks_of(rows, tokenizer.width, tokenizer.vocabulary.lengths)
+            lines += [measure(label, rows, ranks, support, precision, reach) for precision in precisions]
+            if "alternatives" in sys.argv and support.kind in ("top-k", "top-p"):
+                sys.stdout.write(f"\n{corpus}, {label}, on {machine()}\n\n{compare(rows, ranks)}")
+        positions = sum(len(scores) for _, scores in rows)
+        entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions
+        sys.stdout.write(f"\n{corpus}: {positions:,} positions, entropy {entropy:.2f} nats\n")
+        report(__file__, lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""How exactly log-probabilities are kept: the precisions, and the levels that each has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Steps double each time that the log-probability falls by so much: error costs divergence in proportion to the
+# probability times the square of the step, so that four times less likely tokens may have steps twice as wide.
+DOUBLING = 1.5
+# Below exp(-32) nobody looks; the steps are such that any float32 that a softmax gives has a level.
+UNLIKELY, UNLIKELY_STEP = 32.0, 8.0
+LEVEL_COUNT = 512
+# Tables of levels begin with places that only a stream leads to that was altered, and end with one for -inf.
+BELOW = 32
+PLACES = BELOW + LEVEL_COUNT + 1
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The widths of steps, in nats; an error is half a step at most, but for what all errors of a position share.
+
+    Attributes:
+        first_step: of log-probabilities from 0 down to -1.5; then it doubles every 1.5 nats.
+        largest_step: where doubling ends.
+        odds_step: of the logarithm of the realised token's odds.
+        entropy_step: of the entropy.
+    """
+
+    first_step: float
+    largest_step: float
+    odds_step: float
+    entropy_step: float
+
+
+PRECISIONS = {
+    "fine": Precision(1 / 64, 1 / 8, 1 / 64, 1 / 64),
+    "standard": Precision(1 / 16, 1 / 2, 1 / 16, 1 / 16),
+    "coarse": Precision(1 / 8, 1.0, 1 / 8, 1 / 8),
+}
+
+
+def levels_of(precision: Precision) -> NDArray[np.float64]:
+    """Return the log-probabilities [LEVEL_COUNT] that there are, from 0 down."""
+    depths = [0.0]
+    while len(depths) < LEVEL_COUNT:
+        step = UNLIKELY_STEP
+        if depths[-1] < UNLIKELY:
+            step = min(precision.first_step * 2.0 ** (depths[-1] // DOUBLING), precision.largest_step)
+        depths.append(depths[-1] + step)
+    return -np.array(depths)
+
+
+def nearest_levels(logprobs: NDArray[np.float32], levels: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the level that is nearest to each log-probability, `LEVEL_COUNT` for -inf."""
+    middles = (levels[1:] + levels[:-1]) / 2
+    found = np.searchsorted(-middles, -logprobs.astype(np.float64))
+    return np.where(np.isneginf(logprobs), LEVEL_COUNT, found)
