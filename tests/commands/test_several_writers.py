@@ -160,6 +160,25 @@ def test_a_second_writer_of_a_cache_is_refused_and_nothing_is_lost(run, pair, co
     assert writers.contents(folder) == writers.contents(cache)
 
 
+def test_a_second_run_of_one_student_is_refused(run, pair, cache, projection, tmp_path):
+    words = ("distill", pair.student, cache, "--projection", projection, "-o", tmp_path / "out", "--max-steps")
+    first = subprocess.Popen(
+        [sys.executable, "-m", "xtk", *map(str, words), "100000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 300
+    while not (tmp_path / "out" / "recipe.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)
+    for force in ((), ("--force",)):
+        done = run(*words, 100_000, *force, code=1)
+        assert "another process is writing this student" in done.stderr
+        assert f"process {first.pid} on " in done.stderr
+    first.kill()
+    first.communicate()
+    run(*words, 2, "--force")
+    assert not list((tmp_path / "out").glob(".xtk-*"))
+
+
 def flipped(path: Path, position: int) -> None:
     raw = bytearray(path.read_bytes())
     raw[position] ^= 4

@@ -169,8 +169,11 @@ def _opened(work: Work, tokenizer: Tokenizer, share: Share, shards: int) -> Iter
     processes = min(share.processes, shards)
     if processes > 1:
         on_devices = getattr(lookup(BACKENDS, work.request.backend, "backend"), "on_devices", True)
-        with Workers(processes, work, on_devices=on_devices) as workers:
-            yield workers.fill
+        try:
+            with Workers(processes, work, on_devices=on_devices) as workers:
+                yield workers.fill
+        finally:
+            folder_at(work.place).remove_leftovers()  # of one that was killed
     else:
         teacher = open_teacher(work.request, tokenizer)
         yield lambda numbers: fill(work, teacher, tokenizer, numbers)

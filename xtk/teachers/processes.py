@@ -51,7 +51,7 @@ class Worker:
     def __init__(self, name: str, environment: dict[str, str], inherited: list[int]) -> None:
         self.name = name
         self.pipe, theirs = Pipe()
-        with theirs, _without_interrupts():
+        with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", PROGRAM.format(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -128,10 +128,11 @@ class Workers:
     def __enter__(self) -> Workers:
         try:
             inherited = self._work.corpus.descriptors()
-            for number, environment in enumerate(self._environments):
-                name = f"process {number} of {len(self._environments)}"
-                self._workers.append(Worker(name, environment, inherited))
-                self._workers[-1].send(sys.path)
+            with _without_interrupts():
+                for number, environment in enumerate(self._environments):
+                    name = f"process {number} of {len(self._environments)}"
+                    self._workers.append(Worker(name, environment, inherited))
+                    self._workers[-1].send(sys.path)
             for worker in self._workers:
                 worker.send(os.getpid())
                 worker.send(self._work)

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from xtk.artifacts.files import TEMPORARY, read_json, write_json
+from xtk.artifacts.locks import LOCK
 from xtk.errors import Damaged, XtkError
 
 RECIPE, DONE, METRICS = "recipe.json", "xtk.json", "metrics.jsonl"
@@ -32,7 +33,7 @@ def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, 
     """
     if output.is_file():
         raise XtkError("a student is a folder, and there is a file of this name", where=str(output))
-    if not output.is_dir() or all(path.name.startswith(TEMPORARY) for path in output.iterdir()):
+    if not output.is_dir() or all(path.name.startswith((TEMPORARY, LOCK)) for path in output.iterdir()):
         return None
     found = read_json(output / RECIPE) if (output / RECIPE).is_file() else {}
     if not {"losses", "inputs"} <= set(found):
@@ -52,11 +53,14 @@ def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, 
 
 def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
     """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
-    if force:
-        shutil.rmtree(output, ignore_errors=True)
     output.mkdir(parents=True, exist_ok=True)
-    for leftover in output.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+    for path in output.glob("*" if force else f"{TEMPORARY}*"):
+        if path.name.startswith(LOCK):  # its holder removes it
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     if not (output / RECIPE).is_file():
         write_json(output / RECIPE, recipe)
 

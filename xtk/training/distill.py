@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from xtk.artifacts.corpus import Corpus, Fingerprint
 from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.artifacts.locks import only_writer
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import projection_for
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
@@ -202,29 +204,31 @@ def distill(
     limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
-    accelerator.wait_for_everyone()
-    if accelerator.is_main_process:
-        begin_run(places.output, identity, force=force)
-    accelerator.wait_for_everyone()
-    if reporting.report_to:
-        accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
-    run = Run(
-        accelerator=accelerator,
-        cut=Cut(model),
-        tokenizer=inputs.tokenizer,
-        maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, limit),
-        order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
-        recipe=recipe,
-        reporting=reporting,
-        steps=recipe.steps(len(documents), accelerator.num_processes),
-        output=places.output,
-        tokenizer_folder=places.student,
-    )
-    terminal.note(
-        f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
-        f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
-    )
-    return train(run, identity)
+    with contextlib.ExitStack() as held:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            held.enter_context(only_writer(places.output, "student"))
+            begin_run(places.output, identity, force=force)
+        accelerator.wait_for_everyone()
+        if reporting.report_to:
+            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+        run = Run(
+            accelerator=accelerator,
+            cut=Cut(model),
+            tokenizer=inputs.tokenizer,
+            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, limit),
+            order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
+            recipe=recipe,
+            reporting=reporting,
+            steps=recipe.steps(len(documents), accelerator.num_processes),
+            output=places.output,
+            tokenizer_folder=places.student,
+        )
+        terminal.note(
+            f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
+            f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
+        )
+        return train(run, identity)
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
