@@ -85,7 +85,8 @@ def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
         arrays = {name: np.array(value) for name, value in vars(scores).items()}
         change(arrays)
         rows.append(Row(row.document, row.tokens, type(scores)(**arrays)))
-    writer = CacheWriter(LocalFolder(folder), cache.header, 1)
+    codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("draws", "sets")}}
+    writer = CacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, 1)
     writer.write(0, rows)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(cache.folder.name) / file, folder)

@@ -93,7 +93,7 @@ def uniforms(document: TokenSequence, support: Support) -> NDArray[np.float64]:
     hashed = hashlib.blake2b(document.ids.tobytes(), digest_size=8, key=support.seed.to_bytes(8, "little", signed=True))
     start = np.uint64(int.from_bytes(hashed.digest(), "little"))
     positions = trained_positions(document).astype(np.uint64)
-    counter = positions[:, None] * np.uint64(max(1, support.sets)) + np.arange(support.sets, dtype=np.uint64)
+    counter = np.add.outer(positions * np.uint64(max(1, support.sets)), np.arange(support.sets, dtype=np.uint64))
     with np.errstate(over="ignore"):
         mixed = start + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

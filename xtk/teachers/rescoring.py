@@ -143,7 +143,8 @@ def _ids(scores: Scores) -> NDArray[np.int32]:
 def _largest(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
     """Return the largest difference; infinities of one kind do not differ."""
     with np.errstate(invalid="ignore"):
-        differences = np.where(ours == theirs, 0.0, np.abs(ours.astype(np.float64) - theirs))
+        differences = np.abs(ours.astype(np.float64) - theirs)
+    differences[ours == theirs] = 0.0
     return float(differences.max(initial=0.0))
 
 
@@ -158,5 +159,4 @@ def _divergence(said: Scores, held: Scores) -> NDArray[np.float64]:
             said.tail_mass * (np.log(said.tail_mass.astype(np.float64)) - np.log(held.tail_mass.astype(np.float64))),
             0.0,
         )
-    sums: NDArray[np.float64] = np.bincount(owner, terms, minlength=len(said)) + rest
-    return sums
+    return rest + np.bincount(owner, terms, minlength=len(said)).astype(np.float64)

@@ -35,7 +35,9 @@ def pack_tokens(
     ranks[order] = np.arange(len(order))
     records = []
     for ids, ends in documents:
-        lengths = np.diff(ends.astype(np.int64), prepend=0) - token_bytes[ids].astype(np.int64)
+        lengths = ends.astype(np.int64)
+        lengths[1:] -= ends[:-1]
+        lengths -= token_bytes[ids]
         out = np.empty(2 * len(ids), np.int64)
         token_records(STARTS, ranks[ids], zigzag(lengths), out)
         records.append(out)
