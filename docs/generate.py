@@ -30,7 +30,7 @@ def commands() -> str:
 
 def losses() -> str:
     """Return the reference page of the losses: the docstrings of the table."""
-    from xtk.losses import LOSSES
+    from xtk.losses import GROUNDS, LOSSES
 
     parts = [
         "# Losses",
@@ -43,18 +43,11 @@ def losses() -> str:
         loss = getattr(importlib.import_module(module), attribute)
         facts = [
             f"- averaged over: {loss.item}",
-            f"- needs a teacher: {'yes' if loss.needs_teacher else 'no'}",
-            f"- projection: {_projection(loss)}",
+            f"- for: {GROUNDS[loss.ground]}",
             f"- file: `{module.replace('.', '/')}.py`",
         ]
         parts += [f"## {name}", inspect.getdoc(loss) or "", "\n".join(facts)]
     return "\n\n".join(parts) + "\n"
-
-
-def _projection(loss: type) -> str:
-    if not loss.needs_teacher:
-        return "none"
-    return "none: the tokenizers are the same" if loss.same_tokenizer else "needed"
 
 
 def _help(*command: str) -> str:

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
+from plain_byte_kl import Words, kl_with_other, plain_byte_kl, said_at
+from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
 from xtk.losses.cells import Cells, Example
+from xtk.projection.next_bytes import NextBytes
 from xtk.projection.projection import Projection
 from xtk.tokens.signal import Signal
-
-# What the kernel states: below this, in fp32, a rest is no rest.
-SMALLEST_REST = 1e-7
-
-
-def kl_with_other(teacher: list[float], student: list[Tensor]) -> Tensor:
-    """KL of two distributions over cells and the other cell."""
-    total = torch.zeros((), dtype=torch.float64)
-    for t, s in zip(teacher, student, strict=True):
-        if t > 0:
-            total = total + t * (math.log(t) - s.log())
-    t_rest = 1 - sum(teacher)
-    if t_rest > SMALLEST_REST:
-        s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(SMALLEST_REST)
-        total = total + t_rest * (math.log(t_rest) - s_rest.log())
-    return total
 
 
 def predicted_spans(example: Example) -> list[tuple[list[int], list[int]]]:
@@ -39,31 +27,9 @@ def predicted_spans(example: Example) -> list[tuple[list[int], list[int]]]:
     return [(s, t) for s, t in spans if of_student.issuperset(s) and of_teacher.issuperset(t)]
 
 
-def plain_ce(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
-    return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.rows)]
-
-
-def plain_p_kl(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
-    return [_projected(example, W, probs_NV, s, t) for s, t in predicted_spans(example)]
-
-
-def plain_boundary_kl(example: Example, W: Tensor | None, probs_NV: Tensor) -> list[Tensor]:
-    return [_projected(example, W, probs_NV, s[:1], t[:1]) for s, t in predicted_spans(example)]
-
-
-PLAIN = {"ce": plain_ce, "forward-kl": plain_p_kl, "boundary-kl": plain_boundary_kl, "p-kl": plain_p_kl}
-
-
-def said_at(signal: Signal, at: int) -> list[tuple[int, float]]:
-    """Ids and log-probabilities of one position."""
-    kept = slice(int(signal.offsets[at]), int(signal.offsets[at + 1]))
-    return list(zip(signal.ids[kept].tolist(), signal.logprobs[kept].tolist(), strict=True))
-
-
-def _projected(example: Example, W: Tensor | None, probs_NV: Tensor, student: list[int], teacher: list[int]) -> Tensor:
+def _projected(example: Example, W: Tensor, probs_NV: Tensor, student: list[int], teacher: list[int]) -> Tensor:
     signal = example.signal
     assert signal is not None
-    assert W is not None
     row_of = {int(row) + 1: n for n, row in enumerate(example.rows)}
     index_of = {int(position): n for n, position in enumerate(signal.positions)}
     support: set[int] = set()
@@ -98,13 +64,18 @@ def plain_sum_of_cells(cells: Cells, probs_NV: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A document in both tokenisations, W, and a student cut before its head."""
+    """A document in both tokenisations, W, what tokens spell, and a student cut before its head."""
 
     example: Example
     projection: Projection
+    words: tuple[Words, Words]
     states: Tensor
     weight: Tensor
     bias: Tensor | None = None
+
+    @cached_property
+    def next_bytes(self) -> NextBytes:
+        return next_bytes_of(*self.words)
 
     @property
     def dense(self) -> Tensor:
@@ -113,6 +84,30 @@ class Case:
         W = torch.zeros(projection.student_width, projection.teacher_width, dtype=torch.float64)
         W[projection.rows_of_entries, projection.teacher_ids] = torch.from_numpy(projection.weights).double()
         return W
+
+
+def plain_ce(case: Case, probs_NV: Tensor) -> list[Tensor]:
+    example = case.example
+    return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.rows)]
+
+
+def plain_p_kl(case: Case, probs_NV: Tensor) -> list[Tensor]:
+    spans = predicted_spans(case.example)
+    return [_projected(case.example, case.dense, probs_NV, s, t) for s, t in spans]
+
+
+def plain_boundary_kl(case: Case, probs_NV: Tensor) -> list[Tensor]:
+    spans = predicted_spans(case.example)
+    return [_projected(case.example, case.dense, probs_NV, s[:1], t[:1]) for s, t in spans]
+
+
+PLAIN = {
+    "ce": plain_ce,
+    "forward-kl": plain_p_kl,
+    "boundary-kl": plain_boundary_kl,
+    "p-kl": plain_p_kl,
+    "byte-kl": lambda case, probs_NV: plain_byte_kl(case.example, *case.words, probs_NV),
+}
 
 
 def draw_projection(draw: np.random.Generator, V: int, U: int) -> Projection:
@@ -151,12 +146,23 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return torch.log_softmax(torch.from_numpy(logits), -1).numpy()
 
 
-def draw_spans(draw: np.random.Generator, count: int, one_to_one: bool) -> tuple[np.ndarray, int, int]:
-    """Spans of 1 to 3 tokens on each side after the start tokens, and the lengths of both sequences."""
-    sizes = np.ones((count, 2), np.int64) if one_to_one else draw.integers(1, 4, (count, 2))
-    edges = 1 + np.concatenate([np.zeros((1, 2), np.int64), np.cumsum(sizes, 0)])
-    spans = np.stack([edges[:-1, 0], edges[1:, 0], edges[:-1, 1], edges[1:, 1]], 1)
-    return spans.astype(np.int32), int(edges[-1, 0]), int(edges[-1, 1])
+def draw_text(
+    draw: np.random.Generator, count: int, student: list[bytes], teacher: list[bytes]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids of both sides behind start tokens, and the spans: each equal bytes, an end, or now and then other bytes."""
+    ours, theirs, spans = [0], [0], []
+    letters = [spelling for spelling in student if len(spelling) == 1]
+    for _ in range(count):
+        texts = [b"".join(draw.choice(letters, draw.integers(1, 6)).tolist()) for _ in range(2)]
+        kind = draw.choice(["text", "end", "rewritten"], p=[0.8, 0.1, 0.1])
+        if student == teacher or kind == "end":
+            new = [int(draw.integers(1, len(student)))] if kind != "end" else [0]
+            pair = new, new
+        else:
+            pair = draw_tokens(draw, student, texts[0]), draw_tokens(draw, teacher, texts[kind == "rewritten"])
+        spans.append([len(ours), len(ours) + len(pair[0]), len(theirs), len(theirs) + len(pair[1])])
+        ours, theirs = ours + pair[0], theirs + pair[1]
+    return np.array(ours, np.int32), np.array(theirs, np.int32), np.array(spans, np.int32).reshape(-1, 4)
 
 
 def draw_case(
@@ -172,13 +178,14 @@ def draw_case(
     bias: bool = False,
 ) -> Case:
     """A random document: some tokens are not trained, some of the teacher's positions are missing."""
+    # Words are the same for all seeds, as one student has one vocabulary.
+    U, of_words = V if one_tokenizer else U, np.random.default_rng(0)
+    student = draw_spellings(of_words, V)
+    teacher = student if one_tokenizer else draw_spellings(of_words, U)
     draw = np.random.default_rng(seed)
-    U = V if one_tokenizer else U
-    table, T, S = draw_spans(draw, spans, one_tokenizer)
-    student_ids = draw.integers(0, V, T).astype(np.int32)
-    teacher_ids = student_ids if one_tokenizer else draw.integers(0, U, S).astype(np.int32)
-    trained = draw.random(T - 1) < 0.9
-    positions = 1 + np.flatnonzero(draw.random(S - 1) < 0.9)
+    student_ids, teacher_ids, table = draw_text(draw, spans, student, teacher)
+    trained = draw.random(len(student_ids) - 1) < 0.9
+    positions = 1 + np.flatnonzero(draw.random(len(teacher_ids) - 1) < 0.9)
     logprobs = log_softmax(draw.normal(0, sharpness, (len(positions), U)))
     signal = signal_of(logprobs, positions, teacher_ids[positions], min(K, U))
     example = Example(student_ids, np.flatnonzero(trained).astype(np.int64), table, teacher_ids, signal)
@@ -187,6 +194,7 @@ def draw_case(
     return Case(
         example,
         projection,
+        partition_of(student, teacher, V, U),
         torch.randn(len(example.rows), H, dtype=torch.float64),
         torch.randn(V, H, dtype=torch.float64) / 3,
         torch.randn(V, dtype=torch.float64) / 3 if bias else None,
@@ -196,13 +204,14 @@ def draw_case(
 def case_of_one_model(seed: int, *, K: int, spans: int = 6, one_to_one: bool = False, V: int = 23, H: int = 5) -> Case:
     """A document on which student and teacher are one model: what the teacher said is what the student says."""
     draw = np.random.default_rng(seed)
-    table, T, _ = draw_spans(draw, spans, one_to_one)
-    sizes = table[:, 1] - table[:, 0]
+    sizes = np.ones(spans, np.int64) if one_to_one else draw.integers(1, 4, spans)
     edges = 1 + np.concatenate([[0], np.cumsum(sizes)])
     table = np.stack([edges[:-1], edges[1:], edges[:-1], edges[1:]], 1).astype(np.int32)
-    ids = draw.integers(0, V, T).astype(np.int32)
+    T = int(edges[-1])
+    spellings = draw_spellings(draw, V)
+    ids = draw.integers(0, len(spellings), T).astype(np.int32)
     states, weight = torch.from_numpy(draw.normal(size=(T - 1, H))), torch.from_numpy(draw.normal(size=(V, H)))
     positions = np.arange(1, T)
     signal = signal_of(torch.log_softmax(states @ weight.T, 1).numpy(), positions, ids[positions], K)
     example = Example(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal)
-    return Case(example, Projection.identity(V), states, weight)
+    return Case(example, Projection.identity(V), partition_of(spellings, spellings, V, V), states, weight)

@@ -13,6 +13,15 @@ LOSSES = {
     "forward-kl": "xtk.losses.forward_kl:ForwardKL",
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.p_kl:PKL",
+    "byte-kl": "xtk.losses.byte_kl:ByteKL",
 }
 
-__all__ = ["LOSSES", "LossSpecification", "parse_losses"]
+# What a loss compares on.
+GROUNDS = {
+    "text": "the student alone",
+    "tokens": "a teacher with the student's own tokenizer",
+    "projection": "a teacher with another tokenizer, through a projection",
+    "bytes": "a teacher with any tokenizer: what both say about the next bytes",
+}
+
+__all__ = ["GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.losses.cells import Cells, Example, Ranges, projected_cells, span_ranges
+from xtk.losses.cells import Cells, Example, Ground, Ranges, projected_cells, span_ranges
 from xtk.projection.projection import Columns
 
 
@@ -12,13 +12,12 @@ class BoundaryKL:
     `A` is the teacher's support at the boundary and the realised token.
     """
 
-    needs_teacher = True
-    same_tokenizer = False
+    ground = "projection"
     item = "common boundaries"
 
-    def cells(self, example: Example, columns: Columns | None) -> Cells:
+    def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a span: its first distributions on both sides."""
-        assert columns is not None
+        assert isinstance(ground, Columns)
         spans = span_ranges(example)
         first = Ranges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
-        return projected_cells(example, first, columns)
+        return projected_cells(example, first, ground)

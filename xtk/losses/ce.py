@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from xtk.losses.cells import Cells, Example
-from xtk.projection.projection import Columns
+from xtk.losses.cells import Cells, Example, Ground
 
 
 class CrossEntropy:
@@ -14,11 +13,10 @@ class CrossEntropy:
     One cell a token, which holds all of the data's probability.
     """
 
-    needs_teacher = False
-    same_tokenizer = False
+    ground = "text"
     item = "student tokens"
 
-    def cells(self, example: Example, columns: Columns | None) -> Cells:
+    def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a trained token."""
         size = len(example.rows)
         return Cells(

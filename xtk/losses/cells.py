@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.projection.next_bytes import NextBytes
 from xtk.projection.projection import Columns
 from xtk.tokens.signal import Signal
+
+# What a loss needs beside an example: W by teacher token, or the partition of both vocabularies, or nothing.
+Ground = Columns | NextBytes | None
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,31 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 
 
 @dataclass(frozen=True)
+class Alternatives:
+    """What else the row before could have meant by the bytes that are spelled since.
+
+    The tokens of an item that begin with these bytes are in groups: those that end where the item stands, those that
+    go on into none of its cells, then those that go on into each of its cells. Groups of all items follow each
+    other, a group is some runs of the student's vocabulary in the order of its bytes, and it may be empty.
+
+    Attributes:
+        rows: int32 [C], the row of the student's logits that they are read from; -1: there are none to weigh.
+        inside: bool [C], the item stands inside of a token of the student: no row predicts what comes next there.
+        order: int32 [n], the student's tokens in the order of their bytes.
+        run_offsets: int64 [2 C + cells + 1], the runs of each group.
+        firsts: int32 [runs], in that order.
+        stops: int32 [runs].
+    """
+
+    rows: NDArray[np.int32]
+    inside: NDArray[np.bool_]
+    order: NDArray[np.int32]
+    run_offsets: NDArray[np.int64]
+    firsts: NDArray[np.int32]
+    stops: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
 class Cells:
     """The cells of one loss over one or more documents: items, their cells, the cells' entries.
 
@@ -88,6 +117,8 @@ class Cells:
         rows: int32 [entries], row of the student's logits. Items come in the order of their rows.
         tokens: int32 [entries], student token.
         log_weights: float32 [entries].
+        item_rows: int32 [C], the row of each item, rising; None: that of its first entry.
+        alternatives: what the rows before say, for losses that look back; None: nothing.
     """
 
     cell_offsets: NDArray[np.int64]
@@ -96,6 +127,8 @@ class Cells:
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     log_weights: NDArray[np.float32]
+    item_rows: NDArray[np.int32] | None = None
+    alternatives: Alternatives | None = None
 
     @property
     def items(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.losses.cells import Cells, Example, projected_cells, span_ranges
+from xtk.losses.cells import Cells, Example, Ground, projected_cells, span_ranges
 from xtk.projection.projection import Columns
 
 
@@ -13,11 +13,10 @@ class ForwardKL:
     the support holds the whole vocabulary.
     """
 
-    needs_teacher = True
-    same_tokenizer = True
+    ground = "tokens"
     item = "tokens"
 
-    def cells(self, example: Example, columns: Columns | None) -> Cells:
-        """Return one item a token; `columns` is the identity."""
-        assert columns is not None
-        return projected_cells(example, span_ranges(example), columns)
+    def cells(self, example: Example, ground: Ground) -> Cells:
+        """Return one item a token; `ground` is the identity."""
+        assert isinstance(ground, Columns)
+        return projected_cells(example, span_ranges(example), ground)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from xtk.losses import kernels
+from xtk.losses.alternatives import PartOfRuns, RunsOfTerm
 from xtk.losses.cells import Cells
 from xtk.models.head import Head, LogitsOfRows
 
@@ -39,10 +40,11 @@ class Term:
 
     Attributes:
         first_rows: [C], the first row of each item, rising.
-        row_counts: [C], how many rows are averaged; 0 for an item without cells.
+        row_counts: [C], how many rows are averaged; 0 for an item without cells, or inside of a token.
         rest_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
         averaged: float32 [entries], over how many rows the item of an entry is averaged.
         scale: what each item is multiplied with: the weight over the global count of items.
+        runs: what the row before each item says, for losses that look back; None: nothing.
     """
 
     cell_offsets: Tensor
@@ -57,6 +59,7 @@ class Term:
     log_weights: Tensor
     averaged: Tensor
     scale: float
+    runs: RunsOfTerm | None = None
 
     @property
     def items(self) -> int:
@@ -67,20 +70,26 @@ class Term:
         """Return the same on a device, with the scale that is known by then."""
         names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
-        return dataclasses.replace(self, **moved, scale=scale)
+        runs = None if self.runs is None else self.runs.to(device)
+        return dataclasses.replace(self, **moved, runs=runs, scale=scale)
 
     @classmethod
     def of(cls, cells: Cells) -> Term:
         """Work out the structure of cells, on the CPU."""
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
-        # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
-        rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
-        first_rows = rows[np.minimum(firsts, len(rows) - 1)].astype(np.int64)
-        counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
+        has_cells = np.diff(cells.cell_offsets) > 0
+        if cells.alternatives is None or cells.item_rows is None:
+            # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
+            rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
+            first_rows = rows[np.minimum(firsts, len(rows) - 1)].astype(np.int64)
+            counts = np.where(has_cells, rows[stops - 1] - first_rows + 1, 0)
+        else:
+            first_rows = cells.item_rows.astype(np.int64)
+            counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
         items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
         rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
-        rests = np.where((rests > SMALLEST_REST) & (counts > 0), rests, 0)
+        rests = np.where((rests > SMALLEST_REST) & has_cells, rests, 0)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
             entry_offsets=torch.from_numpy(cells.entry_offsets),
@@ -96,6 +105,7 @@ class Term:
             log_weights=torch.from_numpy(cells.log_weights),
             averaged=torch.from_numpy(np.repeat(counts.astype(np.float32), stops - firsts)),
             scale=1.0,
+            runs=None if cells.alternatives is None else RunsOfTerm.of(cells.alternatives),
         )
 
 
@@ -132,8 +142,10 @@ class FusedLoss(torch.autograd.Function):
         with_gradient = any(ctx.needs_input_grad[:3])
         compute = _compute_dtype(states, weight)
         matrix = None if weight is None else weight.detach().to(compute)
-        starts = chunk_starts(len(states), chunk, terms)
-        longest = max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
+        # Who looks back needs the last row of the chunk before: it is computed twice, and adds to its gradient twice.
+        again = int(any(term.runs is not None for term in terms))
+        starts = chunk_starts(len(states), max(1, chunk - again), terms)
+        longest = again + max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
         logits_of = LogitsOfRows(Head(matrix, bias), states, longest, compute)
         wide = torch.float64 if compute == torch.float64 else torch.float32
         d_states = torch.zeros_like(states, dtype=wide if matrix is None else compute) if with_gradient else None
@@ -141,18 +153,19 @@ class FusedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide) if with_gradient and bias is not None else None
         sums = torch.zeros(len(terms), dtype=wide, device=states.device)
         for start, stop in itertools.pairwise(starts):
-            rows = states[start:stop].detach().to(compute)
+            base = max(0, start - again)
+            rows = states[base:stop].detach().to(compute)
             logits = logits_of(rows)
-            parts = [_slice(term, start, stop, logits) for term in terms]
+            parts = [_slice(term, start, stop, base, logits) for term in terms]
             values, d_logits = _chunk_loss(logits, parts, with_gradient)
             sums += values
             if d_states is None or d_logits is None:
                 continue
             if matrix is None:
-                d_states[start:stop] = d_logits
+                d_states[base:stop] += d_logits
                 continue
             small = d_logits.to(compute)
-            torch.mm(small, matrix, out=d_states[start:stop])
+            d_states[base:stop].addmm_(small, matrix)
             if d_weight is not None:
                 if compute == wide:
                     d_weight.addmm_(small.T, rows)
@@ -229,9 +242,11 @@ class _Part:
     rest_items: Tensor
     rest_log_shares: Tensor
     scale: float
+    runs: PartOfRuns | None
 
 
-def _slice(term: Term, start: int, stop: int, logits: Tensor) -> _Part:
+def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Part:
+    """Cut out the items of rows `[start, stop)`, for logits whose first row is `base`."""
     low, high = torch.searchsorted(term.first_rows, torch.tensor([start, stop])).tolist()
     cell_offsets = term.cell_offsets[low : high + 1]
     cells = slice(int(cell_offsets[0]), int(cell_offsets[-1]))
@@ -241,7 +256,7 @@ def _slice(term: Term, start: int, stop: int, logits: Tensor) -> _Part:
     counts = term.row_counts[low:high][has_rest]
     rest_items = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    device, rows = term.rows.device, term.rows[entries].long() - start
+    device, rows = term.rows.device, term.rows[entries].long() - base
     log_weights = term.log_weights[entries].to(logits.dtype)
     return _Part(
         entry_cells=term.entry_cells[entries] - cells.start,
@@ -251,10 +266,13 @@ def _slice(term: Term, start: int, stop: int, logits: Tensor) -> _Part:
         log_weights=log_weights,
         weights=log_weights.exp().mul_(term.averaged[entries]),
         rest_probs=term.rest_probs[low:high][has_rest].to(device),
-        rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - start).to(device),
+        rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
         rest_items=rest_items.to(device),
         rest_log_shares=-counts[rest_items].to(logits.dtype).log().to(device),
         scale=term.scale,
+        runs=None
+        if term.runs is None
+        else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
     )
 
 
@@ -262,6 +280,7 @@ def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tupl
     """Return each term's sum [terms] and, in the memory of the logits, the gradient of the scaled total."""
     flat = logits.view(-1)
     entries = [flat.take(part.places) for part in parts]
+    before = [None if part.runs is None else flat.take(part.runs.places) for part in parts]
     highest = logits.amax(1, keepdim=True)
     exponentials = logits.sub_(highest).exp_()
     normaliser = exponentials.sum(1)
@@ -271,29 +290,40 @@ def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tupl
     removed = with_rest[-1] if with_rest else None  # its entries are taken out of the exponentials, to be spread
     covered = [flat.take(part.places).mul_(part.weights) if len(part.rest_rows) else None for part in parts]
     left = [_left_over(exponentials, part, own, part is not removed) for part, own in zip(parts, covered, strict=True)]
-    values, d_entries, d_rests = [], [], []
-    for part, logits_of_entries, own in zip(parts, entries, left, strict=True):
+    values, d_entries, d_rests, d_before = [], [], [], []
+    for part, logits_of_entries, logits_before, own in zip(parts, entries, before, left, strict=True):
         cells = _LogSums(
             logits_of_entries - log_total[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs)
         )
         log_rests = own.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
         rests = _LogSums(log_rests, part.rest_items, len(part.rest_probs))
+        sums = [cells, rests]
+        if part.runs is not None and logits_before is not None:
+            of_rows = logits_before - log_total[part.runs.rows]
+            sums.append(_LogSums(of_rows, part.runs.groups, len(part.runs.group_items)))
         with torch.enable_grad():
-            leaves = [side.log_sums.requires_grad_(with_gradient) for side in (cells, rests)]
-            value = divergence(part.teacher_probs, leaves[0], part.rest_probs, leaves[1])
+            leaves = [side.log_sums.requires_grad_(with_gradient) for side in sums]
+            said = leaves[:2] if part.runs is None else part.runs.next_cells(*leaves)
+            value = divergence(part.teacher_probs, said[0], part.rest_probs, said[1])
             scaled = value * part.scale
         values.append(value.detach())
         if with_gradient:
-            d_cells, d_items = torch.autograd.grad(scaled, leaves)
-            d_entries.append(cells.gradient(d_cells))
-            d_rests.append(rests.gradient(d_items))
+            gradients = torch.autograd.grad(scaled, leaves)
+            one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, gradients, strict=True))
+            d_entries.append(one)
+            d_rests.append(other)
+            d_before += [(part.runs, gradient) for gradient in more if part.runs is not None]
     if not with_gradient:
         return torch.stack(values), None
-    of_rows = logits.new_zeros(len(logits))
+    in_all = logits.new_zeros(len(logits))
     for part, one, other in zip(parts, d_entries, d_rests, strict=True):
-        _add_at(of_rows, part.rows, one)
-        _add_at(of_rows, part.rest_rows, other)
-    _spread(exponentials, -of_rows / normaliser, parts, removed, covered, left, d_entries, d_rests)
+        _add_at(in_all, part.rows, one)
+        _add_at(in_all, part.rest_rows, other)
+    for runs, gradient in d_before:
+        _add_at(in_all, runs.rows, gradient)
+    _spread(exponentials, -in_all / normaliser, parts, removed, covered, left, d_entries, d_rests)
+    for runs, gradient in d_before:
+        _add_at(exponentials.view(-1), runs.places, gradient)
     return torch.stack(values), exponentials
 
 
@@ -375,10 +405,10 @@ def divergence(teacher_probs: Tensor, student_logprobs: Tensor, rest_probs: Tens
 
 
 class _LogSums:
-    """Log-sum-exp of values in groups, none of which is empty, and its gradient.
+    """Log-sum-exp of values in groups, and its gradient.
 
     Attributes:
-        log_sums: [groups].
+        log_sums: [groups]; -inf of an empty one.
     """
 
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:

@@ -87,10 +87,10 @@ def log_sums(values: NDArray[np.float32], groups: NDArray[np.int64], count: int)
 
     Args:
         values: [n]; of one group they follow each other.
-        groups: int64 [n], rising; no group is left out.
-        count: of groups.
+        groups: int64 [n], rising.
+        count: of groups; an empty one has -inf.
     """
-    result = np.empty(count, values.dtype)
+    result = np.full(count, -np.inf, values.dtype)
     start = 0
     while start < len(values):
         group, stop = groups[start], start

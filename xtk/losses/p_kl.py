@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xtk.losses.cells import Cells, Example, projected_cells, span_ranges
+from xtk.losses.cells import Cells, Example, Ground, projected_cells, span_ranges
 from xtk.projection.projection import Columns
 
 
@@ -15,11 +15,10 @@ class PKL:
     geometrically and drops what is not in `A`, so that it is not zero for equal models.
     """
 
-    needs_teacher = True
-    same_tokenizer = False
+    ground = "projection"
     item = "spans"
 
-    def cells(self, example: Example, columns: Columns | None) -> Cells:
+    def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a span."""
-        assert columns is not None
-        return projected_cells(example, span_ranges(example), columns)
+        assert isinstance(ground, Columns)
+        return projected_cells(example, span_ranges(example), ground)

@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.losses.cells import Cells, Example, join_examples
+from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term
-from xtk.projection.projection import Columns
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence as TokenSequence
@@ -25,11 +24,10 @@ from xtk.tokens.tokenizer import Tokenizer
 class Loss(Protocol):
     """One line of the table of losses."""
 
-    needs_teacher: bool
-    same_tokenizer: bool
+    ground: str
     item: str
 
-    def cells(self, example: Example, columns: Columns | None) -> Cells:
+    def cells(self, example: Example, ground: Ground) -> Cells:
         """Cut one document into cells."""
 
 
@@ -119,7 +117,7 @@ class BatchMaker:
         source: the documents.
         tokenizer: the student's.
         losses: whose cells are wanted.
-        columns: W by teacher token, for each loss.
+        grounds: what each loss compares on: W by teacher token, the partition of both vocabularies, or nothing.
         limit: tokens that the student reads; longer documents are cut there.
     """
 
@@ -128,10 +126,10 @@ class BatchMaker:
         source: Source,
         tokenizer: Tokenizer,
         losses: Sequence[Loss],
-        columns: Sequence[Columns | None],
+        grounds: Sequence[Ground],
         limit: int | None,
     ) -> None:
-        self._source, self._tokenizer, self._losses, self._columns = source, tokenizer, losses, columns
+        self._source, self._tokenizer, self._losses, self._grounds = source, tokenizer, losses, grounds
         self._limit = limit
 
     def make(self, numbers: Sequence[int], draw: int = 0) -> MicroBatch:
@@ -159,7 +157,7 @@ class BatchMaker:
                 [*(example.rows + at * longest for at, example in enumerate(examples)), np.zeros(0, np.int64)]
             ),
             terms=tuple(
-                Term.of(loss.cells(joined, columns)) for loss, columns in zip(self._losses, self._columns, strict=True)
+                Term.of(loss.cells(joined, ground)) for loss, ground in zip(self._losses, self._grounds, strict=True)
             ),
             tokens=sum(len(student) for student in students),
             unaligned=len(joined.rows) - int((joined.spans[:, 1] - joined.spans[:, 0]).sum()),

@@ -22,8 +22,10 @@ from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
+from xtk.losses.cells import Ground
 from xtk.projection.build import identity
-from xtk.projection.projection import SIDE, Columns, Projection, named
+from xtk.projection.next_bytes import next_bytes
+from xtk.projection.projection import SIDE, Projection, named
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
@@ -41,14 +43,14 @@ class Inputs:
     Attributes:
         source: documents, with the teacher's word on them.
         tokenizer: the student's.
-        columns: W by teacher token, for each loss of the recipe.
+        grounds: what each loss of the recipe compares on.
         losses: the losses of the recipe.
         identity: names what the inputs are: fingerprints.
     """
 
     source: Source
     tokenizer: Tokenizer
-    columns: tuple[Columns | None, ...]
+    grounds: tuple[Ground, ...]
     losses: tuple[Loss, ...]
     identity: dict[str, Any]
 
@@ -73,7 +75,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
-    if not any(loss.needs_teacher for loss in losses) and not is_cache(places.cache):
+    if all(loss.ground == "text" for loss in losses) and not is_cache(places.cache):
         documents = list(Corpus([places.cache], places.columns))
         fingerprint = Fingerprint()
         for document in documents:
@@ -85,11 +87,11 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     if places.projection is not None:
         projection = read_projection(places.projection)
         _check_pair(places, tokenizer, cache, projection)
-    elif any(loss.needs_teacher and not loss.same_tokenizer for loss in losses):
+    elif any(loss.ground == "projection" for loss in losses):
         projection = projection_for(tokenizer, cache.teacher, METHOD)
     width = int(cache.header["teacher"]["width"])
-    columns = tuple(
-        _columns(loss.name, rule, places, tokenizer, cache, projection, width)
+    grounds = tuple(
+        _ground(loss.name, rule, places, tokenizer, cache, projection, width)
         for loss, rule in zip(recipe.losses, losses, strict=True)
     )
     inputs = {
@@ -97,7 +99,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         "cache": sha256(canonical_json(cache.manifest)),
         "projection": None if projection is None else _fingerprint(projection),
     }
-    return Inputs(CacheSource(cache), tokenizer, columns, losses, inputs)
+    return Inputs(CacheSource(cache), tokenizer, grounds, losses, inputs)
 
 
 def _fingerprint(projection: Projection) -> str:
@@ -128,7 +130,7 @@ def _short(side: dict[str, Any]) -> str:
     return f"{str(side['tokenizer'])[:15]} ({side['name']})"
 
 
-def _columns(
+def _ground(
     name: str,
     rule: Loss,
     places: Places,
@@ -136,16 +138,18 @@ def _columns(
     cache: TeacherCache,
     projection: Projection | None,
     width: int,
-) -> Columns | None:
-    if not rule.needs_teacher:
+) -> Ground:
+    if rule.ground == "text":
         return None
-    if rule.same_tokenizer:
+    if rule.ground == "bytes":
+        return next_bytes(tokenizer, cache.teacher)
+    if rule.ground == "tokens":
         if cache.header["teacher"]["tokenizer"] != tokenizer.fingerprint:
             raise Mismatch(
                 f"the loss {name} is for a teacher with the student's own tokenizer",
                 where=f"{places.student} has {tokenizer.fingerprint[:15]}; "
                 f"the cache {places.cache} is from {_short(cache.header['teacher'])}",
-                hint="--loss p-kl or --loss boundary-kl, with --projection",
+                hint="--loss byte-kl, p-kl or boundary-kl",
             )
         return Projection.identity(len(tokenizer)).columns.widened(width)
     assert projection is not None
@@ -216,7 +220,7 @@ def distill(
             accelerator=accelerator,
             cut=Cut(model),
             tokenizer=inputs.tokenizer,
-            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, limit),
+            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.grounds, limit),
             order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
             recipe=recipe,
             reporting=reporting,

@@ -1,0 +1,134 @@
+"""Bayes' rule on the bytes that are spelled: what a student says comes next, given what else it could have meant."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xtk.losses.cells import Alternatives
+
+
+@dataclass(frozen=True)
+class RunsOfTerm:
+    """`Alternatives` of one term: their structure on the CPU, their numbers on a device."""
+
+    rows: Tensor
+    inside: Tensor
+    run_offsets: Tensor
+    order: Tensor
+    firsts: Tensor
+    stops: Tensor
+
+    @classmethod
+    def of(cls, alternatives: Alternatives) -> RunsOfTerm:
+        """Take the arrays as they are."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(*(torch.from_numpy(getattr(alternatives, name)) for name in names))
+
+    def to(self, device: torch.device) -> RunsOfTerm:
+        """Return the same on a device."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("order", "firsts", "stops")}
+        return dataclasses.replace(self, **moved)
+
+    def part(self, items: slice, cell_offsets: Tensor, base: int, width: int, rests: Tensor) -> PartOfRuns:
+        """Write out the runs of some items.
+
+        Args:
+            items: which.
+            cell_offsets: [items + 1], their cells.
+            base: the row of the logits that comes first in the chunk.
+            width: V.
+            rests: [R], those of them that have an other cell, counted among them.
+        """
+        device, count = self.order.device, items.stop - items.start
+        cells = torch.diff(cell_offsets)
+        first_group = cell_offsets[0] + 2 * items.start
+        groups = self.run_offsets[first_group : cell_offsets[-1] + 2 * items.stop + 1]
+        runs = slice(int(groups[0]), int(groups[-1]))
+        firsts, sizes = self.firsts[runs].long(), (self.stops[runs] - self.firsts[runs]).long()
+        group_items = torch.arange(count).repeat_interleave(cells + 2)
+        ended = cell_offsets[:-1] - cell_offsets[0] + 2 * torch.arange(count)
+        run_groups = torch.arange(len(groups) - 1).repeat_interleave(torch.diff(groups)).to(device)
+        tokens = self.order[_stretched(firsts, sizes)]
+        of_groups = run_groups.repeat_interleave(sizes)
+        rows = (self.rows[items] - base).long()[group_items].to(device)[of_groups]
+        is_cell = torch.ones(len(group_items), dtype=torch.bool)
+        is_cell[ended] = is_cell[ended + 1] = False
+        assumed = torch.zeros_like(is_cell)
+        assumed[ended[self.rows[items] < 0]] = True
+        return PartOfRuns(
+            places=rows * width + tokens,
+            rows=rows,
+            groups=of_groups,
+            group_items=group_items.to(device),
+            ended=ended.to(device),
+            cell_groups=is_cell.nonzero()[:, 0].to(device),
+            assumed=assumed.to(device),
+            inside=self.inside[items][rests].to(device),
+            rests=rests.to(device),
+        )
+
+
+def _stretched(firsts: Tensor, sizes: Tensor) -> Tensor:
+    """Return `firsts[0], firsts[0] + 1, ...`, as many as its size, then those of the next."""
+    before = sizes.cumsum(0) - sizes
+    shifts = (firsts - before).repeat_interleave(sizes)
+    return torch.arange(len(shifts), device=sizes.device) + shifts
+
+
+@dataclass
+class PartOfRuns:
+    """The alternatives of the items of one chunk; items, groups, cells and rows are counted from 0.
+
+    Attributes:
+        places: [E], flat indices into the chunk's logits.
+        rows: [E], of the chunk.
+        groups: [E], rising; a group may be empty.
+        group_items: [G], the item of each group.
+        ended: [items], the group of the tokens that end where the item stands. The next one is of those that go on into
+            no cell, then come those of the item's cells.
+        cell_groups: [cells], the group of each cell.
+        assumed: bool [G], groups that are certain: of what ended, where nobody looks back.
+        rests: [R], the items that have an other cell.
+        inside: bool [R], whether they stand inside of a token of the student.
+    """
+
+    places: Tensor
+    rows: Tensor
+    groups: Tensor
+    group_items: Tensor
+    ended: Tensor
+    cell_groups: Tensor
+    assumed: Tensor
+    rests: Tensor
+    inside: Tensor
+
+    def next_cells(self, here: Tensor, rests: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Weigh what is predicted here with what the alternatives leave.
+
+        Args:
+            here: [cells], log-probabilities in the rows that predict what comes next; -inf where there is none.
+            rests: [R], the same of what is left over there.
+            groups: [G], log-probabilities of the alternatives.
+
+        Returns:
+            [cells] and [R], log-probabilities of the cells and of the other cells.
+        """
+        groups = groups.masked_fill(self.assumed, 0.0)
+        total = _log_sums(groups, self.group_items, len(self.ended))
+        ended, of_cells = groups[self.ended], self.group_items[self.cell_groups]
+        cells = torch.logaddexp(ended[of_cells] + here, groups[self.cell_groups]) - total[of_cells]
+        # Of what ended inside of a token it is not known what comes next: all of it is in the other cell.
+        rests = rests.masked_fill(self.inside, 0.0)
+        further = groups[self.ended[self.rests] + 1]
+        return cells, torch.logaddexp(ended[self.rests] + rests, further) - total[self.rests]
+
+
+def _log_sums(values: Tensor, groups: Tensor, count: int) -> Tensor:
+    """Return the log-sum-exp of values in groups, in each of which one value is finite, with a gradient."""
+    highest = values.detach().new_full((count,), -torch.inf).scatter_reduce_(0, groups, values.detach(), "amax")
+    sums = values.new_zeros(count).scatter_add(0, groups, (values - highest[groups]).exp())
+    return sums.log() + highest

@@ -1,0 +1,476 @@
+"""The loops of byte-kl over spans, supports and vocabularies, compiled by numba, without the GIL.
+
+Their slow, readable twin is in the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.projection.next_bytes import Side
+
+NONE = -1
+# What rounding leaves of a whole distribution is no tail.
+SMALLEST_TAIL = 1e-6
+
+
+class Path(NamedTuple):
+    """The tokens of one side, and where its distributions are.
+
+    Attributes:
+        ids: int32 [T].
+        said: int64 [T], the row, or the index into the signal, of the distribution that predicts a token; NONE.
+    """
+
+    ids: NDArray[np.int32]
+    said: NDArray[np.int64]
+
+
+class Said(NamedTuple):
+    """What the teacher said, as in a signal: `ids`, `logprobs` of each position, and the mass of the rest."""
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    tail_mass: NDArray[np.float32]
+
+
+# The columns of an item. `HERE` is the distribution of what comes next, NONE inside of a token. `PAST` is that of the
+# last boundary before, NONE where nobody looks back, `TOKEN` what stands there, `CUT` how many of its bytes lie before.
+HERE, PAST, TOKEN, CUT = range(4)
+STUDENT, TEACHER = 0, 4
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _rank(side: Side, token: int) -> int:
+    """Return where a token stands in the order of bytes; NONE for one that spells nothing, or that there is not."""
+    return side.ranks[token] if token < len(side.ranks) else NONE
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _length(side: Side, token: int) -> int:
+    """Return how many bytes a token spells."""
+    rank = _rank(side, token)
+    return side.starts[rank + 1] - side.starts[rank] if rank >= 0 else 0
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _cell(side: Side, token: int) -> int:
+    """Return the cell of a token."""
+    return side.token_cells[token] if token < len(side.token_cells) else NONE
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _spell_alike(student: Side, teacher: Side, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> bool:
+    """Say whether two runs of tokens spell the same bytes, each token some, or are two tokens that spell none."""
+    at, byte, left = -1, 0, 0  # of the student: token, place in the pool, bytes left
+    for token in teacher_ids:
+        size = _length(teacher, token)
+        if size == 0:
+            return len(teacher_ids) == 1 and len(student_ids) == 1 and _length(student, student_ids[0]) == 0
+        start = teacher.starts[teacher.ranks[token]]
+        for other in range(start, start + size):
+            if left == 0:
+                at += 1
+                if at == len(student_ids):
+                    return False
+                left = _length(student, student_ids[at])
+                if left == 0:
+                    return False
+                byte = student.starts[student.ranks[student_ids[at]]]
+            if student.pool[byte] != teacher.pool[other]:
+                return False
+            byte += 1
+            left -= 1
+    return left == 0 and at == len(student_ids) - 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def find_items(
+    student: Side, teacher: Side, student_path: Path, teacher_path: Path, spans: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """Return the byte offsets at which the sides are compared, in their order: the boundaries of either side.
+
+    Args:
+        student: the student's vocabulary.
+        teacher: the teacher's.
+        student_path: the student's tokens.
+        teacher_path: the teacher's.
+        spans: int32 [C, 4].
+
+    Returns:
+        int64 [I, 8], the columns above for the student, then for the teacher.
+    """
+    most = 0
+    for span in range(len(spans)):
+        most += spans[span, 1] - spans[span, 0] + spans[span, 3] - spans[span, 2]
+    items = np.empty((most, 8), np.int64)
+    count = 0
+    for span in range(len(spans)):
+        s, s_stop, t, t_stop = spans[span]
+        alike = _spell_alike(student, teacher, student_path.ids[s:s_stop], teacher_path.ids[t:t_stop])
+        first = _cell(student, student_path.ids[s])
+        if alike or (first != NONE and first == _cell(teacher, teacher_path.ids[t])):
+            count += _add_item(student, teacher, student_path, teacher_path, s, 0, t, 0, items[count])
+        s_left, t_left = _length(student, student_path.ids[s]), _length(teacher, teacher_path.ids[t])
+        s_cut = t_cut = 0
+        while alike:
+            step = min(s_left, t_left)
+            s_cut, s_left, t_cut, t_left = s_cut + step, s_left - step, t_cut + step, t_left - step
+            if s_left == 0:
+                s, s_cut = s + 1, 0
+            if t_left == 0:
+                t, t_cut = t + 1, 0
+            if s >= s_stop or t >= t_stop:
+                break
+            s_left = _length(student, student_path.ids[s]) - s_cut
+            t_left = _length(teacher, teacher_path.ids[t]) - t_cut
+            count += _add_item(student, teacher, student_path, teacher_path, s, s_cut, t, t_cut, items[count])
+    return items[:count]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _add_item(
+    student: Side,
+    teacher: Side,
+    student_path: Path,
+    teacher_path: Path,
+    s: int,
+    s_cut: int,
+    t: int,
+    t_cut: int,
+    item: NDArray[np.int64],
+) -> bool:
+    """Write an item where both sides know what they need, and say whether they do.
+
+    A side stands `cut` bytes inside of its token, 0 at its beginning.
+    """
+    _place(student, student_path, s, s_cut, item[STUDENT : STUDENT + 4])
+    _place(teacher, teacher_path, t, t_cut, item[TEACHER : TEACHER + 4])
+    if student_path.said[s] == NONE or teacher_path.said[t] == NONE:
+        return False
+    if item[STUDENT + PAST] == NONE or item[TEACHER + PAST] == NONE:
+        # Nobody looks back where one cannot, and inside of a token there is nothing else to look at.
+        item[STUDENT + PAST] = item[TEACHER + PAST] = NONE
+        return s_cut == 0 and t_cut == 0
+    return True
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _place(side: Side, path: Path, at: int, cut: int, place: NDArray[np.int64]) -> None:
+    """Write where one side stands."""
+    place[HERE] = NONE if cut else path.said[at]
+    before = at if cut else at - 1
+    place[TOKEN] = path.ids[before] if before >= 0 else NONE
+    place[CUT] = cut if cut or before < 0 else _length(side, path.ids[before])
+    place[PAST] = path.said[before] if before >= 0 and place[CUT] else NONE
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def beginning(side: Side, token: int, size: int) -> tuple[int, int, int]:
+    """Find the tokens that begin with the first `size` bytes of a token.
+
+    Returns:
+        `low, longer, high`: tokens `order[low:longer]` spell just these bytes, `order[longer:high]` go on.
+    """
+    rank = side.ranks[token]
+    start = side.starts[rank]
+    low, stop = 0, rank  # the first that does not come before these bytes
+    while low < stop:
+        middle = (low + stop) // 2
+        if _shares(side, middle, start, size):
+            stop = middle
+        else:
+            low = middle + 1
+    high, stop = rank + 1, len(side.order)  # the first after `rank` that begins otherwise
+    while high < stop:
+        middle = (high + stop) // 2
+        if _shares(side, middle, start, size):
+            high = middle + 1
+        else:
+            stop = middle
+    longer = low
+    while longer < high and side.starts[longer + 1] - side.starts[longer] == size:
+        longer += 1
+    return low, longer, high
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _shares(side: Side, rank: int, start: int, size: int) -> bool:
+    """Say whether the token at a rank begins with `size` bytes of the pool."""
+    at = side.starts[rank]
+    if side.starts[rank + 1] - at < size:
+        return False
+    for byte in range(size):  # noqa: SIM110, compiled
+        if side.pool[at + byte] != side.pool[start + byte]:
+            return False
+    return True
+
+
+class Marks(NamedTuple):
+    """Scratch memory for one item at a time. A mark holds where it names the item; nothing is ever cleared.
+
+    Attributes:
+        reached: int64 [cells], the item that has a cell.
+        slots: int64 [cells], which of the item's cells it is.
+        named: int64 [cells], the item for which the teacher's last boundary names a cell.
+        cells: int64 [cells], the item's cells, in the order in which the teacher names them.
+        probs: float64 [cells], the teacher's probability of each.
+        here: bool [cells], whether the teacher names each at the item itself.
+    """
+
+    reached: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    named: NDArray[np.int64]
+    cells: NDArray[np.int64]
+    probs: NDArray[np.float64]
+    here: NDArray[np.bool_]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _add_mass(marks: Marks, number: int, count: int, cell: int, mass: float, here: bool) -> int:
+    """Add the teacher's mass of a cell to an item; return how many cells it has now."""
+    if cell == NONE or mass <= 0:
+        return count
+    if marks.reached[cell] != number:
+        marks.reached[cell] = number
+        marks.slots[cell] = count
+        marks.cells[count] = cell
+        marks.probs[count] = 0.0
+        marks.here[count] = False
+        count += 1
+    marks.probs[marks.slots[cell]] += mass
+    marks.here[marks.slots[cell]] |= here
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int, marks: Marks) -> int:
+    """Write what the teacher says of the next bytes at one item; return the number of its cells."""
+    count = 0
+    weight = 1.0
+    if place[PAST] != NONE:
+        low, longer, high = beginning(side, place[TOKEN], place[CUT])
+        first, stop = said.offsets[place[PAST]], said.offsets[place[PAST] + 1]
+        highest = -np.inf  # the likeliest of what begins like it may be e^-1000
+        for slot in range(first, stop):
+            if low <= _rank(side, said.ids[slot]) < high:
+                highest = max(highest, said.logprobs[slot])
+        ended = runs_past = 0.0
+        for slot in range(first, stop):
+            rank = _rank(side, said.ids[slot])
+            if low <= rank < longer:
+                ended += np.exp(said.logprobs[slot] - highest)
+            elif longer <= rank < high:
+                runs_past += np.exp(said.logprobs[slot] - highest)
+        weight = ended / (ended + runs_past)
+        for slot in range(first, stop):
+            rank = _rank(side, said.ids[slot])
+            if longer <= rank < high:
+                cell = side.cells[side.starts[rank] + place[CUT]]
+                mass = np.exp(said.logprobs[slot] - highest) / (ended + runs_past)
+                count = _add_mass(marks, number, count, cell, mass, False)
+    if place[HERE] != NONE:
+        for slot in range(said.offsets[place[HERE]], said.offsets[place[HERE] + 1]):
+            mass = weight * np.exp(np.float64(said.logprobs[slot]))
+            count = _add_mass(marks, number, count, _cell(side, said.ids[slot]), mass, True)
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def name_cells(
+    side: Side, said: Said, place: NDArray[np.int64], since: int, own: int, number: int, named: NDArray[np.int64]
+) -> None:
+    """Mark the cells that the teacher's last boundary names, as tokens of either side are seen from `since` bytes on.
+
+    Args:
+        side: the teacher's vocabulary.
+        said: its signal.
+        place: where it stands.
+        since: the bytes of its token after which the student's token begins; 0 if that began at the same time.
+        own: the cell of the student's token, which is named in any case; NONE.
+        number: of the item.
+        named: [cells], marked with the number.
+    """
+    if own != NONE:
+        named[own] = number
+    low, high = 0, 0
+    if since:
+        _, low, high = beginning(side, place[TOKEN], since)
+    for slot in range(said.offsets[place[PAST]], said.offsets[place[PAST] + 1]):
+        token = said.ids[slot]
+        cell = NONE
+        if since == 0:
+            cell = _cell(side, token)
+        elif low <= _rank(side, token) < high:
+            cell = side.cells[side.starts[_rank(side, token)] + since]
+        if cell != NONE:
+            named[cell] = number
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_runs(
+    side: Side,
+    place: NDArray[np.int64],
+    since: int,
+    counted: NDArray[np.int64],
+    everything: bool,
+    number: int,
+    marks: Marks,
+    runs: NDArray[np.int32],
+) -> int:
+    """Cut the student's tokens that begin with the bytes that are spelled into runs of one group.
+
+    Groups are 0: they end here; 1: they go on into no cell of the item; 2 and more: into each of its cells.
+
+    Args:
+        side: the student's vocabulary.
+        place: where it stands.
+        since: the bytes of its token after which the teacher's begins; 0 if that began at the same time or before.
+        counted: [cells], marked with the number for cells whose tokens count.
+        everything: whether all tokens count.
+        number: of the item.
+        marks: its cells.
+        runs: int32 [., 3], written: group, first and stop, in the order of bytes.
+
+    Returns:
+        The number of runs.
+    """
+    low, longer, high = beginning(side, place[TOKEN], place[CUT])
+    own = side.ranks[place[TOKEN]]
+    count = 0
+    for rank in range(low, high):
+        start = side.starts[rank]
+        if not everything and rank != own:
+            cell = side.cells[start + since]
+            if cell == NONE or counted[cell] != number:
+                continue
+        group = 0
+        if rank >= longer:
+            cell = side.cells[start + place[CUT]]
+            group = 2 + marks.slots[cell] if cell != NONE and marks.reached[cell] == number else 1
+        if count and runs[count - 1, 0] == group and runs[count - 1, 2] == rank:
+            runs[count - 1, 2] = rank + 1
+        else:
+            runs[count, 0], runs[count, 1], runs[count, 2] = group, rank, rank + 1
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def sort_runs(
+    runs: NDArray[np.int32],
+    groups: int,
+    ends: NDArray[np.int64],
+    firsts: NDArray[np.int32],
+    stops: NDArray[np.int32],
+) -> None:
+    """Write runs group by group, each in its order, and where the runs of each group end."""
+    ends[:groups] = 0
+    for run in range(len(runs)):
+        ends[runs[run, 0]] += 1
+    for group in range(1, groups):
+        ends[group] += ends[group - 1]
+    for run in range(len(runs) - 1, -1, -1):
+        group = runs[run, 0]
+        ends[group] -= 1
+        firsts[ends[group]], stops[ends[group]] = runs[run, 1], runs[run, 2]
+    for run in range(len(runs)):
+        ends[runs[run, 0]] += 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _grown(values: NDArray[Any], size: int) -> NDArray[Any]:
+    """Return the same array, or a longer one with its beginning, so that `size` numbers fit."""
+    if size <= len(values):
+        return values
+    longer = np.empty(2 * size, values.dtype)
+    longer[: len(values)] = values
+    return longer
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def fill_byte_cells(
+    student: Side,
+    teacher: Side,
+    member_offsets: NDArray[np.int64],
+    members: NDArray[np.int32],
+    said: Said,
+    items: NDArray[np.int64],
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
+    """Make the cells of all items.
+
+    Returns:
+        cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `Cells`, of the rows that predict what comes
+        next; run_offsets, firsts, stops as in `Alternatives`, of the rows before.
+    """
+    cells_of_both = len(member_offsets) - 1
+    marks = Marks(
+        np.full(cells_of_both, NONE, np.int64),
+        np.empty(cells_of_both, np.int64),
+        np.full(cells_of_both, NONE, np.int64),
+        np.empty(cells_of_both, np.int64),
+        np.empty(cells_of_both, np.float64),
+        np.empty(cells_of_both, np.bool_),
+    )
+    runs, ends = np.empty((len(student.order) + 1, 3), np.int32), np.empty(cells_of_both + 2, np.int64)
+    cell_offsets = np.zeros(len(items) + 1, np.int64)
+    entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
+    probs, rows, tokens = np.empty(1024, np.float32), np.empty(1024, np.int32), np.empty(1024, np.int32)
+    firsts, stops = np.empty(1024, np.int32), np.empty(1024, np.int32)
+    cells = entries = groups = written = 0
+    for number in range(len(items)):
+        ours, theirs = items[number, STUDENT : STUDENT + 4], items[number, TEACHER : TEACHER + 4]
+        found = teacher_cells(teacher, said, theirs, number, marks)
+        count = 0
+        if ours[PAST] != NONE:
+            common = min(ours[CUT], theirs[CUT])
+            everything = said.tail_mass[theirs[PAST]] <= SMALLEST_TAIL
+            if not everything:
+                own = student.cells[student.starts[student.ranks[ours[TOKEN]]] + ours[CUT] - common]
+                name_cells(teacher, said, theirs, theirs[CUT] - common, own, number, marks.named)
+            count = group_runs(student, ours, ours[CUT] - common, marks.named, everything, number, marks, runs)
+        # What the teacher says nothing of at the item itself, though it has a tail there, is in the other cell.
+        all_here = theirs[HERE] == NONE or said.tail_mass[theirs[HERE]] <= SMALLEST_TAIL
+        run_offsets = _grown(run_offsets, groups + found + 3)
+        firsts, stops = _grown(firsts, written + count), _grown(stops, written + count)
+        entry_offsets, probs = _grown(entry_offsets, cells + found + 2), _grown(probs, cells + found)
+        sort_runs(runs[:count], found + 2, ends, firsts[written:], stops[written:])
+        run_offsets[groups + 1] = written + ends[0]
+        run_offsets[groups + 2] = written + ends[1]
+        groups += 2
+        for slot in range(found):
+            cell = marks.cells[slot]
+            before = entries
+            if ours[HERE] != NONE and (all_here or marks.here[slot]):
+                size = member_offsets[cell + 1] - member_offsets[cell]
+                rows, tokens = _grown(rows, entries + size), _grown(tokens, entries + size)
+                rows[entries : entries + size] = ours[HERE]
+                tokens[entries : entries + size] = members[member_offsets[cell] : member_offsets[cell + 1]]
+                entries += size
+            if entries == before and ends[slot + 2] == ends[slot + 1]:
+                continue  # nothing of the student lands here
+            probs[cells] = marks.probs[slot]
+            cells += 1
+            groups += 1
+            entry_offsets[cells] = entries
+            run_offsets[groups] = written + ends[slot + 2]
+        written += count
+        if ours[HERE] == NONE and ends[1] == 0:
+            # Nothing of the student can be in the other cell: it is compared within the cells.
+            probs[cell_offsets[number] : cells] /= probs[cell_offsets[number] : cells].sum()
+        cell_offsets[number + 1] = cells
+    return (
+        cell_offsets,
+        entry_offsets[: cells + 1],
+        probs[:cells],
+        rows[:entries],
+        tokens[:entries],
+        run_offsets[: groups + 1],
+        firsts[:written],
+        stops[:written],
+    )

@@ -1,0 +1,125 @@
+"""Both vocabularies in the order of their bytes; the cells of their tokens, and of what is left of one that is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.projection.methods.cells import partition
+from xtk.projection.pair import Pair
+from xtk.projection.special import ROLE, SpecialTokens, match_special_tokens
+from xtk.tokens.tokenizer import Tokenizer
+
+
+class Side(NamedTuple):
+    """One vocabulary in the order of its tokens' bytes: tokens that begin alike follow each other.
+
+    Attributes:
+        order: int32 [n], the tokens that spell something, by their bytes, equal ones by their ids.
+        ranks: int32 [V], where each token stands in that order; -1: it spells nothing.
+        pool: uint8, the bytes of all of them, in that order.
+        starts: int64 [n+1], those of token `order[i]` are `pool[starts[i]:starts[i + 1]]`.
+        token_cells: int32 [V], the cell of each token; -1: none.
+        cells: int32, as long as the pool: at `starts[i] + k` the cell of what is left of token `order[i]` behind its
+            first k bytes; -1: the other side cannot spell it.
+    """
+
+    order: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+    pool: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    token_cells: NDArray[np.int32]
+    cells: NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class NextBytes:
+    """The partition of two vocabularies, ready to be asked what comes after some bytes.
+
+    Attributes:
+        student: its vocabulary.
+        teacher: likewise.
+        member_offsets: int64 [cells + 1].
+        members: int32, the student's tokens of cell c are `members[member_offsets[c]:member_offsets[c + 1]]`.
+    """
+
+    student: Side
+    teacher: Side
+    member_offsets: NDArray[np.int64]
+    members: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, student: Side, teacher: Side) -> NextBytes:
+        """Put two sides of one partition together."""
+        count = 1 + max(
+            int(cells.max(initial=-1)) for side in (student, teacher) for cells in (side.token_cells, side.cells)
+        )
+        members = np.argsort(student.token_cells, kind="stable").astype(np.int32)
+        members = members[student.token_cells[members] >= 0]
+        sizes = np.bincount(student.token_cells[members], minlength=count)
+        return cls(student, teacher, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), members)
+
+
+def next_bytes(student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokens = ROLE) -> NextBytes:
+    """Sort both vocabularies, and find the cells of their tokens and of all that is left of a token when it is cut.
+
+    A piece of a token belongs to the cell of the first token with which the other side spells it.
+
+    Args:
+        student: whose tokens are looked for.
+        teacher: whose tokens are compared with them.
+        special_tokens: how special tokens are matched, as in build_projection.
+    """
+    pair = Pair(student, teacher)
+    student_cells, teacher_cells = partition(pair, *match_special_tokens(student, teacher, special_tokens))
+    return NextBytes.of(
+        _side(student, teacher, student_cells, teacher_cells), _side(teacher, student, teacher_cells, student_cells)
+    )
+
+
+def _side(own: Tokenizer, other: Tokenizer, own_cells: NDArray[np.int32], other_cells: NDArray[np.int32]) -> Side:
+    # A piece that is a token of either side has that token's cell already. The others are spelled.
+    table = {piece: int(own_cells[token]) for piece, token in own.vocabulary.token_of_bytes.items()}
+    table.update({piece: int(other_cells[token]) for piece, token in other.vocabulary.token_of_bytes.items()})
+
+    def cells_of(pieces: Sequence[bytes]) -> list[int]:
+        unknown = [piece for piece in dict.fromkeys(pieces) if piece not in table]
+        for piece, ids in zip(unknown, other.spell(unknown), strict=True):
+            table[piece] = -1 if ids is None else int(other_cells[ids[0]])
+        return list(map(table.__getitem__, pieces))
+
+    return side_of(own.vocabulary.spellings, own_cells, cells_of)
+
+
+def side_of(
+    spellings: Sequence[bytes], token_cells: NDArray[np.int32], cells_of: Callable[[Sequence[bytes]], Sequence[int]]
+) -> Side:
+    """Sort a vocabulary by its bytes.
+
+    Args:
+        spellings: what each token spells; nothing for control tokens. Ids above are padding.
+        token_cells: int32 [V].
+        cells_of: returns the cells of pieces of tokens, -1 for none.
+    """
+    order = sorted((token for token, spelling in enumerate(spellings) if spelling), key=spellings.__getitem__)
+    ordered = [spellings[token] for token in order]
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(spelling) for spelling in ordered])]).astype(
+        np.int64
+    )
+    ranks = np.full(len(token_cells), -1, np.int32)
+    ranks[order] = np.arange(len(order), dtype=np.int32)
+    pieces = [spelling[cut:] for spelling in ordered for cut in range(len(spelling))]
+    cells = np.array(cells_of(pieces), np.int32)
+    cells[starts[:-1]] = token_cells[order]
+    return Side(
+        order=np.array(order, np.int32),
+        ranks=ranks,
+        pool=np.frombuffer(b"".join(ordered), np.uint8),
+        starts=starts,
+        token_cells=token_cells,
+        cells=cells,
+    )
