@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from xtk.losses.cells import Example
+from xtk.losses.head import SMALLEST_REST
 from xtk.tokens.signal import Signal
 
-# What the kernel states: below this, in fp32, a rest is no rest.
-SMALLEST_REST = 1e-7
 # A tail that is no more than what rounding leaves of a whole distribution.
 SMALLEST_TAIL = 1e-6
 
@@ -29,7 +28,7 @@ def kl_with_other(teacher: list[float], student: list[Tensor]) -> Tensor:
             total = total + t * (math.log(t) - s.log())
     t_rest = 1 - sum(teacher)
     if t_rest > SMALLEST_REST:
-        s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(SMALLEST_REST)
+        s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(1e-12)
         total = total + t_rest * (math.log(t_rest) - s_rest.log())
     return total
 
@@ -42,11 +41,12 @@ def said_at(signal: Signal, at: int) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class Words:
-    """One side: what its tokens spell, and the cells of tokens and of pieces; -1: none."""
+    """One side: what its tokens spell, the cells of tokens and of pieces (-1: none), and which tokens can be at all."""
 
     spellings: list[bytes]
     cells: list[int]
     cell_of_piece: Callable[[bytes], int]
+    possible: Sequence[int] | None = None
 
     def left_of(self, token: int, cut: int) -> int:
         """The cell of what is left of a token behind its first bytes."""
@@ -175,7 +175,7 @@ def _at(
         if position not in row_of:
             return None
         probs = probs_NV[row_of[position]]
-        return {w: probs[w] for w in range(len(student.spellings))}
+        return {w: probs[w] for w in student.possible or range(len(student.spellings))}
 
     def teacher_says(position: int, beginning: bytes = b"") -> Mapping[int, Number] | None:
         if position not in index_of:

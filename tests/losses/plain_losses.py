@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,18 +49,36 @@ def plain_sum_of_cells(cells: Cells, probs_NV: Tensor) -> Tensor:
     """What a loss is, given its cells: explicit loops over items, cells, entries."""
     total = torch.zeros((), dtype=torch.float64)
     for item in range(cells.items):
-        teacher, student = [], []
-        for cell in range(cells.cell_offsets[item], cells.cell_offsets[item + 1]):
-            entries = range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
-            teacher.append(float(cells.teacher_probs[cell]))
-            student.append(
-                sum(
-                    (probs_NV[cells.rows[e], cells.tokens[e]] * math.exp(cells.log_weights[e]) for e in entries),
-                    torch.zeros((), dtype=torch.float64),
-                )
-            )
-        total = total + kl_with_other(teacher, student)
+        numbers = range(cells.cell_offsets[item], cells.cell_offsets[item + 1])
+        here = [_of_entries(cells, cell, probs_NV) for cell in numbers]
+        teacher = [float(cells.teacher_probs[cell]) for cell in numbers]
+        if len(numbers):
+            total = total + kl_with_other(teacher, _looking_back(cells, item, here, probs_NV))
     return total
+
+
+def _of_entries(cells: Cells, cell: int, probs_NV: Tensor) -> Tensor:
+    entries = range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
+    return sum(
+        (probs_NV[cells.rows[e], cells.tokens[e]] * math.exp(cells.log_weights[e]) for e in entries),
+        torch.zeros((), dtype=torch.float64),
+    )
+
+
+def _looking_back(cells: Cells, item: int, here: list[Tensor], probs_NV: Tensor) -> list[Tensor]:
+    """Bayes' rule on the bytes that are spelled, for losses that know it."""
+    back = cells.alternatives
+    if back is None or back.rows[item] < 0:
+        return here
+    probs = probs_NV[back.rows[item]]
+    first = cells.cell_offsets[item] + 2 * item
+    ended, further, *gone_on = (
+        sum((probs[back.order[back.firsts[run] : back.stops[run]]].sum() for run in range(*group)), torch.tensor(0.0))
+        for group in itertools.pairwise(back.run_offsets[first : first + len(here) + 3].tolist())
+    )
+    everything = ended + further + sum(gone_on)
+    assert not (back.inside[item] and sum(here) > 0)
+    return [(ended * one + other) / everything for one, other in zip(here, gone_on, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -454,15 +454,16 @@ def fill_byte_cells(
                 entries += size
             if entries == before and ends[slot + 2] == ends[slot + 1]:
                 continue  # nothing of the student lands here
-            probs[cells] = marks.probs[slot]
+            marks.probs[cells - cell_offsets[number]] = marks.probs[slot]  # not after its own place
             cells += 1
             groups += 1
             entry_offsets[cells] = entries
             run_offsets[groups] = written + ends[slot + 2]
         written += count
+        kept = marks.probs[: cells - cell_offsets[number]]
         if ours[HERE] == NONE and ends[1] == 0:
-            # Nothing of the student can be in the other cell: it is compared within the cells.
-            probs[cell_offsets[number] : cells] /= probs[cell_offsets[number] : cells].sum()
+            kept /= kept.sum()  # nothing of the student can be in the other cell: it is compared within the cells
+        probs[cell_offsets[number] : cells] = kept
         cell_offsets[number + 1] = cells
     return (
         cell_offsets,

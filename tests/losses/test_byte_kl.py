@@ -1,0 +1,272 @@
+"""byte-kl against a twin that enumerates bytes: by hand, and with the tokenizers that people have."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plain_byte_kl import Words, plain_byte_kl, plain_items
+from plain_losses import signal_of
+from tiny_words import draw_spellings, next_bytes_of, partition_of
+from torch import Tensor
+
+from xtk.losses.byte_kernels import beginning
+from xtk.losses.byte_kl import ByteKL
+from xtk.losses.cells import Cells, Example
+from xtk.losses.forward_kl import ForwardKL
+from xtk.losses.head import Term, fused_loss
+from xtk.projection.next_bytes import NextBytes, Side, next_bytes, side_of
+from xtk.projection.projection import Projection
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
+from xtk.tokens.signal import Signal
+from xtk.tokens.tokenizer import Tokenizer
+
+CPU = torch.device("cpu")
+
+
+def loss_of(cells: Cells, logits: Tensor, chunk: int = 3) -> tuple[float, Tensor]:
+    """The sum over items, and its gradient."""
+    leaf = logits.clone().requires_grad_()
+    total, _ = fused_loss(leaf, None, None, [Term.of(cells).to(CPU, 1.0)], chunk)
+    total.backward()
+    return float(total), leaf.grad
+
+
+# --- by hand: the example of docs/explanation/losses.md
+
+OURS, THEIRS = [b"", b"2", b"0", b"7", b"20"], [b"", b"2", b"0", b"7"]
+TEACHER = [[0.0, 0.8, 0.1, 0.1], [0.0, 0.05, 0.75, 0.2]]
+STUDENT = [[0.0, 0.1, 0.1, 0.2, 0.6], [0.0, 0.05, 0.05, 0.9, 0.0]]
+
+
+def by_hand(student_ids: list[int]) -> list[float]:
+    """The divergences at the offsets of "20" or "27", that the teacher reads as two digits."""
+    words = partition_of(OURS, THEIRS, 5, 4)
+    size = len(student_ids)
+    theirs = np.array([0, 1, 2 if student_ids[-1] == 4 else 3], np.int32)
+    with np.errstate(divide="ignore"):
+        signal = signal_of(np.log(TEACHER), np.array([1, 2]), theirs[1:], 4)
+    spans = [[1, 2, 1, 3]] if size == 1 else [[1, 2, 1, 2], [2, 3, 2, 3]]
+    example = Example(np.array([0, *student_ids], np.int32), np.arange(size), np.array(spans, np.int32), theirs, signal)
+    logits = torch.tensor(STUDENT[:size], dtype=torch.float64).clamp_min(1e-30).log()
+    total, _ = loss_of(ByteKL().cells(example, next_bytes_of(*words)), logits)
+    items = [float(item) for item in plain_byte_kl(example, *words, logits.exp())]
+    assert total == pytest.approx(sum(items), rel=1e-6)
+    return items
+
+
+def kl(teacher: list[float], student: list[float]) -> float:
+    return sum(t * math.log(t / s) for t, s in zip(teacher, student, strict=True))
+
+
+def test_the_example_of_the_documentation_comes_out():
+    first = kl([0.8, 0.1, 0.1], [0.7, 0.1, 0.2])
+    inside = kl([0.75, 0.25], [6 / 7, 1 / 7])
+    mixed = kl([0.05, 0.75, 0.2], [0.05 / 7, 6 / 7 + 0.05 / 7, 0.9 / 7])
+    assert by_hand([4]) == pytest.approx([first, inside])
+    assert by_hand([1, 3]) == pytest.approx([first, mixed])
+    assert [round(value, 4) for value in (first, inside, mixed)] == [0.0375, 0.0398, 0.0793]
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "losses.md").read_text(encoding="utf-8")
+    assert all(f"{value:.4f}" in page for value in (first, inside, mixed))
+
+
+# --- what it is where all is simple
+
+
+def one_side(spellings: list[bytes]) -> NextBytes:
+    return next_bytes_of(*partition_of(spellings, spellings, len(spellings), len(spellings)))
+
+
+@pytest.mark.parametrize("K", [1, 3, 9])
+def test_it_is_forward_kl_where_no_token_begins_like_another_and_both_have_one_tokenizer(K):
+    draw = np.random.default_rng(K)
+    spellings = [b"", b"a", b"bb", b"bc", b"c\xc3", b"da", b"db", b"dca", b"dcb"]
+    ids = draw.integers(0, 9, 12).astype(np.int32)
+    positions = np.arange(1, 12)
+    said = torch.log_softmax(torch.from_numpy(draw.normal(size=(11, 9))), 1).numpy()
+    spans = np.stack([positions, positions + 1, positions, positions + 1], 1).astype(np.int32)
+    example = Example(ids, np.arange(11), spans, ids, signal_of(said, positions, ids[1:], K))
+    logits = torch.from_numpy(draw.normal(size=(11, 9)))
+    found, gradient = loss_of(ByteKL().cells(example, one_side(spellings)), logits)
+    expected, other = loss_of(ForwardKL().cells(example, Projection.identity(9).columns), logits)
+    assert found == pytest.approx(expected, rel=1e-6)
+    torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
+
+
+def test_what_ends_is_no_alternative_to_what_goes_on_with_other_bytes():
+    """The chance of a token that does not begin like the one that stands there changes nothing behind it."""
+    words = partition_of(OURS, THEIRS, 5, 4)
+    theirs = np.array([0, 1, 3], np.int32)
+    signal = signal_of(np.log(np.array(TEACHER) + 1e-9), np.array([1, 2]), theirs[1:], 4)
+    example = Example(np.array([0, 1, 3], np.int32), np.arange(2), np.array([[2, 3, 2, 3]], np.int32), theirs, signal)
+    cells = ByteKL().cells(example, next_bytes_of(*words))
+    assert cells.items == 1
+    logits = torch.randn(2, 5, dtype=torch.float64)
+    _, gradient = loss_of(cells, logits)
+    assert gradient[0, [1, 4]].abs().min() > 1e-3
+    assert gradient[0].sum().abs() < 1e-12
+    torch.testing.assert_close(gradient[0, [0, 2, 3]], torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(7, 40))
+def test_tokens_that_begin_alike_are_one_range(seed, size):
+    spellings = draw_spellings(np.random.default_rng(seed), size)
+    side = side_of(spellings, np.arange(size, dtype=np.int32), lambda pieces: [0] * len(pieces))
+    for token, spelling in enumerate(spellings):
+        for cut in range(1, len(spelling) + 1):
+            low, longer, high = beginning(side, token, cut)
+            alike = [other for other in range(size) if spellings[other].startswith(spelling[:cut])]
+            assert sorted(side.order[low:high].tolist()) == alike
+            assert all(len(spellings[other]) == cut for other in side.order[low:longer])
+            assert all(len(spellings[other]) > cut for other in side.order[longer:high])
+
+
+# --- tokenizers that people have
+
+TEXTS = {
+    "numbers": "In 2017 she had 201 of 1,234,567 and 20.15 left.",
+    "words": "The theatre's other side: something somewhere",
+    "CJK": "日本語の文章と中文，한국어 문장",
+    "emoji": "ok 😀👩‍👩‍👧 and 🏳️‍🌈!",
+    "code": "def f(x):\n    return x  # tabs\t\tand    spaces\n\n\n",
+    "accents": "naïve façade, Ünïcödé — 12,50 €",
+    "odd bytes": "a\u0301 e\u0301 \u200b\ufeff x",
+}
+
+
+def read_by_both(student: Tokenizer, teacher: Tokenizer, document: Document, limit: int | None = None) -> Example:
+    """A document as the loader hands it to a loss, without the teacher's word on it."""
+    (ours,), (theirs,) = sequences(student, [document]), sequences(teacher, [document])
+    ours = ours if limit is None else ours.cut(limit)
+    spans = align_sequences(ours, theirs)
+    rows = np.flatnonzero(ours.trained).astype(np.int64) - 1
+    positions = np.flatnonzero(theirs.trained).astype(np.int32)
+    nothing = np.zeros(len(positions), np.float32)
+    silent = Signal(positions, np.zeros(len(positions) + 1, np.int64), positions[:0], nothing[:0], *[nothing] * 3)
+    return Example(ours.ids, rows, spans[ours.trained[spans[:, 1] - 1]], theirs.ids, silent)
+
+
+def near(draw: np.random.Generator, side: Side, token: int) -> list[int]:
+    """A token, some that begin with it, some that begin with its first byte, some others."""
+    found = [token, *draw.integers(0, len(side.ranks), 4).tolist()]
+    if side.ranks[token] >= 0:
+        for size in {1, int(side.starts[side.ranks[token] + 1] - side.starts[side.ranks[token]])}:
+            low, _, high = beginning(side, token, size)
+            found += side.order[draw.integers(low, high, 6)].tolist()
+    return found
+
+
+def with_a_teacher(draw: np.random.Generator, example: Example, side: Side, tail: float) -> Example:
+    """The same with a teacher who names a few tokens at each position, and leaves a tail."""
+    ids = [np.unique(near(draw, side, int(example.teacher_ids[at]))) for at in example.signal.positions]
+    said = [np.log(draw.dirichlet(np.ones(len(some))) * (1 - tail)) for some in ids]
+    offsets = np.cumsum([0, *map(len, ids)])
+    logprobs = np.concatenate(said).astype(np.float32)
+    of_all = np.full(len(ids), tail, np.float32)
+    signal = Signal(example.signal.positions, offsets, np.concatenate(ids).astype(np.int32), logprobs, *[of_all] * 3)
+    return dataclasses.replace(example, signal=signal)
+
+
+def words_of(own: Tokenizer, other: Tokenizer, cells: np.ndarray, other_cells: np.ndarray) -> Words:
+    def cell_of_piece(piece: bytes) -> int:
+        if not piece:
+            return -1
+        if piece in other.vocabulary.token_of_bytes:
+            return int(other_cells[other.vocabulary.token_of_bytes[piece]])
+        if piece in own.vocabulary.token_of_bytes:
+            return int(cells[own.vocabulary.token_of_bytes[piece]])
+        ids = other.spell([piece])[0]
+        return -1 if ids is None else int(other_cells[ids[0]])
+
+    spellings = own.vocabulary.spellings + [b""] * (len(cells) - len(own.vocabulary.spellings))
+    return Words(spellings, cells.tolist(), functools.lru_cache(None)(cell_of_piece))
+
+
+def assert_it_is_what_its_twin_says(
+    student: Tokenizer, teacher: Tokenizer, ground: NextBytes, example: Example, seed: int, tail: float
+) -> None:
+    draw = np.random.default_rng(seed)
+    example = with_a_teacher(draw, example, ground.teacher, tail)
+    ours, theirs = ground.student.token_cells, ground.teacher.token_cells
+    # Of the student, too, a few tokens are possible: the twin looks at each of them.
+    possible = {one for token in example.student_ids for one in near(draw, ground.student, int(token))}
+    named = theirs[example.signal.ids]
+    sizes = np.diff(ground.member_offsets)
+    possible |= {int(ground.members[ground.member_offsets[cell]]) for cell in named[named >= 0] if sizes[cell]}
+    words = dataclasses.replace(words_of(student, teacher, ours, theirs), possible=sorted(possible))
+    logits = torch.full((len(example.rows), len(ours)), -80.0, dtype=torch.float64)
+    logits[:, words.possible] = torch.from_numpy(draw.normal(0, 2, (len(example.rows), len(possible))))
+    cells = ByteKL().cells(example, ground)
+    leaf = logits.requires_grad_()
+    expected = plain_byte_kl(example, words, words_of(teacher, student, theirs, ours), torch.softmax(leaf, 1))
+    assert cells.items == len(expected)
+    (gradient,) = torch.autograd.grad(torch.stack(expected).sum(), leaf)
+    found, exact = loss_of(cells, logits.detach(), chunk=7)
+    assert found == pytest.approx(float(sum(expected)), rel=1e-6)
+    torch.testing.assert_close(exact, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def of_families(families):
+    """Tokenizers of some families, and what each pair of them compares on."""
+    tokenizers = {name: Tokenizer(folder) for name, folder in families.items()}
+
+    @functools.cache
+    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, NextBytes]:
+        return tokenizers[student], tokenizers[teacher], next_bytes(tokenizers[student], tokenizers[teacher])
+
+    return ground
+
+
+SMALL_PAIRS = [("student", "teacher"), ("teacher", "student"), ("student", "student"), ("metaspace", "teacher"),
+               ("student", "metaspace"), ("teacher", "word-piece"), ("composing", "student")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
+@pytest.mark.parametrize("kind", ["numbers", "emoji", "accents"])
+def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, student, teacher, kind):
+    ours, theirs, ground = of_families(student, teacher)
+    example = read_by_both(ours, theirs, Document.of_text(TEXTS[kind]))
+    for seed, tail in enumerate((0.1, 0.0)):
+        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
+
+
+@pytest.fixture(scope="module")
+def real_grounds(real_data):
+    tokenizers = {name: Tokenizer(real_data / "tokenizers" / name) for name in ("llama3", "qwen", "mistral-v1")}
+
+    @functools.cache
+    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, NextBytes]:
+        return tokenizers[student], tokenizers[teacher], next_bytes(tokenizers[student], tokenizers[teacher])
+
+    return ground
+
+
+@pytest.mark.parametrize("kind", list(TEXTS))
+@pytest.mark.parametrize(("student", "teacher"), [("llama3", "qwen"), ("qwen", "llama3"), ("llama3", "mistral-v1")])
+def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, student, teacher, kind):
+    ours, theirs, ground = real_grounds(student, teacher)
+    document = Document.of_text(TEXTS[kind])
+    for seed, (limit, tail) in enumerate([(None, 0.1), (9, 0.0)]):
+        example = read_by_both(ours, theirs, document, limit)
+        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
+
+
+def test_a_number_of_one_token_is_asked_of_at_each_digit_of_the_teacher(real_grounds):
+    ours, theirs, ground = real_grounds("llama3", "qwen")
+    example = read_by_both(ours, theirs, Document.of_text("x 201 y"))
+    words = words_of(ours, theirs, ground.student.token_cells, ground.teacher.token_cells)
+    others = words_of(theirs, ours, ground.teacher.token_cells, ground.student.token_cells)
+    inside = [(words.spellings[example.student_ids[s]][:cut], boundary)
+              for (s, cut, here), (_, _, boundary) in plain_items(example, words, others) if not here]  # fmt: skip
+    assert inside == [(b"2", True), (b"20", True)]
