@@ -111,7 +111,7 @@ def floor(folder: Path) -> tuple[str, str, str]:
     places = Places(folder / "student", str(folder / "cache"), folder / "p", folder / "nowhere")
     recipe = Recipe(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
     inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-    maker = BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, None)
+    maker = BatchMaker(inputs.source, inputs.tokenizer, inputs.objectives, None)
     batch = maker.make(range(8))
     (term,) = batch.terms
     rows, tokens = term.rows.numpy(), term.tokens.numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,17 +20,46 @@ SMALLEST_TAIL = 1e-6
 Number = Any  # a float of the teacher, a tensor of the student
 
 
-def kl_with_other(teacher: list[float], student: list[Tensor]) -> Tensor:
-    """KL of two distributions over cells and the other cell."""
-    total = torch.zeros((), dtype=torch.float64)
-    for t, s in zip(teacher, student, strict=True):
-        if t > 0:
-            total = total + t * (math.log(t) - s.log())
-    t_rest = 1 - sum(teacher)
-    if t_rest > SMALLEST_REST:
+def _x_ln(x: float, y: Tensor) -> Tensor:
+    """`x ln(x / y)`, 0 for nothing."""
+    return x * (math.log(x) - y.log()) if x > 0 else torch.zeros((), dtype=torch.float64)
+
+
+# What a cell adds: `p` is the teacher's probability, `q` the student's.
+OF_A_CELL: dict[str, Callable[..., Tensor]] = {
+    "forward-kl": _x_ln,
+    "reverse-kl": lambda p, q: q * (q.log() - math.log(max(p, 1e-37))),
+    "jsd": lambda p, q, beta=0.5, scale=1.0: (
+        scale * (beta * _x_ln(p, beta * p + (1 - beta) * q) + (1 - beta) * q * (q / (beta * p + (1 - beta) * q)).log())
+    ),
+    "skew-forward-kl": lambda p, q, skew=0.1: _x_ln(p, skew * p + (1 - skew) * q),
+    "skew-reverse-kl": lambda p, q, skew=0.1: q * (q / (skew * q + (1 - skew) * p)).log(),
+    "tvd": lambda p, q: (p - q).abs() / 2,
+}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """A divergence of the table, at a temperature."""
+
+    name: str = "forward-kl"
+    temperature: float = 1.0
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, teacher: list[float], student: list[Tensor]) -> Tensor:
+        """Between two distributions over cells and the other cell."""
+        t_rest = 1 - sum(teacher)
+        if t_rest <= SMALLEST_REST:
+            t_rest = SMALLEST_REST if self.name == "reverse-kl" else 0.0
         s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(1e-12)
-        total = total + t_rest * (math.log(t_rest) - s_rest.log())
-    return total
+        power = 1 / self.temperature
+        p, q = [t**power for t in (*teacher, t_rest)], [s**power for s in (*student, s_rest)]
+        p, q = [t / sum(p) for t in p] if power != 1 else p, [s / sum(q) for s in q] if power != 1 else q
+        cells = [OF_A_CELL[self.name](t, s, **self.options) for t, s in zip(p, q, strict=True)]
+        return sum(cells, torch.zeros((), dtype=torch.float64)) / power**2
+
+
+kl_with_other = Distance()
 
 
 def said_at(signal: Signal, at: int) -> list[tuple[int, float]]:
@@ -108,9 +137,13 @@ def what_comes_next(
     return cells, lost, a
 
 
-def plain_byte_kl(example: Example, student: Words, teacher: Words, probs_NV: Tensor) -> list[Tensor]:
+def plain_byte_kl(
+    example: Example, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
+) -> list[Tensor]:
     """The divergence at each boundary of either side."""
-    return [_at(*item, student, teacher, example, probs_NV) for item in plain_items(example, student, teacher)]
+    return [
+        _at(*item, student, teacher, example, probs_NV, distance) for item in plain_items(example, student, teacher)
+    ]
 
 
 def plain_items(example: Example, student: Words, teacher: Words) -> list[tuple[tuple[int, int, bool], ...]]:
@@ -165,6 +198,7 @@ def _at(
     teacher: Words,
     example: Example,
     probs_NV: Tensor,
+    distance: Distance,
 ) -> Tensor:
     signal = example.signal
     assert signal is not None
@@ -231,7 +265,7 @@ def _at(
     ):
         # Nothing of the student can be in the other cell: it is compared within the cells.
         p = {cell: p[cell] / sum(p[cell] for cell in cells) for cell in cells}
-    return kl_with_other([p[cell] for cell in cells], [q[cell] for cell in cells])
+    return distance([p[cell] for cell in cells], [q[cell] for cell in cells])
 
 
 def words_fit(words: Words, token: int, spelled: bytes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from plain_byte_kl import Words, kl_with_other, plain_byte_kl, said_at
+from plain_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_kl, said_at
 from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
@@ -28,7 +29,9 @@ def predicted_spans(example: Example) -> list[tuple[list[int], list[int]]]:
     return [(s, t) for s, t in spans if of_student.issuperset(s) and of_teacher.issuperset(t)]
 
 
-def _projected(example: Example, W: Tensor, probs_NV: Tensor, student: list[int], teacher: list[int]) -> Tensor:
+def _projected(
+    example: Example, W: Tensor, probs_NV: Tensor, student: list[int], teacher: list[int], distance: Distance
+) -> Tensor:
     signal = example.signal
     assert signal is not None
     row_of = {int(row) + 1: n for n, row in enumerate(example.rows)}
@@ -42,10 +45,10 @@ def _projected(example: Example, W: Tensor, probs_NV: Tensor, student: list[int]
             support.add(token)
     y = sum((probs_NV[row_of[token]] @ W for token in student), torch.zeros(W.shape[1], dtype=torch.float64))
     reached = sorted(token for token in support if W[:, token].sum() > 0)
-    return kl_with_other([t[token] for token in reached], [y[token] / len(student) for token in reached])
+    return distance([t[token] for token in reached], [y[token] / len(student) for token in reached])
 
 
-def plain_sum_of_cells(cells: Cells, probs_NV: Tensor) -> Tensor:
+def plain_sum_of_cells(cells: Cells, probs_NV: Tensor, distance: Distance = kl_with_other) -> Tensor:
     """What a loss is, given its cells: explicit loops over items, cells, entries."""
     total = torch.zeros((), dtype=torch.float64)
     for item in range(cells.items):
@@ -53,7 +56,7 @@ def plain_sum_of_cells(cells: Cells, probs_NV: Tensor) -> Tensor:
         here = [_of_entries(cells, cell, probs_NV) for cell in numbers]
         teacher = [float(cells.teacher_probs[cell]) for cell in numbers]
         if len(numbers):
-            total = total + kl_with_other(teacher, _looking_back(cells, item, here, probs_NV))
+            total = total + distance(teacher, _looking_back(cells, item, here, probs_NV))
     return total
 
 
@@ -110,22 +113,22 @@ def plain_ce(case: Case, probs_NV: Tensor) -> list[Tensor]:
     return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.rows)]
 
 
-def plain_p_kl(case: Case, probs_NV: Tensor) -> list[Tensor]:
+def plain_p_kl(case: Case, probs_NV: Tensor, distance: Distance = kl_with_other) -> list[Tensor]:
     spans = predicted_spans(case.example)
-    return [_projected(case.example, case.dense, probs_NV, s, t) for s, t in spans]
+    return [_projected(case.example, case.dense, probs_NV, s, t, distance) for s, t in spans]
 
 
-def plain_boundary_kl(case: Case, probs_NV: Tensor) -> list[Tensor]:
+def plain_boundary_kl(case: Case, probs_NV: Tensor, distance: Distance = kl_with_other) -> list[Tensor]:
     spans = predicted_spans(case.example)
-    return [_projected(case.example, case.dense, probs_NV, s[:1], t[:1]) for s, t in spans]
+    return [_projected(case.example, case.dense, probs_NV, s[:1], t[:1], distance) for s, t in spans]
 
 
 PLAIN = {
     "ce": plain_ce,
-    "forward-kl": plain_p_kl,
     "boundary-kl": plain_boundary_kl,
     "p-kl": plain_p_kl,
-    "byte-kl": lambda case, probs_NV: plain_byte_kl(case.example, *case.words, probs_NV),
+    "byte-kl": lambda case, probs_NV, *distance: plain_byte_kl(case.example, *case.words, probs_NV, *distance),
+    **{name: functools.partial(plain_p_kl, distance=Distance(name)) for name in OF_A_CELL},
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_byte_kl import said_at
+from plain_byte_kl import OF_A_CELL, Distance, said_at
 from plain_losses import (
     PLAIN,
     Case,
@@ -62,8 +62,9 @@ def case_for(name: str, seed: int, **options: object) -> Case:
     return draw_case(seed, one_tokenizer=RULES[name].ground == "tokens", **options)
 
 
-def cells_of(name: str, case: Case) -> Cells:
-    return RULES[name].cells(case.example, ground_of(name, case))
+def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -> Cells:
+    cells = RULES[name].cells(case.example, ground_of(name, case))
+    return dataclasses.replace(cells, divergence=LossSpecification(name, options=options).divergence())
 
 
 def ground_of(name: str, case: Case) -> Ground:
@@ -129,10 +130,11 @@ def test_a_loss_and_its_gradient_are_those_of_dense_matrices_and_full_probabilit
 @every_kind
 @every_loss
 def test_the_kernel_agrees_with_loops_over_items_cells_and_entries(name, kind):
+    distance = Distance(name if name in OF_A_CELL else "forward-kl")
     for seed in range(4):
         case = case_for(name, seed, **KINDS[kind])
         cells = cells_of(name, case)
-        total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
+        total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs, distance))
         found, _, exact = fused(case, [cells], [1.0], chunk=3)
         assert_close([found, *exact], [total, *gradients], 1e-10)
 
@@ -580,8 +582,8 @@ def test_a_specification_names_losses_and_weights():
 @pytest.mark.parametrize(
     ("texts", "what", "hint"),
     [
-        (["forward_kl"], "no loss called 'forward_kl'; did you mean forward-kl?", "one of: boundary-kl, ce, "),
-        (["xxxx"], "no loss called 'xxxx'", "one of: boundary-kl, ce, "),
+        (["forward_kl"], "no loss called 'forward_kl'; did you mean forward-kl?", "one of: boundary-kl, byte-kl, ce, "),
+        (["xxxx"], "no loss called 'xxxx'", "one of: boundary-kl, byte-kl, ce, "),
         (["ce:temperature=2"], "no option of the loss ce called 'temperature'", "one of: weight"),
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "one of: weight"),
         (["ce:weight=0"], "the weight of the loss ce is '0'", "--loss ce:weight=0.5"),

@@ -62,7 +62,7 @@ def main() -> None:
             accelerator=accelerator,
             cut=cut,
             tokenizer=inputs.tokenizer,
-            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.columns, 256),
+            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.objectives, 256),
             order=Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
             recipe=recipe,
             reporting=Reporting(),

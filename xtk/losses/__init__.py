@@ -1,7 +1,7 @@
 """Floor 3: what a student is trained with. One file a loss, one line in the table.
 
-A loss cuts what both models say into *cells*; the distance is always a Kullback-Leibler divergence
-between two true distributions over cells and an explicit other cell. docs/explanation/losses.md derives it.
+A loss cuts what both models say into *cells*; the distance is a divergence between two true distributions over
+cells and an explicit other cell. docs/explanation/losses.md derives it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,12 @@ from xtk.losses.specification import LossSpecification, parse_losses
 
 LOSSES = {
     "ce": "xtk.losses.ce:CrossEntropy",
-    "forward-kl": "xtk.losses.forward_kl:ForwardKL",
+    "forward-kl": "xtk.losses.same_tokenizer:ForwardKL",
+    "reverse-kl": "xtk.losses.same_tokenizer:ReverseKL",
+    "jsd": "xtk.losses.same_tokenizer:JSD",
+    "skew-forward-kl": "xtk.losses.same_tokenizer:SkewForwardKL",
+    "skew-reverse-kl": "xtk.losses.same_tokenizer:SkewReverseKL",
+    "tvd": "xtk.losses.same_tokenizer:TVD",
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.p_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",

@@ -118,7 +118,7 @@ class PartOfRuns:
             [cells] and [R], log-probabilities of the cells and of the other cells.
         """
         groups = groups.masked_fill(self.assumed, 0.0)
-        total = _log_sums(groups, self.group_items, len(self.ended))
+        total = log_sums(groups, self.group_items, len(self.ended))
         ended, of_cells = groups[self.ended], self.group_items[self.cell_groups]
         cells = torch.logaddexp(ended[of_cells] + here, groups[self.cell_groups]) - total[of_cells]
         # Of what ended inside of a token it is not known what comes next: all of it is in the other cell.
@@ -127,7 +127,7 @@ class PartOfRuns:
         return cells, torch.logaddexp(ended[self.rests] + rests, further) - total[self.rests]
 
 
-def _log_sums(values: Tensor, groups: Tensor, count: int) -> Tensor:
+def log_sums(values: Tensor, groups: Tensor, count: int) -> Tensor:
     """Return the log-sum-exp of values in groups, in each of which one value is finite, with a gradient."""
     highest = values.detach().new_full((count,), -torch.inf).scatter_reduce_(0, groups, values.detach(), "amax")
     sums = values.new_zeros(count).scatter_add(0, groups, (values - highest[groups]).exp())

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.losses.divergences import Divergence, ForwardKL
 from xtk.projection.next_bytes import NextBytes
 from xtk.projection.projection import Columns
 from xtk.tokens.signal import Signal
 
 # What a loss needs beside an example: W by teacher token, or the partition of both vocabularies, or nothing.
 Ground = Columns | NextBytes | None
+
+FORWARD_KL = ForwardKL()
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,12 @@ class Alternatives:
     firsts: NDArray[np.int32]
     stops: NDArray[np.int32]
 
+    def closed(self, cell_offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return [C], the items of which nothing of the student can be in the other cell."""
+        first = cell_offsets[:-1] + 2 * np.arange(len(self.rows))
+        closed: NDArray[np.bool_] = self.inside & (self.run_offsets[first + 2] == self.run_offsets[first])
+        return closed
+
 
 @dataclass(frozen=True)
 class Cells:
@@ -119,6 +128,7 @@ class Cells:
         log_weights: float32 [entries].
         item_rows: int32 [C], the row of each item, rising; None: that of its first entry.
         alternatives: what the rows before say, for losses that look back; None: nothing.
+        divergence: between both sides.
     """
 
     cell_offsets: NDArray[np.int64]
@@ -129,6 +139,7 @@ class Cells:
     log_weights: NDArray[np.float32]
     item_rows: NDArray[np.int32] | None = None
     alternatives: Alternatives | None = None
+    divergence: Divergence = FORWARD_KL
 
     @property
     def items(self) -> int:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from xtk.losses import kernels
-from xtk.losses.alternatives import PartOfRuns, RunsOfTerm
+from xtk.losses.alternatives import PartOfRuns, RunsOfTerm, log_sums
 from xtk.losses.cells import Cells
+from xtk.losses.divergences import Divergence
 from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
@@ -42,8 +43,10 @@ class Term:
         first_rows: [C], the first row of each item, rising.
         row_counts: [C], how many rows are averaged; 0 for an item without cells, or inside of a token.
         rest_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
+        has_rest: bool [C], whether the other cell is looked at.
         averaged: float32 [entries], over how many rows the item of an entry is averaged.
         scale: what each item is multiplied with: the weight over the global count of items.
+        divergence: between both sides of an item.
         runs: what the row before each item says, for losses that look back; None: nothing.
     """
 
@@ -52,6 +55,7 @@ class Term:
     first_rows: Tensor
     row_counts: Tensor
     rest_probs: Tensor
+    has_rest: Tensor
     entry_cells: Tensor
     teacher_probs: Tensor
     rows: Tensor
@@ -59,6 +63,7 @@ class Term:
     log_weights: Tensor
     averaged: Tensor
     scale: float
+    divergence: Divergence
     runs: RunsOfTerm | None = None
 
     @property
@@ -78,7 +83,7 @@ class Term:
         """Work out the structure of cells, on the CPU."""
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
-        has_cells = np.diff(cells.cell_offsets) > 0
+        has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.items, np.bool_)
         if cells.alternatives is None or cells.item_rows is None:
             # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
             rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
@@ -87,15 +92,18 @@ class Term:
         else:
             first_rows = cells.item_rows.astype(np.int64)
             counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
+            closed = cells.alternatives.closed(cells.cell_offsets)
         items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
         rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
-        rests = np.where((rests > SMALLEST_REST) & has_cells, rests, 0)
+        rests = np.where(rests > SMALLEST_REST, rests, cells.divergence.least_rest)
+        has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
             entry_offsets=torch.from_numpy(cells.entry_offsets),
             first_rows=torch.from_numpy(first_rows),
             row_counts=torch.from_numpy(counts),
             rest_probs=torch.from_numpy(rests),
+            has_rest=torch.from_numpy(has_rest),
             entry_cells=torch.from_numpy(
                 np.repeat(np.arange(len(cells.teacher_probs), dtype=np.int32), np.diff(cells.entry_offsets))
             ),
@@ -105,6 +113,7 @@ class Term:
             log_weights=torch.from_numpy(cells.log_weights),
             averaged=torch.from_numpy(np.repeat(counts.astype(np.float32), stops - firsts)),
             scale=1.0,
+            divergence=cells.divergence,
             runs=None if cells.alternatives is None else RunsOfTerm.of(cells.alternatives),
         )
 
@@ -228,7 +237,8 @@ class _Part:
 
     `places` are flat indices into the chunk's logits. `weights` are those of the entries within their own row, without
     the averaging over an item's rows. Rests are listed for items whose teacher has one: their rows, the item of each
-    (counted among these items), the log of the share of a row.
+    (counted among these items), the log of the share of a row. `item_groups` are the items of all cells, then of all
+    rests.
     """
 
     entry_cells: Tensor
@@ -241,7 +251,9 @@ class _Part:
     rest_rows: Tensor
     rest_items: Tensor
     rest_log_shares: Tensor
+    item_groups: Tensor
     scale: float
+    divergence: Divergence
     runs: PartOfRuns | None
 
 
@@ -252,10 +264,12 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
     cells = slice(int(cell_offsets[0]), int(cell_offsets[-1]))
     entry_offsets = term.entry_offsets[cells.start : cells.stop + 1]
     entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
-    has_rest = term.rest_probs[low:high] > 0
+    has_rest = term.has_rest[low:high]
     counts = term.row_counts[low:high][has_rest]
     rest_items = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    item_groups = torch.arange(high - low)
+    item_groups = torch.cat([item_groups.repeat_interleave(torch.diff(cell_offsets)), item_groups[has_rest]])
     device, rows = term.rows.device, term.rows[entries].long() - base
     log_weights = term.log_weights[entries].to(logits.dtype)
     return _Part(
@@ -269,7 +283,9 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
         rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
         rest_items=rest_items.to(device),
         rest_log_shares=-counts[rest_items].to(logits.dtype).log().to(device),
+        item_groups=item_groups.to(device),
         scale=term.scale,
+        divergence=term.divergence,
         runs=None
         if term.runs is None
         else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
@@ -303,8 +319,8 @@ def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tupl
             sums.append(_LogSums(of_rows, part.runs.groups, len(part.runs.group_items)))
         with torch.enable_grad():
             leaves = [side.log_sums.requires_grad_(with_gradient) for side in sums]
-            said = leaves[:2] if part.runs is None else part.runs.next_cells(*leaves)
-            value = divergence(part.teacher_probs, said[0], part.rest_probs, said[1])
+            said = leaves if part.runs is None else part.runs.next_cells(*leaves)
+            value = _divergence(part, torch.cat(said))
             scaled = value * part.scale
         values.append(value.detach())
         if with_gradient:
@@ -386,22 +402,25 @@ def _spread(
         _add_at(exponentials.view(-1), places, gradient)
 
 
-def divergence(teacher_probs: Tensor, student_logprobs: Tensor, rest_probs: Tensor, rest_logprobs: Tensor) -> Tensor:
-    """Return the sum over items of `KL(teacher's cells and rest | student's cells and rest)`.
+def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
+    """Return the sum over items of the divergence between the teacher's and the student's cells.
 
     Args:
-        teacher_probs: [cells].
-        student_logprobs: [cells].
-        rest_probs: [items with a rest], the teacher's probability of the other cell.
-        rest_logprobs: [items with a rest], the student's.
+        part: the items.
+        log_probs: [cells + rests], the student's.
 
     Returns:
         A scalar, not negative but for rounding.
     """
-    probs, rest = teacher_probs.to(student_logprobs.dtype), rest_probs.to(student_logprobs.dtype)
-    inside = torch.xlogy(probs, probs) - probs * student_logprobs
-    outside = rest * (rest.log() - rest_logprobs)
-    return inside.sum() + outside.sum()
+    probs = torch.cat([part.teacher_probs.to(log_probs.dtype), part.rest_probs.to(log_probs.dtype)])
+    power = 1 / part.divergence.temperature
+    if power != 1:
+        items = int(part.item_groups.max()) + 1 if len(part.item_groups) else 0
+        log_probs = power * log_probs
+        log_probs = log_probs - log_sums(log_probs, part.item_groups, items)[part.item_groups]
+        probs = probs.pow(power)
+        probs = probs / probs.new_zeros(items).scatter_add(0, part.item_groups, probs)[part.item_groups]
+    return part.divergence.of_cells(probs, log_probs).sum() / power**2
 
 
 class _LogSums:

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
+from xtk.lookup import unknown
+
+if TYPE_CHECKING:
+    from xtk.losses.divergences import Divergence
 
 
 @dataclass(frozen=True)
@@ -15,13 +20,39 @@ class LossSpecification:
     Attributes:
         name: a name of the table.
         weight: its factor in the sum.
+        options: of its divergence, and the divergence's name where the loss is not called after it.
     """
 
     name: str
     weight: float = 1.0
+    options: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return self.name if self.weight == 1 else f"{self.name}:weight={self.weight!r}"
+        weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
+        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
+        return f"{self.name}:{told}" if told else self.name
+
+    def divergence(self) -> Divergence:
+        """Return what the loss takes between both sides.
+
+        Raises:
+            XtkError: an unknown divergence, or an option that it does not have, or whose value makes no sense.
+        """
+        from xtk.losses.divergences import DIVERGENCES, make_divergence, options_of
+
+        if self.name == "ce":  # the divergence from a teacher who is certain
+            name, known = "forward-kl", []
+        elif self.name in DIVERGENCES:
+            name, known = self.name, options_of(self.name)
+        else:
+            name = dict(self.options).get("divergence", "forward-kl")
+            known = ["divergence", *options_of(name)]
+        options = dict(self.options)
+        for key in options:
+            if key not in known:
+                raise unknown(f"option of the loss {self.name}", key, ["weight", *known])
+        options.pop("divergence", None)
+        return make_divergence(name, options, str(self))
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
@@ -30,7 +61,6 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
     Raises:
         XtkError: an unknown loss or option, a weight that is no positive number, a loss named twice.
     """
-    from xtk.lookup import unknown
     from xtk.losses import LOSSES
 
     results: list[LossSpecification] = []
@@ -40,13 +70,13 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
             raise unknown("loss", name, LOSSES)
         if name in [result.name for result in results]:
             raise XtkError(f"the loss {name} is asked for twice", hint="one --loss for each, with its weight")
-        weight = 1.0
-        for option in filter(None, options.split(",")):
-            key, _, value = option.partition("=")
-            if key != "weight":
-                raise unknown(f"option of the loss {name}", key, ["weight"])
-            weight = _positive(value, name)
-        results.append(LossSpecification(name, weight))
+        pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
+        weights = [value for key, value in pairs if key == "weight"]
+        others = {key.replace("_", "-"): value for key, value in pairs if key != "weight"}
+        loss = LossSpecification(name, _positive(weights[-1], name) if weights else 1.0, tuple(sorted(others.items())))
+        if others:
+            loss.divergence()  # what is wrong with it is told now
+        results.append(loss)
     return results
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses.cells import Cells, Example, Ground, join_examples
+from xtk.losses.divergences import Divergence
 from xtk.losses.head import Term
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
@@ -29,6 +30,25 @@ class Loss(Protocol):
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Cut one document into cells."""
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One loss of a run, with all that it needs beside an example.
+
+    Attributes:
+        loss: makes the cells.
+        divergence: between both sides of them.
+        ground: what both sides stand on.
+    """
+
+    loss: Loss
+    divergence: Divergence
+    ground: Ground
+
+    def term(self, example: Example) -> Term:
+        """Return the loss of an example, not yet scaled."""
+        return Term.of(replace(self.loss.cells(example, self.ground), divergence=self.divergence))
 
 
 class Source(Protocol):
@@ -116,8 +136,7 @@ class BatchMaker:
     Args:
         source: the documents.
         tokenizer: the student's.
-        losses: whose cells are wanted.
-        grounds: what each loss compares on: W by teacher token, the partition of both vocabularies, or nothing.
+        objectives: the losses.
         limit: tokens that the student reads; longer documents are cut there.
     """
 
@@ -125,11 +144,10 @@ class BatchMaker:
         self,
         source: Source,
         tokenizer: Tokenizer,
-        losses: Sequence[Loss],
-        grounds: Sequence[Ground],
+        objectives: Sequence[Objective],
         limit: int | None,
     ) -> None:
-        self._source, self._tokenizer, self._losses, self._grounds = source, tokenizer, losses, grounds
+        self._source, self._tokenizer, self._objectives = source, tokenizer, objectives
         self._limit = limit
 
     def make(self, numbers: Sequence[int], draw: int = 0) -> MicroBatch:
@@ -156,9 +174,7 @@ class BatchMaker:
             places=np.concatenate(
                 [*(example.rows + at * longest for at, example in enumerate(examples)), np.zeros(0, np.int64)]
             ),
-            terms=tuple(
-                Term.of(loss.cells(joined, ground)) for loss, ground in zip(self._losses, self._grounds, strict=True)
-            ),
+            terms=tuple(objective.term(joined) for objective in self._objectives),
             tokens=sum(len(student) for student in students),
             unaligned=len(joined.rows) - int((joined.spans[:, 1] - joined.spans[:, 0]).sum()),
         )

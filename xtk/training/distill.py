@@ -29,7 +29,7 @@ from xtk.projection.projection import SIDE, Projection, named
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, CacheSource, Loss, Order, Source, TextSource
+from xtk.training.batches import BatchMaker, CacheSource, Loss, Objective, Order, Source, TextSource
 from xtk.training.recipe import Places, Recipe, Reporting
 
 METHOD = "multitoken"  # of projections that nobody named
@@ -43,15 +43,13 @@ class Inputs:
     Attributes:
         source: documents, with the teacher's word on them.
         tokenizer: the student's.
-        grounds: what each loss of the recipe compares on.
-        losses: the losses of the recipe.
+        objectives: the losses of the recipe.
         identity: names what the inputs are: fingerprints.
     """
 
     source: Source
     tokenizer: Tokenizer
-    grounds: tuple[Ground, ...]
-    losses: tuple[Loss, ...]
+    objectives: tuple[Objective, ...]
     identity: dict[str, Any]
 
 
@@ -81,7 +79,10 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         for document in documents:
             fingerprint.add(document)
         given = {"student": weights, "documents": str(fingerprint)}
-        return Inputs(TextSource(documents), tokenizer, (None,) * len(losses), losses, given)
+        alone = tuple(
+            Objective(rule, loss.divergence(), None) for loss, rule in zip(recipe.losses, losses, strict=True)
+        )
+        return Inputs(TextSource(documents), tokenizer, alone, given)
     cache = TeacherCache(places.cache)
     projection = None
     if places.projection is not None:
@@ -90,8 +91,9 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     elif any(loss.ground == "projection" for loss in losses):
         projection = projection_for(tokenizer, cache.teacher, METHOD)
     width = int(cache.header["teacher"]["width"])
-    grounds = tuple(
-        _ground(loss.name, rule, places, tokenizer, cache, projection, width)
+    _check_draws(recipe, losses, places, cache)
+    objectives = tuple(
+        Objective(rule, loss.divergence(), _ground(loss.name, rule, places, tokenizer, cache, projection, width))
         for loss, rule in zip(recipe.losses, losses, strict=True)
     )
     inputs = {
@@ -99,7 +101,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         "cache": sha256(canonical_json(cache.manifest)),
         "projection": None if projection is None else _fingerprint(projection),
     }
-    return Inputs(CacheSource(cache), tokenizer, grounds, losses, inputs)
+    return Inputs(CacheSource(cache), tokenizer, objectives, inputs)
 
 
 def _fingerprint(projection: Projection) -> str:
@@ -124,6 +126,18 @@ def _check_pair(places: Places, tokenizer: Tokenizer, cache: TeacherCache, proje
             where=f"{places.projection} is for {named(built_for)}; the cache {places.cache} is from {_short(teacher)}",
             hint=hint,
         )
+
+
+def _check_draws(recipe: Recipe, losses: tuple[Loss, ...], places: Places, cache: TeacherCache) -> None:
+    """Refuse estimates where a loss would take them for probabilities."""
+    support = str(cache.header["options"].get("support"))
+    for loss, rule in zip(recipe.losses, losses, strict=True):
+        if "sample" in support and rule.ground != "text" and not loss.divergence().linear:
+            raise XtkError(
+                f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
+                where=f"{places.cache} has the support {support}",
+                hint="a cache with --support top-k, or the divergence forward-kl",
+            )
 
 
 def _short(side: dict[str, Any]) -> str:
@@ -220,7 +234,7 @@ def distill(
             accelerator=accelerator,
             cut=Cut(model),
             tokenizer=inputs.tokenizer,
-            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.losses, inputs.grounds, limit),
+            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.objectives, limit),
             order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
             recipe=recipe,
             reporting=reporting,
