@@ -49,12 +49,12 @@ class Distance:
     def __call__(self, teacher: list[float], student: list[Tensor]) -> Tensor:
         """Between two distributions over cells and the other cell."""
         t_rest = 1 - sum(teacher)
-        if t_rest <= SMALLEST_REST:
-            t_rest = SMALLEST_REST if self.name == "reverse-kl" else 0.0
+        t_rest = t_rest if t_rest > SMALLEST_REST else 0.0
         s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(1e-12)
         power = 1 / self.temperature
         p, q = [t**power for t in (*teacher, t_rest)], [s**power for s in (*student, s_rest)]
         p, q = [t / sum(p) for t in p] if power != 1 else p, [s / sum(q) for s in q] if power != 1 else q
+        p[-1] = max(p[-1], SMALLEST_REST) if self.name == "reverse-kl" else p[-1]
         cells = [OF_A_CELL[self.name](t, s, **self.options) for t, s in zip(p, q, strict=True)]
         return sum(cells, torch.zeros((), dtype=torch.float64)) / power**2
 
@@ -259,18 +259,14 @@ def _at(
         here = {w: q for w, q in here.items() if student.cells[w] in named_here}
     q, _, _ = what_comes_next(student, Place(s.token, s.spelled, s.past, here), counted)
     cells = [cell for cell in p if p[cell] > 0 and cell in q]
-    if here is None and not any(
-        counted(w) and words_fit(student, w, s.spelled) and student.left_of(w, len(s.spelled)) not in cells
-        for w in s.past
-    ):
+    of_past = [w for w in s.past or {} if counted(w) and student.spellings[w].startswith(s.spelled)]
+    further = any(student.left_of(w, len(s.spelled)) not in cells for w in of_past if s.spelled != student.spellings[w])
+    elsewhere = any(w not in here or student.cells[w] not in cells for w in s.here or {})
+    ended_inside = s.here is None and any(student.spellings[w] == s.spelled for w in of_past)
+    if not (further or elsewhere or ended_inside):
         # Nothing of the student can be in the other cell: it is compared within the cells.
         p = {cell: p[cell] / sum(p[cell] for cell in cells) for cell in cells}
     return distance([p[cell] for cell in cells], [q[cell] for cell in cells])
-
-
-def words_fit(words: Words, token: int, spelled: bytes) -> bool:
-    """Whether a token begins with some bytes."""
-    return words.spellings[token].startswith(spelled)
 
 
 def _placed(

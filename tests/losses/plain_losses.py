@@ -173,9 +173,9 @@ def draw_text(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids of both sides behind start tokens, and the spans: each equal bytes, an end, or now and then other bytes."""
     ours, theirs, spans = [0], [0], []
-    letters = [spelling for spelling in student if len(spelling) == 1]
+    strings = [spelling for spelling in student + teacher if len(spelling) > 1]
     for _ in range(count):
-        texts = [b"".join(draw.choice(letters, draw.integers(1, 6)).tolist()) for _ in range(2)]
+        texts = [b"".join(strings[at] for at in draw.integers(0, len(strings), draw.integers(1, 3))) for _ in range(2)]
         kind = draw.choice(["text", "end", "rewritten"], p=[0.8, 0.1, 0.1])
         if student == teacher or kind == "end":
             new = [int(draw.integers(1, len(student)))] if kind != "end" else [0]
@@ -206,8 +206,8 @@ def draw_case(
     teacher = student if one_tokenizer else draw_spellings(of_words, U)
     draw = np.random.default_rng(seed)
     student_ids, teacher_ids, table = draw_text(draw, spans, student, teacher)
-    trained = draw.random(len(student_ids) - 1) < 0.9
-    positions = 1 + np.flatnonzero(draw.random(len(teacher_ids) - 1) < 0.9)
+    trained = draw.random(len(student_ids) - 1) < 0.95
+    positions = 1 + np.flatnonzero(draw.random(len(teacher_ids) - 1) < 0.95)
     logprobs = log_softmax(draw.normal(0, sharpness, (len(positions), U)))
     signal = signal_of(logprobs, positions, teacher_ids[positions], min(K, U))
     example = Example(student_ids, np.flatnonzero(trained).astype(np.int64), table, teacher_ids, signal)

@@ -37,11 +37,12 @@ def spell(spellings: Sequence[bytes], text: bytes) -> list[int] | None:
 
 
 def draw_tokens(draw: np.random.Generator, spellings: Sequence[bytes], text: bytes) -> list[int]:
-    """Some way to spell a text."""
+    """Some way to spell a text, rather in long tokens."""
     ids: list[int] = []
     while text:
         fits = [token for token, spelling in enumerate(spellings) if spelling and text.startswith(spelling)]
-        ids.append(int(draw.choice(fits)))
+        sizes = np.array([len(spellings[token]) ** 2 for token in fits])
+        ids.append(int(draw.choice(fits, p=sizes / sizes.sum())))
         text = text[len(spellings[ids[-1]]) :]
     return ids
 

@@ -408,7 +408,7 @@ def fill_byte_cells(
         cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `Cells`, of the rows that predict what comes
         next; run_offsets, firsts, stops as in `Alternatives`, of the rows before.
     """
-    cells_of_both = len(member_offsets) - 1
+    cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
     marks = Marks(
         np.full(cells_of_both, NONE, np.int64),
         np.empty(cells_of_both, np.int64),
@@ -461,7 +461,8 @@ def fill_byte_cells(
             run_offsets[groups] = written + ends[slot + 2]
         written += count
         kept = marks.probs[: cells - cell_offsets[number]]
-        if ours[HERE] == NONE and ends[1] == 0:
+        elsewhere = ends[0] > 0 if ours[HERE] == NONE else entries - entry_offsets[cell_offsets[number]] < width
+        if ends[1] == ends[0] and not elsewhere:
             kept /= kept.sum()  # nothing of the student can be in the other cell: it is compared within the cells
         probs[cell_offsets[number] : cells] = kept
         cell_offsets[number + 1] = cells

@@ -95,7 +95,7 @@ class Term:
             closed = cells.alternatives.closed(cells.cell_offsets)
         items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
         rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
-        rests = np.where(rests > SMALLEST_REST, rests, cells.divergence.least_rest)
+        rests = np.where(rests > SMALLEST_REST, rests, 0)
         has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
@@ -420,6 +420,7 @@ def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
         log_probs = log_probs - log_sums(log_probs, part.item_groups, items)[part.item_groups]
         probs = probs.pow(power)
         probs = probs / probs.new_zeros(items).scatter_add(0, part.item_groups, probs)[part.item_groups]
+    probs[len(part.teacher_probs) :].clamp_min_(part.divergence.least_rest)
     return part.divergence.of_cells(probs, log_probs).sum() / power**2
 
 
