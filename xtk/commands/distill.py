@@ -31,11 +31,12 @@ def distill(
     loss: Annotated[
         list[str] | None,
         typer.Option(
-            help="A term of the sum, with its weight: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
-            "tokens. p-kl: projected distributions, averaged over spans. boundary-kl: only where both sides begin a "
-            "token. forward-kl: a teacher with the student's tokenizer. "
-            "Default: ce and p-kl, or ce and forward-kl where both have one tokenizer.",
-            metavar="NAME[:weight=W]",
+            help="A term of the sum, with its options: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
+            "tokens. byte-kl: what both say about the next bytes; needs no projection. p-kl: projected distributions, "
+            "averaged over spans. boundary-kl: only where both sides begin a token. forward-kl, reverse-kl, jsd, "
+            "skew-forward-kl, skew-reverse-kl, tvd: a teacher with the student's tokenizer; for the others an option, "
+            "divergence=jsd,beta=0.5. Default: ce and p-kl, or ce and forward-kl where both have one tokenizer.",
+            metavar="NAME[:KEY=VALUE,...]",
         ),
     ] = None,
     max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
