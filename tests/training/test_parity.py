@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from xtk.training.metrics import read_metrics
 
-LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25"
+LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2"
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
             "--nproc-per-node", "2"]  # fmt: skip
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
@@ -94,7 +94,7 @@ def test_the_gradient_is_that_of_one_process_with_one_pass(dumped, processes, wa
 
 def test_the_total_is_the_weighted_sum_of_the_terms(dumped):
     for losses in dumped[2].told["8:4"]["losses"]:
-        expected = 0.5 * losses["ce"] + losses["p-kl"] + 0.25 * losses["boundary-kl"]
+        expected = 0.5 * losses["ce"] + losses["p-kl"] + 0.25 * losses["boundary-kl"] + 2 * losses["byte-kl"]
         assert losses["loss"] == pytest.approx(expected, rel=1e-12)
 
 

@@ -144,3 +144,21 @@ class Signal:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def without_nan(self) -> Signal:
+        """Leave out the positions at which something that the teacher said is not a number."""
+        bad = np.isnan(self.tail_mass) | np.isnan(self.realised_logprobs)
+        bad[np.searchsorted(self.offsets, np.flatnonzero(np.isnan(self.logprobs)), side="right") - 1] = True
+        if not bad.any():
+            return self
+        sizes = np.diff(self.offsets)
+        entries = np.repeat(~bad, sizes)
+        return Signal(
+            positions=self.positions[~bad],
+            offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes[~bad])]),
+            ids=self.ids[entries],
+            logprobs=self.logprobs[entries],
+            tail_mass=self.tail_mass[~bad],
+            realised_logprobs=self.realised_logprobs[~bad],
+            entropy=self.entropy[~bad],
+        )

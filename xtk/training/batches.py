@@ -121,6 +121,7 @@ class MicroBatch:
         terms: one for each loss, not yet scaled.
         tokens: of the documents, without padding.
         unaligned: trained student tokens that no span covers.
+        silent: positions at which the teacher said NaN, which are left out.
     """
 
     input_ids: NDArray[np.int64]
@@ -128,6 +129,7 @@ class MicroBatch:
     terms: tuple[Term, ...]
     tokens: int
     unaligned: int
+    silent: int
 
 
 class BatchMaker:
@@ -158,11 +160,14 @@ class BatchMaker:
             draw: which set of draws is taken, where the teacher's signal has some; it counts round.
         """
         rows = [self._source.read(number, draw) for number in numbers]
+        heard = [None if signal is None else signal.without_nan() for _, _, signal in rows]
+        said = [signal for _, _, signal in rows if signal is not None]
         students = sequences(self._tokenizer, [document for document, _, _ in rows])
         if self._limit is not None:
             students = [sequence.cut(self._limit) for sequence in students]
         examples = [
-            _example(student, teacher, signal) for student, (_, teacher, signal) in zip(students, rows, strict=True)
+            _example(student, teacher, signal)
+            for student, (_, teacher, _), signal in zip(students, rows, heard, strict=True)
         ]
         longest = max([1, *(len(student) for student in students)])
         ids = np.zeros((max(1, len(students)), longest), np.int64)
@@ -177,6 +182,7 @@ class BatchMaker:
             terms=tuple(objective.term(joined) for objective in self._objectives),
             tokens=sum(len(student) for student in students),
             unaligned=len(joined.rows) - int((joined.spans[:, 1] - joined.spans[:, 0]).sum()),
+            silent=sum(map(len, said)) - sum(len(signal) for signal in heard if signal is not None),
         )
 
 

@@ -229,7 +229,7 @@ class _Meter:
 
     def __init__(self, accelerator: Any, tokens: int) -> None:
         self._accelerator = accelerator
-        self._tokens = self._unaligned = self._rows = 0
+        self._tokens = self._unaligned = self._rows = self._silent = 0
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
         self.rate = 0.0
@@ -239,6 +239,7 @@ class _Meter:
         self._tokens += sum(batch.tokens for batch in batches)
         self._rows += sum(len(batch.places) for batch in batches)
         self._unaligned += sum(batch.unaligned for batch in batches)
+        self._silent += sum(batch.silent for batch in batches)
 
     def total(self) -> int:
         """Return the tokens of the run so far, over all processes; every process has to call it."""
@@ -254,13 +255,15 @@ class _Meter:
 
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
-        counts = torch.tensor([self._tokens, self._rows, self._unaligned], dtype=torch.float64)
-        tokens, rows, unaligned = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
+        counts = torch.tensor([self._tokens, self._rows, self._unaligned, self._silent], dtype=torch.float64)
+        tokens, rows, unaligned, silent = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
         now = time.monotonic()
         self.rate = tokens / max(now - self._since, 1e-9)
         self._all_tokens += int(tokens)
         self._tokens = self._rows = self._unaligned = 0
         self._since = now
+        if silent:
+            terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
         return {
             "tokens": self._all_tokens,
             "tokens_per_second": round(self.rate, 1),

@@ -1,0 +1,110 @@
+"""What byte-kl costs beside the other losses: making cells in the loader, and the head, forward and backward.
+
+    python tests/benchmarks/bench_losses.py [ROWS]
+
+GSM8K as the real tokenizers of Llama 3 (student) and Qwen (teacher) read it; supports of 64 tokens and a tail, half of
+them tokens that begin like the one that stands there. One thread, H = 256, fp32. Times are of 1,000 student tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import numpy as np
+import torch
+from common import DATA, median_seconds, report
+
+from xtk.lookup import lookup
+from xtk.losses import LOSSES
+from xtk.losses.byte_kernels import beginning
+from xtk.losses.cells import Cells, Example, Ground, join_examples
+from xtk.losses.head import Term, fused_loss
+from xtk.models.head import rows_in_a_chunk
+from xtk.projection.build import build_projection
+from xtk.projection.next_bytes import NextBytes, Side, next_bytes
+from xtk.projection.projection import Projection
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
+from xtk.tokens.signal import Signal
+from xtk.tokens.tokenizer import Tokenizer
+
+H, K = 256, 64
+
+
+def supports(draw: np.random.Generator, side: Side, ids: np.ndarray, frequent: np.ndarray) -> Signal:
+    """A teacher who names 64 tokens at each position."""
+    chosen = []
+    for token in ids[1:].tolist():
+        near = np.zeros(0, np.int32)
+        if side.ranks[token] >= 0:
+            low, _, high = beginning(side, token, min(2, int(np.diff(side.starts)[side.ranks[token]])))
+            near = side.order[draw.integers(low, high, K // 2)]
+        chosen.append(np.unique(np.concatenate([[token], near, draw.choice(frequent, K // 2)])).astype(np.int32))
+    sizes = [len(some) for some in chosen]
+    said = [np.log(draw.dirichlet(np.full(size, 0.3)) * 0.95 + 1e-9) for size in sizes]
+    nothing = np.full(len(sizes), 0.05, np.float32)
+    positions = np.arange(1, len(ids), dtype=np.int32)
+    offsets = np.cumsum([0, *sizes])
+    return Signal(positions, offsets, np.concatenate(chosen), np.concatenate(said).astype(np.float32), *[nothing] * 3)
+
+
+def batch(student: Tokenizer, teacher: Tokenizer, ground: NextBytes, rows: int) -> Example:
+    """Some documents, seen by both."""
+    draw = np.random.default_rng(0)
+    lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()[: 2 + rows // 100]
+    documents = [Document.of_text(" ".join(map(str, json.loads(line).values()))) for line in lines]
+    examples = []
+    pairs = list(zip(sequences(student, documents), sequences(teacher, documents), strict=True))
+    frequent = np.concatenate([theirs.ids for _, theirs in pairs])
+    for ours, theirs in pairs:
+        signal = supports(draw, ground.teacher, theirs.ids, frequent)
+        places = np.flatnonzero(ours.trained).astype(np.int64) - 1
+        examples.append(Example(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal))
+    return join_examples(examples)
+
+
+def main() -> None:
+    """Print a line a loss."""
+    torch.set_num_threads(1)
+    rows = []
+    student, teacher = (Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen"))
+    started = time.perf_counter()
+    ground = next_bytes(student, teacher)
+    rows.append(("cells of bytes, once a run", f"{time.perf_counter() - started:.1f} s", ""))
+    example = batch(student, teacher, ground, int(sys.argv[1]) if len(sys.argv) > 1 else 500)
+    columns = build_projection(student, teacher, "multitoken").columns
+    same = batch(teacher, teacher, next_bytes(teacher, teacher), 500)
+    cases: dict[str, tuple[Example, Ground, int]] = {
+        "ce": (example, None, student.width),
+        "boundary-kl": (example, columns, student.width),
+        "byte-kl": (example, ground, student.width),
+        "forward-kl": (same, Projection.identity(teacher.width).columns, teacher.width),
+    }
+    for name, (what, on, width) in cases.items():
+        rule = lookup(LOSSES, name, "loss")()
+        made: list[Cells] = []
+        loading = median_seconds(lambda rule=rule, what=what, on=on, made=made: made.append(rule.cells(what, on)), 3)
+        term = Term.of(made[-1]).to(torch.device("cpu"), 1.0)
+        torch.manual_seed(0)
+        states = torch.randn(len(what.rows), H, requires_grad=True)
+        weight = (torch.randn(width, H) / 16).requires_grad_()
+        chunk = rows_in_a_chunk(width, torch.device("cpu"))
+
+        def step(
+            states: torch.Tensor = states, weight: torch.Tensor = weight, term: Term = term, chunk: int = chunk
+        ) -> None:
+            states.grad = weight.grad = None
+            fused_loss(states, weight, None, [term], chunk)[0].backward()
+
+        kilo = len(what.rows) / 1000
+        size = f"{made[-1].items} items, {len(made[-1].rows)} entries of {len(what.rows)} tokens"
+        rows.append((f"{name}, loader", f"{1e3 * loading / kilo:.1f} ms ({size})", ""))
+        rows.append((f"{name}, head", f"{1e3 * median_seconds(step, 1) / kilo:.0f} ms", ""))
+    report(__file__, rows)
+
+
+if __name__ == "__main__":
+    main()

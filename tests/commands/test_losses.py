@@ -1,0 +1,68 @@
+"""Every loss trains from one cache, and says what it cannot train from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.lookup import lookup
+from xtk.losses import GROUNDS, LOSSES
+from xtk.losses.byte_kl import ByteKL
+from xtk.losses.divergences import ForwardKL
+from xtk.projection.next_bytes import next_bytes
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import BatchMaker, CacheSource, Objective
+
+ACROSS = [name for name in LOSSES if lookup(LOSSES, name, "loss").ground not in ("text", "tokens")]
+
+
+def test_every_loss_stands_on_something():
+    assert {lookup(LOSSES, name, "loss").ground for name in LOSSES} == set(GROUNDS)
+
+
+@pytest.mark.parametrize("name", ACROSS)
+def test_a_student_learns_from_a_teacher_with_another_tokenizer(run, pair, cache, tmp_path, name):
+    options = ["--max-steps", 12, "--learning-rate", 0.01, "--warmup-ratio", 0, "--logging-steps", 1, "--quiet"]
+    run("distill", pair.student, cache, "--loss", name, *options, "-o", "alone", cwd=tmp_path)
+    run("distill", pair.student, cache, "--loss", f"{name}:divergence=jsd,beta=0.7", "--loss", "ce:weight=0.5",
+        *options, "-o", "both", cwd=tmp_path)  # fmt: skip
+    for output in ("alone", "both"):
+        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
+        values = [line[name] for line in lines if name in line]
+        assert min(values) > 0
+        assert np.mean(values[-3:]) < 0.9 * np.mean(values[:3])
+
+
+def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "--support", "sample", "-o", "drawn", cwd=tmp_path)
+    done = run(
+        "distill", pair.student, "drawn", "--loss", "byte-kl:divergence=tvd", "-o", "out", cwd=tmp_path, code=None
+    )
+    assert done.returncode == 1
+    assert "byte-kl:divergence=tvd cannot learn from draws" in done.stderr
+    assert "--support top-k" in done.stderr
+    run("distill", pair.student, "drawn", "--loss", "byte-kl", "--max-steps", 1, "-o", "out", cwd=tmp_path)
+
+
+class Mumbling(CacheSource):
+    """A teacher who says NaN now and then, and names tokens that there are not."""
+
+    def read(self, number, draw=0):
+        document, tokens, signal = super().read(number, draw)
+        logprobs, ids = signal.logprobs.copy(), signal.ids.copy()
+        logprobs[signal.offsets[5]] = np.nan
+        ids[signal.offsets[8] : signal.offsets[9]][-1] = 10_000
+        return document, tokens, dataclasses.replace(signal, logprobs=logprobs, ids=ids)
+
+
+def test_a_position_of_which_the_teacher_said_nan_is_left_out_and_counted(pair, cache):
+    tokenizer, source = Tokenizer(pair.student), TeacherCache(cache)
+    byte_kl = Objective(ByteKL(), ForwardKL(), next_bytes(tokenizer, source.teacher))
+    made = [BatchMaker(kind(source), tokenizer, [byte_kl], 256).make([0, 1, 2]) for kind in (CacheSource, Mumbling)]
+    assert [batch.silent for batch in made] == [0, 3]
+    assert 0 < made[1].terms[0].items < made[0].terms[0].items
+    assert np.isfinite(made[1].terms[0].teacher_probs.numpy()).all()
