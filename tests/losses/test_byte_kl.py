@@ -254,6 +254,15 @@ def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, studen
         assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
 
 
+@pytest.mark.parametrize("cut", [7, 14, 15])
+def test_behind_a_prompt_that_ends_inside_of_a_token_it_is_what_the_twin_says(of_families, cut):
+    text = "Anna has 1234 apples and gives 17 to Bert."
+    ours, theirs, ground = of_families("student", "teacher")
+    example = read_by_both(ours, theirs, Document.of_completion(text[:cut], text[cut:]))
+    assert 0 < len(example.rows) < len(example.student_ids) - 1
+    assert_it_is_what_its_twin_says(ours, theirs, ground, example, cut, 0.1)
+
+
 @pytest.fixture(scope="module")
 def real_grounds(real_data):
     tokenizers = {name: Tokenizer(real_data / "tokenizers" / name) for name in ("llama3", "qwen", "mistral-v1")}
