@@ -44,6 +44,10 @@ class Codec(Protocol):
     needs_ranks: ClassVar[bool]
 
     @classmethod
+    def largest_error(cls, options: dict[str, Any]) -> float:
+        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
+
+    @classmethod
     def pack(
         cls, rows: Sequence[tuple[TokenSequence, Scores]], options: dict[str, Any], ranks: Ranks | None
     ) -> tuple[bytes, list[bytes], list[bytes]]:
@@ -75,6 +79,11 @@ class RawCodec:
     """
 
     needs_ranks: ClassVar[bool] = False
+
+    @classmethod
+    def largest_error(cls, options: dict[str, Any]) -> float:
+        """Return 0."""
+        return 0.0
 
     def __init__(self, options: dict[str, Any], tables: bytes, ranks: Ranks | None) -> None:
         self.sets, self.draws = int(options["sets"]), int(options["draws"])

@@ -192,6 +192,7 @@ def _entry(file: str, shard: Shard) -> dict[str, Any]:
     return {
         "file": file,
         **shard.figures(),
+        **shard.information(),
         "bytes": shard.size,
         "payload": [list(stretch) for stretch in shard.payload()],
         "checksum": shard.frame_checksum(),
@@ -415,7 +416,8 @@ class TeacherCache:
                 wrong = _altered_row(shard, row)
                 raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
             entry = self.manifest["shards"][number]
-            if any(entry[name] != value for name, value in shard.figures().items()):
+            told = {**shard.figures(), **shard.information()}
+            if any(entry[name] != value for name, value in told.items()):
                 raise self._damaged("a shard of this cache does not hold what the manifest tells of it", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:

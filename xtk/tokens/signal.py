@@ -144,3 +144,19 @@ class Signal:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+
+def divergence(said: Scores, held: Scores) -> NDArray[np.float64]:
+    """Return float64 [P], KL(said || held) over the exact ids and the rest as one cell, in nats.
+
+    Args:
+        said: what a teacher says.
+        held: what is kept of it, at the same ids.
+    """
+    ours, theirs = held.logprobs.astype(np.float64), said.logprobs.astype(np.float64)
+    rest, other_rest = said.tail_mass.astype(np.float64), held.tail_mass.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entries = np.where(np.exp(theirs) > 0, np.exp(theirs) * (theirs - ours), 0.0)
+        rests = np.where((rest > 0) & (other_rest > 0), rest * (np.log(rest) - np.log(other_rest)), 0.0)
+    owner = np.repeat(np.arange(len(said)), np.diff(said.offsets))
+    return rests + np.bincount(owner, entries, minlength=len(said)).astype(np.float64)
