@@ -109,9 +109,9 @@ class SignalReader:
         )
         sets = []
         for stream, size in enumerate(sizes[1:].tolist(), EXACT_STREAMS):
-            *drawn, intact = read_drawn(content, bounds[stream], bounds[stream + 1], tables, kinds, draws, size)
-            whole = whole and intact
-            sets.append(drawn)
+            if whole:
+                *drawn, whole = read_drawn(content, bounds[stream], bounds[stream + 1], tables, kinds, draws, size)
+                sets.append(drawn)
         if not whole:
             raise _altered()
         order = np.lexsort((ids, owners_of(offsets)))
