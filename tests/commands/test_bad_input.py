@@ -345,7 +345,9 @@ def same_files(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_a_cache_that_is_stopped_goes_on_and_ends_equal(run, pair, corpus, tmp_path, number):
     many = material.write_jsonl(tmp_path / "many.jsonl", material.sentences(400))
     arguments = ["cache-teacher", pair.teacher, many, "--top-k", 8, "--shard-tokens", 500, "-o"]

@@ -42,7 +42,9 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     assert record["statistics"]["documents"] == 40
 
 
-@pytest.mark.parametrize("precision", ["fine", "standard", "coarse"])
+@pytest.mark.parametrize(
+    "precision", ["standard", *(pytest.param(one, marks=pytest.mark.long) for one in ("fine", "coarse"))]
+)
 def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projection, tmp_path, precision):
     support = ("--support", "top-k+sample", "--top-k", 6, "--draws", 5)
     for folder, wanted in (("plain", "float32"), ("packed", precision)):

@@ -220,6 +220,7 @@ def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it
         _ = TeacherCache(broken).teacher
 
 
+@pytest.mark.long
 def test_two_processes_on_a_full_disk_go_on_when_there_is_room(run, pair, corpus, cache, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -17,8 +17,8 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores, Signal
 
 CODECS = {"raw": "xtk.artifacts.codecs:RawCodec", "packed": "xtk.artifacts.codec.packed:PackedCodec"}
-RAW = "float32"
-PRECISIONS = {RAW: "raw", "fine": "packed", "standard": "packed", "coarse": "packed"}
+STANDARD = "standard"
+PRECISIONS = {"float32": "raw", "fine": "packed", STANDARD: "packed", "coarse": "packed"}
 
 
 def codec_of(precision: str) -> str:

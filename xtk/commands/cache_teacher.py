@@ -64,7 +64,7 @@ def cache_teacher(
             "coarse, 1.06.",
             metavar="[float32|fine|standard|coarse]",
         ),
-    ] = "float32",
+    ] = "standard",
     columns: options.Columns = "",
     dtype: Annotated[
         str,
