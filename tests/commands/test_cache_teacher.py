@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.signal import SUPPORTS, support_of
 
-SUPPORTS = {
+OPTIONS = {
     "top-k": ["--top-k", 8],
     "top-p": ["--top-p", 0.8, "--top-k", 12],
     "sample": ["--draws", 9],
@@ -18,9 +19,9 @@ SUPPORTS = {
 }
 
 
-@pytest.mark.parametrize("kind", SUPPORTS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, projection, tmp_path, kind):
-    run("cache-teacher", pair.teacher, corpus, "--support", kind, *SUPPORTS[kind], "-o", tmp_path / "c")
+    run("cache-teacher", pair.teacher, corpus, "--support", kind, *OPTIONS[kind], "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
     assert found.header["options"]["support"] == kind
     sets = found.header["codec"]["sets"]
@@ -70,6 +71,32 @@ def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
     drawn = [found.row(0, draw).signal.ids.tolist() for draw in range(4)]
     assert drawn[3] == drawn[0]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("named", "able", "kind", "ids"),
+    [
+        ({}, SUPPORTS, "top-k+sample", 16),
+        ({}, ("top-k", "top-p", "none"), "top-k", 64),
+        ({"top_k": 5}, SUPPORTS, "top-k", 5),
+        ({"top_k": 5, "draws": 3}, SUPPORTS, "top-k+sample", 5),
+        ({"draws": 3}, SUPPORTS, "top-k+sample", 16),
+        ({"top_p": 0.9}, SUPPORTS, "top-p", 64),
+        ({"top_p": 0.9, "top_k": 5}, SUPPORTS, "top-p", 5),
+    ],
+)
+def test_numbers_that_are_named_say_which_support_is_meant(named, able, kind, ids):
+    support = support_of("", able=able, **named)
+    assert (support.kind, support.top_k) == (kind, ids)
+    assert support == support_of(kind, **named)
+
+
+def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "-o", tmp_path / "c")
+    cache = TeacherCache(tmp_path / "c")
+    asked = {name: cache.header["options"][name] for name in ("support", "top_k", "draws", "sets")}
+    assert asked == {"support": "top-k+sample", "top_k": 16, "draws": 16, "sets": 1}
+    assert cache.header["codec"]["precision"] == "standard"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ FORMAT, VERSION = "xtk-teacher-cache", 3
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-OPEN_SHARDS = 4096
+OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 FETCHED = 64  # shards at once, of those that are read one after the other
 LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
 # Keys of a codec's options under which a header names files that lie beside the shards.

@@ -43,15 +43,23 @@ def cache_teacher(
             help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
             "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
             "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
-            "given_ids; none.",
+            "given_ids; none. Left out: what --top-k, --top-p or --draws ask for, else top-k+sample (top-k of backends "
+            "that cannot draw).",
             metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+            show_default=False,
         ),
-    ] = "top-k",
+    ] = "",
     top_k: Annotated[
         int | None, typer.Option(help="Likeliest tokens kept; 64 if left out, 16 beside draws.", show_default=False)
     ] = None,
-    top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
-    draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Of --support top-p: the mass that is kept; 0.99 if left out.", show_default=False),
+    ] = None,
+    draws: Annotated[
+        int | None,
+        typer.Option(help="Draws a position, of the supports that draw; 16 if left out.", show_default=False),
+    ] = None,
     draw_sets: Annotated[
         int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
     ] = 1,
@@ -172,10 +180,12 @@ def cache_teacher(
     codec_of(precision)
     if long_documents not in LONG_DOCUMENTS:
         raise unknown("way with long documents", long_documents, LONG_DOCUMENTS)
+    able = lookup(BACKENDS, backend, "backend").supports
+    wanted = support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed, able=able)
     request = CacheRequest(
         teacher=folder,
         name=teacher,
-        support=support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed),
+        support=wanted,
         dtype=dtype,
         precision=precision,
         backend=backend,
