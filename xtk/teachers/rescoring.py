@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,13 @@ BACKEND = "transformers"  # gives exact numbers of any ids
 
 
 def rescore(
-    cache: TeacherCache, folder: Path, name: str, *, documents: int = 8, trust_remote_code: bool = False
+    cache: TeacherCache,
+    folder: Path,
+    name: str,
+    *,
+    documents: int = 8,
+    trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Score documents all over a cache again, and compare what it holds with what the teacher says.
 
@@ -36,6 +43,7 @@ def rescore(
         name: how messages call it.
         documents: how many are scored.
         trust_remote_code: run the model's own code.
+        options: of the backend.
 
     Returns:
         `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and `codec_kl_nats` (what
@@ -55,7 +63,7 @@ def rescore(
             hint=f"--teacher {identity['name']}",
         )
     backend = lookup(BACKENDS, BACKEND, "backend")
-    weights = backend.identity(folder, {})
+    weights = backend.identity(folder, dict(options or {}))
     same = weights == identity["weights"]
     if not same:
         terminal.note(
@@ -64,7 +72,11 @@ def rescore(
         )
     dtype = str(cache.header["options"]["dtype"])
     support = Support("top-k", top_k=_likeliest(cache.header["options"]))
-    teacher = backend(TeacherRequest(folder, name, tokenizer, support, dtype, trust_remote_code=trust_remote_code))
+    teacher = backend(
+        TeacherRequest(
+            folder, name, tokenizer, support, dtype, trust_remote_code=trust_remote_code, options=dict(options or {})
+        )
+    )
     return _compare(cache, teacher, name, spread(cache, documents), dtype, same)
 
 
