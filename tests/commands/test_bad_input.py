@@ -320,7 +320,8 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus, small_disk, tmp_path):
-    arguments = ("cache-teacher", pair.teacher, corpus, "--top-k", 64, "--shard-tokens", 300, "-o", small_disk / "c")
+    options = ("--top-k", 64, "--shard-tokens", 300, "--precision", "float32")
+    arguments = ("cache-teacher", pair.teacher, corpus, *options, "-o", small_disk / "c")
     done = run(*arguments, code=None)
     refused(done, "the disk is full", "run the same command again")
     names = {path.name for path in (small_disk / "c").iterdir()}
