@@ -150,7 +150,8 @@ def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
         for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned"):
             assert one[key] == pytest.approx(other[key], rel=1e-5), key
     for name, weight in expected.weights.items():
-        assert float((found.weights[name] - weight).abs().max()) <= 1e-5 * float(weight.abs().max()), name
+        # Adam divides by the size of the gradient: what has next to none moves by how its sum was rounded.
+        assert float((found.weights[name] - weight).abs().max()) <= 2e-5 * float(weight.abs().max()), name
 
 
 def test_the_weights_do_not_depend_on_the_number_of_processes(trained):
