@@ -36,7 +36,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 SHARDS, ROWS = 4, 400  # of a shard; documents repeat
 TOKENS, ROUNDS = 8000, 5
-SMALL, LARGE = 1000, 16000  # documents
+SMALL, LARGE = 200, 3200  # documents
 SUPPORT = Support("top-k", top_k=64)
 
 

@@ -7,14 +7,18 @@ holds them all. Speed: from the bytes of rows to a student's arrays, one thread,
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from codec_alternatives import alternatives
-from common import machine, report
+from common import gsm8k, machine, report
 from language_model import held_out, language_model
 
 from xtk.artifacts.codec.packed import PackedCodec
@@ -40,6 +44,8 @@ SUPPORTS = {
     "none": (Support("none"), ("standard",), "2"),
 }
 ROUNDS = 25
+WHOLE = 150  # documents
+WAYS = ("", "--top-k 64", "--top-p 0.99", "--support sample", "--support none", "--top-k 64 --precision float32")
 
 
 def teacher_scores(corpus: str, support: Support) -> Rows:
@@ -106,9 +112,30 @@ def compare(rows: Rows, ranks: Ranks) -> str:
     return "\n".join(lines) + "\n"
 
 
+def whole_caches(folder: Path) -> None:
+    """Print the bytes of whole caches, text and tokens included, as the commands make and `inspect` tells them."""
+    texts = gsm8k(WHOLE, part="test")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = []
+    for number, options in enumerate(WAYS):
+        cache = str(folder / f"cache-{number}")
+        command = ["cache-teacher", str(language_model()), str(folder / "texts.jsonl"), *options.split(), "-o", cache]
+        for words in (command, ["inspect", cache, "--json"]):
+            done = subprocess.run([sys.executable, "-m", "xtk", *words], check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout)["statistics"]
+        parts = {name: round(size / found["positions"], 1) for name, size in found["bytes_by_part"].items()}
+        told = f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['codec_kl_share_of_entropy']}"
+        lines.append((options or "(default)", f"{told} of the entropy, {found['mean_entropy_nats']:.2f} nats", ""))
+    report(__file__, lines)
+
+
 def main(source: Source = teacher_scores) -> None:
-    """Measure and print; `alternatives` as an argument compares other ways too."""
+    """Measure and print; `alternatives` as an argument compares other ways too, `whole` makes caches instead."""
     quieten_transformers()
+    if "whole" in sys.argv:
+        with tempfile.TemporaryDirectory() as name:
+            whole_caches(Path(name))
+        return
     tokenizer = Tokenizer(language_model())
     for corpus in CORPORA:
         lines = []

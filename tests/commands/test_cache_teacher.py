@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from artifacts.plain_codec import PlainCodec
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.tokens.signal import SUPPORTS, support_of
@@ -115,6 +118,39 @@ def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
     done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=1)
     assert words in done.stderr
     assert not (tmp_path / "c").exists()
+
+
+def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(run, pair, corpus, tmp_path):
+    """Nothing of xtk: pyarrow, and the plain reader that follows docs/reference/codec.md."""
+    run("cache-teacher", pair.teacher, corpus, "--draw-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
+    rows = iter(TeacherCache(tmp_path / "c"))
+    for path in sorted((tmp_path / "c").glob("shard-*.arrow")):
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        codec = json.loads(batch.schema.metadata[b"xtk"])["codec"]
+        ranks = pa.ipc.open_file(pa.memory_map(str(path.parent / codec["ranks"]))).get_batch(0).to_pydict()
+        lengths = dict(zip(ranks["id"], ranks["length"], strict=True))
+        reader = PlainCodec(
+            base64.b64decode(batch.schema.metadata[b"tables"]),
+            ranks["id"],
+            [lengths[token] for token in range(len(lengths))],
+            codec["precision"],
+            codec["sets"],
+            codec["draws"],
+        )
+        for record in batch.to_pylist():
+            row = next(rows)
+            ids, ends = reader.tokens(record["tokens"], record["length"])
+            assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.ends.tolist())
+            assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
+            edges = record["trained"]
+            trained = [at for start, stop in zip(edges[::2], edges[1::2], strict=True) for at in range(start, stop)]
+            assert trained == row.scores.positions.tolist()
+            for at, position in enumerate(reader.positions(record["signal"], [ids[place] for place in trained])):
+                kept = slice(row.scores.offsets[at], row.scores.offsets[at + 1])
+                assert sorted(position.exact) == row.scores.ids[kept].tolist()
+                said = [position.exact[token] for token in row.scores.ids[kept].tolist()]
+                np.testing.assert_allclose(said, row.scores.logprobs[kept], rtol=0, atol=1e-5)
+                assert [sum(drawn.values()) for drawn in position.draws] == [codec["draws"]] * codec["sets"]
 
 
 def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):
