@@ -9,6 +9,7 @@ small ones, of which most are hard links, merged into one of 100,000; and reques
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -46,6 +47,7 @@ TOKENS_A_SECOND = {"a teacher of 8 billion parameters": 40_000.0, "70 billion, o
 SHARD_BYTES = 256e6  # of a shard at this scale: --shard-tokens so that an object is worth a request
 WRITERS, SHARDS, ROWS = 1000, 100, 2
 OBJECTS = 1000
+LINKS = 50_000  # file systems know no more than some ten thousand names of one file
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, Any]:
@@ -110,7 +112,10 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     unfinished.mkdir()
     header = {**HEADER, "data": {"documents": "sha256:0", "rows": ROWS * shards}}
     for number in range(total - 1):
-        os.link(Path(places[0]) / file_of(0), unfinished / file_of(number))
+        if number % LINKS:
+            os.link(unfinished / file_of(number - number % LINKS), unfinished / file_of(number))
+        else:
+            shutil.copyfile(Path(places[0]) / file_of(0), unfinished / file_of(number))
     writer = measure("resuming a writer", lambda: CacheWriter(LocalFolder(unfinished), header, total))
     draw = np.random.default_rng(0)
     writer.write(total - 1, [row_of(Document.of_text("the last row"), 4, draw)])
