@@ -134,6 +134,7 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
         s3fs.S3FileSystem().mkdir("bucket")
         draw = np.random.default_rng(0)
         rows = [row_of(Document.of_text("row"), 4, draw)]
+        header = {**HEADER, "data": {"documents": "sha256:0", "rows": OBJECTS}}
         found = []
 
         def count(what: str, work: Callable[[], object]) -> None:
@@ -145,13 +146,13 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
             sys.stderr.write(f"{what}: {told}; {took:.1f} s\n")
 
         def write() -> None:
-            writer = CacheWriter(folder_at("s3://bucket/one"), HEADER, OBJECTS)
+            writer = CacheWriter(folder_at("s3://bucket/one"), header, OBJECTS)
             for number in range(OBJECTS):
                 writer.write(number, rows)
             writer.finish()
 
         count("writing", write)
-        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), HEADER, OBJECTS))
+        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), header, OBJECTS))
         count("merging on the store", lambda: merge_caches(["s3://bucket/one"], "s3://bucket/two"))
         count("opening", lambda: TeacherCache("s3://bucket/two"))
         cache = TeacherCache("s3://bucket/two")

@@ -104,7 +104,7 @@ def test_machines_write_their_own_shards_and_the_last_one_finishes(pair, corpus,
     folder = tmp_path / "c"
     shards = sorted(path.name for path in cache.glob("shard-*"))
     assert write(pair, corpus, folder, 1, 3) is None
-    assert sorted(path.name for path in folder.glob("*.arrow")) == shards[1::3]
+    assert sorted(path.name for path in folder.glob("shard-*.arrow")) == shards[1::3]
     assert "still to come from others" in capsys.readouterr().err
     assert write(pair, corpus, folder, 0, 3) is None
     # What a machine that was lost had half written.
