@@ -238,7 +238,7 @@ def test_a_reader_that_goes_away_is_no_traceback(pair, tmp_path):
 
 
 def test_a_teacher_with_the_students_tokenizer_needs_no_projection(run, pair, corpus, tmp_path):
-    run("cache-teacher", pair.student, corpus, "--top-k", 656, "-o", "c", cwd=tmp_path)
+    run("cache-teacher", pair.student, corpus, "--top-k", 656, "--precision", "float32", "-o", "c", cwd=tmp_path)
     done = run(
         "distill", pair.student, "c", "--loss", "forward-kl", "--max-steps", 1, "-o", "out", "--json", cwd=tmp_path
     )
