@@ -10,7 +10,6 @@ process of its own, with the quickstart's teacher, over corpora of which one is 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -102,11 +101,17 @@ def own_memory() -> int:
 def peak(teacher: Path, corpus: Path, output: Path) -> float:
     """Return the most memory that `cache-teacher` held, in GiB."""
     command = [sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), "-o", str(output)]
-    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"{command} ended with {status}")
-    return usage.ru_maxrss / 2**20
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    most = 0
+    while child.poll() is None:
+        # Its rusage would begin with what this process holds.
+        for line in Path(f"/proc/{child.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                most = int(line.split()[1])
+        time.sleep(0.02)
+    if child.returncode:
+        raise SystemExit(f"{command} ended with {child.returncode}")
+    return most / 2**20
 
 
 def memory(folder: Path) -> list[tuple[str, str, str]]:
