@@ -4,7 +4,7 @@ Rows: a cache of GSM8K as the benchmark's teacher scores it, top-k 64, four shar
 and verified by its checksum, and unpacked into a student's arrays besides. The files are in the system's cache.
 
 Memory: what this process holds of its own (RssAnon) before and after it has read every row; and `xtk cache-teacher`, a
-process of its own, with the quickstart's teacher, over corpora of which one is 16 times the other.
+process of its own, over corpora of which one is 16 times the other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from xtk.tokens.document import Document
 from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
-SHARDS, ROWS = 4, 400  # of a shard; documents repeat
-TOKENS, ROUNDS = 8000, 5
-SMALL, LARGE = 200, 3200  # documents
+SHARDS, ROWS = 4, 200  # of a shard; documents repeat
+TOKENS, ROUNDS = 2000, 5
+SMALL, LARGE = 25, 400  # documents
 SUPPORT = Support("top-k", top_k=64)
 
 
@@ -116,10 +116,7 @@ def peak(teacher: Path, corpus: Path, output: Path) -> float:
 
 def memory(folder: Path) -> list[tuple[str, str, str]]:
     """Return what writing caches of two sizes holds."""
-    subprocess.run(
-        [sys.executable, "-m", "xtk", "quickstart", "-o", str(folder / "q")], check=True, capture_output=True
-    )
-    teacher = folder / "q" / "teacher"
+    teacher = language_model()
     found = []
     for documents in (SMALL, LARGE):
         corpus = folder / f"{documents}.jsonl"
