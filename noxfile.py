@@ -80,7 +80,7 @@ def types(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Truths: pytest, warnings are errors."""
-    run(session, "python", "-m", "pytest", "-n", "auto", *session.posargs)
+    run(session, "python", "-m", "pytest", "-n", "auto", "--dist", "loadgroup", *session.posargs)
 
 
 @nox.session(venv_backend="none")

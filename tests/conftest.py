@@ -24,6 +24,12 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 command_line.start_fork_server()
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what has to run in one worker, so that none works alone in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+
+
 Pair = material.Pair
 RunXtk = Callable[..., subprocess.CompletedProcess[str]]
 run_xtk = command_line.run_xtk

@@ -7,13 +7,18 @@ holds them all. Speed: from the bytes of rows to a student's arrays, one thread,
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 from codec_alternatives import alternatives
-from common import machine, report
+from common import gsm8k, machine, report
 from language_model import held_out, language_model
 
 from xtk.artifacts.codec.packed import PackedCodec
@@ -23,21 +28,24 @@ from xtk.models.causal_lm import quieten_transformers
 from xtk.teachers.teacher import TeacherRequest
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Scores, Support
+from xtk.tokens.signal import Scores, Support, divergence
 from xtk.tokens.tokenizer import Tokenizer
 
 Rows = list[tuple[TokenSequence, Scores]]
 Source = Callable[[str, Support], Rows]
 
 CORPORA = {"gsm8k": 4000, "wikitext": 8000}
+DRAWS = {"gsm8k": 26, "wikitext": 14}  # that make 12 distinct ids on average, the token that stands there among them
 SUPPORTS = {
     "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
     "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
-    "sample, about 12 ids": (Support("sample", draws=24, sets=1), ("standard",), "24"),
+    "sample, 12 ids": (Support("sample", sets=1), ("standard",), "24"),
     "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, draws=12, sets=1), ("standard",), ""),
     "none": (Support("none"), ("standard",), "2"),
 }
-ROUNDS = 7
+ROUNDS = 25
+WHOLE = 150  # documents
+WAYS = ("", "--top-k 64", "--top-p 0.99", "--support sample", "--support none", "--top-k 64 --precision float32")
 
 
 def teacher_scores(corpus: str, support: Support) -> Rows:
@@ -51,19 +59,6 @@ def teacher_scores(corpus: str, support: Support) -> Rows:
 def ranks_of(rows: Rows, width: int, lengths: np.ndarray) -> Ranks:
     """Return the ranks of a cache of some documents."""
     return Ranks.of(np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width), lengths)
-
-
-def divergence(rows: Rows, signals: Sequence[Scores]) -> float:
-    """Return the mean divergence of what came back from what went in, over exact ids and the tail, nats."""
-    total = positions = 0.0
-    for (_, scores), back in zip(rows, signals, strict=True):
-        kept, tail = np.exp(scores.logprobs.astype(np.float64)), scores.tail_mass.astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            entries = np.where(kept > 0, kept * (scores.logprobs.astype(np.float64) - back.logprobs), 0)
-            tails = np.where(tail > 0, tail * (np.log(tail) - np.log(back.tail_mass)), 0)
-        total += float(entries.sum() + tails.sum())
-        positions += len(scores)
-    return total / positions
 
 
 def seconds(codec: PackedCodec, rows: Rows, tokens: list[bytes], signals: list[bytes]) -> tuple[float, float]:
@@ -94,6 +89,7 @@ def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: s
     ]
     positions = sum(len(scores) for _, scores in rows)
     length = sum(len(row) for row, _ in rows)
+    added = sum(divergence(scores, held).sum() for (_, scores), held in zip(rows, back, strict=True))
     entries = sum(len(signal_of(scores, 0).ids) for scores in back)
     entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions
     mass = 1 - sum(float(scores.tail_mass.sum()) for _, scores in rows) / positions
@@ -101,7 +97,7 @@ def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: s
     told = (
         f"{size / positions + of_tables:.1f} bytes/position (tables {of_tables:.2f}), tokens "
         f"{sum(map(len, tokens)) / length:.2f}; {entries / positions:.1f} ids, exact mass {mass:.4f}, "
-        f"KL {divergence(rows, back) / entropy:.1e} of the entropy; read {positions / of_signals / 1e6:.2f} M "
+        f"KL {added / positions / entropy:.1e} of the entropy; read {positions / of_signals / 1e6:.2f} M "
         f"positions/s ({of_signals / entries * 1e9:.1f} ns an id), {length / of_tokens / 1e6:.0f} M tokens/s; "
         f"packed {positions / packing / 1e3:.0f} k positions/s"
     )
@@ -116,13 +112,35 @@ def compare(rows: Rows, ranks: Ranks) -> str:
     return "\n".join(lines) + "\n"
 
 
+def whole_caches(folder: Path) -> None:
+    """Print the bytes of whole caches, text and tokens included, as the commands make and `inspect` tells them."""
+    texts = gsm8k(WHOLE, part="test")
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    lines = []
+    for number, options in enumerate(WAYS):
+        cache = str(folder / f"cache-{number}")
+        command = ["cache-teacher", str(language_model()), str(folder / "texts.jsonl"), *options.split(), "-o", cache]
+        for words in (command, ["inspect", cache, "--json"]):
+            done = subprocess.run([sys.executable, "-m", "xtk", *words], check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout)["statistics"]
+        parts = {name: round(size / found["positions"], 1) for name, size in found["bytes_by_part"].items()}
+        told = f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['codec_kl_share_of_entropy']}"
+        lines.append((options or "(default)", f"{told} of the entropy, {found['mean_entropy_nats']:.2f} nats", ""))
+    report(__file__, lines)
+
+
 def main(source: Source = teacher_scores) -> None:
-    """Measure and print; `alternatives` as an argument compares other ways too."""
+    """Measure and print; `alternatives` as an argument compares other ways too, `whole` makes caches instead."""
     quieten_transformers()
+    if "whole" in sys.argv:
+        with tempfile.TemporaryDirectory() as name:
+            whole_caches(Path(name))
+        return
     tokenizer = Tokenizer(language_model())
     for corpus in CORPORA:
         lines = []
-        for label, (support, precisions, reach) in SUPPORTS.items():
+        for label, (usual, precisions, reach) in SUPPORTS.items():
+            support = replace(usual, draws=DRAWS[corpus]) if usual.kind == "sample" else usual
             rows = source(corpus, support)
             ranks = ranks_of(rows, tokenizer.width, tokenizer.vocabulary.lengths)
             lines += [measure(label, rows, ranks, support, precision, reach) for precision in precisions]

@@ -320,7 +320,8 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus, small_disk, tmp_path):
-    arguments = ("cache-teacher", pair.teacher, corpus, "--top-k", 64, "--shard-tokens", 300, "-o", small_disk / "c")
+    options = ("--top-k", 64, "--shard-tokens", 300, "--precision", "float32")
+    arguments = ("cache-teacher", pair.teacher, corpus, *options, "-o", small_disk / "c")
     done = run(*arguments, code=None)
     refused(done, "the disk is full", "run the same command again")
     names = {path.name for path in (small_disk / "c").iterdir()}
@@ -345,7 +346,9 @@ def same_files(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGTERM))]
+)
 def test_a_cache_that_is_stopped_goes_on_and_ends_equal(run, pair, corpus, tmp_path, number):
     many = material.write_jsonl(tmp_path / "many.jsonl", material.sentences(400))
     arguments = ["cache-teacher", pair.teacher, many, "--top-k", 8, "--shard-tokens", 500, "-o"]

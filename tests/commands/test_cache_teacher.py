@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
+from artifacts.plain_codec import PlainCodec
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.signal import SUPPORTS, support_of
 
-SUPPORTS = {
+OPTIONS = {
     "top-k": ["--top-k", 8],
     "top-p": ["--top-p", 0.8, "--top-k", 12],
     "sample": ["--draws", 9],
@@ -18,9 +22,9 @@ SUPPORTS = {
 }
 
 
-@pytest.mark.parametrize("kind", SUPPORTS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, projection, tmp_path, kind):
-    run("cache-teacher", pair.teacher, corpus, "--support", kind, *SUPPORTS[kind], "-o", tmp_path / "c")
+    run("cache-teacher", pair.teacher, corpus, "--support", kind, *OPTIONS[kind], "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
     assert found.header["options"]["support"] == kind
     sets = found.header["codec"]["sets"]
@@ -42,7 +46,9 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     assert record["statistics"]["documents"] == 40
 
 
-@pytest.mark.parametrize("precision", ["fine", "standard", "coarse"])
+@pytest.mark.parametrize(
+    "precision", ["standard", *(pytest.param(one, marks=pytest.mark.long) for one in ("fine", "coarse"))]
+)
 def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projection, tmp_path, precision):
     support = ("--support", "top-k+sample", "--top-k", 6, "--draws", 5)
     for folder, wanted in (("plain", "float32"), ("packed", precision)):
@@ -71,6 +77,32 @@ def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("named", "able", "kind", "ids"),
+    [
+        ({}, SUPPORTS, "top-k+sample", 16),
+        ({}, ("top-k", "top-p", "none"), "top-k", 64),
+        ({"top_k": 5}, SUPPORTS, "top-k", 5),
+        ({"top_k": 5, "draws": 3}, SUPPORTS, "top-k+sample", 5),
+        ({"draws": 3}, SUPPORTS, "top-k+sample", 16),
+        ({"top_p": 0.9}, SUPPORTS, "top-p", 64),
+        ({"top_p": 0.9, "top_k": 5}, SUPPORTS, "top-p", 5),
+    ],
+)
+def test_numbers_that_are_named_say_which_support_is_meant(named, able, kind, ids):
+    support = support_of("", able=able, **named)
+    assert (support.kind, support.top_k) == (kind, ids)
+    assert support == support_of(kind, **named)
+
+
+def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "-o", tmp_path / "c")
+    cache = TeacherCache(tmp_path / "c")
+    asked = {name: cache.header["options"][name] for name in ("support", "top_k", "draws", "sets")}
+    assert asked == {"support": "top-k+sample", "top_k": 16, "draws": 16, "sets": 1}
+    assert cache.header["codec"]["precision"] == "standard"
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--support", "topk"], "no support called 'topk'; did you mean top-k?"),
@@ -86,6 +118,39 @@ def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
     done = run("cache-teacher", pair.teacher, corpus, *arguments, "-o", tmp_path / "c", code=1)
     assert words in done.stderr
     assert not (tmp_path / "c").exists()
+
+
+def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(run, pair, corpus, tmp_path):
+    """Nothing of xtk: pyarrow, and the plain reader that follows docs/reference/codec.md."""
+    run("cache-teacher", pair.teacher, corpus, "--draw-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
+    rows = iter(TeacherCache(tmp_path / "c"))
+    for path in sorted((tmp_path / "c").glob("shard-*.arrow")):
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
+        codec = json.loads(batch.schema.metadata[b"xtk"])["codec"]
+        ranks = pa.ipc.open_file(pa.memory_map(str(path.parent / codec["ranks"]))).get_batch(0).to_pydict()
+        lengths = dict(zip(ranks["id"], ranks["length"], strict=True))
+        reader = PlainCodec(
+            base64.b64decode(batch.schema.metadata[b"tables"]),
+            ranks["id"],
+            [lengths[token] for token in range(len(lengths))],
+            codec["precision"],
+            codec["sets"],
+            codec["draws"],
+        )
+        for record in batch.to_pylist():
+            row = next(rows)
+            ids, ends = reader.tokens(record["tokens"], record["length"])
+            assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.ends.tolist())
+            assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
+            edges = record["trained"]
+            trained = [at for start, stop in zip(edges[::2], edges[1::2], strict=True) for at in range(start, stop)]
+            assert trained == row.scores.positions.tolist()
+            for at, position in enumerate(reader.positions(record["signal"], [ids[place] for place in trained])):
+                kept = slice(row.scores.offsets[at], row.scores.offsets[at + 1])
+                assert sorted(position.exact) == row.scores.ids[kept].tolist()
+                said = [position.exact[token] for token in row.scores.ids[kept].tolist()]
+                np.testing.assert_allclose(said, row.scores.logprobs[kept], rtol=0, atol=1e-5)
+                assert [sum(drawn.values()) for drawn in position.draws] == [codec["draws"]] * codec["sets"]
 
 
 def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):

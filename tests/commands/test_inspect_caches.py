@@ -27,7 +27,8 @@ def caches(run, pair, corpus, tmp_path_factory) -> dict[str, Path]:
         "none": [],
     }
     for name, options in supports.items():
-        run("cache-teacher", pair.teacher, corpus, "--support", name, *options, "-o", folder / name)
+        exact = ("--precision", "float32")
+        run("cache-teacher", pair.teacher, corpus, "--support", name, *options, *exact, "-o", folder / name)
     return {name: folder / name for name in supports}
 
 
@@ -75,6 +76,18 @@ def test_the_teacher_scored_again_says_what_the_cache_holds(run, caches, pair, s
     assert found["largest_logprob_difference"] < 1e-4
     assert found["largest_entropy_difference"] < 1e-4
     assert abs(found["codec_kl_nats"]) < 1e-5
+
+
+def test_what_packing_adds_is_told_by_the_manifest_and_found_when_the_teacher_scores_again(run, pair, corpus, tmp_path):
+    run("cache-teacher", pair.teacher, corpus, "--top-k", 8, "--precision", "standard", "-o", tmp_path / "c")
+    found = inspected(run, tmp_path / "c", "--teacher", pair.teacher, "--sample", 1000)["statistics"]
+    again = found["scored_again"]
+    assert 0 < found["codec_kl_nats"] < 0.01
+    assert again["codec_kl_nats"] == pytest.approx(found["codec_kl_nats"], rel=0.02)
+    assert again["codec_kl_share_of_entropy"] == pytest.approx(found["codec_kl_share_of_entropy"], rel=0.02)
+    assert 1e-3 < again["largest_logprob_difference"] <= found["codec_largest_error_nats"]
+    plain = inspected(run, tmp_path / "c", "--quiet")["statistics"]
+    assert plain["codec_kl_nats"] == found["codec_kl_nats"]
 
 
 def copy_of(cache: TeacherCache, folder: Path, change) -> Path:

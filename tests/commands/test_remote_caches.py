@@ -80,7 +80,7 @@ def test_a_remote_cache_is_inspected_and_what_was_altered_is_named(run, remote, 
     assert "there is no teacher cache" in done.stderr
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_killed_while_a_shard_is_sent_the_same_command_ends_with_the_same_cache(
     run, store, pair, corpus, cache, tmp_path, how
 ):

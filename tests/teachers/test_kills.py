@@ -143,6 +143,7 @@ def kill_two_processes(pair, texts, folder: Path, whole: dict[str, bytes], kills
     assert_ends_equal(pair, texts, folder / str(caches), whole, 2)
 
 
+@pytest.mark.long
 def test_a_kill_of_two_processes_ends_all_of_them_and_the_work_goes_on(pair, texts, whole, tmp_path):
     kill_two_processes(pair, texts, tmp_path, whole[0], kills=2)
 

@@ -216,7 +216,9 @@ def test_batches_hold_every_document_once_and_no_more_tokens_than_asked_for():
     assert all(len(batch) == 1 or len(batch) * max(lengths[at] for at in batch) <= 60 for batch in batches)
 
 
-def test_the_cached_signal_is_what_transformers_says(pair, cache):
+def test_the_cached_signal_is_what_transformers_says(run, pair, corpus, tmp_path):
+    cache = tmp_path / "c"
+    run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--precision", "float32", "-o", cache)
     model = load_causal_lm(pair.teacher).eval()
     tokenizer = Tokenizer(pair.teacher)
     rows = list(TeacherCache(cache))

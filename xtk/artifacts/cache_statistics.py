@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codecs import CODECS
+from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.teacher_cache import TeacherCache, parts_of, totals
 from xtk.lookup import lookup
 from xtk.tokens.signal import Scores
 
 PARTS = ("text", "tokens", "signal")  # of a shard's payload, in its order
+INFORMATION = ("entropy", "codec_kl")  # of a shard, sums over its positions
 SAMPLE = 200
 
 
@@ -120,7 +121,8 @@ def statistics(cache: TeacherCache, positions: Positions, documents: int) -> dic
     figures = totals(cache.manifest)
     by_part = bytes_by_part(cache.manifest)
     per = max(figures["positions"], 1)
-    found: dict[str, Any] = {
+    entropy, codec_kl = (sum(float(shard[name]) for shard in cache.manifest["shards"]) for name in INFORMATION)
+    return {
         **figures,
         "shards": len(cache.manifest["shards"]),
         "merged_of": len(parts_of(cache.manifest)),
@@ -128,7 +130,10 @@ def statistics(cache: TeacherCache, positions: Positions, documents: int) -> dic
         "bytes_per_position": round(figures["bytes"] / per, 2),
         "signal_bytes_per_position": round(by_part["signal"] / per, 2),
         "sampled_documents": documents,
-        "mean_entropy_nats": mean(positions.entropy),
+        "mean_entropy_nats": round(entropy / per, 6),
+        "codec_kl_nats": _figures(codec_kl / per),
+        "codec_kl_share_of_entropy": _figures(codec_kl / entropy) if entropy > 0 else None,
+        "codec_largest_error_nats": stated_error(cache.header["codec"]),
         "mean_mass_kept": mean(positions.kept),
         "mean_tail_mass": mean(1 - positions.kept),
         "mean_realised_logprob": mean(positions.realised),
@@ -138,18 +143,20 @@ def statistics(cache: TeacherCache, positions: Positions, documents: int) -> dic
         "distinct_tokens": len(np.unique(positions.ids)),
         "share_of_vocabulary": round(len(np.unique(positions.ids)) / max(int(cache.header["teacher"]["width"]), 1), 4),
     }
-    errors = stated_errors(cache.header["codec"])
-    return {**found, "codec_errors": errors} if errors else found
 
 
-def stated_errors(options: dict[str, Any]) -> dict[str, float]:
-    """Return the bounds that a codec states for what it gives back: nats, by the names of `Scores`; none: exact.
+def stated_error(options: dict[str, Any]) -> float:
+    """Return by how much a log-probability above -32 can be off in a cache, nats.
 
     Args:
         options: the header's codec.
     """
-    errors = getattr(lookup(CODECS, options["name"], "codec"), "errors", None)
-    return dict(errors(options)) if errors else {}
+    codec: type[Codec] = lookup(CODECS, options["name"], "codec")
+    return codec.largest_error(options)
+
+
+def _figures(value: float) -> float:
+    return float(f"{value:.3g}")
 
 
 def mean(values: NDArray[Any]) -> float | None:

@@ -17,8 +17,8 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores, Signal
 
 CODECS = {"raw": "xtk.artifacts.codecs:RawCodec", "packed": "xtk.artifacts.codec.packed:PackedCodec"}
-RAW = "float32"
-PRECISIONS = {RAW: "raw", "fine": "packed", "standard": "packed", "coarse": "packed"}
+STANDARD = "standard"
+PRECISIONS = {"float32": "raw", "fine": "packed", STANDARD: "packed", "coarse": "packed"}
 
 
 def codec_of(precision: str) -> str:
@@ -42,6 +42,10 @@ class Codec(Protocol):
     """
 
     needs_ranks: ClassVar[bool]
+
+    @classmethod
+    def largest_error(cls, options: dict[str, Any]) -> float:
+        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
 
     @classmethod
     def pack(
@@ -75,6 +79,11 @@ class RawCodec:
     """
 
     needs_ranks: ClassVar[bool] = False
+
+    @classmethod
+    def largest_error(cls, options: dict[str, Any]) -> float:
+        """Return 0."""
+        return 0.0
 
     def __init__(self, options: dict[str, Any], tables: bytes, ranks: Ranks | None) -> None:
         self.sets, self.draws = int(options["sets"]), int(options["draws"])

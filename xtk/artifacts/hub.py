@@ -9,10 +9,12 @@ from pathlib import Path
 
 from xtk.errors import XtkError, exists
 
+ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template*", "config.json", "*.model", "vocab.*",
                     "tekken.json", "*.tiktoken"]  # fmt: skip
-_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py"]
+_MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
+                ADAPTER]  # fmt: skip
 _BLOCK, _BLOCKS = 1 << 16, 64
 
 
@@ -52,6 +54,30 @@ def local_folder(source: str, *, weights: bool) -> Path:
         ) from None
 
 
+def with_adapter(folder: Path) -> tuple[Path, Path | None]:
+    """Return the folder of a model, and that of an adapter of it if this is one of peft's.
+
+    Args:
+        folder: of a model or of an adapter.
+
+    Raises:
+        XtkError: an adapter does not say, or nobody has, the model that it belongs to.
+    """
+    if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
+        return folder, None
+    try:
+        base = str(json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] or "")
+    except (ValueError, KeyError, TypeError):
+        base = ""
+    if not base:
+        raise XtkError("this adapter does not say which model it belongs to", where=str(folder / ADAPTER))
+    try:
+        return local_folder(base, weights=True), folder
+    except XtkError as wrong:
+        where = f"{base}, the model to which the adapter in {folder} belongs"
+        raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
+
+
 def fingerprint_of_weights(folder: Path) -> str:
     """Return "sha256:..." that names the weights in a folder.
 
@@ -59,11 +85,12 @@ def fingerprint_of_weights(folder: Path) -> str:
     (the whole of small files): training changes every block, and a hash of hundreds of gigabytes would take minutes.
     """
     digest = hashlib.sha256()
-    configuration = folder / "config.json"
-    if configuration.is_file():
-        content = json.loads(configuration.read_text(encoding="utf-8"))
-        content.pop("transformers_version", None)
-        digest.update(json.dumps(content, sort_keys=True).encode())
+    for configuration in (folder / "config.json", folder / ADAPTER):
+        if configuration.is_file():
+            content = json.loads(configuration.read_text(encoding="utf-8"))
+            for name in ("transformers_version", "base_model_name_or_path"):  # a path, of the same weights
+                content.pop(name, None)
+            digest.update(json.dumps(content, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     for file in files:
         size = file.stat().st_size

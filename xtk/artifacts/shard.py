@@ -23,7 +23,7 @@ from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
 from xtk.tokens.document import Conversation, Document, Segment
 from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Scores, Signal
+from xtk.tokens.signal import Scores, Signal, divergence
 
 SCHEMA = pa.schema(
     [
@@ -33,6 +33,8 @@ SCHEMA = pa.schema(
         ("length", pa.int32()),
         ("positions", pa.int32()),
         ("entries", pa.int32()),
+        ("entropy", pa.float32()),
+        ("codec_kl", pa.float32()),
         ("trained", pa.list_(pa.int32())),
         ("pieces", pa.list_(pa.int32())),
         ("closers", pa.list_(pa.int32())),
@@ -72,6 +74,11 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
     """
     codec: type[Codec] = lookup(CODECS, header["codec"]["name"], "codec")
     tables, tokens, signals = codec.pack([(row.tokens, row.scores) for row in rows], header["codec"], ranks)
+    back = codec(header["codec"], tables, ranks)
+    added = [
+        divergence(row.scores, back.scores(memoryview(packed), row.tokens.ids, row.scores.positions)).sum()
+        for row, packed in zip(rows, signals, strict=True)
+    ]
     columns = {
         "segments": pa.array(
             [
@@ -85,6 +92,8 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
         "length": pa.array([len(row.tokens) for row in rows], pa.int32()),
         "positions": pa.array([len(row.scores) for row in rows], pa.int32()),
         "entries": pa.array([len(row.scores.ids) + len(row.scores.drawn_ids) for row in rows], pa.int32()),
+        "entropy": pa.array([row.scores.entropy.sum(dtype=np.float64) for row in rows], pa.float32()),
+        "codec_kl": pa.array(added, pa.float32()),
         "trained": _lists([_runs(row.scores.positions) for row in rows]),
         "pieces": _lists([row.tokens.pieces for row in rows]),
         "closers": _lists([row.tokens.closers for row in rows]),
@@ -152,6 +161,11 @@ class Shard:
             "tokens": int(columns.length.sum()),
             "entries": int(columns.entries.sum()),
         }
+
+    def information(self) -> dict[str, float]:
+        """Return sums over its positions, nats: of the entropies, and of the divergence that its codec adds."""
+        sums = {name: self._batch.column(name).to_numpy().sum(dtype=np.float64) for name in ("entropy", "codec_kl")}
+        return {name: float(f"{found:.6g}") for name, found in sums.items()}
 
     def parts(self) -> dict[str, int]:
         """Return the bytes of text, tokens, signal and everything else."""
@@ -261,10 +275,9 @@ class StoredRow:
     @cached_property
     def positions(self) -> NDArray[np.int32]:
         """int32 [P], the trained tokens."""
-        runs = self._columns.list("trained", self._number).reshape(-1, 2)
-        return np.concatenate(
-            [np.arange(start, stop, dtype=np.int32) for start, stop in runs] or [np.zeros(0, np.int32)]
-        )
+        edges = self._columns.list("trained", self._number).tolist()
+        runs = [np.arange(start, stop, dtype=np.int32) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        return runs[0] if len(runs) == 1 else np.concatenate([np.zeros(0, np.int32), *runs])
 
     @cached_property
     def tokens(self) -> TokenSequence:

@@ -30,7 +30,7 @@ FORMAT, VERSION = "xtk-teacher-cache", 3
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-OPEN_SHARDS = 4096
+OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 FETCHED = 64  # shards at once, of those that are read one after the other
 LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
 # Keys of a codec's options under which a header names files that lie beside the shards.
@@ -192,6 +192,7 @@ def _entry(file: str, shard: Shard) -> dict[str, Any]:
     return {
         "file": file,
         **shard.figures(),
+        **shard.information(),
         "bytes": shard.size,
         "payload": [list(stretch) for stretch in shard.payload()],
         "checksum": shard.frame_checksum(),
@@ -415,7 +416,8 @@ class TeacherCache:
                 wrong = _altered_row(shard, row)
                 raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
             entry = self.manifest["shards"][number]
-            if any(entry[name] != value for name, value in shard.figures().items()):
+            told = {**shard.figures(), **shard.information()}
+            if any(entry[name] != value for name, value in told.items()):
                 raise self._damaged("a shard of this cache does not hold what the manifest tells of it", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:

@@ -94,7 +94,7 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
     facts = {
         "teacher": header["teacher"]["name"],
         "support": ", ".join(f"{name} {value}" for name, value in header["options"].items() if name in _SUPPORT),
-        "codec": header["codec"]["name"],
+        "precision": header["codec"]["precision"],
         **{name: statistics[name] for name in ("documents", "positions", "tokens", "shards", "bytes")},
         **{name.replace("_", " "): statistics[name] for name in _FIGURES if statistics.get(name) is not None},
     }
@@ -106,8 +106,17 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
 
 
 _SUPPORT = ("support", "top_k", "top_p", "draws", "sets")
-_FIGURES = ("bytes_per_position", "signal_bytes_per_position", "mean_entropy_nats", "mean_mass_kept", "mean_exact_ids",
-            "mean_drawn_ids", "share_outside_of_likeliest")  # fmt: skip
+_FIGURES = (
+    "bytes_per_position",
+    "signal_bytes_per_position",
+    "mean_entropy_nats",
+    "codec_kl_nats",
+    "codec_kl_share_of_entropy",
+    "mean_mass_kept",
+    "mean_exact_ids",
+    "mean_drawn_ids",
+    "share_outside_of_likeliest",
+)
 
 
 def _bytes(statistics: dict[str, Any]) -> str:

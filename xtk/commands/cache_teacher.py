@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -43,15 +44,23 @@ def cache_teacher(
             help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
             "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
             "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
-            "given_ids; none.",
+            "given_ids; none. Left out: what --top-k, --top-p or --draws ask for, else top-k+sample (top-k of backends "
+            "that cannot draw).",
             metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+            show_default=False,
         ),
-    ] = "top-k",
+    ] = "",
     top_k: Annotated[
         int | None, typer.Option(help="Likeliest tokens kept; 64 if left out, 16 beside draws.", show_default=False)
     ] = None,
-    top_p: Annotated[float, typer.Option(help="Of --support top-p: the mass that is kept.")] = 0.99,
-    draws: Annotated[int, typer.Option(help="Draws a position, of the supports that draw.")] = 16,
+    top_p: Annotated[
+        float | None,
+        typer.Option(help="Of --support top-p: the mass that is kept; 0.99 if left out.", show_default=False),
+    ] = None,
+    draws: Annotated[
+        int | None,
+        typer.Option(help="Draws a position, of the supports that draw; 16 if left out.", show_default=False),
+    ] = None,
     draw_sets: Annotated[
         int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
     ] = 1,
@@ -64,7 +73,7 @@ def cache_teacher(
             "coarse, 1.06.",
             metavar="[float32|fine|standard|coarse]",
         ),
-    ] = "float32",
+    ] = "standard",
     columns: options.Columns = "",
     dtype: Annotated[
         str,
@@ -84,7 +93,10 @@ def cache_teacher(
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4.", metavar="NAME=VALUE"
+            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4. Of transformers: an "
+            "argument of from_pretrained, such as device_map=auto; or tp_size=4, which cuts the teacher over as many "
+            "processes.",
+            metavar="NAME=VALUE",
         ),
     ] = None,
     server: Annotated[
@@ -143,7 +155,7 @@ def cache_teacher(
     xtk cache-teacher --merge CACHE... -o PATH makes one cache of many.
     """
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.hub import local_folder, with_adapter
     from xtk.lookup import lookup, unknown
     from xtk.teachers import BACKENDS
 
@@ -158,7 +170,7 @@ def cache_teacher(
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     corpus = Corpus(data, columns_option(columns))
-    folder = local_folder(teacher, weights=backend != "server")
+    folder, adapter = with_adapter(local_folder(teacher, weights=backend != "server"))
 
     from xtk.artifacts.codecs import codec_of
     from xtk.models.causal_lm import DTYPES
@@ -172,10 +184,12 @@ def cache_teacher(
     codec_of(precision)
     if long_documents not in LONG_DOCUMENTS:
         raise unknown("way with long documents", long_documents, LONG_DOCUMENTS)
+    able = lookup(BACKENDS, backend, "backend").supports
+    wanted = support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed, able=able)
     request = CacheRequest(
         teacher=folder,
         name=teacher,
-        support=support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed),
+        support=wanted,
         dtype=dtype,
         precision=precision,
         backend=backend,
@@ -184,7 +198,7 @@ def cache_teacher(
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
-        backend_options=_backend_options(backend, engine or [], server or [], concurrency),
+        backend_options=_backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
     if plan:
         from xtk.teachers.forecast import forecast
@@ -196,23 +210,33 @@ def cache_teacher(
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
 
-def _backend_options(backend: str, engine: list[str], servers: list[str], concurrency: int) -> dict[str, Any]:
+def _backend_options(
+    backend: str, engine: list[str], servers: list[str], concurrency: int, adapter: Path | None, num_processes: int
+) -> dict[str, Any]:
     """Return what only the backend knows.
 
     Raises:
         XtkError: an option of another backend.
     """
     from xtk.errors import XtkError
+    from xtk.teachers.engine import engine_options
 
-    if engine and backend != "vllm":
-        raise XtkError(f"--engine is for --backend vllm, not {backend}")
+    if engine and backend == "server":
+        raise XtkError("--engine is for --backend transformers or vllm; a server has its own")
     if servers and backend != "server":
         raise XtkError(f"--server is for --backend server, not {backend}")
-    if backend == "vllm":
-        from xtk.teachers.vllm import engine_options
-
-        return {"engine": engine_options(engine)}
-    return {"servers": servers, "concurrency": concurrency} if backend == "server" else {}
+    if adapter and backend != "transformers":
+        raise XtkError(
+            "only --backend transformers reads adapters",
+            where=str(adapter),
+            hint="merge it into its model (peft: merge_and_unload), and save that",
+        )
+    given: dict[str, Any] = {"engine": engine_options(engine)} if engine or backend == "vllm" else {}
+    if num_processes > 1 and given.get("engine", {}).get("tp_size", 1) != 1:
+        raise XtkError("--num-processes and --engine tp_size do not go together", hint="one or the other")
+    if backend == "server":
+        return {"servers": servers, "concurrency": concurrency}
+    return {**given, **({"adapter": adapter} if adapter else {})}
 
 
 def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:

@@ -128,12 +128,17 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
     documents = len(cache_statistics.spread(cache, cache_statistics.SAMPLE))
     statistics = {**cache_statistics.statistics(cache, positions, documents), "verified": look.verify}
     if look.teacher:
-        from xtk.artifacts.hub import local_folder
+        from xtk.artifacts.hub import local_folder, with_adapter
         from xtk.teachers.rescoring import rescore
 
-        folder = local_folder(look.teacher, weights=True)
+        folder, adapter = with_adapter(local_folder(look.teacher, weights=True))
         statistics["scored_again"] = rescore(
-            cache, folder, look.teacher, documents=look.sample, trust_remote_code=look.trust_remote_code
+            cache,
+            folder,
+            look.teacher,
+            documents=look.sample,
+            trust_remote_code=look.trust_remote_code,
+            options={"adapter": adapter} if adapter else {},
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if look.html:

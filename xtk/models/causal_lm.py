@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = 1e-3
+# Arguments of `from_pretrained` that say where weights go.
+PLACES = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
 
 
 def quieten_transformers() -> None:
@@ -42,14 +45,19 @@ def load_causal_lm(
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
+    adapter: Path | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Load a model from a local folder.
 
     Args:
         folder: configuration and safetensors.
         dtype: of its weights.
-        device: where it goes; the CPU if left out.
+        device: where it goes; the CPU if left out. Where `options` say where, it stays there.
         trust_remote_code: run the model's own Python code, which the user has to ask for.
+        adapter: a folder of peft's, of an adapter of this model, which is merged into its weights (or stands beside
+            them, where these are quantised).
+        options: more arguments of `from_pretrained`.
 
     Raises:
         XtkError: there is no model, or its files are damaged, or it wants code of its own to be run.
@@ -70,11 +78,42 @@ def load_causal_lm(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True, trust_remote_code=trust_remote_code, use_safetensors=True
+                folder,
+                dtype=dtype,
+                local_files_only=True,
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                **(options or {}),
             )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
-    return model.to(device) if device is not None else model
+    placed = PLACES.intersection(options or ()) or getattr(model, "quantization_method", None)
+    if device is not None and not placed:
+        model = model.to(device)
+    return model if adapter is None else _with_adapter(model, adapter)
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    """Put an adapter into a model.
+
+    Raises:
+        XtkError: peft is not there, the adapter's weights are not, or it belongs to another model.
+    """
+    if not any(adapter.glob("*.safetensors")):
+        raise XtkError("there are no weights in this adapter (*.safetensors)", where=str(adapter))
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'") from None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if getattr(model, "quantization_method", None):
+                model.load_adapter(str(adapter))
+                return model
+            return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    except Exception as wrong:
+        raise loading_error(adapter, wrong) from wrong
 
 
 def loading_error(folder: Path, wrong: Exception) -> Exception:
@@ -88,7 +127,7 @@ def loading_error(folder: Path, wrong: Exception) -> Exception:
         return Damaged(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError):
+    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError):
         return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
     return wrong
 
@@ -136,13 +175,16 @@ class Cut(nn.Module):
     @torch.no_grad()
     def _can_be_split(self) -> bool:
         head, body = self.model.get_output_embeddings(), self.model.base_model
-        if head is None or body is self.model or not isinstance(head, nn.Linear):
+        if head is None or body is self.model or type(head) is not nn.Linear:
+            return False
+        if head.weight.device.type == "meta" or type(head.weight) is not nn.Parameter:  # offloaded, or sharded
             return False
         training = self.model.training
         self.model.eval()
-        ids = torch.arange(1, 9, device=head.weight.device).remainder(head.weight.shape[0])[None]
+        ids = torch.arange(1, 9, device=self.model.device).remainder(head.weight.shape[0])[None]
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
-        found = head(body(input_ids=ids, use_cache=False).last_hidden_state).float()
+        states = body(input_ids=ids, use_cache=False).last_hidden_state
+        found = head(states.to(head.weight.device)).float().to(expected.device)
         self.model.train(training)
         scale = expected.abs().max().clamp_min(1)
         return expected.shape == found.shape and bool((expected - found).abs().max() <= TOLERANCE * scale)
@@ -163,6 +205,6 @@ class Cut(nn.Module):
         """
         if self._splits:
             states: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-            return states
+            return states.to(self.model.get_output_embeddings().weight.device)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits

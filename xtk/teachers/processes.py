@@ -34,7 +34,7 @@ try:
     sys.path[:] = pipe.recv()
 except (EOFError, OSError):
     sys.exit(1)
-from xtk.teachers.worker import main
+from {} import main
 main(pipe)
 """
 
@@ -46,14 +46,17 @@ class Worker:
         name: how messages call it.
         environment: its environment variables.
         inherited: file descriptors that it needs.
+        program: the module whose `main` it runs, with its end of the pipe.
     """
 
-    def __init__(self, name: str, environment: dict[str, str], inherited: list[int]) -> None:
+    def __init__(
+        self, name: str, environment: dict[str, str], inherited: list[int], program: str = "xtk.teachers.worker"
+    ) -> None:
         self.name = name
         self.pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM.format(theirs.fileno())],
+                [sys.executable, "-c", PROGRAM.format(theirs.fileno(), program)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # results are the parent's alone
                 env=environment,
@@ -70,7 +73,7 @@ class Worker:
             self.pipe.send(message)
         except OSError:
             self.receive()  # what it said before it ended
-            raise self._ended() from None
+            raise self.ended() from None
 
     def receive(self) -> Any:
         """Return what it tells next.
@@ -81,12 +84,12 @@ class Worker:
         try:
             message = self.pipe.recv()
         except (EOFError, OSError):
-            raise self._ended() from None
+            raise self.ended() from None
         if isinstance(message, XtkError):
             raise message
         return message
 
-    def _ended(self) -> XtkError:
+    def ended(self) -> XtkError:
         """Return what is to be told of a worker that ended and did not say why."""
         try:
             code = self.process.wait(SECONDS_TO_END)
@@ -128,7 +131,7 @@ class Workers:
     def __enter__(self) -> Workers:
         try:
             inherited = self._work.corpus.descriptors()
-            with _without_interrupts():
+            with without_interrupts():
                 for number, environment in enumerate(self._environments):
                     name = f"process {number} of {len(self._environments)}"
                     self._workers.append(Worker(name, environment, inherited))
@@ -214,7 +217,7 @@ def _environments(count: int, *, on_devices: bool) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
+def without_interrupts() -> Iterator[None]:
     """Start processes that Ctrl-C does not reach: the one that watches them ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

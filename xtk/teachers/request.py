@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.codecs import CODECS, RAW, Codec, codec_of
+from xtk.artifacts.codecs import CODECS, STANDARD, Codec, codec_of
 from xtk.artifacts.ranks import Ranks
 from xtk.errors import XtkError
 from xtk.lookup import lookup
@@ -42,7 +42,7 @@ class CacheRequest:
     support: Support
     dtype: str = "float32"
     backend: str = "transformers"
-    precision: str = RAW
+    precision: str = STANDARD
     long_documents: str = "refuse"
     max_length: int | None = None
     batch_tokens: int = 8192

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.cache_statistics import spread, stated_errors
+from xtk.artifacts.cache_statistics import spread, stated_error
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Damaged, Mismatch
 from xtk.lookup import lookup
 from xtk.teachers import BACKENDS
 from xtk.teachers.teacher import Teacher, TeacherRequest
-from xtk.tokens.signal import Scores, Support
+from xtk.tokens.signal import Scores, Support, divergence
 from xtk.tokens.tokenizer import Tokenizer
 
 # Largest difference of two log-probabilities, in nats, that other batches and other machines make. A logit of 16 to 32
 # has steps of 1/8 in bfloat16.
 TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 0.5}
+UNSEEN = -32.0
 BACKEND = "transformers"  # gives exact numbers of any ids
 
 
 def rescore(
-    cache: TeacherCache, folder: Path, name: str, *, documents: int = 8, trust_remote_code: bool = False
+    cache: TeacherCache,
+    folder: Path,
+    name: str,
+    *,
+    documents: int = 8,
+    trust_remote_code: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Score documents all over a cache again, and compare what it holds with what the teacher says.
 
@@ -35,6 +43,7 @@ def rescore(
         name: how messages call it.
         documents: how many are scored.
         trust_remote_code: run the model's own code.
+        options: of the backend.
 
     Returns:
         `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and `codec_kl_nats` (what
@@ -54,7 +63,7 @@ def rescore(
             hint=f"--teacher {identity['name']}",
         )
     backend = lookup(BACKENDS, BACKEND, "backend")
-    weights = backend.identity(folder, {})
+    weights = backend.identity(folder, dict(options or {}))
     same = weights == identity["weights"]
     if not same:
         terminal.note(
@@ -63,17 +72,21 @@ def rescore(
         )
     dtype = str(cache.header["options"]["dtype"])
     support = Support("top-k", top_k=_likeliest(cache.header["options"]))
-    teacher = backend(TeacherRequest(folder, name, tokenizer, support, dtype, trust_remote_code=trust_remote_code))
+    teacher = backend(
+        TeacherRequest(
+            folder, name, tokenizer, support, dtype, trust_remote_code=trust_remote_code, options=dict(options or {})
+        )
+    )
     return _compare(cache, teacher, name, spread(cache, documents), dtype, same)
 
 
 def _compare(
     cache: TeacherCache, teacher: Teacher, name: str, numbers: list[int], dtype: str, same: bool
 ) -> dict[str, Any]:
-    allowed = TOLERANCE[dtype] + stated_errors(cache.header["codec"]).get("logprobs", 0.0)
+    allowed = TOLERANCE[dtype] + stated_error(cache.header["codec"])
     worst, worst_entropy, at = 0.0, 0.0, 0
     missing, likeliest = 0, _likeliest(cache.header["options"])
-    divergence: list[NDArray[np.float64]] = []
+    divergences: list[NDArray[np.float64]] = []
     entropy: list[NDArray[np.float32]] = []
     for number in numbers:
         row = cache.row(number)
@@ -89,7 +102,7 @@ def _compare(
         if difference > worst:
             worst, at = difference, number
         worst_entropy = max(worst_entropy, _largest(held.entropy, said.entropy))
-        divergence.append(_divergence(said, held))
+        divergences.append(divergence(said, held))
         entropy.append(said.entropy)
     if worst > allowed or missing:
         where = (
@@ -99,7 +112,7 @@ def _compare(
         if same:
             raise Damaged("this cache does not hold what its teacher says", where=where)
         raise Mismatch(f"{name} is not the teacher of this cache", where=where)
-    positions = np.concatenate([np.zeros(0), *divergence])
+    positions = np.concatenate([np.zeros(0), *divergences])
     added = float(positions.mean()) if len(positions) else 0.0
     nats = float(np.concatenate([np.zeros(0, np.float32), *entropy]).mean()) if entropy else 0.0
     return {
@@ -141,22 +154,6 @@ def _ids(scores: Scores) -> NDArray[np.int32]:
 
 
 def _largest(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
-    """Return the largest difference; infinities of one kind do not differ."""
-    with np.errstate(invalid="ignore"):
-        differences = np.abs(ours.astype(np.float64) - theirs)
-    differences[ours == theirs] = 0.0
-    return float(differences.max(initial=0.0))
-
-
-def _divergence(said: Scores, held: Scores) -> NDArray[np.float64]:
-    """Return float64 [P], KL(said || held) over the exact ids and the rest of the distribution, in nats."""
-    owner = np.repeat(np.arange(len(said)), np.diff(said.offsets))
-    ours, theirs = held.logprobs.astype(np.float64), said.logprobs.astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        terms = np.where(np.exp(theirs) > 0, np.exp(theirs) * (theirs - ours), 0.0)
-        rest = np.where(
-            (said.tail_mass > 0) & (held.tail_mass > 0),
-            said.tail_mass * (np.log(said.tail_mass.astype(np.float64)) - np.log(held.tail_mass.astype(np.float64))),
-            0.0,
-        )
-    return rest + np.bincount(owner, terms, minlength=len(said)).astype(np.float64)
+    """Return the largest difference; of what is less likely than exp(-32) none is seen."""
+    differences = np.maximum(ours.astype(np.float64), UNSEEN) - np.maximum(theirs.astype(np.float64), UNSEEN)
+    return float(np.abs(differences).max(initial=0.0))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -12,13 +13,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.artifacts.hub import fingerprint_of_weights
-from xtk.models.causal_lm import DTYPES, Cut, default_device, load_causal_lm
+from xtk.errors import XtkError
+from xtk.models.causal_lm import DTYPES, PLACES, Cut, default_device, load_causal_lm
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
 from xtk.teachers.dense import Dense, join_dense, scores_of, trained_positions, uniforms
+from xtk.teachers.engine import refuse_reserved
 from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import SUPPORTS, Scores, Support
 
+if TYPE_CHECKING:
+    from xtk.teachers.shards_of_a_model import ShardedCut
+
+# What xtk says itself, and where the user says it.
+RESERVED = {
+    "pretrained_model_name_or_path": "TEACHER",
+    "dtype": "--dtype",
+    "torch_dtype": "--dtype",
+    "trust_remote_code": "--trust-remote-code",
+    "local_files_only": None,
+    "use_safetensors": None,
+    "distributed_config": "--engine tp_size=N",
+    "tp_plan": "--engine tp_size=N",
+}
+# Options that say how the model computes, beside those that say where: its numbers are the same but for rounding.
+HOW = frozenset({"tp_size", "attn_implementation", "experts_implementation", "low_cpu_mem_usage"})
 BLOCK = 64
 # A product wants many rows; the passes over its logits want few, that stay in the processor's cache.
 PASSES = 16
@@ -28,7 +47,11 @@ class TransformersTeacher:
     """Scores documents with a causal language model, hidden states first, logits chunk by chunk.
 
     Args:
-        request: the model, and what is wanted of it.
+        request: the model, and what is wanted of it. Of its options `engine` goes to `from_pretrained` as it is, but
+            for `tp_size`, the processes over which the model is cut; `adapter` is a folder of peft's.
+
+    Raises:
+        XtkError: the model cannot be loaded, or an option is none.
     """
 
     supports: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
@@ -36,21 +59,46 @@ class TransformersTeacher:
     room: ClassVar[int] = 0
 
     def __init__(self, request: TeacherRequest) -> None:
-        self.device = default_device()
-        model = load_causal_lm(
-            request.folder,
-            dtype=DTYPES[request.dtype],
-            device=self.device,
-            trust_remote_code=request.trust_remote_code,
-        )
-        self.model = model.eval().requires_grad_(False)
+        engine = dict(request.options.get("engine") or {})
+        refuse_reserved(engine, RESERVED)
+        parts = engine.pop("tp_size", 1)
+        if not isinstance(parts, int) or parts < 1:
+            raise XtkError(f"--engine tp_size is {parts!r}; it is a number of processes")
+        loading: dict[str, Any] = {
+            "folder": request.folder,
+            "dtype": DTYPES[request.dtype],
+            "trust_remote_code": request.trust_remote_code,
+            "adapter": request.options.get("adapter"),
+            "options": engine,
+        }
+        self._run: Cut | ShardedCut
+        if parts > 1:
+            if loading["adapter"]:
+                raise XtkError(
+                    "an adapter is not merged into a teacher that is cut",
+                    where=str(loading["adapter"]),
+                    hint="merge it into its model (peft: merge_and_unload), and save that",
+                )
+            from xtk.teachers.shards_of_a_model import ShardedCut
+
+            self._run = ShardedCut(parts, loading)
+            self._cut = self._run.cut
+        else:
+            model = load_causal_lm(**loading, device=default_device())
+            self._run = self._cut = Cut(model.eval().requires_grad_(False))
+        self.model = self._cut.model
+        self.device = self.model.device
         self.support, self.batch_tokens = request.support, request.batch_tokens
-        self._cut = Cut(self.model)
 
     @classmethod
     def identity(cls, folder: Path, options: dict[str, Any]) -> str:
-        """Return the fingerprint of its weights."""
-        return fingerprint_of_weights(folder)
+        """Return the fingerprint of its weights, of an adapter's, and of what changes them."""
+        engine, adapter = options.get("engine") or {}, options.get("adapter")
+        changed = {name: value for name, value in sorted(engine.items()) if name not in PLACES | HOW}
+        found = [fingerprint_of_weights(folder)]
+        found += [fingerprint_of_weights(adapter)] if adapter else []
+        found += [json.dumps(changed, sort_keys=True)] if changed else []
+        return " ".join(found)
 
     @property
     def width(self) -> int:
@@ -82,17 +130,16 @@ class TransformersTeacher:
         positions = [trained_positions(document) for document in documents]
         places = np.concatenate([row * longest + at - 1 for row, at in enumerate(positions)])
         realised = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
-        states = self._cut(ids.to(self.device)).flatten(0, 1)
+        states = self._run(ids.to(self.device)).flatten(0, 1)
+        drawn_at = np.concatenate([uniforms(document, self.support) for document in documents])
         wanted = _Wanted(
-            self._on_device(realised.astype(np.int64)),
-            None if given is None else self._on_device(_padded(given).astype(np.int64)),
-            self._on_device(np.concatenate([uniforms(document, self.support) for document in documents])),
+            torch.from_numpy(realised.astype(np.int64)).to(states.device),
+            None if given is None else torch.from_numpy(_padded(given).astype(np.int64)).to(states.device),
+            torch.from_numpy(drawn_at).to(states.device),
         )
-        parts = list(_dense_of_rows(states[self._on_device(places)], wanted, self._cut.head, self.support))
+        rows = states[torch.from_numpy(places).to(states.device)]
+        parts = list(_dense_of_rows(rows, wanted, self._cut.head, self.support))
         return scores_of(documents, join_dense(parts) if parts else _nothing(self.support))
-
-    def _on_device(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
 
 
 class _Wanted:

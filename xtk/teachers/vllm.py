@@ -19,6 +19,7 @@ from xtk import terminal
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.errors import XtkError
 from xtk.lookup import did_you_mean
+from xtk.teachers.engine import refuse_reserved
 from xtk.teachers.heads import (
     SUPPORTED,
     Heads,
@@ -221,10 +222,7 @@ def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
 
 def _settings(request: TeacherRequest, top_k: int) -> dict[str, Any]:
     engine: Mapping[str, Any] = request.options.get("engine") or {}
-    for name in engine:
-        if name in RESERVED:
-            instead = RESERVED[name]
-            raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))
+    refuse_reserved(engine, RESERVED)
     tokens = max(1, min(request.batch_tokens, TRANSIENT // (request.tokenizer.width * BYTES_OF_A_LOGIT)))
     return {
         "model": str(request.folder),
@@ -256,29 +254,6 @@ def _model_length(request: TeacherRequest) -> dict[str, int]:
         request.folder, local_files_only=True, trust_remote_code=request.trust_remote_code
     )
     return {"max_model_len": min(longest + 1, context_length(configuration) or longest)}
-
-
-def engine_options(words: Sequence[str]) -> dict[str, Any]:
-    """Read `name=value` words, values as in YAML: numbers, true, "text", {"a": 1}.
-
-    Raises:
-        XtkError: a word has no "=", or comes twice.
-    """
-    import yaml
-
-    options: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        name = name.strip().removeprefix("--").replace("-", "_")
-        if not equals or not name:
-            raise XtkError(f"--engine {word!r} is no name=value", hint="--engine tensor_parallel_size=4")
-        if name in options:
-            raise XtkError(f"--engine {name} is given twice")
-        try:
-            options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as wrong:
-            raise XtkError(f"--engine {name}: {value!r} is no value: {wrong}") from None
-    return options
 
 
 def _calls(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,9 @@ SUPPORTS = {
     "given": "the tokens that the data names (given_ids), and a sum of the rest",
     "none": "the token that stands there alone: enough for losses on realised tokens",
 }
+USUAL = "top-k+sample"
+USUAL_TOP_K = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
+USUAL_TOP_P, USUAL_DRAWS = 0.99, 16
 
 
 @dataclass(frozen=True)
@@ -44,36 +48,50 @@ class Support:
     seed: int = 0
 
 
-def support_of(kind: str, *, top_k: int | None, top_p: float, draws: int, sets: int, seed: int) -> Support:
+def support_of(
+    kind: str,
+    *,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    draws: int | None = None,
+    sets: int = 1,
+    seed: int = 0,
+    able: Collection[str] = SUPPORTS,
+) -> Support:
     """Return a support with what its kind knows, and nothing else: equal ones are the same cache.
 
     Args:
-        kind: a key of `SUPPORTS`.
+        kind: a key of `SUPPORTS`; "": what the other numbers ask for, and `top-k+sample` if none does.
         top_k: None for the usual one.
-        top_p: the mass that `top-p` keeps.
-        draws: a set, of kinds that draw.
+        top_p: the mass that `top-p` keeps; None for the usual one.
+        draws: a set, of kinds that draw; None for the usual number.
         sets: of draws.
         seed: of the draws.
+        able: the kinds that whoever is asked can give; `top-k` takes the place of `top-k+sample`.
 
     Raises:
         XtkError: there is no such kind, or a number makes no sense for it.
     """
+    if not kind:
+        head = top_k is not None and draws is None
+        kind = "top-p" if top_p is not None else "top-k" if head or USUAL not in able else USUAL
     if kind not in SUPPORTS:
         raise unknown("support", kind, SUPPORTS)
-    drawn = {"draws": draws, "sets": sets, "seed": seed} if kind in ("sample", "top-k+sample") else {}
-    usual = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
+    drawn = {}
+    if kind in ("sample", "top-k+sample"):
+        drawn = {"draws": USUAL_DRAWS if draws is None else draws, "sets": sets, "seed": seed}
     support = Support(
         kind,
-        top_k=(usual[kind] if top_k is None else top_k) if kind in usual else 0,
-        top_p=top_p if kind == "top-p" else 1.0,
+        top_k=(USUAL_TOP_K[kind] if top_k is None else top_k) if kind in USUAL_TOP_K else 0,
+        top_p=(USUAL_TOP_P if top_p is None else top_p) if kind == "top-p" else 1.0,
         **drawn,
     )
-    if kind in usual and support.top_k < 1:
+    if kind in USUAL_TOP_K and support.top_k < 1:
         raise XtkError(f"--top-k is {top_k}; a support holds at least one id")
     if not 0 < support.top_p <= 1:
         raise XtkError(f"--top-p is {top_p}; it is a mass, above 0 and at most 1")
-    if drawn and (draws < 1 or sets < 1):
-        raise XtkError(f"--draws is {draws} and --draw-sets {sets}; both are at least 1")
+    if drawn and (support.draws < 1 or sets < 1):
+        raise XtkError(f"--draws is {support.draws} and --draw-sets {sets}; both are at least 1")
     return support
 
 
@@ -162,3 +180,19 @@ class Signal:
             realised_logprobs=self.realised_logprobs[~bad],
             entropy=self.entropy[~bad],
         )
+
+
+def divergence(said: Scores, held: Scores) -> NDArray[np.float64]:
+    """Return float64 [P], KL(said || held) over the exact ids and the rest as one cell, in nats.
+
+    Args:
+        said: what a teacher says.
+        held: what is kept of it, at the same ids.
+    """
+    ours, theirs = held.logprobs.astype(np.float64), said.logprobs.astype(np.float64)
+    rest, other_rest = said.tail_mass.astype(np.float64), held.tail_mass.astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entries = np.where(np.exp(theirs) > 0, np.exp(theirs) * (theirs - ours), 0.0)
+        rests = np.where((rest > 0) & (other_rest > 0), rest * (np.log(rest) - np.log(other_rest)), 0.0)
+    owner = np.repeat(np.arange(len(said)), np.diff(said.offsets))
+    return rests + np.bincount(owner, entries, minlength=len(said)).astype(np.float64)

@@ -19,8 +19,9 @@ def main() -> None:
     import numpy as np
     from said import documents_of
 
+    from xtk.teachers.engine import engine_options
     from xtk.teachers.teacher import TeacherRequest
-    from xtk.teachers.vllm import VllmTeacher, engine_options
+    from xtk.teachers.vllm import VllmTeacher
     from xtk.tokens.signal import Scores, Support
     from xtk.tokens.tokenizer import Tokenizer
 

@@ -60,7 +60,7 @@ def test_a_cache_of_an_engine_that_was_killed_and_goes_on_holds_the_same(teacher
     options = [word for option in ENGINE for word in ("--engine", option)]
     command = command_of(teacher, corpus, out, "--backend", "vllm", *options)
     first = subprocess.Popen(command, env=SURROUNDINGS, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while first.poll() is None and not list(out.glob("*.arrow")):
+    while first.poll() is None and not list(out.glob("shard-*.arrow")):
         time.sleep(0.01)
     if first.poll() is None:
         os.kill(first.pid, 9)

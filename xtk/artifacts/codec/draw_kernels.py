@@ -17,6 +17,7 @@ from xtk.artifacts.codec.contexts import DRAWN_COUNT, DRAWN_GAP, NEXT_GAP_STATE
 from xtk.artifacts.codec.exact_kernels import ID_MASK, Tables
 from xtk.artifacts.codec.frequencies import FOLLOWING
 from xtk.artifacts.codec.numbers import FIRST, RAW_BITS, SPECIAL
+from xtk.artifacts.codec.streams import words_of
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -55,7 +56,9 @@ def drawn_records(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_drawn(
-    words: NDArray[np.uint32],
+    packed: NDArray[np.uint8],
+    start_at: int,
+    stop_at: int,
     tables: Tables,
     kinds: NDArray[np.int64],
     draws: int,
@@ -64,7 +67,9 @@ def read_drawn(
     """Read the stream of a set of draws.
 
     Args:
-        words: the stream.
+        packed: the bytes of the signal.
+        start_at: where the stream begins in them.
+        stop_at: where it ends.
         tables: of the shard.
         kinds: [P], of positions.
         draws: n.
@@ -75,6 +80,7 @@ def read_drawn(
     """
     (symbols, facts), starts, order = tables.slots, tables.starts, tables.order
     favourites, favourite_starts = tables.favourites, tables.favourite_starts
+    words = words_of(packed, start_at, stop_at)
     state, left = start(words)
     offsets = np.zeros(len(kinds) + 1, np.int64)
     ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)

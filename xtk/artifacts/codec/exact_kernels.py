@@ -40,6 +40,7 @@ from xtk.artifacts.codec.contexts import (
 from xtk.artifacts.codec.frequencies import FOLLOWING, Slots
 from xtk.artifacts.codec.grids import BELOW, LEVEL_COUNT
 from xtk.artifacts.codec.numbers import DIRECT, FIRST, NOTHING, RAW_BITS, SPECIAL
+from xtk.artifacts.codec.streams import words_of
 
 ONE = Index(1)
 ID_BITS = 20
@@ -473,7 +474,8 @@ def finish(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_exact(
-    words: tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint32]],
+    packed: NDArray[np.uint8],
+    bounds: NDArray[np.int64],
     tables: Tables,
     grid: NDArray[np.float64],
     values: NDArray[np.float32],
@@ -484,7 +486,8 @@ def read_exact(
     """Read what is exact of a document: the three functions above, one after the other.
 
     Args:
-        words: the first three streams.
+        packed: the bytes of the signal.
+        bounds: where its streams begin, one after the other, and the last one ends; the first three are read.
         tables: of the shard.
         grid: [3, PLACES].
         values: [PLACES].
@@ -501,9 +504,11 @@ def read_exact(
     offsets, found = np.zeros(size + 1, np.int64), np.empty((FIELDS, size), np.int64)
     ids, logprobs = np.empty(entries, np.int32), np.empty(entries, np.float32)
     sums, of_positions = np.empty((2, size), np.float64), np.empty((3, size), np.float32)
-    whole = read_positions(words[0], tables, steps[2], entries, offsets, found) and offsets[size] == entries
+    of_position, of_ids = words_of(packed, bounds[0], bounds[1]), words_of(packed, bounds[1], bounds[2])
+    of_levels = words_of(packed, bounds[2], bounds[3])
+    whole = read_positions(of_position, tables, steps[2], entries, offsets, found) and offsets[size] == entries
     whole = whole and read_entries(
-        words[1], words[2], tables, grid, values, offsets, found[KIND_FIELD], found[FLOOR_FIELD], ids, logprobs, sums
+        of_ids, of_levels, tables, grid, values, offsets, found[KIND_FIELD], found[FLOOR_FIELD], ids, logprobs, sums
     )
     if whole:
         finish(realised_ids, offsets, found, sums, grid, steps, ids, logprobs, of_positions)

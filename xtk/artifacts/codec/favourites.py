@@ -63,7 +63,7 @@ def unpack_favourites(
     frequencies, stream = cut(packed, at, [size])
     slots = slots_of(unpack_frequencies(frequencies, CONTEXTS), np.zeros((CONTEXTS, SYMBOLS), np.int64))
     starts, favourites = np.zeros(kinds + 1, np.int64), np.zeros(count, np.int32)
-    if not read_favourites(words_of(stream), slots, STARTS, order, starts, favourites):
+    if not read_favourites(np.frombuffer(stream, np.uint8), slots, STARTS, order, starts, favourites):
         raise Damaged("the tables of this shard are altered")
     return starts, favourites
 
@@ -105,7 +105,7 @@ def favourite_records(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_favourites(
-    words: NDArray[np.uint32],
+    stream: NDArray[np.uint8],
     slots: Slots,
     starts: NDArray[np.int64],
     order: NDArray[np.int32],
@@ -115,13 +115,14 @@ def read_favourites(
     """Read the favourites of a shard, and say whether they are whole.
 
     Args:
-        words: the stream.
+        stream: its bytes.
         slots: of the contexts of favourites.
         starts: of the families of those.
         order: [U], ids by rank.
         favourite_starts: [C + 1], filled.
         favourites: [F], filled: id, and class above ID_BITS.
     """
+    words = words_of(stream, 0, len(stream))
     state, left = start(words)
     at = 0
     for kind in range(len(favourite_starts) - 1):

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.codec.grids import PRECISIONS
 from xtk.artifacts.codec.signal_reader import SignalReader
 from xtk.artifacts.codec.signal_writer import pack_signals
 from xtk.artifacts.codec.streams import cut, pack_numbers, unpack_numbers
@@ -39,6 +40,13 @@ class PackedCodec:
         self._signals = SignalReader(
             of_signals, ranks.order, options["precision"], int(options["sets"]), int(options["draws"])
         )
+
+    @classmethod
+    def largest_error(cls, options: dict[str, Any]) -> float:
+        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
+        precision = PRECISIONS[options["precision"]]
+        # Half a step where it lies, at most as much again that makes its position add up, half a step of odds.
+        return precision.largest_step + precision.odds_step / 2
 
     @classmethod
     def pack(

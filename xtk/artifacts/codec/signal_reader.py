@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.contexts import DRAWN_GAP, GAP, NEXT_GAP_STATE, signal_families, starts_of
@@ -15,12 +15,29 @@ from xtk.artifacts.codec.favourites import unpack_favourites
 from xtk.artifacts.codec.frequencies import slots_of, unpack_frequencies
 from xtk.artifacts.codec.numbers import SYMBOLS
 from xtk.artifacts.codec.rounding import Grid, offsets_of, owners_of
-from xtk.artifacts.codec.streams import cut, unpack_numbers, words_of
+from xtk.artifacts.codec.streams import cut, read_numbers, unpack_numbers
 from xtk.errors import Damaged
 from xtk.tokens.signal import Scores, Signal
 
 EXACT_STREAMS = 3
-NO_WORDS = np.zeros(0, np.uint32)
+
+
+class Parameters(NamedTuple):
+    """What reading a document needs of its shard.
+
+    Attributes:
+        tables: of the shard.
+        grid: float64 [3, PLACES]: log-probability, probability, and their product, of each level.
+        values: float32 [PLACES], log-probabilities again.
+        steps: of odds, of entropy; how many of odds are a nat.
+        logs: float64 [n + 1], logarithms of 0 (as of 1) to n, the draws of a set.
+    """
+
+    tables: Tables
+    grid: NDArray[np.float64]
+    values: NDArray[np.float32]
+    steps: tuple[float, float, int]
+    logs: NDArray[np.float64]
 
 
 class SignalReader:
@@ -41,7 +58,7 @@ class SignalReader:
         self, tables: bytes | memoryview, order: NDArray[np.int32], precision: str, sets: int, draws: int
     ) -> None:
         self._sets, self._grid = sets, Grid.of(precision)
-        self._logs = np.log(np.maximum(np.arange(draws + 1), 1).astype(np.float64))
+        logs = np.log(np.maximum(np.arange(draws + 1), 1).astype(np.float64))
         (size,), at = unpack_numbers(tables, 1)
         frequencies, favourites = cut(tables, at, [size])
         favourite_starts, ids = unpack_favourites(favourites, order)
@@ -50,7 +67,8 @@ class SignalReader:
         for family in (GAP, DRAWN_GAP) if sets else (GAP,):
             following[starts[family] : starts[family + 1]] = NEXT_GAP_STATE
         slots = slots_of(unpack_frequencies(frequencies, len(following)), following)
-        self._tables = Tables(slots, starts, ids, favourite_starts, order)
+        shared = Tables(slots, starts, ids, favourite_starts, order)
+        self._parameters = Parameters(shared, self._grid.table, self._grid.values, self._grid.steps, logs)
 
     def signal(
         self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int
@@ -66,14 +84,12 @@ class SignalReader:
         Raises:
             Damaged: the bytes are not what was written.
         """
-        streams, sizes = self._streams(packed, len(positions))
-        offsets, ids, logprobs, kinds, of_positions = self._exact(streams, realised_ids, sizes[0])
-        tail_mass, realised_logprobs, entropy = of_positions
-        if self._sets:
-            number = draw % self._sets
-            drawn = self._drawn(streams[EXACT_STREAMS + number], kinds, sizes[1 + number])
-            offsets, ids, logprobs = join_drawn(offsets, ids, logprobs, *drawn, self._logs, tail_mass)
-        return Signal(positions, offsets, ids, logprobs, tail_mass, realised_logprobs, entropy)
+        offsets, ids, logprobs, of_positions, whole = read_signal(
+            np.frombuffer(packed, np.uint8), self._parameters, realised_ids, draw, self._sets
+        )
+        if not whole:
+            raise _altered()
+        return Signal(positions, offsets, ids, logprobs, of_positions[0], of_positions[1], of_positions[2])
 
     def scores(
         self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32]
@@ -83,12 +99,22 @@ class SignalReader:
         Raises:
             Damaged: the bytes are not what was written.
         """
-        streams, sizes = self._streams(packed, len(positions))
-        offsets, ids, logprobs, kinds, of_positions = self._exact(streams, realised_ids, sizes[0])
+        content = np.frombuffer(packed, np.uint8)
+        sizes, bounds, whole = layout(content, len(positions), self._sets, len(self._parameters.tables.order))
+        if not whole:
+            raise _altered()
+        tables, grid, draws = self._parameters.tables, self._grid, len(self._parameters.logs) - 1
+        offsets, ids, logprobs, kinds, of_positions, whole = read_exact(
+            content, bounds, tables, grid.table, grid.values, grid.steps, realised_ids, len(positions) + int(sizes[0])
+        )
+        sets = []
+        for stream, size in enumerate(sizes[1:].tolist(), EXACT_STREAMS):
+            if whole:
+                *drawn, whole = read_drawn(content, bounds[stream], bounds[stream + 1], tables, kinds, draws, size)
+                sets.append(drawn)
+        if not whole:
+            raise _altered()
         order = np.lexsort((ids, owners_of(offsets)))
-        sets = [
-            self._drawn(stream, kinds, size) for stream, size in zip(streams[EXACT_STREAMS:], sizes[1:], strict=True)
-        ]
         drawn_sizes = np.array([np.diff(part[0]) for part in sets], np.int64).reshape(len(sets), len(positions)).T
         # The sets follow each other; in scores, positions do.
         places = [owners_of(part[0]) * self._sets + number for number, part in enumerate(sets)]
@@ -114,31 +140,72 @@ class SignalReader:
             entropy=of_positions[2],
         )
 
-    def _streams(self, packed: bytes | memoryview, positions: int) -> tuple[list[NDArray[np.uint32]], list[int]]:
-        """Return the words of each stream of a document, and how many ids it has: exact ones, and of each set."""
-        if not positions and not len(packed):
-            return [NO_WORDS] * (EXACT_STREAMS + self._sets), [0] * (1 + self._sets)
-        numbers, at = unpack_numbers(packed, EXACT_STREAMS + 2 * self._sets)
-        sizes, lengths = numbers[: 1 + self._sets], numbers[1 + self._sets :]
-        if max(sizes) > positions * len(self._tables.order):
-            raise _altered()
-        return [words_of(part) for part in cut(packed, at, lengths)], sizes
-
-    def _exact(self, streams: Sequence[NDArray[np.uint32]], realised_ids: NDArray[np.int32], others: int) -> list[Any]:
-        grid, words = self._grid, (streams[0], streams[1], streams[2])
-        *exact, whole = read_exact(
-            words, self._tables, grid.table, grid.values, grid.steps, realised_ids, len(realised_ids) + others
-        )
-        if not whole:
-            raise _altered()
-        return list(exact)
-
-    def _drawn(self, words: NDArray[np.uint32], kinds: NDArray[np.int64], count: int) -> list[Any]:
-        *drawn, whole = read_drawn(words, self._tables, kinds, len(self._logs) - 1, count)
-        if not whole:
-            raise _altered()
-        return list(drawn)
-
 
 def _altered() -> Damaged:
     return Damaged("a row of this cache was altered: its signal cannot be read")
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def layout(packed: NDArray[np.uint8], positions: int, sets: int, known: int) -> tuple[Any, Any, bool]:
+    """Read what stands before the streams of a document.
+
+    Args:
+        packed: its bytes.
+        positions: P.
+        sets: R.
+        known: U.
+
+    Returns:
+        sizes int64 [1 + R]: how many ids are exact, realised tokens left out, and how many each set has; bounds int64
+        [streams + 1]: where the streams begin, one after the other, and the last one ends; and whether all this is
+        possible.
+    """
+    streams = EXACT_STREAMS + sets
+    numbers, bounds = np.zeros(1 + sets + streams - 1, np.int64), np.zeros(streams + 1, np.int64)
+    sizes = numbers[: 1 + sets]
+    if positions == 0 and len(packed) == 0:
+        return sizes, bounds, True
+    at = read_numbers(packed, numbers)
+    bounds[0], bounds[streams] = at, len(packed)
+    for stream in range(1, streams):
+        bounds[stream] = bounds[stream - 1] + numbers[sets + stream]
+    return sizes, bounds, at >= 0 and bounds[streams - 1] <= len(packed) and sizes.max() <= positions * known
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def read_signal(
+    packed: NDArray[np.uint8], parameters: Parameters, realised_ids: NDArray[np.int32], draw: int, sets: int
+) -> tuple[Any, Any, Any, Any, bool]:
+    """Read a document with one set of draws.
+
+    Args:
+        packed: its bytes.
+        parameters: of the shard.
+        realised_ids: [P].
+        draw: which set; it counts round.
+        sets: R.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: tail mass, log-probability of the
+        realised token, entropy; and whether the bytes are whole: the arrays mean nothing otherwise.
+    """
+    tables, grid, values, steps, logs = parameters
+    sizes, bounds, whole = layout(packed, len(realised_ids), sets, len(tables.order))
+    if not whole:
+        sizes[:], bounds[:] = 0, 0
+    offsets, ids, logprobs, kinds, of_positions, intact = read_exact(
+        packed, bounds, tables, grid, values, steps, realised_ids, len(realised_ids) + sizes[0]
+    )
+    whole = whole and intact
+    if whole and sets:
+        number = draw % sets
+        first, stop = bounds[EXACT_STREAMS + number], bounds[EXACT_STREAMS + number + 1]
+        drawn_offsets, drawn_ids, counts, intact = read_drawn(
+            packed, first, stop, tables, kinds, len(logs) - 1, sizes[1 + number]
+        )
+        whole = intact
+        if whole:
+            offsets, ids, logprobs = join_drawn(
+                offsets, ids, logprobs, drawn_offsets, drawn_ids, counts, logs, of_positions[0]
+            )
+    return offsets, ids, logprobs, of_positions, whole

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from xtk.artifacts.codec.coder import RECORD_MASK, write_words
@@ -13,6 +15,9 @@ from xtk.artifacts.codec.numbers import SYMBOLS
 from xtk.errors import Damaged
 
 MOST_DIGITS = 5
+Index = np.uint64
+ONE, TWO, THREE = Index(1), Index(2), Index(3)
+EIGHT, SIXTEEN = np.uint32(8), np.uint32(16)
 
 
 class Writer:
@@ -41,11 +46,38 @@ class Writer:
         return words[:size].astype("<u4").tobytes().rstrip(b"\0")
 
 
-def words_of(stream: bytes | memoryview) -> NDArray[np.uint32]:
-    """Return the words of a stream."""
-    words = np.zeros((len(stream) + 3) // 4, "<u4")
-    words.view(np.uint8)[: len(stream)] = np.frombuffer(stream, np.uint8)
-    return words.astype(np.uint32, copy=False)
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def words_of(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
+    """Return the words of the stream that bytes `[start, stop)` are, the last one filled up with zeros."""
+    words = np.zeros((stop - start + 3) // 4, np.uint32)
+    whole = (stop - start) // 4
+    for word in range(whole):
+        first = Index(start + 4 * word)
+        low = np.uint32(packed[first]) | np.uint32(packed[first + ONE]) << EIGHT
+        high = np.uint32(packed[first + TWO]) | np.uint32(packed[first + THREE]) << EIGHT
+        words[word] = low | high << SIXTEEN
+    for at in range(start + 4 * whole, stop):
+        words[whole] |= np.uint32(packed[at]) << np.uint32(8 * (at - start - 4 * whole))
+    return words
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def read_numbers(packed: NDArray[np.uint8], numbers: NDArray[np.int64]) -> int:
+    """Fill in whole numbers from the front of some bytes; return how many bytes they take, -1 where one is cut short.
+
+    They are written as `pack_numbers` does.
+    """
+    at = 0
+    for index in range(len(numbers)):
+        number, digits = np.int64(0), 0
+        while not digits or packed[at - 1] > 127:
+            if at == len(packed) or digits == MOST_DIGITS:
+                return -1
+            number |= np.int64(packed[at] & 127) << 7 * digits
+            digits += 1
+            at += 1
+        numbers[index] = number
+    return at
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:
@@ -65,19 +97,11 @@ def unpack_numbers(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     Raises:
         Damaged: there are not so many, or one is too long.
     """
-    # Arrow's memory comes as signed bytes.
-    packed = memoryview(packed).cast("B")
-    numbers, at = [], 0
-    for _ in range(count):
-        number = digits = 0
-        while not digits or packed[at - 1] > 127:
-            if at == len(packed) or digits == MOST_DIGITS:
-                raise Damaged("this was altered: it ends too soon")
-            number |= (packed[at] & 127) << 7 * digits
-            digits += 1
-            at += 1
-        numbers.append(number)
-    return numbers, at
+    numbers = np.empty(count, np.int64)
+    at = read_numbers(np.frombuffer(packed, np.uint8), numbers)
+    if at < 0:
+        raise Damaged("this was altered: it ends too soon")
+    return numbers.tolist(), at
 
 
 def cut(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes | memoryview]:

@@ -68,7 +68,9 @@ class TokenReader:
         Raises:
             Damaged: the bytes are not what was written.
         """
-        ids, ends, whole = read_tokens(words_of(packed), self._slots, STARTS, self._order, self._token_bytes, length)
+        ids, ends, whole = read_tokens(
+            np.frombuffer(packed, np.uint8), self._slots, STARTS, self._order, self._token_bytes, length
+        )
         if not whole:
             raise Damaged("a row of this cache is altered: its tokens cannot be read")
         return ids, ends
@@ -96,7 +98,7 @@ def token_records(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_tokens(
-    words: NDArray[np.uint32],
+    stream: NDArray[np.uint8],
     slots: Slots,
     starts: NDArray[np.int64],
     order: NDArray[np.int32],
@@ -106,7 +108,7 @@ def read_tokens(
     """Read the stream of a document's tokens.
 
     Args:
-        words: the stream.
+        stream: its bytes.
         slots: of all contexts.
         starts: of the families of contexts.
         order: [U], ids by rank.
@@ -117,6 +119,7 @@ def read_tokens(
         ids int32 [T], byte ends int32 [T], and whether the stream is whole.
     """
     symbols, facts = slots
+    words = words_of(stream, 0, len(stream))
     state, left = start(words)
     ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
     before: Any = np.int64(0)

@@ -1,0 +1,137 @@
+"""Rows of a cache at random, and what writing one holds in memory.
+
+Rows: a cache of GSM8K as the benchmark's teacher scores it, top-k 64, four shards, read in random order: a row found
+and verified by its checksum, and unpacked into a student's arrays besides. The files are in the system's cache.
+
+Memory: what this process holds of its own (RssAnon) before and after it has read every row; and `xtk cache-teacher`, a
+process of its own, over corpora of which one is 16 times the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from common import report
+from language_model import held_out, language_model
+
+from xtk.artifacts.codecs import PRECISIONS
+from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.ranks import Ranks
+from xtk.artifacts.shard import Row
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, put_shard
+from xtk.models.causal_lm import quieten_transformers
+from xtk.teachers.teacher import TeacherRequest
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.document import Document
+from xtk.tokens.signal import Support
+from xtk.tokens.tokenizer import Tokenizer
+
+SHARDS, ROWS = 4, 200  # of a shard; documents repeat
+TOKENS, ROUNDS = 2000, 5
+SMALL, LARGE = 25, 400  # documents
+SUPPORT = Support("top-k", top_k=64)
+
+
+def cache_at(folder: Path, precision: str, rows: list[Row], ranks: Ranks) -> TeacherCache:
+    """Write a cache."""
+    codec = {"name": PRECISIONS[precision], "precision": precision, "draws": 0, "sets": 0, "ranks": ranks.file}
+    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"rows": SHARDS * ROWS}}, SHARDS)
+    writer.write_files({ranks.file: ranks.content})
+    for number in range(SHARDS):
+        some = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]
+        writer.accept(number, put_shard(writer.folder, writer.header, number, some, ranks))
+    writer.finish()
+    return TeacherCache(folder)
+
+
+def best(work: Callable[[], object]) -> float:
+    """Return the least seconds of some calls."""
+    found = []
+    for _ in range(ROUNDS):
+        started = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+def access(folder: Path) -> list[tuple[str, str, str]]:
+    """Return what reading at random costs, with each codec."""
+    model = language_model()
+    tokenizer = Tokenizer(model)
+    documents = held_out("gsm8k", TOKENS)
+    teacher = TransformersTeacher(TeacherRequest(model, "teacher", tokenizer, SUPPORT, "float32", 2048))
+    scores = teacher.score(documents)
+    rows = [Row(Document.of_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
+    counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.width)
+    ranks = Ranks.of(counts, tokenizer.vocabulary.lengths)
+    found = []
+    for precision in ("standard", "float32"):
+        cache = cache_at(folder / precision, precision, rows, ranks)
+        order = np.random.default_rng(0).permutation(len(cache)).tolist()
+        size = cache.manifest["shards"][0]["bytes"] / ROWS
+        positions = sum(len(cache.row(at).positions) for at in order)
+        found_in = best(lambda cache=cache, order=order: [cache.row(at) for at in order])  # type: ignore[misc]
+        unpacked = best(lambda cache=cache, order=order: [cache.row(at).signal for at in order])  # type: ignore[misc]
+        told = f"{len(order) / found_in:,.0f} rows/s of {size / 1000:.0f} kB"
+        found.append((f"a row found and verified, {precision}", told, "50,000"))
+        told = f"{len(order) / unpacked:,.0f} rows/s, {positions / unpacked / 1e6:.2f} M positions/s"
+        found.append((f"and its signal unpacked, {precision}", told, ""))
+        before = own_memory()
+        for at in order:
+            _ = cache.row(at).signal
+        whole = sum(shard["bytes"] for shard in cache.manifest["shards"]) / 1e6
+        told = f"{(own_memory() - before) / 1e6:+.1f} MB of {whole:,.0f} MB read"
+        found.append((f"memory that reading all of it keeps, {precision}", told, "flat"))
+    return found
+
+
+def own_memory() -> int:
+    """Return the bytes that this process holds, those of mapped files left out."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def peak(teacher: Path, corpus: Path, output: Path) -> float:
+    """Return the most memory that `cache-teacher` held, in GiB."""
+    command = [sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), "-o", str(output)]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    most = 0
+    while child.poll() is None:
+        # Its rusage would begin with what this process holds.
+        for line in Path(f"/proc/{child.pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                most = int(line.split()[1])
+        time.sleep(0.02)
+    if child.returncode:
+        raise SystemExit(f"{command} ended with {child.returncode}")
+    return most / 2**20
+
+
+def memory(folder: Path) -> list[tuple[str, str, str]]:
+    """Return what writing caches of two sizes holds."""
+    teacher = language_model()
+    found = []
+    for documents in (SMALL, LARGE):
+        corpus = folder / f"{documents}.jsonl"
+        lines = (json.dumps({"text": f"{number} apples and {number + 1} pears. " * 8}) for number in range(documents))
+        corpus.write_text("\n".join(lines) + "\n")
+        found.append(f"{peak(teacher, corpus, folder / f'cache-{documents}'):.2f} GiB of {documents:,} documents")
+    return [("peak of `cache-teacher`", ", ".join(found), "independent of the corpus")]
+
+
+def main() -> None:
+    """Measure and print."""
+    quieten_transformers()
+    with tempfile.TemporaryDirectory() as name:
+        report(__file__, access(Path(name)) + memory(Path(name)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Teachers that are spread, cut, packed or adapted say what they say when they are whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import writers
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.models.causal_lm import load_causal_lm
+from xtk.teachers.teacher import TeacherRequest
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
+from xtk.tokens.signal import Support
+from xtk.tokens.tokenizer import Tokenizer
+
+TEXTS = ["Ada has 12 apples and gives 5 to Grace. Now Ada has 7 apples left.", "One.", "Ünïcödé 201 日本"]
+SUPPORT = Support("top-k+sample", top_k=8, draws=4, sets=1)
+
+
+def scores_of(folder: Path, **options: object) -> list:
+    tokenizer = Tokenizer(folder)
+    teacher = TransformersTeacher(TeacherRequest(folder, "t", tokenizer, SUPPORT, options=options))
+    return teacher.score(sequences(tokenizer, [Document.of_text(text) for text in TEXTS]))
+
+
+def assert_say_the_same(found: list, expected: list, tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.drawn_ids.tolist() == other.drawn_ids.tolist()
+        for name in ("logprobs", "realised_logprobs", "entropy", "tail_mass"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=0, atol=tolerance)
+
+
+def parts_of(folder: Path) -> dict[str, str]:
+    """Put the second layer and the head of a model on the disk, the rest in memory."""
+    model = load_causal_lm(folder)
+    body = dict(model.model.named_children())
+    layers = {f"model.layers.{number}": "cpu" for number in range(len(model.model.layers))}
+    last = f"model.layers.{len(model.model.layers) - 1}"
+    return {**{f"model.{name}": "cpu" for name in body if name != "layers"}, **layers, last: "disk", "lm_head": "cpu"}
+
+
+def test_a_teacher_that_lies_partly_on_the_disk(pair, tmp_path):
+    engine = {"device_map": parts_of(pair.teacher), "offload_folder": str(tmp_path)}
+    assert_say_the_same(scores_of(pair.teacher, engine=engine), scores_of(pair.teacher), 1e-6)
+
+
+def test_a_quantised_teacher_says_what_transformers_says_of_it(pair, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    configuration = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = scores_of(pair.teacher, engine={"quantization_config": dict(configuration)})
+    model = AutoModelForCausalLM.from_pretrained(pair.teacher, quantization_config=configuration, dtype=torch.float32)
+    tokenizer = Tokenizer(pair.teacher)
+    for scores, document in zip(found, sequences(tokenizer, [Document.of_text(text) for text in TEXTS]), strict=True):
+        with torch.inference_mode():
+            logits = model(input_ids=torch.from_numpy(document.ids.astype(np.int64))[None]).logits[0].double()
+        expected = torch.log_softmax(logits, 1).numpy()[scores.positions - 1]
+        realised = document.ids[scores.positions]
+        np.testing.assert_allclose(
+            scores.realised_logprobs, expected[np.arange(len(realised)), realised], rtol=0, atol=2e-3
+        )
+    whole = scores_of(pair.teacher)
+    assert max(float(np.abs(a.entropy - b.entropy).max()) for a, b in zip(found, whole, strict=True)) > 1e-3
+    model.save_pretrained(tmp_path)
+    for name, content in tokenizer.files().items():
+        (tmp_path / name).write_bytes(content)
+    assert_say_the_same(scores_of(tmp_path), found, 2e-3)
+
+
+@pytest.fixture(scope="module")
+def adapter(pair, tmp_path_factory) -> Path:
+    """An adapter of the teacher that changes what it says, and the same merged."""
+    from peft import LoraConfig, get_peft_model
+
+    folder = tmp_path_factory.mktemp("adapter")
+    described = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft asks transformers in a way that it will not know for long
+        model = get_peft_model(load_causal_lm(pair.teacher), described)
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    model.save_pretrained(folder / "adapter")
+    written = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(pair.teacher)
+    model.merge_and_unload().save_pretrained(folder / "merged")
+    for name, content in Tokenizer(pair.teacher).files().items():
+        (folder / "merged" / name).write_bytes(content)
+    return folder
+
+
+def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, tmp_path):
+    exact = ("--top-k", 8, "--precision", "float32")
+    for teacher, name in ((adapter / "adapter", "a"), (adapter / "merged", "m"), (pair.teacher, "t")):
+        run("cache-teacher", teacher, corpus, *exact, "-o", tmp_path / name)
+    adapted, merged, bare = (TeacherCache(tmp_path / name) for name in "amt")
+    assert_say_the_same([row.scores for row in adapted], [row.scores for row in merged], 1e-4)
+    assert adapted.header["teacher"]["weights"] != bare.header["teacher"]["weights"]
+    assert float(np.abs(adapted.row(0).scores.entropy - bare.row(0).scores.entropy).max()) > 1e-2
+    found = run("inspect", tmp_path / "a", "--teacher", adapter / "adapter", "--json")
+    assert json.loads(found.stdout)["statistics"]["scored_again"]["same_weights"]
+    packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    quantised = scores_of(pair.teacher, adapter=adapter / "adapter", engine=packed)
+    assert float(np.abs(quantised[0].entropy - scores_of(adapter / "merged")[0].entropy).max()) < 0.5
+
+
+def test_an_adapter_whose_model_is_gone_or_unsaid_is_told(run, corpus, adapter, tmp_path):
+    broken = Path(shutil.copytree(adapter / "adapter", tmp_path / "broken"))
+    described = json.loads((broken / "adapter_config.json").read_text())
+    for base, words in ((str(tmp_path / "gone"), "there is no such model folder"), (None, "does not say which model")):
+        (broken / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": base}))
+        done = run("cache-teacher", broken, corpus, "-o", tmp_path / "c", code=1)
+        assert words in done.stderr
+        assert str(broken) in done.stderr
+
+
+@pytest.fixture(scope="module")
+def even(pair, tmp_path_factory) -> Path:
+    """A teacher whose heads can be dealt to two."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("even")
+    tokenizer = Tokenizer(pair.teacher)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    torch.manual_seed(0)
+    configuration = Qwen3Config(
+        vocab_size=tokenizer.width, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, **shape
+    )
+    Qwen3ForCausalLM(configuration).save_pretrained(folder)
+    for name, content in tokenizer.files().items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_a_teacher_that_is_cut_over_two_processes(run, even, corpus, tmp_path):
+    exact = ("--top-k", 8, "--precision", "float32")
+    run("cache-teacher", even, corpus, *exact, "-o", tmp_path / "one")
+    run("cache-teacher", even, corpus, *exact, "--engine", "tp_size=2", "-o", tmp_path / "two", timeout=600)
+    one, two = TeacherCache(tmp_path / "one"), TeacherCache(tmp_path / "two")
+    assert two.header == one.header
+    assert_say_the_same([row.scores for row in two], [row.scores for row in one], 1e-4)
+
+
+def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, corpus, tmp_path):
+    command = [sys.executable, "-m", "xtk", "cache-teacher", even, corpus, "--top-k", "8"]
+    command += ["--engine", "tp_size=2", "--shard-tokens", "200", "-o", tmp_path / "c"]
+    writer = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True)
+    while not list((tmp_path / "c").glob("shard-*")) and writer.poll() is None:
+        time.sleep(0.01)
+    (follower,) = writers.children_of(writer.pid)
+    os.kill(follower, signal.SIGKILL)
+    _, said = writer.communicate(timeout=60)
+    assert writer.returncode == 1
+    assert "was killed by SIGKILL" in said
+    assert "process 1 of a teacher cut in 2" in said
+    assert "Traceback" not in said
+    subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=300)
+    TeacherCache(tmp_path / "c").verify()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--engine", "dtype=float16"], "--engine dtype is set by xtk: use --dtype"),
+        (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
+        (["--engine", "tp_size=none"], "tp_size is 'none'"),
+        (["--engine", "tp_size=2", "--num-processes", 2], "do not go together"),
+        (["--engine", "tp_size=2"], "they cannot be dealt to tp_size=2"),
+        (["--engine", "nonsense=1"], "nonsense"),
+    ],
+)
+def test_what_cannot_be_an_option_of_the_model_is_told(run, pair, corpus, tmp_path, options, words):
+    done = run("cache-teacher", pair.teacher, corpus, *options, "-o", tmp_path / "c", code=1)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
