@@ -1,4 +1,4 @@
-"""Projections kept in the user's cache folder."""
+"""What was made of a pair, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import pytest
 
 from xtk.artifacts import projection_store
 from xtk.artifacts.files import written_whole
-from xtk.artifacts.projection_store import projection_for
+from xtk.artifacts.projection_store import next_bytes_for, projection_for
 from xtk.projection.build import build_projection
+from xtk.projection.next_bytes import next_bytes
 from xtk.projection.prune import prune_projection
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -70,10 +71,36 @@ def test_a_damaged_file_is_built_again(folder, sides, damage):
     assert path.read_bytes() == raw
 
 
+def arrays(found) -> list[bytes]:
+    return [part.tobytes() for part in (*found.student, *found.teacher, found.member_offsets, found.members)]
+
+
+def test_next_bytes_are_made_once_for_a_pair_and_its_special_tokens(folder, sides, monkeypatch):
+    folder = folder.parent / "next-bytes"
+    made = arrays(next_bytes_for(*sides))
+    assert made == arrays(next_bytes(*sides))
+    assert arrays(next_bytes_for(*sides, "none")) != made
+    next_bytes_for(*sides[::-1])
+    assert len(list(folder.iterdir())) == 3
+    monkeypatch.setattr(projection_store, "next_bytes", None)
+    assert arrays(next_bytes_for(*sides)) == made
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense", None])
+def test_damaged_next_bytes_are_made_again(folder, sides, damage):
+    made = arrays(next_bytes_for(*sides))
+    (path,) = (folder.parent / "next-bytes").iterdir()
+    raw = path.read_bytes()
+    path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if damage is None else damage)
+    assert arrays(next_bytes_for(*sides)) == made
+    assert path.read_bytes() == raw
+
+
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, sides, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "file"))
     assert len(projection_for(*sides).teacher_ids)
+    assert len(next_bytes_for(*sides).members)
 
 
 ASK = """

@@ -1,4 +1,4 @@
-"""Projections that were built on the way, kept in the user's cache folder."""
+"""What was made of a pair of tokenizers on the way, kept in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.files import canonical_json, sha256
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from xtk.artifacts.files import canonical_json, sha256, written_whole
 from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
 from xtk.errors import XtkError
-from xtk.projection.build import build_projection, request
+from xtk.projection.build import build_projection, identity, request
+from xtk.projection.next_bytes import RULES, NextBytes, Side, next_bytes
 from xtk.projection.projection import Projection
 from xtk.projection.prune import prune_projection
 from xtk.projection.special import ROLE, SpecialTokens
@@ -54,6 +59,52 @@ def projection_for(
             with contextlib.suppress(OSError, XtkError):
                 write_projection(projection, path)
     return projection
+
+
+def next_bytes_for(student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokens = ROLE) -> NextBytes:
+    """Return what `next_bytes` makes of a pair, made once and kept in `next-bytes` of the same folder.
+
+    It takes seconds for real vocabularies, and every process of a run needs it. A damaged file is made again.
+    """
+    told = special_tokens if isinstance(special_tokens, str) else dict(special_tokens)
+    key = sha256(canonical_json([RULES, told, identity(student), identity(teacher)])).removeprefix("sha256:")
+    path = None
+    with contextlib.suppress(RuntimeError):  # nobody knows a home
+        path = cache_folder() / "next-bytes" / f"{key}.safetensors"
+    found = None if path is None else _read_next_bytes(path)
+    if found is not None:
+        return found
+    made = next_bytes(student, teacher, special_tokens)
+    if path is not None:
+        with contextlib.suppress(OSError, XtkError):
+            _write_next_bytes(made, path)
+    return made
+
+
+def _write_next_bytes(made: NextBytes, path: Path) -> None:
+    sides = {"student": made.student, "teacher": made.teacher}
+    tensors = {f"{name}.{field}": part for name, side in sides.items() for field, part in side._asdict().items()}
+    with written_whole(path) as temporary:
+        temporary.write_bytes(safetensors.numpy.save(tensors, metadata={"checksum": _checksum(tensors)}))
+
+
+def _read_next_bytes(path: Path) -> NextBytes | None:
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            told = (file.metadata() or {}).get("checksum")
+        if told != _checksum(tensors):
+            return None
+        return NextBytes.of(
+            *(Side(**{f: tensors[f"{name}.{f}"] for f in Side._fields}) for name in ("student", "teacher"))
+        )
+    except Exception:  # safetensors has an exception of its own that is no public name; what is damaged is made again
+        return None
+
+
+def _checksum(tensors: dict[str, NDArray[Any]]) -> str:
+    named = [(name.encode(), np.ascontiguousarray(tensors[name]).tobytes()) for name in sorted(tensors)]
+    return sha256(b"".join(part for pair in named for part in pair))
 
 
 def cache_folder() -> Path:

@@ -14,6 +14,9 @@ from xtk.projection.pair import Pair
 from xtk.projection.special import ROLE, SpecialTokens, match_special_tokens
 from xtk.tokens.tokenizer import Tokenizer
 
+# What is kept of one was made by these rules; a change of them is another number.
+RULES = 1
+
 
 class Side(NamedTuple):
     """One vocabulary in the order of its tokens' bytes: tokens that begin alike follow each other.

@@ -17,14 +17,13 @@ from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
 from xtk.artifacts.projection_file import read_projection
-from xtk.artifacts.projection_store import projection_for
+from xtk.artifacts.projection_store import next_bytes_for, projection_for
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
 from xtk.losses.cells import Ground
 from xtk.projection.build import identity
-from xtk.projection.next_bytes import next_bytes
 from xtk.projection.projection import SIDE, Projection, named
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
@@ -156,7 +155,7 @@ def _ground(
     if rule.ground == "text":
         return None
     if rule.ground == "bytes":
-        return next_bytes(tokenizer, cache.teacher)
+        return next_bytes_for(tokenizer, cache.teacher)
     if rule.ground == "tokens":
         if cache.header["teacher"]["tokenizer"] != tokenizer.fingerprint:
             raise Mismatch(
