@@ -55,10 +55,12 @@ def process(*command: str) -> tuple[float, float, str]:
     return seconds, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20, out
 
 
-def report(script: str, rows: list[tuple[str, str, str]]) -> None:
-    """Print a table: what, measured, reach."""
-    sys.stdout.write(f"\n`{Path(script).name}` on {machine()}\n\n| what | measured | reach |\n| --- | --- | --- |\n")
-    sys.stdout.write("".join(f"| {what} | {measured} | {reach} |\n" for what, measured, reach in rows))
+def report(
+    script: str, rows: list[tuple[str, str, str]], columns: tuple[str, str, str] = ("what", "measured", "reach")
+) -> None:
+    """Print a table, and on which machine it was measured."""
+    lines = [f"\n`{Path(script).name}` on {machine()}\n", *(" | ".join(row) for row in (columns, ("---",) * 3, *rows))]
+    sys.stdout.write("".join(f"| {line} |\n" if number else f"{line}\n" for number, line in enumerate(lines)))
 
 
 def real_data() -> Path:
