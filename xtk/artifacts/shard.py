@@ -316,7 +316,7 @@ class _Columns:
         self._trains = _bytes_of(np.asarray(parts.field("train").to_numpy(zero_copy_only=False), np.bool_))
         role_ends, self._roles = _string_column(parts.field("role"))
         text_ends, self._texts = _string_column(parts.field("text"))
-        self._role_sizes, self._text_sizes = (_bytes_of(np.diff(ends)) for ends in (role_ends, text_ends))
+        role_sizes, text_sizes = (_bytes_of(np.diff(ends)) for ends in (role_ends, text_ends))
         self._role_ends, self._text_ends = role_ends, text_ends
         lists = [batch.column(name) for name in LISTS]
         blobs = [_string_column(batch.column(name)) for name in BYTES]
@@ -335,6 +335,12 @@ class _Columns:
         numbers = [self.length, self.positions, self.entries, self.ends, sizes[:, 0], *sizes[:, 3:].T]
         self._numbers = _bytes_of(np.column_stack(numbers).astype("<i4"))
         self._size_of_numbers = 4 * len(numbers)
+        # What a checksum is of, in its order, and in bytes [rows, 2 x 11] which of it a row has.
+        counted, lists = self._bounds.astype(np.int64), [_bytes_of(values) for values in self._lists.values()]
+        flags, roles, texts, *rest = np.split(counted, 9, axis=1)
+        self._hashed = [self._trains, role_sizes, self._roles, text_sizes, self._texts, *lists, *self._blobs.values()]
+        rest = [4 * part for part in rest[: len(lists)]] + rest[len(lists) :]
+        self._hashed_bounds = np.column_stack([flags, 4 * flags, roles, 4 * flags, texts, *rest])
 
     def segments(self, number: int) -> tuple[Segment, ...]:
         first, stop = self._bounds[number, :2].tolist()
@@ -363,17 +369,11 @@ class _Columns:
 
     def checksum(self, number: int) -> int:
         """Return xxh3_64 of a row: its numbers, then its strings and lists, each with their lengths before."""
-        first, stop, *bounds = self._bounds[number].tolist()
-        roles, texts, *rest = zip(bounds[::2], bounds[1::2], strict=True)
-        parts = [*self._lists.values(), *self._blobs.values()]
         hashed = xxhash.xxh3_64(self._numbers[number * self._size_of_numbers : (number + 1) * self._size_of_numbers])
-        hashed.update(self._trains[first:stop])
-        hashed.update(self._role_sizes[4 * first : 4 * stop])
-        hashed.update(self._roles[slice(*roles)])
-        hashed.update(self._text_sizes[4 * first : 4 * stop])
-        hashed.update(self._texts[slice(*texts)])
-        for values, stretch in zip(parts, rest, strict=True):
-            hashed.update(values[slice(*stretch)])
+        bounds = self._hashed_bounds[number].tolist()
+        for part, start, stop in zip(self._hashed, bounds[::2], bounds[1::2], strict=True):
+            if start < stop:
+                hashed.update(part[start:stop])
         return int(hashed.intdigest())
 
 

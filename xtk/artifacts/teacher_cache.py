@@ -5,8 +5,10 @@ Nothing in it depends on a student. docs/reference/artifacts.md describes it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -323,13 +325,13 @@ class TeacherCache:
                 raise self._damaged(
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
-        self._first_rows = np.cumsum([0] + [shard["rows"] for shard in self.manifest["shards"]])
+        self._first_rows: list[int] = [0, *itertools.accumulate(shard["rows"] for shard in self.manifest["shards"])]
         self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
     def __len__(self) -> int:
-        return int(self._first_rows[-1])
+        return self._first_rows[-1]
 
     def __iter__(self) -> Iterator[StoredRow]:
         return (self.row(number) for number in range(len(self)))
@@ -346,8 +348,8 @@ class TeacherCache:
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
-        shard = int(np.searchsorted(self._first_rows, number, side="right")) - 1
-        at = number - int(self._first_rows[shard])
+        shard = bisect_right(self._first_rows, number) - 1
+        at = number - self._first_rows[shard]
         opened = self._open(shard)
         try:
             return opened.row(at, draw)
