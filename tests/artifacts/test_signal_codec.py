@@ -207,7 +207,7 @@ def test_the_plain_twin_reads_the_same_bits(case):
                 assert drawn == dict(zip(back.drawn_ids[names].tolist(), back.counts[names].tolist(), strict=True))
 
 
-@given(shards, st.integers(0, 5))
+@given(shards, st.integers(0, 5) | st.none())
 @settings(deadline=None)
 def test_a_signal_is_what_its_scores_tell(case, draw):
     from xtk.artifacts.codecs import signal_of

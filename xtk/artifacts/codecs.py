@@ -61,8 +61,10 @@ class Codec(Protocol):
     def scores(self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]) -> Scores:
         """Return everything that was kept of a document."""
 
-    def signal(self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int) -> Signal:
-        """Return a document's signal with one set of draws."""
+    def signal(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int | None
+    ) -> Signal:
+        """Return a document's signal with one set of draws; None: with what is exact alone."""
 
 
 class RawCodec:
@@ -137,19 +139,21 @@ class RawCodec:
             entropy=reader.take("<f4", size),
         )
 
-    def signal(self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int) -> Signal:
-        """Return a document's signal with one set of draws."""
+    def signal(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int | None
+    ) -> Signal:
+        """Return a document's signal with one set of draws; None: with what is exact alone."""
         return signal_of(self.scores(packed, ids, positions), draw)
 
 
-def signal_of(scores: Scores, draw: int) -> Signal:
-    """Return what a student trains from: the exact ids and one set of draws.
+def signal_of(scores: Scores, draw: int | None) -> Signal:
+    """Return what a student trains from: the exact ids, and one set of draws if there are any.
 
     Args:
         scores: everything that was kept.
-        draw: which set; it counts round.
+        draw: which set; it counts round. None: no draws, and their mass is in the tail.
     """
-    if not scores.sets:
+    if not scores.sets or draw is None:
         return Signal(
             scores.positions,
             scores.offsets,

@@ -184,7 +184,7 @@ class Shard:
         """Return "sha256:..." of all bytes outside of the payload, the checksums of rows among them."""
         return frame_checksum(self._buffer, self.payload())
 
-    def row(self, number: int, draw: int = 0) -> StoredRow:
+    def row(self, number: int, draw: int | None = 0) -> StoredRow:
         """Return one document, once its checksum is seen to fit.
 
         Raises:
@@ -258,7 +258,7 @@ def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
 class StoredRow:
     """One document of a cache; what is not asked for is not unpacked."""
 
-    def __init__(self, shard: Shard, number: int, draw: int) -> None:
+    def __init__(self, shard: Shard, number: int, draw: int | None) -> None:
         self._shard, self._columns, self._number, self._draw = shard, shard._columns, number, draw
 
     @cached_property
@@ -296,7 +296,7 @@ class StoredRow:
 
     @cached_property
     def signal(self) -> Signal:
-        """What the teacher said, with one set of draws."""
+        """What the teacher said, with one set of draws or none."""
         packed = self._columns.blob("signal", self._number)
         return self._shard.codec.signal(packed, self.tokens.ids, self.positions, self._draw)
 

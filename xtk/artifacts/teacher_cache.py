@@ -336,12 +336,13 @@ class TeacherCache:
     def __iter__(self) -> Iterator[StoredRow]:
         return (self.row(number) for number in range(len(self)))
 
-    def row(self, number: int, draw: int = 0) -> StoredRow:
+    def row(self, number: int, draw: int | None = 0) -> StoredRow:
         """Read one document.
 
         Args:
             number: which one.
-            draw: which set of draws its signal holds, of as many as there are; it counts round.
+            draw: which set of draws its signal holds, of as many as there are; it counts round. None: what is
+                exact alone, with the mass of all else in the tail.
 
         Raises:
             Damaged: it was altered.

@@ -84,7 +84,9 @@ class PackedCodec:
         """
         return self._signals.scores(packed, ids[positions], positions)
 
-    def signal(self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int) -> Signal:
+    def signal(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int | None
+    ) -> Signal:
         """Return a document's signal with one set of draws.
 
         Raises:

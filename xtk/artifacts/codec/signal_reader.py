@@ -71,21 +71,25 @@ class SignalReader:
         self._parameters = Parameters(shared, self._grid.table, self._grid.values, self._grid.steps, logs)
 
     def signal(
-        self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32], draw: int
+        self,
+        packed: bytes | memoryview,
+        realised_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        draw: int | None,
     ) -> Signal:
-        """Return a document's signal with one set of draws.
+        """Return a document's signal with one set of draws, or with none.
 
         Args:
             packed: its bytes.
             realised_ids: int32 [P], the tokens that stand at its positions.
             positions: int32 [P].
-            draw: which set; it counts round.
+            draw: which set; it counts round. None: what is exact alone.
 
         Raises:
             Damaged: the bytes are not what was written.
         """
         offsets, ids, logprobs, of_positions, whole = read_signal(
-            np.frombuffer(packed, np.uint8), self._parameters, realised_ids, draw, self._sets
+            np.frombuffer(packed, np.uint8), self._parameters, realised_ids, -1 if draw is None else draw, self._sets
         )
         if not whole:
             raise _altered()
@@ -176,13 +180,13 @@ def layout(packed: NDArray[np.uint8], positions: int, sets: int, known: int) -> 
 def read_signal(
     packed: NDArray[np.uint8], parameters: Parameters, realised_ids: NDArray[np.int32], draw: int, sets: int
 ) -> tuple[Any, Any, Any, Any, bool]:
-    """Read a document with one set of draws.
+    """Read a document with one set of draws, or with none.
 
     Args:
         packed: its bytes.
         parameters: of the shard.
         realised_ids: [P].
-        draw: which set; it counts round.
+        draw: which set; it counts round. Below 0: none.
         sets: R.
 
     Returns:
@@ -197,7 +201,7 @@ def read_signal(
         packed, bounds, tables, grid, values, steps, realised_ids, len(realised_ids) + sizes[0]
     )
     whole = whole and intact
-    if whole and sets:
+    if whole and sets and draw >= 0:
         number = draw % sets
         first, stop = bounds[EXACT_STREAMS + number], bounds[EXACT_STREAMS + number + 1]
         drawn_offsets, drawn_ids, counts, intact = read_drawn(
