@@ -72,7 +72,10 @@ def test_a_damaged_file_is_built_again(folder, sides, damage):
 
 
 def arrays(found) -> list[bytes]:
-    return [part.tobytes() for part in (*found.student, *found.teacher, found.member_offsets, found.members)]
+    return [
+        part.tobytes()
+        for part in (*found.student, *found.teacher, *found.continuations, found.member_offsets, found.members)
+    ]
 
 
 def test_next_bytes_are_made_once_for_a_pair_and_its_special_tokens(folder, sides, monkeypatch):

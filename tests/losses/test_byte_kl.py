@@ -17,6 +17,7 @@ from plain_losses import signal_of
 from tiny_words import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
+from xtk.losses import byte_kernels
 from xtk.losses.byte_kernels import beginning
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.cells import Cells, Example
@@ -252,6 +253,24 @@ def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, studen
     example = read_by_both(ours, theirs, Document.of_text(TEXTS[kind]))
     for seed, tail in enumerate((0.1, 0.0)):
         assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
+
+
+@pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
+def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_families, student, teacher, monkeypatch):
+    ours, theirs, ground = of_families(student, teacher)
+    example = read_by_both(ours, theirs, Document.of_text(TEXTS["numbers"]))
+    draw = np.random.default_rng(0)
+    for tail in (0.1, 0.0):
+        said = with_a_teacher(draw, example, ground.teacher, tail)
+        found = []
+        for widest in (0, 1 << 40):
+            filled = functools.partial(byte_kernels.fill_byte_cells, widest=widest)
+            with monkeypatch.context() as patch:
+                patch.setattr(byte_kernels, "fill_byte_cells", filled)
+                cells = ByteKL().cells(said, ground)
+            runs = (cells.alternatives.run_offsets, cells.alternatives.firsts, cells.alternatives.stops)
+            found.append([array.tobytes() for array in (cells.cell_offsets, cells.teacher_probs, cells.tokens, *runs)])
+        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("cut", [7, 14, 15])

@@ -15,11 +15,13 @@ from xtk.artifacts.files import canonical_json, sha256, written_whole
 from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection, identity, request
-from xtk.projection.next_bytes import RULES, NextBytes, Side, next_bytes
+from xtk.projection.next_bytes import RULES, Continuations, NextBytes, Side, next_bytes
 from xtk.projection.projection import Projection
 from xtk.projection.prune import prune_projection
 from xtk.projection.special import ROLE, SpecialTokens
 from xtk.tokens.tokenizer import Tokenizer
+
+PARTS: dict[str, Any] = {"student": Side, "teacher": Side, "continuations": Continuations}
 
 
 def projection_for(
@@ -82,8 +84,9 @@ def next_bytes_for(student: Tokenizer, teacher: Tokenizer, special_tokens: Speci
 
 
 def _write_next_bytes(made: NextBytes, path: Path) -> None:
-    sides = {"student": made.student, "teacher": made.teacher}
-    tensors = {f"{name}.{field}": part for name, side in sides.items() for field, part in side._asdict().items()}
+    tensors: dict[str, NDArray[Any]] = {"member_offsets": made.member_offsets, "members": made.members}
+    for name in PARTS:
+        tensors |= {f"{name}.{field}": array for field, array in getattr(made, name)._asdict().items()}
     with written_whole(path) as temporary:
         temporary.write_bytes(safetensors.numpy.save(tensors, metadata={"checksum": _checksum(tensors)}))
 
@@ -95,9 +98,8 @@ def _read_next_bytes(path: Path) -> NextBytes | None:
             told = (file.metadata() or {}).get("checksum")
         if told != _checksum(tensors):
             return None
-        return NextBytes.of(
-            *(Side(**{f: tensors[f"{name}.{f}"] for f in Side._fields}) for name in ("student", "teacher"))
-        )
+        parts = {name: kind(*(tensors[f"{name}.{field}"] for field in kind._fields)) for name, kind in PARTS.items()}
+        return NextBytes(**parts, member_offsets=tensors["member_offsets"], members=tensors["members"])
     except Exception:  # safetensors has an exception of its own that is no public name; what is damaged is made again
         return None
 

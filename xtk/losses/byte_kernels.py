@@ -11,9 +11,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.projection.next_bytes import Side
+from xtk.projection.next_bytes import Continuations, Side
 
 NONE = -1
+# So many tokens that begin alike, for each cell that is to be found, are looked through faster than searched.
+WIDEST = 50
 # What rounding leaves of a whole distribution is no tail.
 SMALLEST_TAIL = 1e-6
 
@@ -221,6 +223,10 @@ class Marks(NamedTuple):
         cells: int64 [cells], the item's cells, in the order in which the teacher names them.
         probs: float64 [cells], the teacher's probability of each.
         here: bool [cells], whether the teacher names each at the item itself.
+        names: int64 [cells], those that the last boundary names, in any order.
+        tokens: int64 [student's tokens + 1], ranks << 32 | groups.
+        slots_alike: int64 [longest support], those of the teacher's tokens that begin like the one that stands there.
+        ranks_alike: int64 [longest support], their ranks.
     """
 
     reached: NDArray[np.int64]
@@ -229,6 +235,10 @@ class Marks(NamedTuple):
     cells: NDArray[np.int64]
     probs: NDArray[np.float64]
     here: NDArray[np.bool_]
+    names: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    slots_alike: NDArray[np.int64]
+    ranks_alike: NDArray[np.int64]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -255,24 +265,27 @@ def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int,
     weight = 1.0
     if place[PAST] != NONE:
         low, longer, high = beginning(side, place[TOKEN], place[CUT])
-        first, stop = said.offsets[place[PAST]], said.offsets[place[PAST] + 1]
-        highest = -np.inf  # the likeliest of what begins like it may be e^-1000
-        for slot in range(first, stop):
-            if low <= _rank(side, said.ids[slot]) < high:
-                highest = max(highest, said.logprobs[slot])
+        alike = 0  # what begins like it
+        for slot in range(said.offsets[place[PAST]], said.offsets[place[PAST] + 1]):
+            rank = _rank(side, said.ids[slot])
+            if low <= rank < high:
+                marks.slots_alike[alike], marks.ranks_alike[alike] = slot, rank
+                alike += 1
+        highest = -np.inf  # the likeliest of them may be e^-1000
+        for slot in marks.slots_alike[:alike]:
+            highest = max(highest, said.logprobs[slot])
         ended = runs_past = 0.0
-        for slot in range(first, stop):
-            rank = _rank(side, said.ids[slot])
-            if low <= rank < longer:
-                ended += np.exp(said.logprobs[slot] - highest)
-            elif longer <= rank < high:
-                runs_past += np.exp(said.logprobs[slot] - highest)
+        for entry in range(alike):
+            mass = np.exp(said.logprobs[marks.slots_alike[entry]] - highest)
+            if marks.ranks_alike[entry] < longer:
+                ended += mass
+            else:
+                runs_past += mass
         weight = ended / (ended + runs_past)
-        for slot in range(first, stop):
-            rank = _rank(side, said.ids[slot])
-            if longer <= rank < high:
-                cell = side.cells[side.starts[rank] + place[CUT]]
-                mass = np.exp(said.logprobs[slot] - highest) / (ended + runs_past)
+        for entry in range(alike):
+            if marks.ranks_alike[entry] >= longer:
+                cell = side.cells[side.starts[marks.ranks_alike[entry]] + place[CUT]]
+                mass = np.exp(said.logprobs[marks.slots_alike[entry]] - highest) / (ended + runs_past)
                 count = _add_mass(marks, number, count, cell, mass, False)
     if place[HERE] != NONE:
         for slot in range(said.offsets[place[HERE]], said.offsets[place[HERE] + 1]):
@@ -283,9 +296,9 @@ def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int,
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def name_cells(
-    side: Side, said: Said, place: NDArray[np.int64], since: int, own: int, number: int, named: NDArray[np.int64]
-) -> None:
-    """Mark the cells that the teacher's last boundary names, as tokens of either side are seen from `since` bytes on.
+    side: Side, said: Said, place: NDArray[np.int64], since: int, own: int, number: int, marks: Marks
+) -> int:
+    """List the cells that the teacher's last boundary names, as tokens of either side are seen from `since` bytes on.
 
     Args:
         side: the teacher's vocabulary.
@@ -294,10 +307,15 @@ def name_cells(
         since: the bytes of its token after which the student's token begins; 0 if that began at the same time.
         own: the cell of the student's token, which is named in any case; NONE.
         number: of the item.
-        named: [cells], marked with the number.
+        marks: its `names` are filled.
+
+    Returns:
+        The number of cells.
     """
+    count = 0
     if own != NONE:
-        named[own] = number
+        marks.named[own], marks.names[0] = number, own
+        count = 1
     low, high = 0, 0
     if since:
         _, low, high = beginning(side, place[TOKEN], since)
@@ -308,20 +326,65 @@ def name_cells(
             cell = _cell(side, token)
         elif low <= _rank(side, token) < high:
             cell = side.cells[side.starts[_rank(side, token)] + since]
-        if cell != NONE:
-            named[cell] = number
+        if cell != NONE and marks.named[cell] != number:
+            marks.named[cell], marks.names[count] = number, cell
+            count += 1
+    return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def group_runs(
+def _lowest(values: NDArray[np.int32], start: int, stop: int, least: int) -> int:
+    """Return where, in a rising stretch of an array, the first number of at least `least` stands; `stop`: nowhere."""
+    while start < stop:
+        middle = (start + stop) // 2
+        if values[middle] < least:
+            start = middle + 1
+        else:
+            stop = middle
+    return start
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _list_tokens(
+    side: Side, after: Continuations, low: int, size: int, cell: int, bounds: Any, group: int, some: NDArray[np.int64]
+) -> int:
+    """List the tokens that begin with some bytes, and have a cell behind them, as rank << 32 | group.
+
+    Args:
+        side: their vocabulary.
+        after: its continuations.
+        low: the first token that begins with these bytes.
+        size: how many they are.
+        cell: of what is left.
+        bounds: the lowest rank that is listed, and the one above the highest.
+        group: that is noted.
+        some: filled.
+
+    Returns:
+        Their number.
+    """
+    node = side.starts[low] + size
+    first = _lowest(after.cells, after.firsts[node], after.firsts[node + 1], cell)
+    stop = _lowest(after.cells, first, after.firsts[node + 1], cell + 1)
+    count = 0
+    for entry in range(_lowest(after.ranks, first, stop, bounds[0]), stop):
+        if after.ranks[entry] >= bounds[1]:
+            break
+        some[count] = np.int64(after.ranks[entry]) << 32 | group
+        count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_all(
     side: Side,
+    after: Continuations,
     place: NDArray[np.int64],
-    since: int,
-    counted: NDArray[np.int64],
-    everything: bool,
+    found: int,
     number: int,
     marks: Marks,
     runs: NDArray[np.int32],
+    widest: int,
 ) -> int:
     """Cut the student's tokens that begin with the bytes that are spelled into runs of one group.
 
@@ -329,36 +392,105 @@ def group_runs(
 
     Args:
         side: the student's vocabulary.
+        after: its continuations.
         place: where it stands.
-        since: the bytes of its token after which the teacher's begins; 0 if that began at the same time or before.
-        counted: [cells], marked with the number for cells whose tokens count.
-        everything: whether all tokens count.
+        found: the number of the item's cells.
         number: of the item.
         marks: its cells.
         runs: int32 [., 3], written: group, first and stop, in the order of bytes.
+        widest: so many tokens for each cell are looked through one by one; of more, those of the cells are searched.
 
     Returns:
         The number of runs.
     """
     low, longer, high = beginning(side, place[TOKEN], place[CUT])
-    own = side.ranks[place[TOKEN]]
-    count = 0
-    for rank in range(low, high):
-        start = side.starts[rank]
-        if not everything and rank != own:
-            cell = side.cells[start + since]
-            if cell == NONE or counted[cell] != number:
-                continue
-        group = 0
-        if rank >= longer:
-            cell = side.cells[start + place[CUT]]
-            group = 2 + marks.slots[cell] if cell != NONE and marks.reached[cell] == number else 1
-        if count and runs[count - 1, 0] == group and runs[count - 1, 2] == rank:
-            runs[count - 1, 2] = rank + 1
-        else:
-            runs[count, 0], runs[count, 1], runs[count, 2] = group, rank, rank + 1
-            count += 1
+    count: int = _add_run(runs, 0, 0, low, longer)
+    if high - longer < widest * found:
+        for rank in range(longer, high):
+            count = _add_run(runs, count, _group(side, marks, number, rank, place[CUT]), rank, rank + 1)
+        return count
+    size = 0
+    for slot in range(found):
+        cell, bounds = marks.cells[slot], (longer, high)
+        size += _list_tokens(side, after, low, place[CUT], cell, bounds, 2 + slot, marks.tokens[size:])
+    marks.tokens[:size].sort()
+    at = longer
+    for token in marks.tokens[:size]:
+        rank = token >> 32
+        count = _add_run(runs, count, 1, at, rank)
+        count = _add_run(runs, count, token & 0xFFFFFFFF, rank, rank + 1)
+        at = rank + 1
+    return int(_add_run(runs, count, 1, at, high))
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def group_named(
+    side: Side,
+    after: Continuations,
+    place: NDArray[np.int64],
+    since: int,
+    names: int,
+    number: int,
+    marks: Marks,
+    runs: NDArray[np.int32],
+    widest: int,
+) -> int:
+    """Do the same with the tokens alone whose cells, seen from `since` bytes on, the teacher names; and the own token.
+
+    Args:
+        side: the student's vocabulary.
+        after: its continuations.
+        place: where it stands.
+        since: the bytes of its token after which the teacher's begins; 0 if that began at the same time or before.
+        names: how many cells are named.
+        number: of the item.
+        marks: its cells, and the named ones.
+        runs: int32 [., 3], written: group, first and stop, in the order of bytes.
+        widest: so many tokens for each cell are looked through one by one; of more, those of the cells are searched.
+
+    Returns:
+        The number of runs.
+    """
+    low, longer, high = beginning(side, place[TOKEN], place[CUT])
+    own, count = side.ranks[place[TOKEN]], 0
+    if high - low < widest * names:
+        for rank in range(low, high):
+            cell = side.cells[side.starts[rank] + since]
+            if rank == own or (cell != NONE and marks.named[cell] == number):
+                group = 0 if rank < longer else _group(side, marks, number, rank, place[CUT])
+                count = _add_run(runs, count, group, rank, rank + 1)
+        return count
+    lowest = beginning(side, place[TOKEN], since)[0] if since else 0
+    size = 0
+    if side.cells[side.starts[own] + since] == NONE:
+        marks.tokens[0], size = np.int64(own) << 32, 1
+    for cell in marks.names[:names]:
+        size += _list_tokens(side, after, lowest, since, cell, (low, high), 0, marks.tokens[size:])
+    marks.tokens[:size].sort()
+    for token in marks.tokens[:size]:
+        rank = token >> 32
+        group = 0 if rank < longer else _group(side, marks, number, rank, place[CUT])
+        count = _add_run(runs, count, group, rank, rank + 1)
     return count
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _group(side: Side, marks: Marks, number: int, rank: int, cut: int) -> int:
+    """Return the group of a token that goes on: that of the cell of what it has left behind `cut` bytes."""
+    cell = side.cells[side.starts[rank] + cut]
+    return 2 + marks.slots[cell] if cell != NONE and marks.reached[cell] == number else 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _add_run(runs: NDArray[np.int32], count: int, group: int, first: int, stop: int) -> int:
+    """Add tokens `[first, stop)`, to the last run if they go on with it; return how many runs there are then."""
+    if first == stop:
+        return count
+    if count and runs[count - 1, 0] == group and runs[count - 1, 2] == first:
+        runs[count - 1, 2] = stop
+        return count
+    runs[count, 0], runs[count, 1], runs[count, 2] = group, first, stop
+    return count + 1
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -397,18 +529,31 @@ def _grown(values: NDArray[Any], size: int) -> NDArray[Any]:
 def fill_byte_cells(
     student: Side,
     teacher: Side,
+    after: Continuations,
     member_offsets: NDArray[np.int64],
     members: NDArray[np.int32],
     said: Said,
     items: NDArray[np.int64],
+    widest: int = WIDEST,
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
     """Make the cells of all items.
+
+    Args:
+        student: the student's vocabulary.
+        teacher: the teacher's.
+        after: the student's continuations.
+        member_offsets: as in `NextBytes`.
+        members: as in `NextBytes`.
+        said: the teacher's signal.
+        items: as `find_items` gives them.
+        widest: tokens for each cell that are looked through one by one; what is found does not depend on it.
 
     Returns:
         cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `Cells`, of the rows that predict what comes
         next; run_offsets, firsts, stops as in `Alternatives`, of the rows before.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
+    longest = np.diff(said.offsets).max() if len(said.offsets) > 1 else 0
     marks = Marks(
         np.full(cells_of_both, NONE, np.int64),
         np.empty(cells_of_both, np.int64),
@@ -416,6 +561,10 @@ def fill_byte_cells(
         np.empty(cells_of_both, np.int64),
         np.empty(cells_of_both, np.float64),
         np.empty(cells_of_both, np.bool_),
+        np.empty(cells_of_both, np.int64),
+        np.empty(len(student.order) + 1, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(longest, np.int64),
     )
     runs, ends = np.empty((len(student.order) + 1, 3), np.int32), np.empty(cells_of_both + 2, np.int64)
     cell_offsets = np.zeros(len(items) + 1, np.int64)
@@ -428,12 +577,13 @@ def fill_byte_cells(
         found = teacher_cells(teacher, said, theirs, number, marks)
         count = 0
         if ours[PAST] != NONE:
-            common = min(ours[CUT], theirs[CUT])
-            everything = said.tail_mass[theirs[PAST]] <= SMALLEST_TAIL
-            if not everything:
-                own = student.cells[student.starts[student.ranks[ours[TOKEN]]] + ours[CUT] - common]
-                name_cells(teacher, said, theirs, theirs[CUT] - common, own, number, marks.named)
-            count = group_runs(student, ours, ours[CUT] - common, marks.named, everything, number, marks, runs)
+            if said.tail_mass[theirs[PAST]] <= SMALLEST_TAIL:
+                count = group_all(student, after, ours, found, number, marks, runs, widest)
+            else:
+                since = max(0, ours[CUT] - theirs[CUT])
+                own = student.cells[student.starts[student.ranks[ours[TOKEN]]] + since]
+                names = name_cells(teacher, said, theirs, max(0, theirs[CUT] - ours[CUT]), own, number, marks)
+                count = group_named(student, after, ours, since, names, number, marks, runs, widest)
         # What the teacher says nothing of at the item itself, though it has a tail there, is in the other cell.
         all_here = theirs[HERE] == NONE or said.tail_mass[theirs[HERE]] <= SMALLEST_TAIL
         run_offsets = _grown(run_offsets, groups + found + 3)
@@ -449,8 +599,10 @@ def fill_byte_cells(
             if ours[HERE] != NONE and (all_here or marks.here[slot]):
                 size = member_offsets[cell + 1] - member_offsets[cell]
                 rows, tokens = _grown(rows, entries + size), _grown(tokens, entries + size)
-                rows[entries : entries + size] = ours[HERE]
-                tokens[entries : entries + size] = members[member_offsets[cell] : member_offsets[cell + 1]]
+                first = member_offsets[cell]
+                for member in range(size):  # an assignment of slices has a price of its own, fifty times an item
+                    rows[entries + member] = ours[HERE]
+                    tokens[entries + member] = members[first + member]
                 entries += size
             if entries == before and ends[slot + 2] == ends[slot + 1]:
                 continue  # nothing of the student lands here

@@ -34,7 +34,7 @@ class ByteKL:
         items = find_items(ground.student, ground.teacher, student, teacher, example.spans)
         said = Said(signal.offsets, signal.ids, signal.logprobs, signal.tail_mass)
         cell_offsets, entry_offsets, probs, rows, tokens, *runs = fill_byte_cells(
-            ground.student, ground.teacher, ground.member_offsets, ground.members, said, items
+            ground.student, ground.teacher, ground.continuations, ground.member_offsets, ground.members, said, items
         )
         here, past = items[:, STUDENT + HERE], items[:, STUDENT + PAST]
         return Cells(

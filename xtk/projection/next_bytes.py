@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from xtk.projection.methods.cells import partition
@@ -39,6 +40,22 @@ class Side(NamedTuple):
     cells: NDArray[np.int32]
 
 
+class Continuations(NamedTuple):
+    """The tokens of a vocabulary by the bytes that they begin with, and among those by the cell of what they have left.
+
+    Attributes:
+        firsts: int64 [pool + 2]: of the tokens that begin with the first `k` bytes of token `order[low]`, and go on,
+            `low` being the lowest of them or their beginning itself, the entries begin at `firsts[starts[low] + k]`,
+            and end where the next ones begin. Those of all tokens are at 0.
+        cells: int32, as long as the pool, rising in such a stretch.
+        ranks: int32, as long as the pool, rising in such a stretch among equal cells.
+    """
+
+    firsts: NDArray[np.int64]
+    cells: NDArray[np.int32]
+    ranks: NDArray[np.int32]
+
+
 @dataclass(frozen=True)
 class NextBytes:
     """The partition of two vocabularies, ready to be asked what comes after some bytes.
@@ -46,12 +63,14 @@ class NextBytes:
     Attributes:
         student: its vocabulary.
         teacher: likewise.
+        continuations: of the student.
         member_offsets: int64 [cells + 1].
         members: int32, the student's tokens of cell c are `members[member_offsets[c]:member_offsets[c + 1]]`.
     """
 
     student: Side
     teacher: Side
+    continuations: Continuations
     member_offsets: NDArray[np.int64]
     members: NDArray[np.int32]
 
@@ -64,7 +83,45 @@ class NextBytes:
         members = np.argsort(student.token_cells, kind="stable").astype(np.int32)
         members = members[student.token_cells[members] >= 0]
         sizes = np.bincount(student.token_cells[members], minlength=count)
-        return cls(student, teacher, np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]), members)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        return cls(student, teacher, continuations(student, count), offsets, members)
+
+
+def continuations(side: Side, cells: int) -> Continuations:
+    """Sort the tokens of a vocabulary, once for each of their beginnings.
+
+    Args:
+        side: the vocabulary.
+        cells: how many there are.
+    """
+    lengths = np.diff(side.starts)
+    beginnings = np.empty(len(side.pool), np.int64)
+    _number_beginnings(side, np.zeros(int(lengths.max(initial=0)) + 1, np.int64), beginnings)
+    by_cell = np.argsort(beginnings * (cells + 1) + side.cells + 1, kind="stable")
+    ranks = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    firsts = np.searchsorted(beginnings[by_cell], np.arange(len(side.pool) + 2))
+    return Continuations(firsts, side.cells[by_cell], ranks[by_cell])
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _number_beginnings(side: Side, lows: NDArray[np.int64], beginnings: NDArray[np.int64]) -> None:
+    """Write at `starts[i] + k` the number of the first k bytes of token `order[i]`: `starts[low] + k`.
+
+    Args:
+        side: the vocabulary.
+        lows: [longest + 1], scratch memory: the first token that begins with as many bytes of the token at hand.
+        beginnings: as long as the pool, filled.
+    """
+    for rank in range(len(side.order)):
+        start, stop = side.starts[rank], side.starts[rank + 1]
+        alike = 0
+        if rank:
+            before = side.starts[rank - 1]
+            while alike < min(stop - start, start - before) and side.pool[start + alike] == side.pool[before + alike]:
+                alike += 1
+        lows[alike + 1 : stop - start + 1] = rank
+        for size in range(stop - start):
+            beginnings[start + size] = side.starts[lows[size]] + size
 
 
 def next_bytes(student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokens = ROLE) -> NextBytes:
