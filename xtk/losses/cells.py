@@ -7,6 +7,7 @@ probability of the cell. What both sides have outside of the cells is the other 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -214,4 +215,4 @@ def projected_cells(example: Example, ranges: Ranges, columns: Columns) -> Cells
         columns.student_ids,
         columns.log_weights,
     )
-    return Cells(*arrays, item_rows=ranges.row_start.astype(np.int32))
+    return dataclasses.replace(Cells(*arrays), item_rows=ranges.row_start.astype(np.int32))

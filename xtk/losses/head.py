@@ -260,7 +260,7 @@ class _Part:
     `places` are flat indices into the chunk's logits. `weights` are those of the entries within their own row, without
     the averaging over an item's rows. Rests are listed for items whose teacher has one: their rows, the item of each
     (counted among these items), the log of the share of a row. `item_groups` are the items of all cells, then of all
-    rests.
+    rests; `of_items` are the weights of items.
     """
 
     entry_cells: Tensor
@@ -277,7 +277,7 @@ class _Part:
     scale: float
     divergence: Divergence
     runs: PartOfRuns | None
-    weights: Tensor | None
+    of_items: Tensor | None
 
 
 def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Part:
@@ -312,7 +312,7 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
         runs=None
         if term.runs is None
         else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
-        weights=None if term.weights is None else term.weights[low:high],
+        of_items=None if term.weights is None else term.weights[low:high],
     )
 
 
@@ -446,8 +446,8 @@ def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
         probs = probs / probs.new_zeros(items).scatter_add(0, part.item_groups, probs)[part.item_groups]
     probs[len(part.teacher_probs) :].clamp_min_(part.divergence.least_rest)
     values = part.divergence.of_cells(probs, log_probs)
-    if part.weights is not None:
-        values = values * part.weights[part.item_groups]
+    if part.of_items is not None:
+        values = values * part.of_items[part.item_groups]
     return values.sum() / power**2
 
 
