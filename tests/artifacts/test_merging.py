@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,17 @@ def test_it_does_not_matter_in_which_pairs_caches_are_merged(caches, tmp_path):
     merge_caches([b, c], str(tmp_path / "bc"))
     merge_caches([a, str(tmp_path / "bc")], str(tmp_path / "a-bc"))
     assert files_of(tmp_path / "at-once") == files_of(tmp_path / "ab-c") == files_of(tmp_path / "a-bc")
+
+
+def test_a_merge_keeps_the_weights_that_some_of_its_parts_have(caches, rows, tmp_path):
+    asked = [replace(row, document=replace(row.document, weight=2.5)) for row in rows[:4]]
+    header = header_of("a", data={"asked": ["weight"]})
+    place = write(str(tmp_path / "asked"), header, asked, [3, 1])
+    merge_caches([place, caches["b"]], str(tmp_path / "out"), rows="1:6")
+    found = TeacherCache(str(tmp_path / "out"))
+    assert found.weights().tolist() == [2.5, 2.5, 2.5, 1, 1]
+    assert found.manifest["version"] == 4
+    found.verify()
 
 
 def test_again_the_finished_merge_is_found_and_another_refused(caches, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -204,6 +205,42 @@ def test_every_field_can_be_named_and_a_mistyped_one_is_told():
         Corpus([], {"teacher_promt": "hint"})
 
 
+# What training is told.
+
+
+def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_other():
+    record = {"text": "a", "weight": 3, "route": "one", "quality": 0.5}
+    assert document(record) == Document.of_text("a")
+    found = document(record, weight="quality", route="route")
+    assert (found.weight, found.route) == (0.5, "one")
+    assert document({**record, "quality": 0}, weight="quality").weight == 0
+    assert found.piece(0, 1).weight == 0.5
+    assert columns_option("text=body", weight="quality", route="") == {"text": "body", "weight": "quality"}
+    with pytest.raises(XtkError) as told:
+        columns_option("weight=quality")
+    assert told.value.hint == "weight is an option: --weight-column COLUMN"
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
+def test_a_weight_that_is_none_is_refused(weight):
+    failure = failure_of({"text": "a", "quality": weight}, weight="quality")
+    assert failure.what == f"quality is {weight!r}, and the weight of a document is a number from 0 on"
+
+
+def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"text": "a", "quality": 1}\n{"text": "b"}\n')
+    with pytest.raises(XtkError) as told:
+        list(Corpus([str(tmp_path / "data.jsonl")], {"weight": "quality"}))
+    assert told.value.what == "a document has no quality; it has text"
+    assert told.value.where == f"{tmp_path / 'data.jsonl'}, document 1"
+    assert told.value.hint == "every document needs one"
+
+
+def test_a_route_is_a_name():
+    failure = failure_of({"text": "a", "by": 3}, route="by")
+    assert failure.what == "by is 3, and a route is the name of a teacher"
+
+
 # Fingerprints.
 
 
@@ -216,6 +253,7 @@ def test_a_fingerprint_tells_apart_all_that_changes_what_is_read_or_trained():
         talk, talk.with_teacher_prompt("c"), talk.with_teacher_prompt([CHAT[0]]), talk.with_teacher_prompt([]),
         talk.with_teacher_prompt([{**CHAT[0], "name": "Anna"}]),
         Document.of_messages([*CHAT[:2], {**CHAT[2], "train": False}]),
+        replace(pair, weight=2.0), replace(pair, weight=0.0), replace(pair, route="one"),
         ids, Document.of_ids([5, 6, 8]), Document.of_ids([5, 6, 7], [1, 1, 0]), ids.with_given_ids([[1], [2]]),
     ]  # fmt: skip
     assert len({fingerprint(one) for one in different}) == len(different)

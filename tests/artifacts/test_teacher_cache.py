@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pytest
 
 from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.shard import Row, StoredRow
+from xtk.artifacts.shard import Row, Shard, StoredRow
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, remove_cache, totals
 from xtk.errors import Damaged, XtkError
 from xtk.tokens.document import Document, Segment
@@ -347,3 +348,55 @@ def test_a_removed_cache_leaves_an_empty_folder(cache):
     remove_cache(LocalFolder(cache))
     assert files_of(cache) == {}
     remove_cache(LocalFolder(cache / "missing"))
+
+
+# --- what training is told of documents
+
+
+def asking(rows: list[Row]) -> list[Row]:
+    """The same rows, of documents with weights and routes."""
+    return [
+        dataclasses.replace(row, document=dataclasses.replace(row.document, weight=at / 4, route=f"té{at % 3}"))
+        for at, row in enumerate(rows)
+    ]
+
+
+def write_asked(folder: Path, rows: list[Row]) -> Path:
+    header = {**HEADER, "data": {**HEADER["data"], "asked": ["weight", "route"]}}
+    writer = CacheWriter(LocalFolder(folder), header, 2)
+    writer.write(0, rows[:5])
+    writer.write(1, rows[5:])
+    writer.finish()
+    return folder
+
+
+def test_weights_and_routes_come_back_and_are_of_another_version(cache, rows, tmp_path):
+    asked = asking(rows)
+    found, plain = TeacherCache(write_asked(tmp_path / "asked", asked)), TeacherCache(cache)
+    for ours, theirs in zip(found, asked, strict=True):
+        assert_equal(ours, theirs)
+    assert found.weights().tolist() == [row.document.weight for row in asked]
+    assert found.routes() == [row.document.route for row in asked]
+    assert (found.manifest["version"], plain.manifest["version"]) == (4, 3)
+    assert plain.weights().tolist() == [1] * len(rows)
+    assert plain.routes() == [""] * len(rows)
+
+
+def test_equal_documents_have_equal_fingerprints_whatever_is_told_beside_them(cache, rows, tmp_path):
+    asked = TeacherCache(write_asked(tmp_path / "asked", asking(rows)))
+    prints = TeacherCache(cache).fingerprints()
+    assert prints.tolist() == asked.fingerprints().tolist()
+    assert len(set(prints.tolist())) == len(rows)
+
+
+def test_a_flipped_bit_in_a_weight_or_a_route_is_found(rows, tmp_path):
+    folder = write_asked(tmp_path / "asked", asking(rows))
+    path = folder / "shard-00001.arrow"
+    raw = path.read_bytes()
+    for told in (struct.pack("<d", 6 / 4), "té1té2".encode()):
+        at = raw.index(told)
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
+        assert isinstance(failure_of(folder), Damaged)
+        assert not all(Shard(path).is_whole(row) for row in range(5))
+        path.write_bytes(raw)
+    TeacherCache(folder).verify()

@@ -21,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtk.losses import parse_losses
 from xtk.models.causal_lm import quieten_transformers
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker
 from xtk.training.distill import open_inputs
 from xtk.training.recipe import Places, Recipe
 
@@ -108,10 +107,10 @@ def prepare(folder: Path) -> None:
 
 def floor(folder: Path) -> tuple[str, str, str]:
     """Measure what any loss over these entries costs: each is made once, read with an exponential, and written once."""
-    places = Places(folder / "student", str(folder / "cache"), folder / "p", folder / "nowhere")
+    places = Places(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
     recipe = Recipe(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
     inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-    maker = BatchMaker(inputs.source, inputs.tokenizer, inputs.objectives, None)
+    maker = inputs.maker(None)
     batch = maker.make(range(8))
     (term,) = batch.terms
     rows, tokens = term.rows.numpy(), term.tokens.numpy()

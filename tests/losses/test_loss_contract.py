@@ -259,6 +259,53 @@ def test_micro_batches_over_one_denominator_add_up_to_the_batch(name):
     )
 
 
+@every_loss
+@pytest.mark.parametrize("weights", [(1, 2, 0), (3, 1, 2)])
+def test_a_document_of_weight_2_is_that_document_twice(name, weights):
+    """Value, gradient and denominator; of weight 0, that document not at all."""
+    cases = [case_for(name, seed, K=2, spans=spans) for seed, spans in ((5, 6), (6, 9), (7, 3))]
+    cases = [dataclasses.replace(case, weight=cases[0].weight, projection=cases[0].projection) for case in cases]
+    once, often = range(3), np.repeat(range(3), weights)
+    terms, states = [], []
+    for numbers in (once, often):
+        example = join_examples([cases[at].example for at in numbers])
+        terms.append(Term.of(cells_of(name, dataclasses.replace(cases[0], example=example))))
+        states.append(torch.cat([cases[at].states for at in numbers]))
+    counts = np.repeat(np.array(weights, float), [len(cases[at].example.rows) for at in once])
+    weighted = terms[0].weighted(counts, None)
+    assert weighted.count == terms[1].count == terms[1].items
+    results = []
+    for term, rows in zip((weighted, terms[1]), states, strict=True):
+        inputs = leaves(rows, cases[0].weight, None)
+        total, sums = fused_loss(*inputs, [term.to(CPU, 1 / term.count)], 4)
+        total.backward()
+        results.append([total.detach(), sums[0], inputs[1].grad, inputs[0].grad])
+    (*found, d_found), (*expected, d_expected) = results
+    assert_close(found, expected, 1e-7)
+    sizes = [len(cases[at].states) for at in often]
+    d_once = [torch.zeros_like(case.states) for case in cases]
+    for at, part in zip(often, d_expected.split(sizes), strict=True):
+        d_once[at] += part
+    assert_close([d_found], [torch.cat(d_once)], 1e-7)
+
+
+@every_loss
+def test_factors_of_rows_multiply_items_and_not_what_they_are_averaged_over(name):
+    case = case_for(name, 3, K=3, spans=9)
+    term = Term.of(cells_of(name, case))
+    factors = np.full(len(case.example.rows), 0.25)
+    for counts, count in ((None, term.items), (np.full(len(factors), 3.0), 3 * term.items)):
+        weighted = term.weighted(counts, factors)
+        assert weighted.count == count
+        inputs, others = leaves(case.states, case.weight, None), leaves(case.states, case.weight, None)
+        total, _ = fused_loss(*inputs, [weighted.to(CPU, 1 / weighted.count)], 4)
+        total.backward()
+        whole, _ = fused_loss(*others, [term.to(CPU, 1 / term.items)], 4)
+        whole.backward()
+        assert_close([total.detach()], [whole.detach() / 4], 1e-10)
+        assert_close([inputs[0].grad, inputs[1].grad], [others[0].grad / 4, others[1].grad / 4], 1e-10)
+
+
 def test_terms_of_a_sum_have_their_own_scales():
     case = draw_case(11, K=4, spans=12)
     cells = [cells_of(name, case) for name in ("ce", "p-kl", "boundary-kl")]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import material
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,6 +24,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-end
             "--nproc-per-node", "2"]  # fmt: skip
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",
               "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+HELPERS = str(Path(material.__file__).parent)
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "ACCELERATE_USE_CPU": "true"}
 
 
@@ -33,7 +35,7 @@ def python(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, **ENVIRONMENT},
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join([HELPERS, os.environ.get("PYTHONPATH", "")])},
         timeout=300,
         check=False,
     )
@@ -49,13 +51,24 @@ ONE_PROCESS = ["8:8", "8:4", "8:2", "5:5", "5:2"]
 TWO_PROCESSES = ["8:4", "8:2", "8:3", "5:3", "5:2", "5:5"]
 
 
+# Several teachers, and documents that do not count alike.
+COMBINED = {
+    "sum": {"options": {"teacher_weights": "0.7,0.3"}},
+    "by batch": {"options": {"teacher_weights": "ce:alpha=3,per=batch", "balance": "ce"}, "losses": ["ce", "byte-kl"]},
+    "by span": {"options": {"teacher_weights": "max-probability:alpha=4,per=span"}},
+    "select": {"options": {"teachers": "select"}},
+    "route": {"options": {"teachers": "route", "balance": "ce"}, "losses": ["auto", "ce:weight=0.5"]},
+}
+COMBINED_WAYS = {1: ["5:5", "5:2"], 2: ["5:3", "5:2"]}
+
+
 @dataclass(frozen=True)
 class Dumped:
     folder: Path
     told: dict[str, Any]
 
-    def gradient(self, way: str) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / f"{way.replace(':', '-')}.safetensors")
+    def gradient(self, way: str, case: str = "one teacher") -> dict[str, torch.Tensor]:
+        return load_file(self.folder / f"{case}-{way.replace(':', '-')}.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -68,43 +81,79 @@ def cache(run, pair, corpus, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dumped(pair, cache, projection, tmp_path_factory) -> dict[int, Dumped]:
+def weighted(run, pair, tmp_path_factory) -> list[str]:
+    """Caches of two teachers, one of them with the student's tokenizer, whose documents have weights and routes."""
+    folder = tmp_path_factory.mktemp("weighted")
+    other = material.make_student(folder / "other", seed=7)
+    lines = [
+        {"text": text, "quality": (0.5, 1, 2, 3)[at % 4], "by": (pair.teacher.name, "other")[at % 3 == 0]}
+        for at, text in enumerate(material.sentences(10, seed=8))
+    ]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    columns = ("--weight-column", "quality", "--route-column", "by")
+    for number, teacher in enumerate((pair.teacher, other)):
+        run("cache-teacher", teacher, "data.jsonl", "--top-k", 16, "--precision", "float32", *columns,
+            "-o", f"cache-{number}", cwd=folder)  # fmt: skip
+    return [str(folder / "cache-0"), str(folder / "cache-1")]
+
+
+@pytest.fixture(scope="module")
+def dumped(pair, cache, projection, weighted, tmp_path_factory) -> dict[int, Dumped]:
     """What one process and what two processes got, by the number of processes."""
     script = Path(__file__).parent / "dump_gradients.py"
     results = {}
     for processes, launcher, ways in ((1, [], ONE_PROCESS), (2, TORCHRUN, TWO_PROCESSES)):
         folder = tmp_path_factory.mktemp(f"gradients-{processes}")
-        python(*launcher, script, pair.student, cache, projection, folder, LOSSES, *ways, cwd=folder)
-        results[processes] = Dumped(folder, json.loads((folder / "losses.json").read_text()))
+        one = {"name": "one teacher", "caches": [str(cache)], "projections": [str(projection)], "options": {}}
+        several = {"losses": ["auto"], "caches": weighted, "projections": [], "ways": COMBINED_WAYS[processes]}
+        cases = [
+            {**one, "losses": LOSSES.split(" "), "ways": ways},
+            *({**several, **case, "name": name} for name, case in COMBINED.items()),
+        ]
+        whole = {"student": str(pair.student), "output": str(folder), "cases": cases}
+        python(*launcher, script, json.dumps(whole), cwd=folder)
+        results[processes] = Dumped(folder, json.loads((folder / "told.json").read_text()))
     return results
 
 
 def test_the_ways_to_take_a_step_are_what_they_are_called(dumped):
-    assert {told["processes"] for told in dumped[1].told.values()} == {1}
-    assert {told["processes"] for told in dumped[2].told.values()} == {2}
-    assert [told["passes"] for told in dumped[1].told.values()] == [1, 2, 4, 1, 3]
-    assert [told["passes"] for told in dumped[2].told.values()] == [1, 2, 2, 1, 2, 1]
+    one, two = (list(dumped[processes].told["one teacher"].values()) for processes in (1, 2))
+    assert {told["processes"] for told in one} == {1}
+    assert {told["processes"] for told in two} == {2}
+    assert [told["passes"] for told in one] == [1, 2, 4, 1, 3]
+    assert [told["passes"] for told in two] == [1, 2, 2, 1, 2, 1]
     # Over two steps: 8 documents in threes leave the second process without a fourth batch.
-    assert [told["empty"] for told in dumped[2].told.values()] == [0, 0, 2, 0, 2, 2]
+    assert [told["empty"] for told in two] == [0, 0, 2, 0, 2, 2]
 
 
 @pytest.mark.parametrize(("processes", "way"), [(1, way) for way in ONE_PROCESS] + [(2, way) for way in TWO_PROCESSES])
 def test_the_gradient_is_that_of_one_process_with_one_pass(dumped, processes, way):
+    assert_same_steps(dumped, "one teacher", processes, way)
+
+
+@pytest.mark.parametrize("case", list(COMBINED))
+@pytest.mark.parametrize(("processes", "way"), [(1, "5:2"), (2, "5:3"), (2, "5:2")])
+def test_so_it_is_with_several_teachers_weights_and_balance(dumped, processes, way, case):
+    assert_same_steps(dumped, case, processes, way)
+
+
+def assert_same_steps(dumped: dict[int, Dumped], case: str, processes: int, way: str) -> None:
     documents = way.split(":")[0]
     whole = f"{documents}:{documents}"
-    expected, found = dumped[1].gradient(whole), dumped[processes].gradient(way)
+    expected, found = dumped[1].gradient(whole, case), dumped[processes].gradient(way, case)
+    ours, theirs = dumped[processes].told[case][way], dumped[1].told[case][whole]
     assert expected.keys() == found.keys()
     for name in expected:
         scale = float(expected[name].abs().max())
         assert scale > 0
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=2e-6 * scale)
-    for one, other in zip(dumped[processes].told[way]["losses"], dumped[1].told[whole]["losses"], strict=True):
+    for one, other in zip(ours["losses"], theirs["losses"], strict=True):
         assert one == pytest.approx(other, rel=2e-6)
-    assert dumped[processes].told[way]["norms"] == pytest.approx(dumped[1].told[whole]["norms"], rel=1e-5)
+    assert ours["norms"] == pytest.approx(theirs["norms"], rel=1e-5)
 
 
 def test_the_total_is_the_weighted_sum_of_the_terms(dumped):
-    for losses in dumped[2].told["8:4"]["losses"]:
+    for losses in dumped[2].told["one teacher"]["8:4"]["losses"]:
         expected = 0.5 * losses["ce"] + losses["p-kl"] + 0.25 * losses["boundary-kl"] + 2 * losses["byte-kl"]
         assert losses["loss"] == pytest.approx(expected, rel=1e-12)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.records import FIELDS, Record, document_of
+from xtk.artifacts.records import ASKED, FIELDS, Record, document_of
 from xtk.artifacts.spool import Spool
 from xtk.errors import XtkError, exists
 from xtk.lookup import unknown
@@ -30,7 +30,7 @@ class Corpus:
 
     Args:
         sources: paths, globs, remote paths (`s3://`, `hf://`), ids of hub datasets (their train split), `-`.
-        columns: {field: column} where data has other names than those of FIELDS.
+        columns: {field: column} where data has other names than those of FIELDS; and for each of ASKED that is read.
         piped: what came through stdin, where it has been read already.
     """
 
@@ -41,7 +41,7 @@ class Corpus:
         self.columns = dict(columns or {})
         self._piped = piped
         for field in self.columns:
-            if field not in FIELDS:
+            if field not in (*FIELDS, *ASKED):
                 raise unknown("document field", field, FIELDS)
         self._readers = [reader for source in sources for reader in self._open(source)]
 
@@ -89,14 +89,21 @@ class Corpus:
         )
 
 
-def columns_option(value: str | None) -> dict[str, str]:
-    """Read `--columns prompt=question,completion=answer`."""
-    if not value:
-        return {}
-    pairs = [part.split("=", 1) for part in value.split(",")]
+def columns_option(value: str | None, **asked: str) -> dict[str, str]:
+    """Read `--columns prompt=question,completion=answer`.
+
+    Args:
+        value: as it was given.
+        asked: columns that have an option of their own, by their fields; "": none.
+    """
+    pairs = [part.split("=", 1) for part in value.split(",")] if value else []
+    names = [pair[0].strip() for pair in pairs]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise XtkError(f"--columns is {value!r}", hint=f"FIELD=COLUMN,...; fields are {', '.join(FIELDS)}")
-    return {field.strip(): column.strip() for field, column in pairs}
+    if named := sorted(set(names) & set(ASKED)):
+        raise XtkError(f"--columns is {value!r}", hint=f"{named[0]} is an option: --{named[0]}-column COLUMN")
+    columns = {name: pair[1].strip() for name, pair in zip(names, pairs, strict=True)}
+    return {**columns, **{field: column for field, column in asked.items() if column}}
 
 
 class Fingerprint:
@@ -132,6 +139,10 @@ def _beside(document: Document) -> dict[str, bytes]:
         found["input_ids"] = document.teacher_tokens.to_bytes()
     if document.given_ids is not None:
         found["given_ids"] = document.given_ids.to_bytes()
+    if document.weight != 1:
+        found["weight"] = repr(document.weight).encode()
+    if document.route:
+        found["route"] = document.route.encode()
     return found
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ FIELDS = (
     "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
     "input_ids", "attention_mask", "labels", *MASKS, "given_ids",
 )  # fmt: skip
+ASKED = ("weight", "route")  # read from the columns that they are given, and from no other
 CONTENTS = {
     "messages": ("messages",),
     "text": ("text",),
@@ -48,7 +51,7 @@ def document_of(record: Record, columns: Mapping[str, str], where: str) -> Docum
             document = Document.of_ids(*_ids_and_training(row))
         else:
             document = _text_or_talk([row[field] for field in CONTENTS[content]], row, CONTENTS[content])
-        return _with_given_ids(_with_teacher_prompt(document, row), row)
+        return _with_training(_with_given_ids(_with_teacher_prompt(document, row), row), row)
     except ValueError as wrong:
         raise XtkError(str(wrong), where=where) from None
 
@@ -79,7 +82,7 @@ class _Row:
             raise XtkError(
                 f"a document has no {self.name(field)}; it has {', '.join(map(str, self.record)) or 'nothing'}",
                 where=self.where,
-                hint=f"null where there is no {field}",
+                hint="every document needs one" if field in ASKED else f"null where there is no {field}",
             )
         return self.record.get(self.name(field))
 
@@ -151,6 +154,21 @@ def _with_given_ids(document: Document, row: _Row) -> Document:
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
         raise ValueError(f"{row.name('given_ids')} is no list of lists of ids, one for each trained token")
     return document.with_given_ids(lists)
+
+
+def _with_training(document: Document, row: _Row) -> Document:
+    """Return the document with what training is told of it: how much it counts, who teaches it."""
+    if "weight" in row.columns:
+        weight = row.get("weight")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise ValueError(f"{row.name('weight')} is {weight!r}, and the weight of a document is a number from 0 on")
+        document = replace(document, weight=float(weight))
+    if "route" in row.columns:
+        route = row.get("route")
+        if not isinstance(route, str):
+            raise ValueError(f"{row.name('route')} is {route!r}, and a route is the name of a teacher")
+        document = replace(document, route=readable(route))
+    return document
 
 
 def _ids_and_training(row: _Row) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

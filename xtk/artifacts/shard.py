@@ -43,9 +43,12 @@ SCHEMA = pa.schema(
         ("checksum", pa.uint64()),
     ]
 )
+# Of the documents of caches that were asked for them: `header["data"]["asked"]`.
+ASKED_COLUMNS = {"weight": pa.float64(), "route": pa.string()}
 LISTS = ("trained", "pieces", "closers")
 BLOBS = ("tokens", "signal")
 BYTES = ("conversation", *BLOBS)
+SEGMENT_PARTS = 5  # flags, sizes of roles, roles, sizes of texts, texts: what a checksum begins with
 
 
 @dataclass(frozen=True)
@@ -99,15 +102,26 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
         "closers": _lists([row.tokens.closers for row in rows]),
         "tokens": _blobs(tokens),
         "signal": _blobs(signals),
+        **{
+            name: pa.array([getattr(row.document, name) for row in rows], ASKED_COLUMNS[name])
+            for name in asked_of(header)
+        },
     }
     unsigned = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     plain = _Columns(unsigned)
     checksums = np.array([plain.checksum(number) for number in range(len(rows))], np.uint64)
     metadata = {"xtk": canonical_json(header), "tables": base64.b64encode(tables).decode()}
-    schema = SCHEMA.with_metadata(metadata)
+    *fields, last = SCHEMA
+    asked = [pa.field(name, ASKED_COLUMNS[name]) for name in asked_of(header)]
+    schema = pa.schema([*fields, *asked, last], metadata)
     batch = pa.RecordBatch.from_arrays([*columns.values(), pa.array(checksums, pa.uint64())], schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(batch)
+
+
+def asked_of(header: dict[str, Any]) -> list[str]:
+    """Return which of `ASKED_COLUMNS` the shards of a header have."""
+    return list(header.get("data", {}).get("asked", []))
 
 
 class Shard:
@@ -227,6 +241,18 @@ class Shard:
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
 
+    def weights(self) -> NDArray[np.float64]:
+        """Return float64 [rows], how much each document counts."""
+        return self._columns.weights
+
+    def routes(self) -> list[str]:
+        """Return [rows], the name of the teacher that each document names."""
+        return [self._columns.route(number) for number in range(len(self))]
+
+    def fingerprints(self) -> NDArray[np.uint64]:
+        """Return uint64 [rows], hashes of what students read: equal for equal documents, whatever the teacher."""
+        return np.array([self._columns.fingerprint(number) for number in range(len(self))], np.uint64)
+
 
 def _altered(name: str, row: int) -> Damaged:
     return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{name}, row {row}")
@@ -270,6 +296,8 @@ class StoredRow:
             segments,
             ends=bool(self._columns.ends[self._number]),
             conversation=_conversation_of(written, [segment.text for segment in segments]),
+            weight=float(self._columns.weights[self._number]),
+            route=self._columns.route(self._number),
         )
 
     @cached_property
@@ -341,6 +369,10 @@ class _Columns:
         self._hashed = [self._trains, role_sizes, self._roles, text_sizes, self._texts, *lists, *self._blobs.values()]
         rest = [4 * part for part in rest[: len(lists)]] + rest[len(lists) :]
         self._hashed_bounds = np.column_stack([flags, 4 * flags, roles, 4 * flags, texts, *rest])
+        asked = set(batch.schema.names)
+        self._asked = [name for name in ASKED_COLUMNS if name in asked]
+        self.weights = batch.column("weight").to_numpy() if "weight" in asked else np.ones(batch.num_rows)
+        self._routes = _string_column(batch.column("route")) if "route" in asked else None
 
     def segments(self, number: int) -> tuple[Segment, ...]:
         first, stop = self._bounds[number, :2].tolist()
@@ -353,6 +385,15 @@ class _Columns:
             )
             for at in range(stop - first)
         )
+
+    def route(self, number: int) -> str:
+        return str(self._route(number), "utf-8")
+
+    def _route(self, number: int) -> memoryview:
+        if self._routes is None:
+            return memoryview(b"")
+        ends, values = self._routes
+        return values[ends[number] : ends[number + 1]]
 
     def text_bytes(self) -> NDArray[np.int64]:
         sizes: NDArray[np.int64] = (self._bounds[:, 5] - self._bounds[:, 4]).astype(np.int64)
@@ -370,11 +411,26 @@ class _Columns:
     def checksum(self, number: int) -> int:
         """Return xxh3_64 of a row: its numbers, then its strings and lists, each with their lengths before."""
         hashed = xxhash.xxh3_64(self._numbers[number * self._size_of_numbers : (number + 1) * self._size_of_numbers])
+        self._hash_parts(hashed, number, len(self._hashed))
+        if "weight" in self._asked:
+            hashed.update(self.weights[number].tobytes())
+        if "route" in self._asked:
+            hashed.update(self._route(number))
+        return int(hashed.intdigest())
+
+    def fingerprint(self, number: int) -> int:
+        """Return xxh3_64 of the segments, of whether the text ends, and of the conversation."""
+        hashed = xxhash.xxh3_64(b"\1" if self.ends[number] else b"\0")
+        self._hash_parts(hashed, number, SEGMENT_PARTS)
+        hashed.update(self.blob("conversation", number))
+        return int(hashed.intdigest())
+
+    def _hash_parts(self, hashed: Any, number: int, count: int) -> None:
+        """Hash the first parts of a row."""
         bounds = self._hashed_bounds[number].tolist()
-        for part, start, stop in zip(self._hashed, bounds[::2], bounds[1::2], strict=True):
+        for part, start, stop in zip(self._hashed[:count], bounds[::2], bounds[1::2], strict=False):
             if start < stop:
                 hashed.update(part[start:stop])
-        return int(hashed.intdigest())
 
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:

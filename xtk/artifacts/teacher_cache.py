@@ -22,13 +22,14 @@ from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
 from xtk.artifacts.folders import Folder, folder_at
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Row, Shard, StoredRow, frame_checksum, write_shard
+from xtk.artifacts.shard import Row, Shard, StoredRow, asked_of, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
 
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
 FORMAT, VERSION = "xtk-teacher-cache", 3
+VERSION_WITH_ASKED = 4  # of caches with columns that others do not have: who does not know them must not pass them over
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -175,7 +176,8 @@ def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The manifest, with format, version and checksum.
     """
-    manifest = {"format": FORMAT, "version": VERSION, **content}
+    asked = any(asked_of(header) for header in parts_of(content))
+    manifest = {"format": FORMAT, "version": VERSION_WITH_ASKED if asked else VERSION, **content}
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
     write_file(folder, MANIFEST, _rendered(manifest))
@@ -280,10 +282,10 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
     codec = manifest["header"].get("codec")
     name = codec.get("name") if isinstance(codec, dict) else codec
-    if manifest["version"] != VERSION or name not in CODECS:
+    if manifest["version"] not in (VERSION, VERSION_WITH_ASKED) or name not in CODECS:
         raise XtkError(
             f"this cache has version {manifest['version']}, codec {name!r}; "
-            f"this xtk reads version {VERSION}, codecs {', '.join(CODECS)}",
+            f"this xtk reads versions {VERSION} and {VERSION_WITH_ASKED}, codecs {', '.join(CODECS)}",
             where=where,
             hint="read the text into a new cache, or use the xtk that wrote this one",
         )
@@ -393,6 +395,18 @@ class TeacherCache:
     def conversations(self) -> NDArray[np.bool_]:
         """Return bool [documents], which of them are conversations."""
         return np.concatenate([shard.conversations() for shard in self.shards()])
+
+    def weights(self) -> NDArray[np.float64]:
+        """Return float64 [documents], how much each counts."""
+        return np.concatenate([shard.weights() for shard in self.shards()])
+
+    def routes(self) -> list[str]:
+        """Return [documents], the name of the teacher that each names; "" of those that name none."""
+        return [route for shard in self.shards() for route in shard.routes()]
+
+    def fingerprints(self) -> NDArray[np.uint64]:
+        """Return uint64 [documents], hashes of what students read: equal for equal documents, whatever the teacher."""
+        return np.concatenate([shard.fingerprints() for shard in self.shards()])
 
     def shards(self) -> Iterator[Shard]:
         """Yield all shards, opened."""

@@ -75,6 +75,14 @@ def cache_teacher(
         ),
     ] = "standard",
     columns: options.Columns = "",
+    weight_column: options.WeightColumn = "",
+    route_column: Annotated[
+        str,
+        typer.Option(
+            help="A column with the name of the teacher that teaches a document, for distill --teachers route.",
+            metavar="NAME",
+        ),
+    ] = "",
     dtype: Annotated[
         str,
         typer.Option(
@@ -169,7 +177,7 @@ def cache_teacher(
         raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
-    corpus = Corpus(data, columns_option(columns))
+    corpus = Corpus(data, columns_option(columns, weight=weight_column, route=route_column))
     folder, adapter = with_adapter(local_folder(teacher, weights=backend != "server"))
 
     from xtk.artifacts.codecs import codec_of

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,18 +17,22 @@ def distill(
         str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
     ],
     cache: Annotated[
-        str,
-        typer.Argument(help="What cache-teacher wrote (or plain data, for ce alone); - for a pipe.", metavar="CACHE"),
+        list[str],
+        typer.Argument(
+            help="What cache-teacher wrote, one for each teacher (or plain data, for ce alone); - for a pipe.",
+            metavar="CACHE...",
+        ),
     ],
     output: options.Output,
     projection: Annotated[
-        str,
+        list[str] | None,
         typer.Option(
-            help="What build-projection or prune-projection wrote; - for a pipe. auto: built (multitoken) for a loss "
-            "that needs one, and kept in XTK_CACHE, or ~/.cache/xtk.",
+            help="What build-projection or prune-projection wrote; - for a pipe. Repeat it for several teachers, in "
+            "any order. auto, or left out: built (multitoken) for a loss that needs one, and kept in XTK_CACHE, or "
+            "~/.cache/xtk.",
             metavar="PATH|auto",
         ),
-    ] = "auto",
+    ] = None,
     loss: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,10 +40,36 @@ def distill(
             "tokens. byte-kl: what both say about the next bytes; needs no projection. p-kl: projected distributions, "
             "averaged over spans. boundary-kl: only where both sides begin a token. forward-kl, reverse-kl, jsd, "
             "skew-forward-kl, skew-reverse-kl, tvd: a teacher with the student's tokenizer; for the others an option, "
-            "divergence=jsd,beta=0.5. Default: ce and p-kl, or ce and forward-kl where both have one tokenizer.",
+            "divergence=jsd,beta=0.5. auto, or left out: what suits each teacher's tokenizer and cache, told as the "
+            "run begins.",
             metavar="NAME[:KEY=VALUE,...]",
         ),
     ] = None,
+    balance: Annotated[
+        str,
+        typer.Option(
+            help="ce: what is about teachers is scaled to the size of ce, each step anew; steps take a third longer.",
+            metavar="[none|ce]",
+        ),
+    ] = "none",
+    teachers: Annotated[
+        str,
+        typer.Option(
+            help="How several caches teach together. sum: the losses of all, each with its weight; mixture: one loss, "
+            "from their probabilities mixed; select: the teacher who finds the text likeliest; route: each document "
+            "has the teacher whom its --route-column names, or the only one who read it.",
+            metavar="[sum|mixture|select|route]",
+        ),
+    ] = "sum",
+    teacher_weights: Annotated[
+        str,
+        typer.Option(
+            help="Numbers, one a cache: 0.7,0.3. Or a score a byte, ce, entropy or max-probability, with alpha and "
+            "per=batch, document or span: ce:alpha=5,per=span weighs by softmax(alpha * score). Default: equal ones.",
+            metavar="W,W...|SCORE[:KEY=VALUE,...]",
+        ),
+    ] = "",
+    weight_column: options.WeightColumn = "",
     max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
@@ -86,59 +117,46 @@ def distill(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Train a student from a teacher cache; interrupted, the same command goes on from the last checkpoint."""
+    """Train a student from teacher caches; interrupted, the same command goes on from the last checkpoint."""
+    given = dict(locals())
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
     from xtk.children import die_with
-    from xtk.losses import parse_losses
+    from xtk.losses import AUTO, parse_losses
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.training.distill import default_losses, open_inputs
     from xtk.training.distill import distill as train
+    from xtk.training.distill import open_inputs
     from xtk.training.launch import is_worker, launch
     from xtk.training.recipe import Places, Recipe, Reporting
 
     terminal.set_quiet(quiet)
     if "-" in (eval_data or []):
         raise typer.BadParameter("--eval-data is read from files, not from the pipe")
-    if [student, cache, projection].count("-") > 1:
+    projections = [path for path in projection or [] if path != "auto"]
+    if [student, *cache, *projections].count("-") > 1:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
-    piped = terminal.path_argument("-") if "-" in (student, cache, projection) else ""
-    student, cache, projection = (piped if path == "-" else path for path in (student, cache, projection))
+    piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
+    named = {"-": piped}
     places = Places(
-        local_folder(student, weights=True),
-        cache,
-        None if projection == "auto" else Path(projection),
+        local_folder(named.get(student, student), weights=True),
+        tuple(named.get(path, path) for path in cache),
+        tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
-        columns_option(columns),
+        columns_option(columns, weight=weight_column),
     )
     tokenizer = Tokenizer(places.student)
     recipe = Recipe(
-        losses=tuple(parse_losses(loss or default_losses(places, tokenizer))),
-        max_steps=max_steps,
-        num_train_epochs=num_train_epochs,
-        per_device_train_batch_size=per_device_train_batch_size,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        learning_rate=learning_rate,
-        lr_scheduler_type=lr_scheduler_type,
-        warmup_ratio=warmup_ratio,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-        mixed_precision=mixed_precision,
-        gradient_checkpointing=gradient_checkpointing,
-        long_documents=long_documents,
-        max_length=max_length or None,
-        seed=seed,
+        **_own(Recipe, given) | {"losses": tuple(parse_losses(loss or [AUTO])), "max_length": max_length or None}
     )
     reporting = Reporting(
-        logging_steps=logging_steps,
-        save_steps=save_steps,
-        save_total_limit=save_total_limit,
-        report_to=tuple(report_to or ()),
-        # What is wrong with them is told now, not after hours.
-        eval_documents=tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
-        eval_steps=eval_steps,
+        **_own(Reporting, given)
+        | {
+            "report_to": tuple(report_to or ()),
+            # What is wrong with them is told now, not after hours.
+            "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
+        }
     )
     inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
@@ -150,6 +168,11 @@ def distill(
     terminal.result_artifact(
         {"path": output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]}, as_json=as_json
     )
+
+
+def _own(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that a dataclass has under the same names."""
+    return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:

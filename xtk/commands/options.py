@@ -34,3 +34,11 @@ Columns = Annotated[
         metavar="FIELD=COLUMN,...",
     ),
 ]
+WeightColumn = Annotated[
+    str,
+    typer.Option(
+        help="A column with a number for each document, how much it counts in training: 2 as if it came twice, 0 as if "
+        "it did not come. A cache keeps it.",
+        metavar="NAME",
+    ),
+]

@@ -6,7 +6,7 @@ cells and an explicit other cell. docs/explanation/losses.md derives it.
 
 from __future__ import annotations
 
-from xtk.losses.specification import LossSpecification, parse_losses
+from xtk.losses.specification import AUTO, LossSpecification, parse_losses
 
 LOSSES = {
     "ce": "xtk.losses.ce:CrossEntropy",
@@ -29,4 +29,4 @@ GROUNDS = {
     "bytes": "a teacher with any tokenizer: what both say about the next bytes",
 }
 
-__all__ = ["GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]
+__all__ = ["AUTO", "GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]

@@ -7,6 +7,7 @@ probability of the cell. What both sides have outside of the cells is the other 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,6 +147,15 @@ class Cells:
         """C, what the loss is averaged over."""
         return len(self.cell_offsets) - 1
 
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """int64 [C], the row of each item, rising."""
+        if self.item_rows is not None:
+            return self.item_rows.astype(np.int64)
+        # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
+        rows = self.rows if len(self.rows) else np.zeros(1, np.int32)
+        return rows[np.minimum(self.entry_offsets[self.cell_offsets[:-1]], len(rows) - 1)].astype(np.int64)
+
 
 @dataclass(frozen=True)
 class Ranges:
@@ -205,4 +215,4 @@ def projected_cells(example: Example, ranges: Ranges, columns: Columns) -> Cells
         columns.student_ids,
         columns.log_weights,
     )
-    return Cells(*arrays)
+    return dataclasses.replace(Cells(*arrays), item_rows=ranges.row_start.astype(np.int32))

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.losses import kernels
@@ -48,6 +49,8 @@ class Term:
         scale: what each item is multiplied with: the weight over the global count of items.
         divergence: between both sides of an item.
         runs: what the row before each item says, for losses that look back; None: nothing.
+        weights: float32 [C], how much each item counts; None: 1.
+        mass: what the loss is averaged over; None: the number of items.
     """
 
     cell_offsets: Tensor
@@ -65,16 +68,37 @@ class Term:
     scale: float
     divergence: Divergence
     runs: RunsOfTerm | None = None
+    weights: Tensor | None = None
+    mass: float | None = None
 
     @property
     def items(self) -> int:
-        """C, what the loss is averaged over."""
+        """C."""
         return len(self.first_rows)
+
+    @property
+    def count(self) -> float:
+        """What the loss is averaged over: the items, or the weights of their documents."""
+        return self.items if self.mass is None else self.mass
+
+    def weighted(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> Term:
+        """Return the same with items that count as the rows in which they begin do.
+
+        Args:
+            counts: [N], how often each row counts, in the sum and in what the loss is averaged over; None: once.
+            factors: [N], what each row is multiplied with in the sum alone; None: 1.
+        """
+        given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
+        if not given:
+            return self
+        mass = None if counts is None else float(given[0].sum())
+        return dataclasses.replace(self, weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)), mass=mass)
 
     def to(self, device: torch.device, scale: float) -> Term:
         """Return the same on a device, with the scale that is known by then."""
-        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged")
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
+        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged", "weights")
+        there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
         runs = None if self.runs is None else self.runs.to(device)
         return dataclasses.replace(self, **moved, runs=runs, scale=scale)
 
@@ -84,13 +108,11 @@ class Term:
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.items, np.bool_)
-        if cells.alternatives is None or cells.item_rows is None:
-            # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
+        first_rows = cells.first_rows
+        if cells.alternatives is None:
             rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
-            first_rows = rows[np.minimum(firsts, len(rows) - 1)].astype(np.int64)
             counts = np.where(has_cells, rows[stops - 1] - first_rows + 1, 0)
         else:
-            first_rows = cells.item_rows.astype(np.int64)
             counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
             closed = cells.alternatives.closed(cells.cell_offsets)
         items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
@@ -238,7 +260,7 @@ class _Part:
     `places` are flat indices into the chunk's logits. `weights` are those of the entries within their own row, without
     the averaging over an item's rows. Rests are listed for items whose teacher has one: their rows, the item of each
     (counted among these items), the log of the share of a row. `item_groups` are the items of all cells, then of all
-    rests.
+    rests; `of_items` are the weights of items.
     """
 
     entry_cells: Tensor
@@ -255,6 +277,7 @@ class _Part:
     scale: float
     divergence: Divergence
     runs: PartOfRuns | None
+    of_items: Tensor | None
 
 
 def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Part:
@@ -289,6 +312,7 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
         runs=None
         if term.runs is None
         else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
+        of_items=None if term.weights is None else term.weights[low:high],
     )
 
 
@@ -403,7 +427,7 @@ def _spread(
 
 
 def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
-    """Return the sum over items of the divergence between the teacher's and the student's cells.
+    """Return the weighted sum over items of the divergence between the teacher's and the student's cells.
 
     Args:
         part: the items.
@@ -421,7 +445,10 @@ def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
         probs = probs.pow(power)
         probs = probs / probs.new_zeros(items).scatter_add(0, part.item_groups, probs)[part.item_groups]
     probs[len(part.teacher_probs) :].clamp_min_(part.divergence.least_rest)
-    return part.divergence.of_cells(probs, log_probs).sum() / power**2
+    values = part.divergence.of_cells(probs, log_probs)
+    if part.of_items is not None:
+        values = values * part.of_items[part.item_groups]
+    return values.sum() / power**2
 
 
 class _LogSums:

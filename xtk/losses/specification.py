@@ -13,12 +13,15 @@ if TYPE_CHECKING:
     from xtk.losses.divergences import Divergence
 
 
+AUTO = "auto"  # in the place of a loss: one that suits the pair and the cache
+
+
 @dataclass(frozen=True)
 class LossSpecification:
     """One term of the total.
 
     Attributes:
-        name: a name of the table.
+        name: a name of the table, or `AUTO`.
         weight: its factor in the sum.
         options: of its divergence, and the divergence's name where the loss is not called after it.
     """
@@ -66,7 +69,9 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
     results: list[LossSpecification] = []
     for text in texts:
         name, _, options = text.partition(":")
-        if name not in LOSSES:
+        if name == AUTO and options:
+            raise XtkError(f"the loss {AUTO} has no options", hint="name the loss: --loss byte-kl:weight=0.5")
+        if name not in LOSSES and name != AUTO:
             raise unknown("loss", name, LOSSES)
         if name in [result.name for result in results]:
             raise XtkError(f"the loss {name} is asked for twice", hint="one --loss for each, with its weight")

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
+from xtk.artifacts.records import ASKED
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 from xtk.tokens.reading import read_documents
@@ -72,6 +73,7 @@ class Plan:
         fingerprint: of the documents.
         too_long: documents that are longer than the teacher reads.
         longest: tokens of the longest row.
+        asked: fields of documents that the cache keeps for training, in the order of the table.
     """
 
     shard_tokens: int
@@ -84,6 +86,7 @@ class Plan:
     fingerprint: str = ""
     too_long: int = 0
     longest: int = 0
+    asked: list[str] = field(default_factory=list)
 
     def add(self, document: int, piece: int, sequence: Sequence) -> None:
         """Deal the next piece to a shard: as many as fit its tokens, at least one."""
@@ -119,6 +122,7 @@ def make_plan(
     """
     fingerprint = Fingerprint()
     plan = Plan(dealing.shard_tokens, np.zeros(tokenizer.width, np.int64))
+    plan.asked = [name for name in ASKED if name in corpus.columns]
     longest = (0, 0)
     rewritten: list[int] = []
     empty = 0

@@ -152,7 +152,12 @@ def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan, ranks:
             "width": tokenizer.width,
             **{key: value for key, value in identity(tokenizer).items() if key in ("tokenizer", "roles")},
         },
-        "data": {"documents": plan.fingerprint, "rows": plan.pieces, "too_long": plan.too_long},
+        "data": {
+            "documents": plan.fingerprint,
+            "rows": plan.pieces,
+            "too_long": plan.too_long,
+            **({"asked": plan.asked} if plan.asked else {}),
+        },
         "options": {
             "support": support.kind,
             **{name: getattr(support, name) for name in asked.get(support.kind, ())},

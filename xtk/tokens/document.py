@@ -59,6 +59,8 @@ class Document:
         teacher_tokens: the document as tokens of the teacher, from which a teacher's reading makes the segments; None
             for text and messages.
         given_ids: tokens of the teacher that its signal is to tell about, for each of its trained tokens.
+        weight: how much it counts in training: 2 is as if it came twice, 0 as if it did not come.
+        route: the name of the teacher that teaches it; "": it names none.
     """
 
     segments: tuple[Segment, ...]
@@ -67,6 +69,8 @@ class Document:
     teacher_prompt: str | tuple[Mapping[str, Any], ...] | None = None
     teacher_tokens: TeacherTokens | None = None
     given_ids: IdLists | None = None
+    weight: float = 1.0
+    route: str = ""
 
     @classmethod
     def of_text(cls, text: str) -> Document:
@@ -186,7 +190,7 @@ class Document:
             if part:
                 segments.append(Segment(segment.role, part.decode(), segment.train))
             first += len(text)
-        return Document(tuple(segments), ends=self.ends and stop >= first)
+        return Document(tuple(segments), ends=self.ends and stop >= first, weight=self.weight, route=self.route)
 
     def trained(self, ends: NDArray[np.int32]) -> NDArray[np.bool_]:
         """Say for each byte offset where a token ends whether that token is trained: its last byte is.

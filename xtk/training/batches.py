@@ -10,7 +10,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.divergences import Divergence
 from xtk.losses.head import Term
@@ -20,6 +19,11 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.combining import Weighing, tallies_of
+from xtk.training.sources import Heard, Source
+
+_NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
+NOTHING = Signal(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)
 
 
 class Loss(Protocol):
@@ -34,81 +38,36 @@ class Loss(Protocol):
 
 @dataclass(frozen=True)
 class Objective:
-    """One loss of a run, with all that it needs beside an example.
+    """One term of the sum that a run makes small: a loss, and whose word it is about.
 
     Attributes:
         loss: makes the cells.
         divergence: between both sides of them.
         ground: what both sides stand on.
+        name: how metrics call it.
+        weight: its factor in the sum.
+        teacher: which teacher's word, of a loss that is about one.
+        share: of the teacher, in a sum of several.
+        pool: terms of one pool have one denominator: what all of them are averaged over; "": none but its own.
     """
 
     loss: Loss
     divergence: Divergence
     ground: Ground
+    name: str = ""
+    weight: float = 1.0
+    teacher: int = 0
+    share: float = 1.0
+    pool: str = ""
+
+    @property
+    def distils(self) -> bool:
+        """Whether it is about a teacher's word."""
+        return self.loss.ground != "text"
 
     def term(self, example: Example) -> Term:
         """Return the loss of an example, not yet scaled."""
         return Term.of(replace(self.loss.cells(example, self.ground), divergence=self.divergence))
-
-
-class Source(Protocol):
-    """Documents to train on, with or without a teacher's word on them."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
-        """Return a document, the teacher's tokens and the teacher's signal with one of its sets of draws."""
-
-    def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
-
-    def conversations(self) -> NDArray[np.bool_]:
-        """Return [documents], which of them are conversations."""
-
-
-class CacheSource:
-    """The documents of a teacher cache."""
-
-    def __init__(self, cache: TeacherCache) -> None:
-        self._cache = cache
-
-    def __len__(self) -> int:
-        return len(self._cache)
-
-    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
-        """Return one row."""
-        row = self._cache.row(number, draw)
-        return row.document, row.tokens, row.signal
-
-    def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
-        return self._cache.text_bytes()
-
-    def conversations(self) -> NDArray[np.bool_]:
-        """Return [documents], which of them are conversations."""
-        return self._cache.conversations()
-
-
-class TextSource:
-    """Documents without a teacher, for training with cross-entropy alone."""
-
-    def __init__(self, documents: Sequence[Document]) -> None:
-        self._documents = documents
-
-    def __len__(self) -> int:
-        return len(self._documents)
-
-    def read(self, number: int, draw: int = 0) -> tuple[Document, TokenSequence | None, Signal | None]:
-        """Return one document."""
-        return self._documents[number], None, None
-
-    def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
-        return np.array([len(document.text.encode()) for document in self._documents], np.int64)
-
-    def conversations(self) -> NDArray[np.bool_]:
-        """Return [documents], which of them are conversations."""
-        return np.array([document.conversation is not None for document in self._documents], np.bool_)
 
 
 @dataclass(frozen=True)
@@ -118,18 +77,25 @@ class MicroBatch:
     Attributes:
         input_ids: int64 [B, T], padded on the right.
         places: int64 [N], the rows of the flattened hidden states [B * T, H] that are compared.
-        terms: one for each loss, not yet scaled.
+        terms: one for each objective, not yet scaled.
         tokens: of the documents, without padding.
-        unaligned: trained student tokens that no span covers.
-        silent: positions at which the teacher said NaN, which are left out.
+        rows: the student's tokens that are trained, each as often as its document counts.
+        unaligned: int64 [teachers], trained student tokens that no span of a teacher covers, of the documents that it
+            read; and how many tokens those have.
+        silent: positions at which a teacher said NaN, which are left out.
+        tallies: float64 [teachers, 3], what teachers score in the whole batch, for weights that are a step's.
+        shares: float64 [teachers], the sum over rows of the weights of teachers, where they are not a step's.
     """
 
     input_ids: NDArray[np.int64]
     places: NDArray[np.int64]
     terms: tuple[Term, ...]
     tokens: int
-    unaligned: int
+    rows: float
+    unaligned: NDArray[np.int64]
     silent: int
+    tallies: NDArray[np.float64]
+    shares: NDArray[np.float64]
 
 
 class BatchMaker:
@@ -140,6 +106,8 @@ class BatchMaker:
         tokenizer: the student's.
         objectives: the losses.
         limit: tokens that the student reads; longer documents are cut there.
+        weighing: how weights of teachers come from what they say; None: they do not.
+        teachers: how metrics call them; needed for several.
     """
 
     def __init__(
@@ -148,51 +116,117 @@ class BatchMaker:
         tokenizer: Tokenizer,
         objectives: Sequence[Objective],
         limit: int | None,
+        weighing: Weighing | None = None,
+        teachers: Sequence[str] = ("teacher",),
     ) -> None:
-        self._source, self._tokenizer, self._objectives = source, tokenizer, objectives
-        self._limit = limit
+        self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
+        self._limit, self.weighing = limit, weighing
+        self.teachers = tuple(teachers) if any(objective.distils for objective in objectives) else ()
+        self._teachers = len(self.teachers)
 
     def make(self, numbers: Sequence[int], draw: int = 0) -> MicroBatch:
         """Return the micro-batch of some documents; without any, one of a single token that trains nothing.
 
         Args:
             numbers: of the documents.
-            draw: which set of draws is taken, where the teacher's signal has some; it counts round.
+            draw: which set of draws is taken, where the teachers' signals have some; it counts round.
         """
-        rows = [self._source.read(number, draw) for number in numbers]
-        heard = [None if signal is None else signal.without_nan() for _, _, signal in rows]
-        said = [signal for _, _, signal in rows if signal is not None]
-        students = sequences(self._tokenizer, [document for document, _, _ in rows])
+        documents = [self._source.document(number) for number in numbers]
+        heard = [self._source.heard(number, draw) for number in numbers] if self._teachers else []
+        students = sequences(self._tokenizer, documents)
         if self._limit is not None:
             students = [sequence.cut(self._limit) for sequence in students]
-        examples = [
-            _example(student, teacher, signal)
-            for student, (_, teacher, _), signal in zip(students, rows, heard, strict=True)
+        # One of the student alone, then one a teacher: of each the documents, and all of them joined.
+        silent = 0
+        read: list[list[Example | None]] = [[_example(student, None) for student in students]]
+        for teacher in range(self._teachers):
+            words = [_without_nan(of_document[teacher]) for of_document in heard]
+            silent += sum(left_out for _, left_out in words)
+            read.append(
+                [
+                    None if word is None else _example(student, word)
+                    for student, (word, _) in zip(students, words, strict=True)
+                ]
+            )
+        joined = [
+            join_examples([one or _unheard(student) for student, one in zip(students, of_all, strict=True)])
+            for of_all in read
         ]
+        rows = np.array([len(example.rows) for example in read[0] if example is not None], np.int64)
+        counts = np.repeat([document.weight for document in documents], rows)
+        factors, tallies = self._weigh(list(zip(*read[1:], strict=True)), students, documents)
         longest = max([1, *(len(student) for student in students)])
         ids = np.zeros((max(1, len(students)), longest), np.int64)
         for at, student in enumerate(students):
             ids[at, : len(student)] = student.ids
-        joined = join_examples(examples)
+        starts = np.repeat(np.arange(len(students)), rows) * longest
         return MicroBatch(
             input_ids=ids,
-            places=np.concatenate(
-                [*(example.rows + at * longest for at, example in enumerate(examples)), np.zeros(0, np.int64)]
-            ),
-            terms=tuple(objective.term(joined) for objective in self._objectives),
+            places=np.concatenate([np.zeros(0, np.int64), *(one.rows for one in read[0] if one is not None)]) + starts,
+            terms=tuple(self._term(objective, joined, counts, factors) for objective in self.objectives),
             tokens=sum(len(student) for student in students),
-            unaligned=len(joined.rows) - int((joined.spans[:, 1] - joined.spans[:, 0]).sum()),
-            silent=sum(map(len, said)) - sum(len(signal) for signal in heard if signal is not None),
+            rows=float(counts.sum()),
+            unaligned=np.array([_unaligned(of_teacher) for of_teacher in read[1:]], np.int64).reshape(-1, 2),
+            silent=silent,
+            tallies=tallies,
+            shares=np.zeros(self._teachers) if factors is None else factors @ counts,
         )
 
+    def _term(
+        self,
+        objective: Objective,
+        joined: list[Example],
+        counts: NDArray[np.float64],
+        factors: NDArray[np.float64] | None,
+    ) -> Term:
+        distils, teacher = objective.distils, objective.teacher
+        term = objective.term(joined[1 + teacher] if distils else joined[0])
+        weigh = factors[teacher] if distils and factors is not None else None
+        return term.weighted(None if (counts == 1).all() else counts, weigh)
 
-def _example(student: TokenSequence, teacher: TokenSequence | None, signal: Signal | None) -> Example:
+    def _weigh(
+        self, read: list[tuple[Example | None, ...]], students: list[TokenSequence], documents: list[Document]
+    ) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
+        """Return the weight of each teacher at each row [teachers, N], and what weights of the step come from."""
+        tallies = np.zeros((self._teachers, 3))
+        if self.weighing is None or not self._teachers:
+            return None, tallies
+        factors = [np.zeros((self._teachers, 0))]
+        for examples, student, document in zip(read, students, documents, strict=True):
+            sizes = np.diff(student.ends, prepend=0).astype(np.int64)
+            found, parts = tallies_of(self.weighing, examples, sizes)
+            tallies += document.weight * found.sum(axis=1)
+            factors.append(self.weighing.shares(found)[:, parts[np.flatnonzero(student.trained)]])
+        return None if self.weighing.per == "batch" else np.concatenate(factors, axis=1), tallies
+
+
+def _without_nan(word: Heard | None) -> tuple[Heard | None, int]:
+    """Leave out the positions at which a teacher said NaN; return what is left, and how many were left out."""
+    if word is None:
+        return None, 0
+    signal = word.signal.without_nan()
+    return Heard(word.tokens, signal), len(word.signal) - len(signal)
+
+
+def _example(student: TokenSequence, word: Heard | None) -> Example:
     rows = np.flatnonzero(student.trained).astype(np.int64) - 1
-    if teacher is None:
+    if word is None:
         return Example(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None)
-    spans = align_sequences(student, teacher)
+    spans = align_sequences(student, word.tokens)
     spans = spans[student.trained[spans[:, 1] - 1]]
-    return Example(student.ids, rows, spans, teacher.ids, signal)
+    return Example(student.ids, rows, spans, word.tokens.ids, word.signal)
+
+
+def _unheard(student: TokenSequence) -> Example:
+    """Return a document on which a teacher said nothing."""
+    return replace(_example(student, None), signal=NOTHING)
+
+
+def _unaligned(examples: Sequence[Example | None]) -> tuple[int, int]:
+    """Return how many trained tokens no span covers, of how many."""
+    heard = [example for example in examples if example is not None]
+    tokens = sum(len(example.rows) for example in heard)
+    return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in heard), tokens
 
 
 class Order:

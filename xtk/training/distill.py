@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,21 @@ from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
-from xtk.artifacts.projection_file import read_projection
-from xtk.artifacts.projection_store import next_bytes_for, projection_for
-from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+from xtk.artifacts.teacher_cache import is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
-from xtk.losses import LOSSES
-from xtk.losses.cells import Ground
-from xtk.projection.build import identity
-from xtk.projection.projection import SIDE, Projection, named
+from xtk.losses import AUTO, LOSSES
+from xtk.projection.projection import Projection
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, CacheSource, Loss, Objective, Order, Source, TextSource
+from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.combining import Combination, Weighing, read_combination
+from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
+from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
+from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
-METHOD = "multitoken"  # of projections that nobody named
 LOOKED_AT = 1000
 
 
@@ -40,138 +40,172 @@ class Inputs:
     """Everything that a run reads, checked against each other.
 
     Attributes:
-        source: documents, with the teacher's word on them.
+        source: documents, with the teachers' words on them.
         tokenizer: the student's.
-        objectives: the losses of the recipe.
-        identity: names what the inputs are: fingerprints.
+        objectives: the terms of the sum.
+        identity: what makes two runs of one recipe different: losses, fingerprints of the inputs.
+        teachers: how metrics call them.
+        weighing: how weights of teachers come from what they say; None: they do not.
+        chosen: what `--loss auto` took and why; "": nothing was left to it.
     """
 
     source: Source
     tokenizer: Tokenizer
     objectives: tuple[Objective, ...]
     identity: dict[str, Any]
+    teachers: tuple[str, ...] = ()
+    weighing: Weighing | None = None
+    chosen: str = ""
 
-
-def default_losses(places: Places, tokenizer: Tokenizer) -> list[str]:
-    """Return the losses of a run that names none: those for the teacher's tokenizer, the student's own or another."""
-    if places.projection is None and is_cache(places.cache):
-        same = TeacherCache(places.cache).header["teacher"]["tokenizer"] == tokenizer.fingerprint
-        return ["ce", "forward-kl" if same else "p-kl"]
-    return ["ce", "p-kl" if places.projection is not None else "forward-kl"]
+    def maker(self, limit: int | None) -> BatchMaker:
+        """Return what makes micro-batches, of documents of at most `limit` tokens."""
+        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers)
 
 
 def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
-    """Open a cache and a projection, and check that they and the student belong together.
+    """Open caches and projections, and check that they and the student belong together.
 
     Raises:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
-    local_cache = None if is_remote(places.cache) else Path(places.cache)
-    for path in (places.student, local_cache, places.projection):
-        if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
+    local = [Path(cache) for cache in places.caches if not is_remote(cache)]
+    for path in (places.student, *local, *places.projections):
+        if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
-    losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
-    weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
-    if all(loss.ground == "text" for loss in losses) and not is_cache(places.cache):
-        documents = list(Corpus([places.cache], places.columns))
-        fingerprint = Fingerprint()
-        for document in documents:
-            fingerprint.add(document)
-        given = {"student": weights, "documents": str(fingerprint)}
-        alone = tuple(
-            Objective(rule, loss.divergence(), None) for loss, rule in zip(recipe.losses, losses, strict=True)
+    student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    grounds = [lookup(LOSSES, loss.name, "loss").ground for loss in recipe.losses if loss.name != AUTO]
+    plain = set(grounds) <= {"text"} and not any(is_cache(cache) for cache in places.caches)
+    combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
+    if plain:
+        return _of_texts(places, recipe, tokenizer, student)
+    if "weight" in places.columns:
+        raise XtkError(
+            "a cache has the weights of its documents from cache-teacher; --weight-column is for plain data",
+            where=places.caches[0],
+            hint="xtk cache-teacher ... --weight-column " + places.columns["weight"],
         )
-        return Inputs(TextSource(documents), tokenizer, alone, given)
-    cache = TeacherCache(places.cache)
-    projection = None
-    if places.projection is not None:
-        projection = read_projection(places.projection)
-        _check_pair(places, tokenizer, cache, projection)
-    elif any(loss.ground == "projection" for loss in losses):
-        projection = projection_for(tokenizer, cache.teacher, METHOD)
-    width = int(cache.header["teacher"]["width"])
-    _check_draws(recipe, losses, places, cache)
-    objectives = tuple(
-        Objective(rule, loss.divergence(), _ground(loss.name, rule, places, tokenizer, cache, projection, width))
-        for loss, rule in zip(recipe.losses, losses, strict=True)
+    teachers = open_teachers(places.caches, places.projections, tokenizer)
+    taken, chosen = take_losses(recipe.losses, teachers)
+    _check_balance(recipe, taken)
+    source, names = _combined(combination, teachers)
+    if combination.way == "mixture":
+        taken = _of_mixture(taken, teachers)
+    return Inputs(
+        source,
+        tokenizer,
+        tuple(_objective(one, combination, teachers, names) for one in taken),
+        {"losses": [_told(one, names) for one in taken], "inputs": {"student": student, **_read(taken, teachers)}},
+        names,
+        combination.weighing,
+        chosen,
     )
-    inputs = {
-        "student": weights,
-        "cache": sha256(canonical_json(cache.manifest)),
-        "projection": None if projection is None else _fingerprint(projection),
+
+
+def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
+    """Return the inputs of a run without a teacher."""
+    taken, chosen = take_losses(recipe.losses, [])
+    _check_balance(recipe, taken)
+    documents = list(Corpus(list(places.caches), places.columns))
+    fingerprint = Fingerprint()
+    for document in documents:
+        fingerprint.add(document)
+    identity = {
+        "losses": [str(one.loss) for one in taken],
+        "inputs": {"student": student, "documents": str(fingerprint)},
     }
-    return Inputs(CacheSource(cache), tokenizer, objectives, inputs)
+    objectives = tuple(
+        Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
+    )
+    return Inputs(TextSource(documents), tokenizer, objectives, identity, chosen=chosen)
+
+
+def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
+    """Return the documents of all teachers, and how metrics call who speaks about them."""
+    caches, names = [teacher.cache for teacher in teachers], tuple(teacher.name for teacher in teachers)
+    if len(teachers) == 1:
+        return CacheSource(*caches), names
+    if combination.way == "route":
+        return CacheSource(*caches, rows=routed(caches, names)), names
+    if combination.way != "mixture":
+        return CacheSource(*caches, rows=matched(caches)), names
+    first, *others = teachers
+    for other in others:
+        if other.identity["tokenizer"] != first.identity["tokenizer"]:
+            raise Mismatch(
+                "teachers with different tokenizers cannot be mixed: their probabilities are of different tokens",
+                where=f"{first.place} and {other.place}",
+                hint="--teachers sum, which compares each with the student",
+            )
+    return MixtureSource(*caches, rows=matched(caches), weights=combination.weights), ("mixture",)
+
+
+def _of_mixture(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> list[Taken]:
+    """Return the losses on the one word of all: those of the teacher who tells least, if they fit all.
+
+    Raises:
+        XtkError: one of them cannot learn from a teacher.
+    """
+    least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
+    of_all = [one for one in taken if one.teacher in (None, least)]
+    for one in of_all:
+        for teacher in teachers:
+            if refusal := teacher.refusal(one.loss):
+                raise refusal
+    return [one if one.teacher is None else replace(one, teacher=0) for one in of_all]
+
+
+def _objective(one: Taken, combination: Combination, teachers: Sequence[Teacher], names: tuple[str, ...]) -> Objective:
+    rule, divergence, loss = one.rule, one.loss.divergence(), one.loss
+    if one.teacher is None:
+        return Objective(rule, divergence, None, loss.name, loss.weight)
+    alone = combination.way in ("mixture", "route") or combination.weighing is not None
+    return Objective(
+        rule,
+        divergence,
+        teachers[one.teacher].ground(rule.ground),
+        metric(loss.name, names[one.teacher], names),
+        loss.weight,
+        one.teacher,
+        share=1.0 if alone else combination.weights[one.teacher],
+        pool=("auto" if one.auto else loss.name) if combination.way == "route" else "",
+    )
+
+
+def _told(one: Taken, names: tuple[str, ...]) -> str:
+    """Return how a recipe tells of a loss."""
+    return str(one.loss) if one.teacher is None or len(names) == 1 else f"{one.loss} of {names[one.teacher]}"
+
+
+def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]:
+    """Return the fingerprints of caches, and of projections that were named or are needed."""
+    needed = {one.teacher for one in taken if one.rule.ground == "projection"}
+    caches = [sha256(canonical_json(teacher.cache.manifest)) for teacher in teachers]
+    projections = [
+        _fingerprint(teacher.projection) if number in needed or teacher.named_projection else None
+        for number, teacher in enumerate(teachers)
+    ]
+    if len(teachers) == 1:
+        return {"cache": caches[0], "projection": projections[0]}
+    return {"caches": caches, "projections": projections}
 
 
 def _fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
 
-def _check_pair(places: Places, tokenizer: Tokenizer, cache: TeacherCache, projection: Projection) -> None:
-    """Refuse a projection of another pair. Chat templates may differ: no projection depends on them."""
-    hint = "xtk build-projection STUDENT TEACHER -o ..., with this student and the teacher of this cache"
-    built_for, student = projection.header["student"], identity(tokenizer)
-    if any(built_for.get(key) != student[key] for key in SIDE):
-        raise Mismatch(
-            "this projection was built for another student",
-            where=f"{places.projection} is for {named(built_for)}; {places.student} has {named(student)}",
-            hint=hint,
+def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
+    """Refuse to balance what is not there."""
+    both = {one.teacher is None for one in taken}
+    if recipe.balance == "ce" and both != {True, False}:
+        raise XtkError(
+            "--balance ce brings what is about a teacher to the size of ce, and only one of the two is there",
+            hint="--loss ce, and another --loss beside it",
         )
-    built_for, teacher = projection.header["teacher"], cache.header["teacher"]
-    # A cache need not tell the roles; its width is no matter, padded rows are reached by nothing.
-    if any(built_for.get(key) != teacher[key] for key in ("tokenizer", "roles") if key in teacher):
-        raise Mismatch(
-            "this projection was built for another teacher",
-            where=f"{places.projection} is for {named(built_for)}; the cache {places.cache} is from {_short(teacher)}",
-            hint=hint,
-        )
-
-
-def _check_draws(recipe: Recipe, losses: tuple[Loss, ...], places: Places, cache: TeacherCache) -> None:
-    """Refuse estimates where a loss would take them for probabilities."""
-    support = str(cache.header["options"].get("support"))
-    for loss, rule in zip(recipe.losses, losses, strict=True):
-        if "sample" in support and rule.ground != "text" and not loss.divergence().linear:
-            raise XtkError(
-                f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
-                where=f"{places.cache} has the support {support}",
-                hint="a cache with --support top-k, or the divergence forward-kl",
-            )
-
-
-def _short(side: dict[str, Any]) -> str:
-    return f"{str(side['tokenizer'])[:15]} ({side['name']})"
-
-
-def _ground(
-    name: str,
-    rule: Loss,
-    places: Places,
-    tokenizer: Tokenizer,
-    cache: TeacherCache,
-    projection: Projection | None,
-    width: int,
-) -> Ground:
-    if rule.ground == "text":
-        return None
-    if rule.ground == "bytes":
-        return next_bytes_for(tokenizer, cache.teacher)
-    if rule.ground == "tokens":
-        if cache.header["teacher"]["tokenizer"] != tokenizer.fingerprint:
-            raise Mismatch(
-                f"the loss {name} is for a teacher with the student's own tokenizer",
-                where=f"{places.student} has {tokenizer.fingerprint[:15]}; "
-                f"the cache {places.cache} is from {_short(cache.header['teacher'])}",
-                hint="--loss byte-kl, p-kl or boundary-kl",
-            )
-        return Projection.identity(len(tokenizer)).columns.widened(width)
-    assert projection is not None
-    return projection.columns.widened(width)
 
 
 def identity_of(recipe: Recipe, inputs: Inputs, processes: int) -> dict[str, Any]:
     """Return what makes two runs the same run."""
-    return {**recipe.identity(processes), "inputs": inputs.identity}
+    return {**recipe.identity(processes), **inputs.identity}
 
 
 def distill(
@@ -233,7 +267,7 @@ def distill(
             accelerator=accelerator,
             cut=Cut(model),
             tokenizer=inputs.tokenizer,
-            maker=BatchMaker(inputs.source, inputs.tokenizer, inputs.objectives, limit),
+            maker=inputs.maker(limit),
             order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
             recipe=recipe,
             reporting=reporting,
@@ -241,6 +275,8 @@ def distill(
             output=places.output,
             tokenizer_folder=places.student,
         )
+        if inputs.chosen:
+            terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         terminal.note(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
             f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
@@ -251,7 +287,7 @@ def distill(
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
     """Tell what the student's tokenizer or chat template does not read as it is, in documents all over the cache."""
     sample = documents[:: -(-len(documents) // LOOKED_AT) or 1]
-    read = [inputs.source.read(int(number))[0] for number in sample]
+    read = [inputs.source.document(int(number)) for number in sample]
     texts = [document.text for document in read if document.conversation is None]
     if warning := rewriting(inputs.tokenizer, texts).warning():
         terminal.note(f"distill: {warning}")
@@ -272,7 +308,7 @@ def _longer_than(limit: int, inputs: Inputs, sizes: np.ndarray) -> list[tuple[in
     candidates = np.flatnonzero((sizes + 2 > limit) | talks)
     for start in range(0, len(candidates), LOOKED_AT):
         numbers = candidates[start : start + LOOKED_AT].tolist()
-        documents = [inputs.source.read(number)[0] for number in numbers]
+        documents = [inputs.source.document(number) for number in numbers]
         for number, sequence in zip(numbers, sequences(inputs.tokenizer, documents), strict=True):
             if len(sequence) > limit:
                 found.append((len(sequence), number))
@@ -282,7 +318,10 @@ def _longer_than(limit: int, inputs: Inputs, sizes: np.ndarray) -> list[tuple[in
 def _documents(recipe: Recipe, inputs: Inputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the documents to train on, and all sizes; those that are too long are counted and told."""
     sizes = inputs.source.text_bytes()
-    documents = np.flatnonzero(sizes > 0)
+    weightless = inputs.source.weights() == 0
+    documents = np.flatnonzero((sizes > 0) & ~weightless)
+    if weightless.any():
+        terminal.note(f"distill: {weightless.sum():,} of {len(sizes):,} documents have the weight 0 and are left out")
     _tell_rewritten(inputs, documents)
     too_long = [] if limit is None else _longer_than(limit, inputs, sizes)
     if too_long:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +31,9 @@ from xtk.training.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
-from xtk.training.metrics import MetricsFile, last_values
+from xtk.training.metrics import MetricsFile, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
+from xtk.training.whole_step import WholeStep
 
 
 class Student(nn.Module):
@@ -98,7 +100,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     done, tokens = _resume(run, optimizer)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
     batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
-    meter = _Meter(accelerator, tokens)
+    meter = _Meter(accelerator, tokens, run.maker.teachers)
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
@@ -136,35 +138,50 @@ def _step(
 ) -> tuple[dict[str, float], float]:
     """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping."""
     accelerator, recipe = run.accelerator, run.recipe
-    device = accelerator.device
-    # The denominators are known before the first backward: items of the whole step, over all processes.
-    items = torch.tensor([[term.items for term in batch.terms] for batch in micro_batches], dtype=torch.float64).sum(0)
-    counts = accelerator.reduce(items.to(device), "sum").clamp_min(1).tolist()
-    scales = [loss.weight / count for loss, count in zip(recipe.losses, counts, strict=True)]
-    sums = torch.zeros(len(counts), device=device, dtype=torch.float64)
-    for number, batch in enumerate(micro_batches):
-        last = number + 1 == len(micro_batches)
-        terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
-            total, parts = model(
-                torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.places).to(device), terms
-            )
-            # Gradients are averaged over processes, and the scales are already those of the whole step.
-            accelerator.backward(total * accelerator.num_processes)
-        sums += parts.double()
+    maker = run.maker
+    whole = WholeStep(maker.objectives, maker.weighing, maker.teachers, micro_batches, accelerator)
+    balance = 1.0
+    if recipe.balance == "ce":
+        balance = whole.balance(_pass(run, model, micro_batches, whole.scales(), backward=False))
+    sums = _pass(run, model, micro_batches, whole.scales(balance), backward=True)
     norm = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or float("inf")))
-    means = (accelerator.reduce(sums, "sum").cpu() / torch.tensor(counts, dtype=torch.float64)).tolist()
-    losses = {loss.name: mean for loss, mean in zip(recipe.losses, means, strict=True)}
-    total_loss = sum(loss.weight * losses[loss.name] for loss in recipe.losses)
-    if not (abs(total_loss) < float("inf") and norm < float("inf")):
+    losses = whole.losses(sums, balance)
+    if not (abs(losses["loss"]) < float("inf") and norm < float("inf")):
         raise XtkError(
-            f"the loss is {total_loss}, the norm of its gradient {norm}",
+            f"the loss is {losses['loss']}, the norm of its gradient {norm}",
             where=str(run.output),
             hint="a smaller --learning-rate, a longer --warmup-ratio, --mixed-precision no; checkpoints are kept",
         )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {"loss": total_loss, **losses}, norm
+    return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
+
+
+def _pass(
+    run: Run, model: nn.Module, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
+) -> list[float]:
+    """Take the micro-batches through the model; return each term's sum over its items, over all processes.
+
+    Without `backward` nothing is kept, and the random numbers (of dropout) are left for the pass that comes after.
+    """
+    accelerator = run.accelerator
+    device = accelerator.device
+    sums = torch.zeros(len(scales), device=device, dtype=torch.float64)
+    devices = [device] if device.type == "cuda" else []
+    with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
+        for number, batch in enumerate(micro_batches):
+            last = number + 1 == len(micro_batches)
+            terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
+            with contextlib.nullcontext() if last else accelerator.no_sync(model):
+                total, parts = model(
+                    torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.places).to(device), terms
+                )
+                if backward:
+                    # Gradients are averaged over processes, and the scales are already those of the whole step.
+                    accelerator.backward(total * accelerator.num_processes)
+            sums += parts.double()
+    reduced: list[float] = accelerator.reduce(sums, "sum").tolist()
+    return reduced
 
 
 def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
@@ -225,11 +242,14 @@ class _Meter:
     Args:
         accelerator: Accelerate's.
         tokens: that the run took before this process went on with it.
+        teachers: how metrics call them.
     """
 
-    def __init__(self, accelerator: Any, tokens: int) -> None:
+    def __init__(self, accelerator: Any, tokens: int, teachers: Sequence[str]) -> None:
         self._accelerator = accelerator
-        self._tokens = self._unaligned = self._rows = self._silent = 0
+        self._tokens = self._silent = 0
+        self._unaligned = np.zeros((len(teachers), 2))
+        self._teachers = teachers
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
         self.rate = 0.0
@@ -237,7 +257,6 @@ class _Meter:
     def count(self, batches: list[MicroBatch]) -> None:
         """Count what a step took."""
         self._tokens += sum(batch.tokens for batch in batches)
-        self._rows += sum(len(batch.places) for batch in batches)
         self._unaligned += sum(batch.unaligned for batch in batches)
         self._silent += sum(batch.silent for batch in batches)
 
@@ -255,12 +274,13 @@ class _Meter:
 
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
-        counts = torch.tensor([self._tokens, self._rows, self._unaligned, self._silent], dtype=torch.float64)
-        tokens, rows, unaligned, silent = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
+        counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
+        tokens, silent, *unaligned = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
         now = time.monotonic()
         self.rate = tokens / max(now - self._since, 1e-9)
         self._all_tokens += int(tokens)
-        self._tokens = self._rows = self._unaligned = 0
+        self._tokens = 0
+        self._unaligned[:] = 0
         self._since = now
         if silent:
             terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
@@ -268,5 +288,8 @@ class _Meter:
             "tokens": self._all_tokens,
             "tokens_per_second": round(self.rate, 1),
             "seconds": round(now - self._begun, 3),
-            "unaligned": round(unaligned / max(rows, 1), 6),
+            **{
+                metric("unaligned", name, self._teachers): round(missed / max(rows, 1), 6)
+                for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)
+            },
         }

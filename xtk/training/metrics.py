@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+
+def metric(name: str, teacher: str, teachers: Sequence[str]) -> str:
+    """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
+    return name if len(teachers) == 1 else f"{name}/{teacher}"
 
 
 class MetricsFile:

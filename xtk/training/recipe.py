@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from xtk.tokens.document import Document
 
 SCHEDULES = ("cosine", "linear", "constant")
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
+BALANCES = ("none", "ce")
+COMBINING = ("teachers", "teacher_weights", "balance")
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class Recipe:
         gradient_checkpointing: recompute activations instead of keeping them.
         long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
         seed: of the order of documents and of dropout.
+        teachers: how several of them teach together: a key of `TEACHERS`.
+        teacher_weights: numbers, or where weights come from; "": equal ones.
+        balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
     """
 
     losses: tuple[LossSpecification, ...]
@@ -49,12 +54,17 @@ class Recipe:
     long_documents: str = "refuse"
     max_length: int | None = None
     seed: int = 42
+    teachers: str = "sum"
+    teacher_weights: str = ""
+    balance: str = "none"
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
             raise unknown("schedule", self.lr_scheduler_type, SCHEDULES)
         if self.mixed_precision not in ("no", "bf16"):
             raise unknown("precision", self.mixed_precision, ("no", "bf16"))
+        if self.balance not in BALANCES:
+            raise unknown("balance", self.balance, BALANCES)
         if self.long_documents not in LONG_DOCUMENTS:
             raise unknown("way with long documents", self.long_documents, LONG_DOCUMENTS)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -101,6 +111,9 @@ class Recipe:
     def identity(self, processes: int) -> dict[str, Any]:
         """Return what makes two runs the same, however many processes share the work."""
         content = asdict(self)
+        for one in fields(self):
+            if one.name in COMBINING and content[one.name] == one.default:  # runs of those who did not know of them
+                del content[one.name]
         content["losses"] = [str(loss) for loss in self.losses]
         content["documents_per_step"] = self.documents_per_step(processes)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"):
@@ -135,14 +148,14 @@ class Places:
 
     Attributes:
         student: a local model folder.
-        cache: a teacher cache, a folder or a URL; or plain data, for losses that need no teacher.
-        projection: a projection file, or None: built for losses that need one.
+        caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
+        projections: projection files; those that losses need beside them are built.
         output: the run's folder.
         columns: names of the columns of plain data.
     """
 
     student: Path
-    cache: str
-    projection: Path | None
+    caches: tuple[str, ...]
+    projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,84 @@
+"""Optimisation steps of which loss and gradient are looked at, and nothing is moved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from xtk.losses import parse_losses
+from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import Order
+from xtk.training.distill import Inputs, open_inputs
+from xtk.training.loop import Run, Student, _micro_batches, _step
+from xtk.training.recipe import Places, Recipe, Reporting
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient of each step, and moves nothing."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.names = [name for name, _ in model.named_parameters()]
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.steps = 0
+
+    def step(self, closure: object = None) -> None:
+        """Take note."""
+        for name, parameter in zip(self.names, self.param_groups[0]["params"], strict=True):
+            self.gradients[f"{self.steps}.{name}"] = parameter.grad.clone()
+        self.steps += 1
+
+
+def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> Recipe:
+    """Return a recipe that clips nothing."""
+    return Recipe(
+        losses=tuple(parse_losses(losses)),
+        per_device_train_batch_size=batch,
+        max_steps=2,
+        max_grad_norm=1e9,
+        **options,
+    )
+
+
+def inputs_of(student: Path, caches: list[Path], recipe: Recipe, projections: tuple[Path, ...] = ()) -> Inputs:
+    """Open what a recipe reads."""
+    places = Places(student, tuple(map(str, caches)), projections, Path("nowhere"))
+    return open_inputs(places, recipe, Tokenizer(student))
+
+
+def take_steps(
+    accelerator: Accelerator, student: Path, inputs: Inputs, recipe: Recipe, documents: int, steps: int = 2
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Take steps of so many documents; return the gradients by step and parameter, and what was told."""
+    model = load_causal_lm(student)
+    cut = Cut(model)
+    run = Run(
+        accelerator=accelerator,
+        cut=cut,
+        tokenizer=inputs.tokenizer,
+        maker=inputs.maker(256),
+        order=Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
+        recipe=recipe,
+        reporting=Reporting(),
+        steps=steps,
+        output=Path("nowhere"),
+        tokenizer_folder=student,
+    )
+    recorder = Recorder(model)
+    wrapped = accelerator.prepare_model(Student(cut))
+    wrapped.train()
+    made = [_micro_batches(run, step) for step in range(steps)]
+    results = [_step(run, wrapped, recorder, micro_batches) for micro_batches in made]
+    empty = torch.tensor(sum(batch.tokens == 0 for step in made for batch in step))
+    return recorder.gradients, {
+        "losses": [loss for loss, _ in results],
+        "norms": [norm for _, norm in results],
+        "processes": accelerator.num_processes,
+        "passes": len(made[0]),
+        "empty": int(accelerator.reduce(empty, "sum")),
+    }

@@ -1,0 +1,329 @@
+"""Several teachers of one student, documents that do not count alike, and what is chosen where nobody chooses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import material
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from steps import inputs_of, recipe_of, take_steps
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.losses import AUTO, LossSpecification, parse_losses
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.sources import matched
+from xtk.training.teachers import CHOSEN, open_teachers, take_losses
+
+TEXTS = material.sentences(8, seed=11)
+ROUTES = ["teacher", "twin", "twin", "teacher", "twin", "teacher", "teacher", "teacher"]
+WEIGHTS = [1, 2, 1, 0, 3, 1, 2, 1]
+Step = Callable[..., tuple[dict[str, torch.Tensor], dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def folder(run, pair, tmp_path_factory) -> Path:
+    """Caches of three teachers: `teacher` and `other` have one tokenizer, `alike` has the student's; and data."""
+    folder = tmp_path_factory.mktemp("teachers")
+    other, alike = material.make_teacher(folder / "other", seed=5), material.make_student(folder / "alike", seed=7)
+    material.write_jsonl(folder / "plain.jsonl", TEXTS)
+    material.write_jsonl(folder / "turned.jsonl", TEXTS[::-1])
+    material.write_jsonl(folder / "listed.jsonl", np.repeat(TEXTS, WEIGHTS).tolist())
+    lines = [
+        {"text": text, "by": by, "quality": weight} for text, by, weight in zip(TEXTS, ROUTES, WEIGHTS, strict=True)
+    ]
+    for name, kept in {"columns": lines, "head": lines[:5], "tail": lines[5:]}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    exact = ("--top-k", 12, "--precision", "float32", "-q")
+    draws = ("--support", "top-k+sample", "--top-k", 4, "--precision", "float32", "-q")
+    wanted: dict[str, tuple[Any, ...]] = {
+        "teacher": (pair.teacher, "plain.jsonl", *exact),
+        "other": (other, "turned.jsonl", *exact),
+        "alike": (alike, "plain.jsonl", *exact),
+        "drawn": (pair.teacher, "plain.jsonl", *draws),
+        "none": (pair.teacher, "plain.jsonl", "--support", "none", "-q"),
+        "weighted": (pair.teacher, "columns.jsonl", *exact, "--weight-column", "quality"),
+        "listed": (pair.teacher, "listed.jsonl", *exact),
+        "head": (pair.teacher, "head.jsonl", *exact),
+        "tail": (pair.teacher, "tail.jsonl", *exact),
+    }
+    for name, arguments in wanted.items():
+        run("cache-teacher", *arguments, "-o", f"c-{name}", cwd=folder)
+    run("cache-teacher", "--merge", "c-head", "c-tail", "-o", "c-merged", cwd=folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def step(pair, folder) -> Step:
+    """Take one step of all documents; return the gradients and what was told."""
+    accelerator = Accelerator(cpu=True)
+
+    def take(*names: str, losses: tuple[str, ...] = (AUTO,), **options: Any) -> tuple[Any, Any]:
+        recipe = recipe_of(list(losses), **options)
+        inputs = inputs_of(pair.student, [folder / f"c-{name}" for name in names], recipe)
+        gradients, told = take_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
+        return gradients, told["losses"][0]
+
+    return take
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[name], gradient, rtol=tolerance, atol=tolerance * scale)
+
+
+def sum_of(*parts: tuple[float, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: sum(weight * gradients[name] for weight, gradients in parts) for name in parts[0][1]}
+
+
+# --- together
+
+
+def test_of_two_teachers_the_one_with_all_the_weight_teaches_alone(step):
+    losses = ("ce:weight=0.5", "byte-kl")
+    alone, told = step("teacher", losses=losses)
+    both, told_of_both = step("teacher", "alike", losses=losses, teacher_weights="1,0")
+    assert_same(both, alone)
+    assert told_of_both["byte-kl/teacher"] == pytest.approx(told["byte-kl"])
+    assert told_of_both["loss"] == pytest.approx(told["loss"])
+
+
+def test_two_equal_teachers_are_one_whatever_their_weights(step):
+    alone, told = step("teacher")
+    for weights in ("", "0.3,0.7", "ce:alpha=5", "entropy:alpha=2,per=span", "max-probability:per=batch"):
+        both, told_of_both = step("teacher", "teacher", teacher_weights=weights)
+        assert_same(both, alone)
+        assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-5)
+        assert told_of_both["kd"] == pytest.approx(told["loss"], rel=1e-5)
+        if weights[:1].isalpha():
+            assert told_of_both["weight/teacher-1"] == pytest.approx(0.5)
+    assert_same(step("teacher", "teacher", teachers="select")[0], alone)
+
+
+def test_a_sum_is_the_weighted_sum_of_its_teachers_each_with_its_own_loss(step):
+    both, told = step("teacher", "alike", losses=("byte-kl:weight=2", "forward-kl"), teacher_weights="3,1")
+    across, _ = step("teacher", losses=("byte-kl:weight=2",))
+    within, _ = step("alike", losses=("byte-kl:weight=2", "forward-kl"))
+    assert_same(both, sum_of((0.75, across), (0.25, within)))
+    assert {"byte-kl/teacher", "byte-kl/alike", "forward-kl/alike"} <= set(told)
+    assert "forward-kl/teacher" not in told
+    expected = 2 * 0.75 * told["byte-kl/teacher"] + 0.25 * (2 * told["byte-kl/alike"] + told["forward-kl/alike"])
+    assert told["loss"] == told["kd"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["teacher", "drawn"])
+def test_a_mixture_of_one_teacher_with_itself_is_that_teacher(step, name):
+    alone, told = step(name)
+    both, told_of_both = step(name, name, teachers="mixture", teacher_weights="0.3,0.7")
+    assert_same(both, alone)
+    assert told_of_both["byte-kl"] == pytest.approx(told["byte-kl"], rel=1e-5)
+
+
+def test_a_mixture_of_two_is_less_than_their_sum(step):
+    """A divergence is convex in the teacher, and coarser cells make it no larger."""
+    _, mixed = step("teacher", "other", teachers="mixture", losses=("boundary-kl",))
+    _, summed = step("teacher", "other", losses=("boundary-kl",))
+    assert 0 < mixed["loss"] < summed["loss"]
+
+
+def test_weights_of_a_document_add_up_and_select_gives_all_to_one(step, pair, folder):
+    _, told = step("teacher", "other", teacher_weights="ce:alpha=3")
+    assert told["weight/teacher"] + told["weight/other"] == pytest.approx(1)
+    rows = matched([TeacherCache(folder / f"c-{name}") for name in ("teacher", "other")])
+    likely = []
+    for number in range(len(TEXTS)):
+        said = [
+            TeacherCache(folder / f"c-{name}").row(int(row)).signal.realised_logprobs.sum()
+            for name, row in zip(("teacher", "other"), rows[:, number], strict=True)
+        ]
+        likely.append(int(said[1] > said[0]))
+    tokenizer = Tokenizer(pair.student)
+    sizes = [len(ids.ids) + 1 for ids in tokenizer.encode(TEXTS)]
+    _, told = step("teacher", "other", teachers="select")
+    assert told["weight/other"] == pytest.approx(np.average(likely, weights=sizes), abs=1e-9)
+
+
+# --- one teacher a document
+
+
+def test_caches_of_one_teacher_over_two_halves_are_its_cache_over_both(step):
+    whole, told = step("merged")
+    halves, told_of_both = step("head", "tail", teachers="route")
+    assert_same(halves, whole)
+    assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-6)
+    assert_same(step("head", "tail", teachers="route", losses=("byte-kl",))[0], step("merged", losses=("byte-kl",))[0])
+
+
+def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, folder):
+    twin = material.make_teacher(folder / "twin")  # the same model, of another name
+    exact = ("--top-k", 12, "--precision", "float32", "--route-column", "by", "-q")
+    run("cache-teacher", pair.teacher, "columns.jsonl", *exact, "-o", "c-routed", cwd=folder)
+    run("cache-teacher", twin, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
+    assert_same(step("routed", "twin", teachers="route")[0], step("teacher")[0])
+    with pytest.raises(XtkError, match="names the teacher 'twin'"):
+        step("routed", "other", teachers="route")
+
+
+def test_a_document_in_several_caches_needs_a_route(step):
+    with pytest.raises(XtkError, match="a document that names no teacher is in several caches"):
+        step("teacher", "other", teachers="route")
+
+
+# --- which document is which
+
+
+def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path, run, pair):
+    caches = [TeacherCache(folder / f"c-{name}") for name in ("teacher", "other", "alike")]
+    rows = matched(caches)
+    for number in range(len(TEXTS)):
+        read = [cache.row(int(row)).document.text for cache, row in zip(caches, rows[:, number], strict=True)]
+        assert read == [TEXTS[number]] * 3
+    twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]]
+    for name, texts in (("one", twice), ("two", twice[::-1])):
+        material.write_jsonl(tmp_path / f"{name}.jsonl", texts)
+        run("cache-teacher", pair.teacher, f"{name}.jsonl", "--support", "none", "-q", "-o", name, cwd=tmp_path)
+    assert matched([TeacherCache(tmp_path / name) for name in ("one", "two")]).tolist() == [[0, 1, 2, 3], [0, 2, 1, 3]]
+
+
+def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
+    with pytest.raises(XtkError) as told:
+        step("teacher", "head")
+    assert told.value.what == "3 of 8 documents of one cache are missing in another"
+    assert repr(TEXTS[5][:40]) in told.value.where
+    assert "route" in told.value.hint
+    with pytest.raises(XtkError, match="has the weight 2 in one cache and 1 in another"):
+        step("weighted", "teacher")
+
+
+def test_teachers_of_other_tokenizers_are_not_mixed(step):
+    with pytest.raises(XtkError, match="teachers with different tokenizers cannot be mixed"):
+        step("teacher", "alike", teachers="mixture")
+
+
+# --- documents that count more
+
+
+def test_a_cached_document_of_weight_w_counts_w_times(step, folder):
+    losses = ("ce", "byte-kl", "p-kl")
+    weighted, told = step("weighted", losses=losses)
+    listed, told_of_listed = step("listed", losses=losses)
+    assert_same(weighted, listed)
+    assert told == pytest.approx(told_of_listed, rel=1e-6)
+    sources = {name: TeacherCache(folder / f"c-{name}") for name in ("weighted", "teacher")}
+    assert sources["weighted"].weights().tolist() == WEIGHTS
+    assert sources["teacher"].weights().tolist() == [1] * 8
+    assert [row.document.weight for row in sources["weighted"]] == WEIGHTS
+
+
+# --- balance
+
+
+def test_balance_brings_teachers_to_the_size_of_ce_and_leaves_ce_alone(step):
+    for names, options in ((("teacher",), {}), (("teacher", "other"), {"teacher_weights": "ce:alpha=2"})):
+        losses = ("ce:weight=0.5", "byte-kl:weight=2")
+        ce, _ = step(*names, losses=("ce:weight=0.5",))
+        kd, _ = step(*names, losses=("byte-kl:weight=2",), **options)
+        found, told = step(*names, losses=losses, balance="ce", **options)
+        distilled = sum(value for name, value in told.items() if name.startswith("byte-kl"))
+        assert told["balance"] == pytest.approx(told["ce"] / distilled)
+        assert told["loss"] == pytest.approx(0.5 * told["ce"] + 2 * told["ce"])
+        assert_same(found, sum_of((1, ce), (told["balance"], kd)))
+
+
+def test_there_is_nothing_to_balance_without_ce(step):
+    with pytest.raises(XtkError, match="--balance ce"):
+        step("teacher", losses=("byte-kl",), balance="ce")
+
+
+# --- what is chosen
+
+
+@pytest.fixture(scope="module")
+def teachers(pair, folder):
+    def opened(*names: str) -> Any:
+        return open_teachers([str(folder / f"c-{name}") for name in names], [], Tokenizer(pair.student))
+
+    return opened
+
+
+def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
+    chosen = {name: teachers(name)[0].chosen() for name in ("teacher", "alike", "none")}
+    assert chosen["teacher"][0] == CHOSEN["bytes"]
+    assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
+    assert chosen["alike"] == (CHOSEN["tokens"], "alike has the student's own tokenizer")
+    assert chosen["none"][0] == CHOSEN["realised"] == ["alm"]
+
+
+def names_of(taken: Any) -> list[tuple[str, int | None]]:
+    return [(one.loss.name, one.teacher) for one in taken]
+
+
+def test_auto_takes_for_each_teacher_what_suits_it_beside_what_is_named(teachers):
+    both = teachers("teacher", "alike")
+    taken, told = take_losses(parse_losses([AUTO, "ce:weight=0.5"]), both)
+    assert sorted(names_of(taken), key=str) == [("byte-kl", 0), ("ce", None), ("forward-kl", 1)]
+    assert [one.loss.weight for one in taken if one.teacher is None] == [0.5]
+    assert told.count("; ") == 1
+    assert names_of(take_losses(parse_losses(["byte-kl", "forward-kl"]), both)[0]) == [
+        ("byte-kl", 0),
+        ("byte-kl", 1),
+        ("forward-kl", 1),
+    ]
+
+
+def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused(teachers):
+    with pytest.raises(XtkError, match="forward-kl is for a teacher with the student's own tokenizer"):
+        take_losses([LossSpecification("forward-kl")], teachers("teacher", "other"))
+    with pytest.raises(XtkError, match="none of the losses fits the teacher teacher"):
+        take_losses([LossSpecification("forward-kl")], teachers("teacher", "alike"))
+    with pytest.raises(XtkError, match="the loss auto has no options"):
+        parse_losses(["auto:weight=2"])
+
+
+# --- the command
+
+
+def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, tmp_path):
+    done = run(
+        "distill", pair.student, folder / "c-teacher", folder / "c-alike", "--teacher-weights", "entropy:per=span",
+        "--max-steps", 2, "--logging-steps", 1, "--balance", "ce", "--loss", "auto", "--loss", "ce", "-o", "out",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert "distill: --loss auto takes byte-kl, for teacher has another tokenizer" in done.stderr
+    assert "; " in done.stderr
+    metrics = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
+    expected = {"ce", "byte-kl/teacher", "forward-kl/alike", "kd", "balance", "weight/teacher", "weight/alike"}
+    assert expected | {"unaligned/teacher", "unaligned/alike"} <= set(metrics)
+    assert all(math.isfinite(value) for value in metrics.values())
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    assert recipe["losses"] == ["ce", "byte-kl of teacher", "forward-kl of alike"]
+    assert recipe["teacher_weights"] == "entropy:per=span"
+    assert len(recipe["inputs"]["caches"]) == 2
+
+
+def test_plain_data_has_weights_too(run, pair, folder, tmp_path):
+    lines = [{"text": TEXTS[0], "quality": 2}, {"text": TEXTS[1], "quality": 1}, {"text": TEXTS[2], "quality": 0}]
+    (tmp_path / "weighted.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    material.write_jsonl(tmp_path / "listed.jsonl", [TEXTS[0], TEXTS[0], TEXTS[1]])
+    options = ("--loss", "ce", "--max-steps", 1, "--logging-steps", 1)
+    done = run("distill", pair.student, "weighted.jsonl", "--weight-column", "quality", *options,
+               "--per-device-train-batch-size", 2, "-o", "one", cwd=tmp_path)  # fmt: skip
+    assert "1 of 3 documents have the weight 0 and are left out" in done.stderr
+    run(
+        "distill", pair.student, "listed.jsonl", *options, "--per-device-train-batch-size", 3, "-o", "two", cwd=tmp_path
+    )
+    one, two = (json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("one", "two"))
+    for name in ("loss", "gradient_norm"):
+        assert one[name] == pytest.approx(two[name], rel=1e-5)
+    refused = run("distill", pair.student, folder / "c-teacher", "--weight-column", "quality", "-o", "three",
+                  cwd=tmp_path, code=1)  # fmt: skip
+    assert "xtk cache-teacher ... --weight-column quality" in refused.stderr

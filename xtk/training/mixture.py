@@ -1,0 +1,60 @@
+"""Several teachers as one: their probabilities mixed, position by position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.tokens.signal import Signal
+
+
+def mix(signals: Sequence[Signal], weights: Sequence[float]) -> Signal:
+    """Mix what teachers with one tokenizer said of the same tokens: `sum w_k t_k`.
+
+    An id is kept where every teacher tells of it: it is among its entries, or nothing is left for its tail. All else is
+    the tail, on which the mixture is exact too: it is the mixture of coarsenings to the same cells. Draws have no tail,
+    so an id that one of them names is kept, and counts as 0 where another did not draw it: the estimate of a mixture
+    is the mixture of the estimates, and has no bias if they have none.
+
+    Args:
+        signals: with equally many positions.
+        weights: not negative, of sum 1.
+
+    Returns:
+        The mixture, at the positions of the first. Ids rise; `entropy` is the mean of the entropies, a lower bound.
+    """
+    size = len(signals[0])
+    shares = np.asarray(weights, np.float64)
+    named, entries = np.unique(np.concatenate([_keys(signal) for signal in signals]), return_inverse=True)
+    by_teacher = np.repeat(np.arange(len(signals)), [len(signal.ids) for signal in signals])
+    mass = np.concatenate([np.exp(signal.logprobs.astype(np.float64)) for signal in signals]) * shares[by_teacher]
+    tails = np.array([signal.tail_mass for signal in signals], np.float64)
+    positions = named >> 32
+    # Who does not name an id tells of it all the same, if it has no tail.
+    tells = (tails == 0)[:, positions]
+    tells[by_teacher, entries] = True
+    kept = tells.all(axis=0)
+    probs = np.bincount(entries, mass, minlength=len(named))
+    left = np.bincount(positions[~kept], probs[~kept], minlength=size)
+    with np.errstate(divide="ignore"):
+        logprobs = np.log(probs[kept])
+        realised = np.log(shares @ np.exp(np.array([signal.realised_logprobs for signal in signals], np.float64)))
+    counts = np.bincount(positions[kept], minlength=size)
+    return Signal(
+        positions=signals[0].positions,
+        offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
+        ids=(named[kept] & 0xFFFFFFFF).astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        tail_mass=(shares @ tails + left).astype(np.float32),
+        realised_logprobs=realised.astype(np.float32),
+        entropy=(shares @ np.array([signal.entropy for signal in signals], np.float64)).astype(np.float32),
+    )
+
+
+def _keys(signal: Signal) -> NDArray[np.int64]:
+    """Return int64 [E], a number for each pair of a position and an id."""
+    owners = np.repeat(np.arange(len(signal), dtype=np.int64), np.diff(signal.offsets))
+    keys: NDArray[np.int64] = owners << 32 | signal.ids
+    return keys

@@ -1,0 +1,235 @@
+"""The teachers of a run, and the losses that each of them takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.projection_file import read_projection
+from xtk.artifacts.projection_store import next_bytes_for, projection_for
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import Mismatch, XtkError
+from xtk.lookup import lookup
+from xtk.losses import AUTO, LOSSES, LossSpecification, parse_losses
+from xtk.losses.cells import Ground
+from xtk.projection.build import identity
+from xtk.projection.projection import SIDE, Projection, named
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import Loss
+
+METHOD = "multitoken"  # of projections that nobody named
+
+# What `--loss auto` takes, by what a cache and its tokenizer allow: the losses of a run in which nobody names one.
+CHOSEN = {
+    "text": ["ce"],
+    "tokens": ["ce", "forward-kl"],
+    "bytes": ["byte-kl"],
+    "projection": ["ce", "p-kl"],
+    "realised": ["alm"],
+}
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """One teacher of a student: its cache, and how the two tokenizers meet.
+
+    Attributes:
+        name: how metrics and routes call it.
+        place: where its cache lies.
+        cache: what it said.
+        student: the student's tokenizer.
+        named_projection: the projection that the user named for it, if any, and its path.
+    """
+
+    name: str
+    place: str
+    cache: TeacherCache
+    student: Tokenizer
+    named_projection: tuple[Path, Projection] | None = None
+    _grounds: dict[str, Ground] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What its cache tells of it."""
+        return dict(self.cache.header["teacher"])
+
+    @property
+    def support(self) -> str:
+        """Which tokens its cache holds."""
+        return str(self.cache.header["options"].get("support"))
+
+    @property
+    def has_students_tokenizer(self) -> bool:
+        """Whether it reads as the student does."""
+        return bool(self.identity["tokenizer"] == self.student.fingerprint)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer, from its cache."""
+        return self.cache.teacher
+
+    @cached_property
+    def projection(self) -> Projection:
+        """The projection that was named, or else one that is built."""
+        if self.named_projection is not None:
+            return self.named_projection[1]
+        return projection_for(self.student, self.tokenizer, METHOD)
+
+    def refusal(self, loss: LossSpecification) -> XtkError | None:
+        """Return why a loss cannot learn from it; None if it can."""
+        rule: type[Loss] = lookup(LOSSES, loss.name, "loss")
+        if rule.ground == "tokens" and not self.has_students_tokenizer:
+            return Mismatch(
+                f"the loss {loss.name} is for a teacher with the student's own tokenizer",
+                where=f"{self.student.name} has {self.student.fingerprint[:15]}; "
+                f"the cache {self.place} is from {_short(self.identity)}",
+                hint="--loss byte-kl, p-kl or boundary-kl",
+            )
+        if "sample" in self.support and rule.ground != "text" and not loss.divergence().linear:
+            return XtkError(
+                f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
+                where=f"{self.place} has the support {self.support}",
+                hint="a cache with --support top-k, or the divergence forward-kl",
+            )
+        return None
+
+    def ground(self, kind: str) -> Ground:
+        """Return what a loss stands on, a key of `GROUNDS`; each is made once."""
+        if kind not in self._grounds:
+            self._grounds[kind] = self._made(kind)
+        return self._grounds[kind]
+
+    def _made(self, kind: str) -> Ground:
+        width = int(self.identity["width"])
+        if kind == "text":
+            return None
+        if kind == "bytes":
+            return next_bytes_for(self.student, self.tokenizer)
+        if kind == "tokens":
+            return Projection.identity(len(self.student)).columns.widened(width)
+        return self.projection.columns.widened(width)
+
+    def chosen(self) -> tuple[list[str], str]:
+        """Return what `--loss auto` takes, and why."""
+        if self.support == "none":
+            return CHOSEN["realised"], f"the cache of {self.name} holds the tokens of the text alone"
+        if self.named_projection is not None:
+            return CHOSEN["projection"], f"a projection to {self.name} is named"
+        if self.has_students_tokenizer:
+            return CHOSEN["tokens"], f"{self.name} has the student's own tokenizer"
+        own, theirs = (set(side.vocabulary.spellings) for side in (self.student, self.tokenizer))
+        share = len(own & theirs) / len(own)
+        return CHOSEN["bytes"], f"{self.name} has another tokenizer, with {share:.0%} of the student's tokens"
+
+
+def open_teachers(places: Sequence[str], projections: Sequence[Path], student: Tokenizer) -> list[Teacher]:
+    """Open the caches of a run, and deal the projections to the teachers that they were built for.
+
+    Raises:
+        XtkError: one of them cannot be read, or a projection belongs to no teacher.
+    """
+    caches = [TeacherCache(place) for place in places]
+    names = _distinct([str(cache.header["teacher"]["name"]) for cache in caches])
+    teachers = [Teacher(*three, student) for three in zip(names, places, caches, strict=True)]
+    for path in projections:
+        projection = read_projection(path)
+        refusals = [_misfit(path, projection, teacher) for teacher in teachers]
+        if all(refusals):
+            raise next(filter(None, refusals))
+        teachers = [
+            teacher if refusal else Teacher(teacher.name, teacher.place, teacher.cache, student, (path, projection))
+            for teacher, refusal in zip(teachers, refusals, strict=True)
+        ]
+    return teachers
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Return names with a number behind those that come more than once: name-1, name-2."""
+    return [
+        name if names.count(name) == 1 else f"{name}-{names[: at + 1].count(name)}" for at, name in enumerate(names)
+    ]
+
+
+def _misfit(path: Path, projection: Projection, teacher: Teacher) -> Mismatch | None:
+    """Say why a projection is of another pair. Chat templates may differ: no projection depends on them."""
+    hint = "xtk build-projection STUDENT TEACHER -o ..., with this student and the teacher of this cache"
+    built_for, student = projection.header["student"], identity(teacher.student)
+    if any(built_for.get(key) != student[key] for key in SIDE):
+        return Mismatch(
+            "this projection was built for another student",
+            where=f"{path} is for {named(built_for)}; {teacher.student.name} has {named(student)}",
+            hint=hint,
+        )
+    built_for = projection.header["teacher"]
+    # A cache need not tell the roles; its width is no matter, padded rows are reached by nothing.
+    if any(built_for.get(key) != teacher.identity[key] for key in ("tokenizer", "roles") if key in teacher.identity):
+        return Mismatch(
+            "this projection was built for another teacher",
+            where=f"{path} is for {named(built_for)}; the cache {teacher.place} is from {_short(teacher.identity)}",
+            hint=hint,
+        )
+    return None
+
+
+def _short(side: dict[str, Any]) -> str:
+    return f"{str(side['tokenizer'])[:15]} ({side['name']})"
+
+
+# Which losses.
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A loss, and the teacher whose word it is about; None of one on the student alone.
+
+    Attributes:
+        auto: nobody named it.
+    """
+
+    loss: LossSpecification
+    teacher: int | None
+    auto: bool = False
+
+    @property
+    def rule(self) -> Loss:
+        """What makes its cells."""
+        made: Loss = lookup(LOSSES, self.loss.name, "loss")()
+        return made
+
+
+def take_losses(asked: Sequence[LossSpecification], teachers: Sequence[Teacher]) -> tuple[list[Taken], str]:
+    """Deal the losses of a run to its teachers: each to all that it fits.
+
+    Returns:
+        The losses, and what `--loss auto` took and why; "" where nobody asked for it.
+
+    Raises:
+        XtkError: a loss fits no teacher, or no loss fits a teacher.
+    """
+    taken = [one for loss in asked if loss.name != AUTO for one in _taken(loss, teachers)]
+    if all(loss.name != AUTO for loss in asked):
+        idle = set(range(len(teachers))) - {one.teacher for one in taken}
+        if idle and any(one.teacher is not None for one in taken):
+            name = teachers[min(idle)].name
+            raise XtkError(f"none of the losses fits the teacher {name}", hint="--loss auto, or --loss byte-kl beside")
+        return taken, ""
+    reasons = [teacher.chosen() for teacher in teachers] or [(CHOSEN["text"], "there is no teacher")]
+    for number, (names, _) in enumerate(reasons):
+        for loss in parse_losses(names):
+            about = None if lookup(LOSSES, loss.name, "loss").ground == "text" else number
+            if (loss.name, about) not in [(one.loss.name, one.teacher) for one in taken]:
+                taken.append(Taken(loss, about, auto=True))
+    taken.sort(key=lambda one: one.teacher is not None)
+    return taken, "; ".join(f"{' and '.join(names)}, for {why}" for names, why in reasons)
+
+
+def _taken(loss: LossSpecification, teachers: Sequence[Teacher]) -> list[Taken]:
+    if lookup(LOSSES, loss.name, "loss").ground == "text":
+        return [Taken(loss, None)]
+    refusals = [teacher.refusal(loss) for teacher in teachers]
+    if all(refusals):
+        raise next(filter(None, refusals))
+    return [Taken(loss, number) for number, refusal in enumerate(refusals) if refusal is None]

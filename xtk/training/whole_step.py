@@ -1,0 +1,108 @@
+"""What is known of a step over all processes and micro-batches: denominators, weights of teachers, means."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from xtk.training.batches import MicroBatch, Objective
+from xtk.training.combining import Weighing
+
+
+class WholeStep:
+    """Adds up the micro-batches of a step before the first of them is computed; every process has to make one.
+
+    Args:
+        objectives: the terms of the sum.
+        weighing: how weights of teachers come from what they say; None: they do not.
+        names: of the teachers.
+        micro_batches: of this process.
+        accelerator: Accelerate's, which knows the others.
+    """
+
+    def __init__(
+        self,
+        objectives: Sequence[Objective],
+        weighing: Weighing | None,
+        names: Sequence[str],
+        micro_batches: Sequence[MicroBatch],
+        accelerator: Any,
+    ) -> None:
+        self._objectives, self._names = objectives, names
+        told = [
+            np.concatenate(
+                [[batch.rows], [term.count for term in batch.terms], batch.shares, batch.tallies.reshape(-1)]
+            )
+            for batch in micro_batches
+        ]
+        summed = torch.from_numpy(np.sum(told, axis=0)).to(accelerator.device)
+        rows, *rest = accelerator.reduce(summed, "sum").tolist()
+        counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
+        teachers = len(others) // 4
+        shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
+        of_step = weighing is not None and weighing.per == "batch" and teachers > 0
+        if weighing is not None and of_step:
+            shares = weighing.shares(tallies[:, None])[:, 0]
+        self.teachers = None if weighing is None else shares
+        self._counts = np.array([_pooled(objective, objectives, counts) for objective in objectives])
+        self._weights = np.array(
+            [objective.weight * (shares[objective.teacher] if of_step and objective.distils else objective.share)
+             for objective in objectives]
+        )  # fmt: skip
+        self._distils = np.array([objective.distils for objective in objectives], np.bool_)
+
+    def scales(self, balance: float = 1.0) -> list[float]:
+        """Return what the items of each term are multiplied with.
+
+        Args:
+            balance: a factor of all that is about teachers.
+        """
+        scales: list[float] = (self._weights * np.where(self._distils, balance, 1.0) / self._counts).tolist()
+        return scales
+
+    def balance(self, sums: Sequence[float]) -> float:
+        """Return the factor with which what is about teachers, weights aside, is as large as cross-entropy.
+
+        Args:
+            sums: [terms], over items.
+        """
+        means = np.array(sums) / self._counts
+        (ce,) = means[~self._distils]
+        distilling = [objective for objective in self._objectives if objective.distils]
+        shares = {objective.teacher: objective.share for objective in distilling}
+        weight = sum(objective.weight * objective.share for objective in distilling) / sum(shares.values())
+        distilled = float((means * self._weights)[self._distils].sum())
+        return float(ce) * weight / distilled if distilled > 0 else 1.0
+
+    def losses(self, sums: Sequence[float], balance: float) -> dict[str, float]:
+        """Return the total, the mean of each term, and that of the weights of teachers.
+
+        Args:
+            sums: [terms], over items.
+            balance: of the step.
+        """
+        means = np.array(sums) / self._counts
+        weighted = means * self._weights
+        names = [objective.name for objective in self._objectives]
+        told = {
+            "loss": float((weighted * np.where(self._distils, balance, 1.0)).sum()),
+            **dict(zip(names, means.tolist(), strict=True)),
+        }
+        if self._distils.sum() > 1:
+            told["kd"] = float(weighted[self._distils].sum())
+        if self.teachers is not None:
+            told |= {f"weight/{name}": float(share) for name, share in zip(self._names, self.teachers, strict=True)}
+        return told
+
+
+def _pooled(objective: Objective, objectives: Sequence[Objective], counts: np.ndarray) -> float:
+    """Return what a term is averaged over; 1 where there is nothing to average."""
+    same = [
+        count
+        for other, count in zip(objectives, counts.tolist(), strict=True)
+        if other is objective or (objective.pool and other.pool == objective.pool)
+    ]
+    return float(sum(same)) or 1.0
