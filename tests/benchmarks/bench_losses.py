@@ -21,7 +21,7 @@ from xtk.losses import LOSSES
 from xtk.losses.byte_kernels import beginning
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, fused_loss
-from xtk.models.head import rows_in_a_chunk
+from xtk.models.head import Head, rows_in_a_chunk
 from xtk.projection.build import build_projection
 from xtk.projection.next_bytes import NextBytes, Side, next_bytes
 from xtk.projection.projection import Projection
@@ -92,13 +92,13 @@ def main() -> None:
         torch.manual_seed(0)
         states = torch.randn(len(what.rows), H, requires_grad=True)
         weight = (torch.randn(width, H) / 16).requires_grad_()
-        chunk = rows_in_a_chunk(width, torch.device("cpu"))
+        chunk = rows_in_a_chunk(width)
 
         def step(
             states: torch.Tensor = states, weight: torch.Tensor = weight, term: Term = term, chunk: int = chunk
         ) -> None:
             states.grad = weight.grad = None
-            fused_loss(states, weight, None, [term], chunk)[0].backward()
+            fused_loss(states, Head(weight), [term], chunk)[0].backward()
 
         kilo = len(what.rows) / 1000
         size = f"{made[-1].items} items, {len(made[-1].rows)} entries of {len(what.rows)} tokens"

@@ -33,6 +33,7 @@ from xtk.losses import LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, chunk_starts, fused_loss
 from xtk.losses.kernels import fill_cells
+from xtk.models.head import Head
 from xtk.projection.next_bytes import NextBytes, side_of
 from xtk.projection.projection import Columns, Projection
 from xtk.tokens.signal import Signal
@@ -82,7 +83,7 @@ def fused(
     """The total, each term's sum, and the gradients of states, head and bias."""
     inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
     terms = [Term.of(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
-    total, sums = fused_loss(*inputs, terms, chunk)
+    total, sums = fused_loss(inputs[0], Head(*inputs[1:]), terms, chunk)
     total.backward()
     return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
 
@@ -277,7 +278,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
     cells = cells_of(name, case)
     _, _, once = fused(case, [cells], [1.0])
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(*inputs, [Term.of(cells).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [Term.of(cells).to(CPU, 1.0)], 3)
     (-2.5 * total).backward()
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
 
@@ -287,7 +288,7 @@ def test_gradients_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
     term = Term.of(cells_of(name, case)).to(CPU, 0.7)
     inputs = tuple(leaves(case.states, case.weight, case.bias))
-    assert torch.autograd.gradcheck(lambda *tensors: fused_loss(*tensors, [term], 2)[0], inputs)
+    assert torch.autograd.gradcheck(lambda states, *head: fused_loss(states, Head(*head), [term], 2)[0], inputs)
 
 
 @every_loss
@@ -296,7 +297,7 @@ def test_logits_can_be_given_instead_of_states_and_a_head(name):
     cells = cells_of(name, case)
     logits = (case.states @ case.weight.T).requires_grad_()
     before = logits.detach().clone()
-    found, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 3)
+    found, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 3)
     found.backward()
     assert torch.equal(logits, before)
     total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
@@ -326,7 +327,7 @@ def test_bf16_is_finite_and_near_fp32(name):
 def test_bf16_logits_can_be_given_too(name):
     case = case_for(name, 9, K=6)
     logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, Head(None), [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
     total.backward()
     assert torch.isfinite(total)
     assert logits.grad.dtype == torch.bfloat16
@@ -560,7 +561,7 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
         terms = [Term.of(cells_of(name, case)).to(CPU, 1.0)]
 
         def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
-            fused_loss(states, weight, None, terms, chunk)[0].backward()
+            fused_loss(states, Head(weight), terms, chunk)[0].backward()
 
         with Largest() as watch:
             step()
@@ -619,7 +620,7 @@ def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     logits = torch.zeros(1, 50)
     logits[0, 2] = gap + math.log(49)
     logits.requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
     total.backward()
     rest = math.exp(-gap) / (1 + math.exp(-gap))
     assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)
@@ -695,7 +696,7 @@ def test_a_temperature_divides_both_logits():
     case = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
     for name, (one, two) in {"forward-kl": (other, logits), "reverse-kl": (logits, other)}.items():
         cells = cells_of(name, case, (("temperature", str(tau)),))
-        total, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 4)
+        total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
         p, q = torch.softmax(one / tau, 1), torch.softmax(two / tau, 1)
         assert float(total) == pytest.approx(tau**2 * float((p * (p / q).log()).sum()), rel=1e-5)
 
