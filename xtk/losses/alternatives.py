@@ -33,6 +33,20 @@ class RunsOfTerm:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("order", "firsts", "stops")}
         return dataclasses.replace(self, **moved)
 
+    def between(self, items: slice, cell_offsets: Tensor, base: int) -> RunsOfTerm:
+        """Return those of some items, whose cells are given, for states whose first row is `base`."""
+        offsets = self.run_offsets[cell_offsets[0] + 2 * items.start : cell_offsets[-1] + 2 * items.stop + 1]
+        runs = slice(int(offsets[0]), int(offsets[-1]))
+        rows = self.rows[items]
+        return RunsOfTerm(
+            rows=torch.where(rows < 0, rows, rows - base),
+            inside=self.inside[items],
+            run_offsets=offsets - runs.start,
+            order=self.order,
+            firsts=self.firsts[runs],
+            stops=self.stops[runs],
+        )
+
     def part(self, items: slice, cell_offsets: Tensor, base: int, rests: Tensor) -> PartOfRuns:
         """Write out the runs of some items.
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.losses import kernels
@@ -78,6 +79,30 @@ class Term:
         runs = None if self.runs is None else self.runs.to(device)
         return dataclasses.replace(self, **moved, runs=runs, scale=scale)
 
+    def between(self, start: int, stop: int, base: int) -> Term:
+        """Return the items whose first row is in `[start, stop)`, for states whose first row is `base`."""
+        low, high = torch.searchsorted(self.first_rows, torch.tensor([start, stop])).tolist()
+        offsets = self.cell_offsets[low : high + 1]
+        cells = slice(int(offsets[0]), int(offsets[-1]))
+        entry_offsets = self.entry_offsets[cells.start : cells.stop + 1]
+        entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
+        return dataclasses.replace(
+            self,
+            cell_offsets=offsets - cells.start,
+            entry_offsets=entry_offsets - entries.start,
+            first_rows=self.first_rows[low:high] - base,
+            row_counts=self.row_counts[low:high],
+            rest_probs=self.rest_probs[low:high],
+            has_rest=self.has_rest[low:high],
+            entry_cells=self.entry_cells[entries] - cells.start,
+            teacher_probs=self.teacher_probs[cells],
+            rows=self.rows[entries] - base,
+            tokens=self.tokens[entries],
+            log_weights=self.log_weights[entries],
+            averaged=self.averaged[entries],
+            runs=None if self.runs is None else self.runs.between(slice(low, high), offsets, base),
+        )
+
     @classmethod
     def of(cls, cells: Cells) -> Term:
         """Work out the structure of cells, on the CPU."""
@@ -118,15 +143,21 @@ class Term:
         )
 
 
-def chunk_starts(rows: int, size: int, terms: Sequence[Term]) -> list[int]:
-    """Return where chunks of about `size` rows begin, so that no item straddles two of them."""
-    if rows == 0:
-        return [0]
+def free_cuts(rows: int, terms: Sequence[Term]) -> NDArray[np.bool_]:
+    """Return [rows + 1], before which rows no item is cut in two."""
     free = np.ones(rows + 1, np.bool_)
     for term in terms:
         several = term.row_counts > 1
         for start, count in zip(term.first_rows[several].tolist(), term.row_counts[several].tolist(), strict=True):
             free[start + 1 : start + count] = False
+    return free
+
+
+def chunk_starts(rows: int, size: int, terms: Sequence[Term]) -> list[int]:
+    """Return where chunks of about `size` rows begin, so that no item straddles two of them."""
+    if rows == 0:
+        return [0]
+    free = free_cuts(rows, terms)
     starts = [0]
     while starts[-1] < rows:
         stop = min(starts[-1] + size, rows)
