@@ -195,9 +195,11 @@ class FusedLoss(torch.autograd.Function):
         if gradients is None:
             bias, *pairs = ctx.saved_tensors
             _, gradients = _run(ctx.head, ctx.terms, ctx.chunk, bias, pairs, ctx.needed)
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.mul_(factor[0])
+        # A head's gradient takes a while to read; on a CPU it can be seen that it stays as it is.
+        if factor.device.type != "cpu" or factor[0] != 1:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor[0])
         return (None, None, None, *gradients)
 
 
