@@ -6,8 +6,8 @@
 GSM8K as the real tokenizers of Llama 3 (student, V = 128,256) and Qwen (teacher) read it; supports of 64 tokens and a
 tail, half of them tokens that begin like the one that stands there. On CUDA if there is one: then N = 8,192, bf16,
 Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in hardware.
-Times are medians, and ratios are of one round each, since all take turns. On a CPU they are seconds of the processor in one
-thread, which other work on the machine moves little.
+Times are medians, and ratios are of one round each, since all take turns. On a CPU they are seconds of the processor in
+one thread, which other work on the machine moves little.
 
 Memory on a CPU is the allocator's trace (every block that torch takes or gives back), of a bf16 head, beyond inputs and
 their gradients. Arithmetic on whole chunks is skipped while it is traced: it does not change who allocates what.

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from typing import Any
 
+import material
 import numpy as np
 import pytest
 import torch
@@ -23,11 +24,13 @@ from transformers import (
     PhiConfig,
 )
 
+from xtk.errors import XtkError
 from xtk.losses.cells import Cells
 from xtk.losses.divergences import ForwardKL, ReverseKL
 from xtk.losses.head import Term, fused_loss
-from xtk.models.causal_lm import Cut
+from xtk.models.causal_lm import Cut, check_rows
 from xtk.models.head import LogitsOfRows
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.loop import Student
 
 V, T = 61, 12
@@ -211,3 +214,15 @@ def test_a_cap_far_beyond_the_logits_still_counts():
     for parameter in model.parameters():
         parameter.data.mul_(0.01)  # logits near 0, where a cap cannot be seen
     assert Cut(model).head.softcap == 40.0
+
+
+@pytest.mark.parametrize("missing", [-7, 0, 1])
+def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_path, missing):
+    tokenizer = Tokenizer(material.make_student_tokenizer(tmp_path))
+    rows = len(tokenizer) - missing
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": rows}))
+    if missing <= 0:
+        check_rows(model, tokenizer)
+        return
+    with pytest.raises(XtkError, match=f"{rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens"):
+        check_rows(model, tokenizer)
