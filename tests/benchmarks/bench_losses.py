@@ -1,27 +1,42 @@
-"""What byte-kl costs beside the other losses: making cells in the loader, and the head, forward and backward.
+"""What the losses take: the loader, the memory of the head, its time beside cross-entropy, a dense W, and TRL.
 
-    python tests/benchmarks/bench_losses.py [ROWS]
+    python tests/benchmarks/bench_losses.py [cells] [memory] [time] [dense] [trl] [--rows N] [--hidden H] [--rounds R]
+        [--losses NAME ...] [--memory-rows N ...] [--dtype float32|bfloat16]
 
-GSM8K as the real tokenizers of Llama 3 (student) and Qwen (teacher) read it; supports of 64 tokens and a tail, half of
-them tokens that begin like the one that stands there. One thread, H = 64, fp32. Times are of 1,000 student tokens.
+GSM8K as the real tokenizers of Llama 3 (student, V = 128,256) and Qwen (teacher) read it; supports of 64 tokens and a
+tail, half of them tokens that begin like the one that stands there. On CUDA if there is one: then N = 8,192, bf16,
+Liger's cross-entropy and `max_memory_allocated`. On a CPU N = 256 and fp32: few CPUs multiply bf16 in hardware.
+Times are medians, and ratios are of one round each, since all take turns. On a CPU they are seconds of the processor in
+one thread, which other work on the machine moves little.
+
+Memory on a CPU is the allocator's trace (every block that torch takes or gives back), of a bf16 head, beyond inputs and
+their gradients. Arithmetic on whole chunks is skipped while it is traced: it does not change who allocates what.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from common import DATA, median_seconds, report
+from common import DATA, median_seconds, real_data, report
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.lookup import lookup
 from xtk.losses import LOSSES
 from xtk.losses.byte_kernels import beginning
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, fused_loss
-from xtk.models.head import rows_in_a_chunk
+from xtk.models.head import CHUNK_BYTES, Head, rows_in_a_chunk
 from xtk.projection.build import build_projection
 from xtk.projection.next_bytes import NextBytes, Side, next_bytes
 from xtk.projection.projection import Projection
@@ -31,7 +46,11 @@ from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
 
-H, K = 64, 64
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SORTED = ("uld", "gold", "h-kl")
+Row = tuple[str, str, str]
+
+K = 64
 
 
 def supports(draw: np.random.Generator, side: Side, ids: np.ndarray, frequent: np.ndarray) -> Signal:
@@ -54,8 +73,12 @@ def supports(draw: np.random.Generator, side: Side, ids: np.ndarray, frequent: n
 def batch(student: Tokenizer, teacher: Tokenizer, ground: NextBytes, rows: int) -> Example:
     """Some documents, seen by both."""
     draw = np.random.default_rng(0)
-    lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()[: 1 + rows // 150]
-    documents = [Document.of_text(" ".join(map(str, json.loads(line).values()))) for line in lines]
+    lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()
+    texts = (" ".join(map(str, json.loads(line).values())) for line in lines)
+    documents, tokens = list[Document](), 0
+    while tokens < rows:  # the last document is cut
+        documents.append(Document.of_text(next(texts)))
+        tokens += len(sequences(student, documents[-1:])[0])
     examples = []
     pairs = list(zip(sequences(student, documents), sequences(teacher, documents), strict=True))
     frequent = np.concatenate([theirs.ids for _, theirs in pairs])
@@ -66,45 +89,333 @@ def batch(student: Tokenizer, teacher: Tokenizer, ground: NextBytes, rows: int) 
     return join_examples(examples)
 
 
-def main() -> None:
-    """Print a line a loss."""
-    torch.set_num_threads(1)
-    rows = []
-    student, teacher = (Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen"))
-    started = time.perf_counter()
-    ground = next_bytes(student, teacher)
-    rows.append(("cells of bytes, once a run", f"{time.perf_counter() - started:.1f} s", ""))
-    wanted = int(sys.argv[1]) if len(sys.argv) > 1 else 1000
-    example = batch(student, teacher, ground, wanted)
-    columns = build_projection(student, teacher, "multitoken").columns
-    same = batch(teacher, teacher, ground, wanted)
-    cases: dict[str, tuple[Example, Ground, int]] = {
-        "ce": (example, None, student.width),
-        "boundary-kl": (example, columns, student.width),
-        "byte-kl": (example, ground, student.width),
-        "forward-kl": (same, Projection.identity(teacher.width).columns, teacher.width),
-    }
-    for name, (what, on, width) in cases.items():
+class Bench:
+    """The batches, of so many rows or a few more, and what the losses stand on."""
+
+    def __init__(self, rows: int) -> None:
+        folder = real_data() / "tokenizers"
+        self.student, self.teacher = (Tokenizer(folder / name) for name in ("llama3", "qwen"))
+        self.bytes = next_bytes(self.student, self.teacher)
+        self.columns = build_projection(self.student, self.teacher, "multitoken").columns
+        self.across = batch(self.student, self.teacher, self.bytes, rows)
+        self.same = batch(self.student, self.student, next_bytes(self.student, self.student), rows)
+        self.width, self.rows = self.student.width, len(self.across.rows)
+
+    def cells(self, name: str) -> Cells:
+        """Return the cells of a loss."""
         rule = lookup(LOSSES, name, "loss")()
+        grounds: dict[str, Ground] = {"bytes": self.bytes, "projection": self.columns}
+        if rule.ground == "tokens":
+            return rule.cells(self.same, Projection.identity(self.width).columns)
+        return rule.cells(self.across, grounds.get(rule.ground))
+
+    def term(self, name: str) -> Term:
+        """Return the mean over the items of a loss."""
+        term = Term.of(self.cells(name))
+        return term.to(DEVICE, 1 / max(1, term.items))
+
+
+def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return states and a matrix, to be trained."""
+    torch.manual_seed(0)
+    states = torch.randn(rows, hidden, dtype=dtype, device=DEVICE)
+    weight = torch.randn(width, hidden, dtype=dtype, device=DEVICE).mul_(hidden**-0.5)
+    return states.requires_grad_(), weight.requires_grad_()
+
+
+def step_of(term: Term, states: Tensor, weight: Tensor) -> Callable[[], None]:
+    """Return one forward and backward pass of a loss."""
+
+    def step() -> None:
+        states.grad = weight.grad = None
+        fused_loss(states, Head(weight), [term], rows_in_a_chunk(len(weight)))[0].backward()
+
+    return step
+
+
+def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None]:
+    """Return cross-entropy in as little as it takes: three products a chunk and a softmax in place."""
+    chunk = rows_in_a_chunk(len(weight))
+    memory = torch.empty(min(chunk, len(states)), len(weight), dtype=states.dtype, device=DEVICE)
+
+    @torch.no_grad()
+    def step() -> None:
+        states.grad, weight.grad = torch.empty_like(states), torch.zeros_like(weight)
+        total = torch.zeros((), device=DEVICE)
+        for start in range(0, len(states), chunk):
+            rows, some = states[start : start + chunk], targets[start : start + chunk, None]
+            logits = torch.mm(rows, weight.T, out=memory[: len(rows)])
+            actual = logits.gather(1, some)
+            highest = logits.amax(1, keepdim=True)
+            sums = logits.sub_(highest).exp_().sum(1, keepdim=True)
+            total += (sums.log() + highest - actual).sum()
+            logits.div_(sums).scatter_add_(1, some, torch.full_like(actual, -1))
+            torch.mm(logits, weight, out=states.grad[start : start + chunk])
+            weight.grad.addmm_(logits.T, rows)
+
+    return step
+
+
+def liger_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None] | None:
+    """Return Liger's fused linear cross-entropy, if it is there."""
+    try:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+    except ImportError:
+        return None
+    loss = LigerFusedLinearCrossEntropyLoss()
+
+    def step() -> None:
+        states.grad = weight.grad = None
+        loss(weight, states, targets).backward()
+
+    return step
+
+
+def in_turns(works: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each, called in turns, after a call that is not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            started = _clock()
+            work()
+            if number:
+                seconds[name].append(_clock() - started)
+    return seconds
+
+
+def _clock() -> float:
+    if DEVICE.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class NoArithmetic(TorchDispatchMode):
+    """Products, and what is done in place to a whole chunk, take the memory which they take and compute nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        aten = torch.ops.aten
+        in_place = (aten.sub_.Tensor, aten.exp_.default, aten.mul_.Tensor, aten.copy_.default)
+        if function is aten.addmm_.default or (function in in_place and arguments[0].numel() > CHUNK_BYTES // 64):
+            return arguments[0]
+        if function is aten.mm.out:
+            return keywords["out"]
+        if function is aten.mm.default:
+            return arguments[0].new_zeros(len(arguments[0]), arguments[1].shape[1])
+        return function(*arguments, **(keywords or {}))
+
+
+def peak_bytes(work: Callable[[], None]) -> int:
+    """Return the most bytes that were held at one time, beyond those at the start."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        work()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = np.cumsum([event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())])
+    return int(held.max(initial=0))
+
+
+def measure_cells(options: argparse.Namespace) -> list[Row]:
+    """What the loader takes."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    next_bytes(*(Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen")))
+    rows = [("cells of bytes, once a run", f"{time.perf_counter() - started:.1f} s", "")]
+    bench = Bench(1000)
+    for name in options.losses:
         made: list[Cells] = []
-        loading = median_seconds(lambda rule=rule, what=what, on=on, made=made: made.append(rule.cells(what, on)), 3)
-        term = Term.of(made[-1]).to(torch.device("cpu"), 1.0)
-        torch.manual_seed(0)
-        states = torch.randn(len(what.rows), H, requires_grad=True)
-        weight = (torch.randn(width, H) / 16).requires_grad_()
-        chunk = rows_in_a_chunk(width, torch.device("cpu"))
+        seconds = median_seconds(lambda name=name, made=made: made.append(bench.cells(name)), 3)
+        size = f"{made[-1].items} items, {len(made[-1].rows)} entries"
+        rows.append((f"{name}, loader, 1,000 student tokens", f"{1e3 * seconds:.1f} ms ({size})", ""))
+    return rows
 
-        def step(
-            states: torch.Tensor = states, weight: torch.Tensor = weight, term: Term = term, chunk: int = chunk
-        ) -> None:
+
+def measure_memory(options: argparse.Namespace) -> list[Row]:
+    """What the head takes beyond inputs and their gradients."""
+    rows: list[Row] = []
+    for count in options.memory_rows:
+        bench = Bench(count)
+        for name in options.losses:
+            states, weight = head_of(bench.rows, options.hidden, bench.width, torch.bfloat16)
+            step = step_of(bench.term(name), states, weight)
+            if DEVICE.type == "cuda":
+                peak = peak_bytes(step)
+            else:
+                with NoArithmetic():
+                    peak = peak_bytes(step)
+            extra = peak - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
+            rows.append((f"{name}, extra memory, N = {bench.rows:,}", f"{extra / 1e9:.3f} GB", "0.5 GB"))
+    return rows
+
+
+def measure_time(options: argparse.Namespace) -> list[Row]:
+    """Forward and backward of each loss over cross-entropy."""
+    torch.set_num_threads(1)
+    bench = Bench(options.rows)
+    states, weight = head_of(bench.rows, options.hidden, bench.width, getattr(torch, options.dtype))
+    targets = torch.from_numpy(bench.across.student_ids[bench.across.rows + 1].astype(np.int64))
+    targets = targets.to(DEVICE)
+    works = {"own chunked cross-entropy": chunked_ce(targets, states, weight)}
+    liger = liger_ce(targets, states, weight) if DEVICE.type == "cuda" else None
+    if liger is not None:
+        works = {"Liger's cross-entropy": liger}
+    (base,) = works
+    works |= {name: step_of(bench.term(name), states, weight) for name in options.losses}
+    seconds = in_turns(works, options.rounds)
+    shape = f"N = {bench.rows:,}, H = {options.hidden:,}, {options.dtype}"
+    kilo = 1e3 / bench.rows
+    rows = [(f"{base}, {shape}", f"{statistics.median(seconds[base]) * kilo:.2f} s for 1,000 tokens", "")]
+    for name in options.losses:
+        ratio = statistics.median([one / other for one, other in zip(seconds[name], seconds[base], strict=True)])
+        rows.append((f"{name}, time over it", f"{ratio:.3f} x", f"{1.6 if name in SORTED else 1.15} x"))
+    sparse = [name for name in options.losses if name not in (*SORTED, "byte-kl", "ce")]
+    if "byte-kl" in seconds and sparse:
+        others = [statistics.mean(seconds[name][at] for name in sparse) for at in range(options.rounds)]
+        ratio = statistics.median([one / other for one, other in zip(seconds["byte-kl"], others, strict=True)])
+        rows.append(("byte-kl, time over the mean of the other sparse losses", f"{ratio:.3f} x", "1.3 x"))
+    return rows
+
+
+def measure_dense(options: argparse.Namespace) -> list[Row]:
+    """p-kl against a product with W as a dense matrix; sizes are an eighth of the real ones, as W is [V, U]."""
+    torch.set_num_threads(1)
+    width, hidden, count = 16_032, options.hidden // 8, options.rows
+    draw = np.random.default_rng(0)
+    sizes = draw.integers(1, 4, width)
+    projection = Projection(
+        row_offsets=np.concatenate([[0], np.cumsum(sizes)]),
+        teacher_ids=np.concatenate([np.sort(draw.choice(width, size, replace=False)) for size in sizes]).astype(
+            np.int32
+        ),
+        weights=np.repeat(1 / sizes, sizes).astype(np.float32),
+        student_cells=np.full(width, -1, np.int32),
+        teacher_cells=np.full(width, -1, np.int32),
+    )
+    reached = np.unique(projection.teacher_ids)
+    ids = np.sort(np.stack([draw.choice(reached, K, replace=False) for _ in range(count)]), 1).astype(np.int32)
+    probs = (draw.dirichlet(np.full(K, 0.3), count) * 0.95).astype(np.float32) + 1e-9
+    positions = np.arange(1, count + 1, dtype=np.int32)
+    signal = Signal(positions, np.arange(0, count * K + 1, K), ids.ravel(), np.log(probs).ravel(), *[probs[:, 0]] * 3)
+    spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
+    tokens = np.zeros(count + 1, np.int32)
+    example = Example(tokens, np.arange(count), spans, tokens, signal)
+    cells = lookup(LOSSES, "p-kl", "loss")().cells(example, projection.columns)
+    states, weight = head_of(count, hidden, width, torch.float32)
+    sparse = step_of(Term.of(cells).to(DEVICE, 1.0), states, weight)
+    targets, places = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
+    matrix = torch.zeros(width, width, device=DEVICE)
+    matrix[projection.rows_of_entries, torch.from_numpy(projection.teacher_ids.astype(np.int64))] = torch.from_numpy(
+        projection.weights
+    ).to(DEVICE)
+
+    def dense() -> None:
+        states.grad = weight.grad = None
+        y = (torch.softmax(states @ weight.T, 1) @ matrix).gather(1, places)
+        t, y = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (targets, y))
+        (t * (t / y.clamp_min(1e-9)).log()).sum().backward()
+
+    seconds = in_turns({"sparse": sparse, "dense": dense}, options.rounds)
+    ours = weight.grad  # of the last in turn: the dense one
+    assert ours is not None
+    expected = ours.clone()
+    sparse()
+    assert weight.grad is not None
+    distance = float((weight.grad - expected).norm() / expected.norm())
+    faster = statistics.median([one / other for one, other in zip(seconds["dense"], seconds["sparse"], strict=True)])
+    peaks = [peak_bytes(work) for work in (sparse, dense)]
+    own = [peak - 4 * (states.numel() + weight.numel()) for peak in peaks]
+    held = [own[0] + 8 * len(projection.weights), own[1] + 4 * width**2]
+    where = f"V = U = {width:,}, H = {hidden}, N = {count}"
+    return [
+        (f"p-kl over a dense product with W, {where}", f"{faster:.1f} x faster", "5 x"),
+        ("the same, memory beyond gradients, with W", f"{held[0] / 1e9:.3f} of {held[1] / 1e9:.3f} GB", "a tenth"),
+        ("the same, distance of the gradients", f"{distance:.1e}", ""),
+    ]
+
+
+def measure_trl(options: argparse.Namespace) -> list[Row]:
+    """TRL's losses on the same states and head; a teacher's whole logits are given to it for nothing."""
+    try:
+        from bench_trl import FOLDER, VERSION
+
+        if not (FOLDER / "trl").is_dir():
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(FOLDER)]
+            subprocess.run([*command, f"trl=={VERSION}"], check=True, capture_output=True)
+        sys.path.insert(0, str(FOLDER))
+        from trl.experimental.gold.gold_trainer import GOLDTrainer, ULDLoss
+    except (ImportError, subprocess.CalledProcessError, OSError, RuntimeError) as wrong:
+        return [("TRL", f"is not there: {wrong}", "")]
+    torch.set_num_threads(1)
+    bench = Bench(options.rows)
+    count = bench.rows
+    states, weight = head_of(count, options.hidden, bench.width, getattr(torch, options.dtype))
+    teacher = torch.randn(1, count, bench.width, dtype=states.dtype, device=DEVICE)
+    ids = torch.from_numpy(bench.across.student_ids[bench.across.rows].astype(np.int64))[None].to(DEVICE)
+    names = {f"{number}": number for number in range(bench.width)}
+    half = {(name if number % 5 else f"other {name}"): number for name, number in names.items()}
+    settings = SimpleNamespace(
+        uld_crossentropy_weight=0.0, uld_distillation_weight=1.0, uld_student_temperature=1.0,
+        uld_teacher_temperature=1.0, uld_skip_student_eos=False, uld_skip_teacher_eos=False, use_extended_uld=False,
+        uld_token_merge_strategy="bayesian", uld_use_hybrid_loss=True, uld_hybrid_matched_weight=None,
+        uld_hybrid_unmatched_weight=None, beta=0.5,
+    )  # fmt: skip
+    sides = [SimpleNamespace(get_vocab=lambda table=table: table, vocab_size=len(table)) for table in (names, half)]
+    gold = ULDLoss(settings, *sides, device=DEVICE)
+
+    def of(loss: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        def step() -> None:
             states.grad = weight.grad = None
-            fused_loss(states, weight, None, [term], chunk)[0].backward()
+            loss((states @ weight.T)[None]).sum().backward()
 
-        kilo = len(what.rows) / 1000
-        size = f"{made[-1].items} items, {len(made[-1].rows)} entries of {len(what.rows)} tokens"
-        rows.append((f"{name}, loader", f"{1e3 * loading / kilo:.1f} ms ({size})", ""))
-        rows.append((f"{name}, head", f"{1e3 * median_seconds(step, 1) / kilo:.0f} ms", ""))
-    report(__file__, rows)
+        return step
+
+    works = {
+        "jsd": step_of(bench.term("jsd"), states, weight),
+        "byte-kl": step_of(bench.term("byte-kl"), states, weight),
+        "TRL's JSD": of(lambda logits: GOLDTrainer.generalized_jsd_loss(logits, teacher)),
+        "TRL's GOLD": of(lambda logits: gold(logits, teacher, ids, ids, ids, ids)),
+    }
+    if "gold" in LOSSES:
+        works["gold"] = step_of(bench.term("gold"), states, weight)
+    seconds, rows = in_turns(works, options.rounds), list[Row]()
+    for name, work in works.items():
+        extra = peak_bytes(work) - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
+        told = f"{statistics.median(seconds[name]):.2f} s, {extra / 1e9:.2f} GB beyond gradients"
+        rows.append((f"{name}, N = {count:,}, H = {options.hidden:,}, {options.dtype}", told, ""))
+    return rows
+
+
+MEASURES = {
+    "cells": measure_cells,
+    "memory": measure_memory,
+    "time": measure_time,
+    "dense": measure_dense,
+    "trl": measure_trl,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table."""
+    cuda = DEVICE.type == "cuda"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", default=list(MEASURES), help=", ".join(MEASURES))
+    parser.add_argument("--rows", type=int, default=8192 if cuda else 256)
+    parser.add_argument("--memory-rows", type=int, nargs="+", default=[8192, 32768])
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
+    parser.add_argument("--losses", nargs="+", default=["ce", "forward-kl", "jsd", "boundary-kl", "p-kl", "byte-kl"])
+    options = parser.parse_args(arguments)
+    rows = [row for what in options.what for row in MEASURES[what](options)]
+    report(__file__, [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", ""), *rows])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from xtk.losses.byte_kl import ByteKL
 from xtk.losses.cells import Cells, Example
 from xtk.losses.head import Term, fused_loss
 from xtk.losses.same_tokenizer import ForwardKL
+from xtk.models.head import Head
 from xtk.projection.next_bytes import NextBytes, Side, next_bytes, side_of
 from xtk.projection.projection import Projection
 from xtk.tokens.alignment import align_sequences
@@ -37,7 +38,7 @@ CPU = torch.device("cpu")
 def loss_of(cells: Cells, logits: Tensor, chunk: int = 3) -> tuple[float, Tensor]:
     """The sum over items, and its gradient."""
     leaf = logits.clone().requires_grad_()
-    total, _ = fused_loss(leaf, None, None, [Term.of(cells).to(CPU, 1.0)], chunk)
+    total, _ = fused_loss(leaf, Head(None), [Term.of(cells).to(CPU, 1.0)], chunk)
     total.backward()
     return float(total.detach()), leaf.grad
 

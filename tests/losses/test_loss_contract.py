@@ -33,6 +33,7 @@ from xtk.losses import LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, chunk_starts, fused_loss
 from xtk.losses.kernels import fill_cells
+from xtk.models.head import Adapter, Head
 from xtk.projection.next_bytes import NextBytes, side_of
 from xtk.projection.projection import Columns, Projection
 from xtk.tokens.signal import Signal
@@ -82,7 +83,7 @@ def fused(
     """The total, each term's sum, and the gradients of states, head and bias."""
     inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
     terms = [Term.of(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
-    total, sums = fused_loss(*inputs, terms, chunk)
+    total, sums = fused_loss(inputs[0], Head(*inputs[1:]), terms, chunk)
     total.backward()
     return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
 
@@ -324,7 +325,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
     cells = cells_of(name, case)
     _, _, once = fused(case, [cells], [1.0])
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(*inputs, [Term.of(cells).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [Term.of(cells).to(CPU, 1.0)], 3)
     (-2.5 * total).backward()
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
 
@@ -334,7 +335,42 @@ def test_gradients_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
     term = Term.of(cells_of(name, case)).to(CPU, 0.7)
     inputs = tuple(leaves(case.states, case.weight, case.bias))
-    assert torch.autograd.gradcheck(lambda *tensors: fused_loss(*tensors, [term], 2)[0], inputs)
+    assert torch.autograd.gradcheck(lambda states, *head: fused_loss(states, Head(*head), [term], 2)[0], inputs)
+
+
+@every_loss
+def test_gradients_of_a_head_with_all_that_heads_have_agree_with_finite_differences(name):
+    case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
+    term = Term.of(cells_of(name, case)).to(CPU, 0.7)
+    adapter = torch.randn(2, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
+
+    def total(states: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
+        head = Head(weight, bias, scale=1.5, softcap=2.0, adapters=[Adapter(down, up, 0.7)])
+        return fused_loss(states, head, [term], 4)[0]
+
+    assert torch.autograd.gradcheck(total, tuple(leaves(case.states, case.weight, case.bias, *adapter)))
+
+
+@every_loss
+def test_gradients_can_be_asked_for_twice(name):
+    case = case_for(name, 2, K=4)
+    inputs = leaves(case.states, case.weight, None)
+    total, _ = fused_loss(inputs[0], Head(inputs[1]), [Term.of(cells_of(name, case)).to(CPU, 1.0)], 3)
+    once = torch.autograd.grad(total, inputs[:2], retain_graph=True)
+    twice = torch.autograd.grad(-2 * total, inputs[:2])
+    assert_close(list(twice), [-2 * gradient for gradient in once], 1e-12)
+
+
+@every_loss
+def test_a_head_with_more_rows_than_tokens_gives_the_loss_over_all_its_rows(name):
+    case = case_for(name, 3, K=4)
+    padding = torch.randn(6, case.weight.shape[1], dtype=torch.float64) / 3
+    padded = dataclasses.replace(case, weight=torch.cat([case.weight, padding]))
+    cells = cells_of(name, case)
+    distance = Distance(name if name in OF_A_CELL else "forward-kl")
+    total, gradients = plain(padded, lambda probs: plain_sum_of_cells(cells, probs, distance))
+    found, _, exact = fused(padded, [cells], [1.0], chunk=3)
+    assert_close([found, *exact], [total, *gradients], 1e-10)
 
 
 @every_loss
@@ -343,7 +379,7 @@ def test_logits_can_be_given_instead_of_states_and_a_head(name):
     cells = cells_of(name, case)
     logits = (case.states @ case.weight.T).requires_grad_()
     before = logits.detach().clone()
-    found, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 3)
+    found, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 3)
     found.backward()
     assert torch.equal(logits, before)
     total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
@@ -373,7 +409,7 @@ def test_bf16_is_finite_and_near_fp32(name):
 def test_bf16_logits_can_be_given_too(name):
     case = case_for(name, 9, K=6)
     logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, Head(None), [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
     total.backward()
     assert torch.isfinite(total)
     assert logits.grad.dtype == torch.bfloat16
@@ -607,7 +643,7 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
         terms = [Term.of(cells_of(name, case)).to(CPU, 1.0)]
 
         def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
-            fused_loss(states, weight, None, terms, chunk)[0].backward()
+            fused_loss(states, Head(weight), terms, chunk)[0].backward()
 
         with Largest() as watch:
             step()
@@ -619,6 +655,63 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
     assert max(peaks) < 2.5 * chunk * V * 4 + 4 * V * H * 4
     # What grows is the states' gradient, and what autograd hands out of it.
     assert peaks[1] - peaks[0] <= 3 * (1024 - 256) * H * 4
+
+
+def test_an_item_longer_than_a_chunk_is_read_in_pieces():
+    V, chunk, draw = 2000, 8, np.random.default_rng(0)
+    lengths = [3, 40, 1, 21, 8]
+    rows = np.concatenate([np.tile(np.arange(a, b), 2) for a, b in itertools.pairwise(np.cumsum([0, *lengths]))])
+    cells = Cells(
+        cell_offsets=np.arange(0, 11, 2),
+        entry_offsets=np.concatenate([[0], np.cumsum(np.repeat(lengths, 2))]),
+        teacher_probs=np.full(10, 0.3, np.float32),
+        rows=rows.astype(np.int32),
+        tokens=(np.arange(len(rows)) % 50).astype(np.int32),
+        log_weights=np.repeat(-np.log(lengths), 2 * np.array(lengths)).astype(np.float32),
+    )
+    case = dataclasses.replace(
+        case_for("ce", 1, K=4),
+        states=torch.from_numpy(draw.normal(size=(sum(lengths), 4))),
+        weight=torch.from_numpy(draw.normal(size=(V, 4))),
+    )
+    expected, _, gradients = fused(case, [cells], [1.0], chunk=sum(lengths))
+    with Largest() as watch:
+        found, _, others = fused(case, [cells], [1.0], chunk=chunk)
+    assert watch.numel == chunk * V
+    assert_close([found, *others], [expected, *gradients], 1e-10)
+
+
+def test_memory_is_bounded_also_for_several_losses_and_a_soft_cap():
+    V, H, chunk = 20_000, 8, 48
+    case = wide_case("p-kl", 512, V, H)
+    states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
+    terms = [Term.of(cells_of(name, case)).to(CPU, 1.0) for name in ("p-kl", "boundary-kl")]
+
+    def step() -> None:
+        fused_loss(states, Head(weight, softcap=30.0), terms, chunk)[0].backward()
+
+    step()
+    states.grad = weight.grad = None
+    assert peak_bytes(step) < 1.5 * chunk * V * 4 + 4 * V * H * 4
+
+
+def test_memory_of_a_bf16_head_is_that_of_a_chunk_beyond_inputs_and_gradients():
+    V, H, chunk = 20_000, 16, 32
+    extra = []
+    for N in (256, 1024):
+        case = wide_case("forward-kl", N, V, H)
+        states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.bfloat16)
+        terms = [Term.of(cells_of("forward-kl", case)).to(CPU, 1.0)]
+
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
+            fused_loss(states, Head(weight), terms, chunk)[0].backward()
+
+        step()
+        states.grad = weight.grad = None
+        extra.append(peak_bytes(step) - 2 * (states.numel() + weight.numel()))
+    # fp32 logits and the product that they are made of, in bf16.
+    assert extra[0] < 1.1 * chunk * V * 6
+    assert abs(extra[1] - extra[0]) < 0.02 * chunk * V * 6
 
 
 # --- specifications
@@ -666,7 +759,7 @@ def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     logits = torch.zeros(1, 50)
     logits[0, 2] = gap + math.log(49)
     logits.requires_grad_()
-    total, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
     total.backward()
     rest = math.exp(-gap) / (1 + math.exp(-gap))
     assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)
@@ -742,7 +835,7 @@ def test_a_temperature_divides_both_logits():
     case = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
     for name, (one, two) in {"forward-kl": (other, logits), "reverse-kl": (logits, other)}.items():
         cells = cells_of(name, case, (("temperature", str(tau)),))
-        total, _ = fused_loss(logits, None, None, [Term.of(cells).to(CPU, 1.0)], 4)
+        total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
         p, q = torch.softmax(one / tau, 1), torch.softmax(two / tau, 1)
         assert float(total) == pytest.approx(tau**2 * float((p * (p / q).log()).sum()), rel=1e-5)
 

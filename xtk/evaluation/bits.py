@@ -178,7 +178,7 @@ def _score(model: Cut, batch: list[_Window]) -> float:
 
 
 def _logprobs(model: Cut, states: Tensor, targets: Tensor) -> float:
-    chunk = rows_in_a_chunk(model.head.width_of(states), states.device)
+    chunk = rows_in_a_chunk(model.head.width_of(states))
     logits_of = LogitsOfRows(model.head, states, chunk)
     total = 0.0
     for start in range(0, len(states), chunk):

@@ -33,14 +33,27 @@ class RunsOfTerm:
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("order", "firsts", "stops")}
         return dataclasses.replace(self, **moved)
 
-    def part(self, items: slice, cell_offsets: Tensor, base: int, width: int, rests: Tensor) -> PartOfRuns:
+    def between(self, items: slice, cell_offsets: Tensor, base: int) -> RunsOfTerm:
+        """Return those of some items, whose cells are given, for states whose first row is `base`."""
+        offsets = self.run_offsets[cell_offsets[0] + 2 * items.start : cell_offsets[-1] + 2 * items.stop + 1]
+        runs = slice(int(offsets[0]), int(offsets[-1]))
+        rows = self.rows[items]
+        return RunsOfTerm(
+            rows=torch.where(rows < 0, rows, rows - base),
+            inside=self.inside[items],
+            run_offsets=offsets - runs.start,
+            order=self.order,
+            firsts=self.firsts[runs],
+            stops=self.stops[runs],
+        )
+
+    def part(self, items: slice, cell_offsets: Tensor, base: int, rests: Tensor) -> PartOfRuns:
         """Write out the runs of some items.
 
         Args:
             items: which.
             cell_offsets: [items + 1], their cells.
             base: the row of the logits that comes first in the chunk.
-            width: V.
             rests: [R], those of them that have an other cell, counted among them.
         """
         device, count = self.order.device, items.stop - items.start
@@ -60,8 +73,8 @@ class RunsOfTerm:
         assumed = torch.zeros_like(is_cell)
         assumed[ended[self.rows[items] < 0]] = True
         return PartOfRuns(
-            places=rows * width + tokens,
             rows=rows,
+            tokens=tokens,
             groups=of_groups,
             group_items=group_items.to(device),
             ended=ended.to(device),
@@ -84,8 +97,8 @@ class PartOfRuns:
     """The alternatives of the items of one chunk; items, groups, cells and rows are counted from 0.
 
     Attributes:
-        places: [E], flat indices into the chunk's logits.
         rows: [E], of the chunk.
+        tokens: [E].
         groups: [E], rising; a group may be empty.
         group_items: [G], the item of each group.
         ended: [items], the group of the tokens that end where the item stands. The next one is of those that go on into
@@ -96,8 +109,8 @@ class PartOfRuns:
         inside: bool [R], whether they stand inside of a token of the student.
     """
 
-    places: Tensor
     rows: Tensor
+    tokens: Tensor
     groups: Tensor
     group_items: Tensor
     ended: Tensor

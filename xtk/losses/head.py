@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.losses import kernels
-from xtk.losses.alternatives import PartOfRuns, RunsOfTerm, log_sums
+from xtk.losses.alternatives import RunsOfTerm, log_sums
 from xtk.losses.cells import Cells
 from xtk.losses.divergences import Divergence
+from xtk.losses.softmax import OfParts, Part, Reading, Spoken, Window, add_up, gradient_of_logits, read
 from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
 SMALLEST_REST = 1e-6
-TINY = 1e-37
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,30 @@ class Term:
         runs = None if self.runs is None else self.runs.to(device)
         return dataclasses.replace(self, **moved, runs=runs, scale=scale)
 
+    def between(self, start: int, stop: int, base: int) -> Term:
+        """Return the items whose first row is in `[start, stop)`, for states whose first row is `base`."""
+        low, high = torch.searchsorted(self.first_rows, torch.tensor([start, stop])).tolist()
+        offsets = self.cell_offsets[low : high + 1]
+        cells = slice(int(offsets[0]), int(offsets[-1]))
+        entry_offsets = self.entry_offsets[cells.start : cells.stop + 1]
+        entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
+        return dataclasses.replace(
+            self,
+            cell_offsets=offsets - cells.start,
+            entry_offsets=entry_offsets - entries.start,
+            first_rows=self.first_rows[low:high] - base,
+            row_counts=self.row_counts[low:high],
+            rest_probs=self.rest_probs[low:high],
+            has_rest=self.has_rest[low:high],
+            entry_cells=self.entry_cells[entries] - cells.start,
+            teacher_probs=self.teacher_probs[cells],
+            rows=self.rows[entries] - base,
+            tokens=self.tokens[entries],
+            log_weights=self.log_weights[entries],
+            averaged=self.averaged[entries],
+            runs=None if self.runs is None else self.runs.between(slice(low, high), offsets, base),
+        )
+
     @classmethod
     def of(cls, cells: Cells) -> Term:
         """Work out the structure of cells, on the CPU."""
@@ -140,15 +164,21 @@ class Term:
         )
 
 
-def chunk_starts(rows: int, size: int, terms: Sequence[Term]) -> list[int]:
-    """Return where chunks of about `size` rows begin, so that no item straddles two of them."""
-    if rows == 0:
-        return [0]
+def free_cuts(rows: int, terms: Sequence[Term]) -> NDArray[np.bool_]:
+    """Return [rows + 1], before which rows no item is cut in two."""
     free = np.ones(rows + 1, np.bool_)
     for term in terms:
         several = term.row_counts > 1
         for start, count in zip(term.first_rows[several].tolist(), term.row_counts[several].tolist(), strict=True):
             free[start + 1 : start + count] = False
+    return free
+
+
+def chunk_starts(rows: int, size: int, terms: Sequence[Term]) -> list[int]:
+    """Return where chunks of about `size` rows begin, so that no item straddles two of them."""
+    if rows == 0:
+        return [0]
+    free = free_cuts(rows, terms)
     starts = [0]
     while starts[-1] < rows:
         stop = min(starts[-1] + size, rows)
@@ -166,69 +196,43 @@ class FusedLoss(torch.autograd.Function):
     """The sum of all terms, with gradients computed on the way forward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, states: Tensor, weight: Tensor | None, bias: Tensor | None, terms: Sequence[Term], chunk: int
-    ) -> Tensor:
-        """Return the unscaled sum of each term, [terms]; `backward` is of the scaled total."""
-        with_gradient = any(ctx.needs_input_grad[:3])
-        compute = _compute_dtype(states, weight)
-        matrix = None if weight is None else weight.detach().to(compute)
-        # Who looks back needs the last row of the chunk before: it is computed twice, and adds to its gradient twice.
-        again = int(any(term.runs is not None for term in terms))
-        starts = chunk_starts(len(states), max(1, chunk - again), terms)
-        longest = again + max((stop - start for start, stop in itertools.pairwise(starts)), default=0)
-        logits_of = LogitsOfRows(Head(matrix, bias), states, longest, compute)
-        wide = torch.float64 if compute == torch.float64 else torch.float32
-        d_states = torch.zeros_like(states, dtype=wide if matrix is None else compute) if with_gradient else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if with_gradient and weight is not None else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if with_gradient and bias is not None else None
-        sums = torch.zeros(len(terms), dtype=wide, device=states.device)
-        for start, stop in itertools.pairwise(starts):
-            base = max(0, start - again)
-            rows = states[base:stop].detach().to(compute)
-            logits = logits_of(rows)
-            parts = [_slice(term, start, stop, base, logits) for term in terms]
-            values, d_logits = _chunk_loss(logits, parts, with_gradient)
-            sums += values
-            if d_states is None or d_logits is None:
-                continue
-            if matrix is None:
-                d_states[base:stop] += d_logits
-                continue
-            small = d_logits.to(compute)
-            d_states[base:stop].addmm_(small, matrix)
-            if d_weight is not None:
-                if compute == wide:
-                    d_weight.addmm_(small.T, rows)
-                else:
-                    d_weight += small.T @ rows
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
-        if with_gradient:
-            ctx.save_for_backward(d_states, d_weight, d_bias)
-            ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (states, weight, bias)]
+    def forward(ctx: Any, head: Head, terms: Sequence[Term], chunk: int, bias: Tensor | None, *pairs: Tensor) -> Tensor:
+        """Return the unscaled sum of each term, [terms]; `backward` is of the scaled total.
+
+        `pairs` are what the matrices of the head are multiplied with, then the matrices.
+        """
+        ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
+        ctx.save_for_backward(bias, *pairs)
+        ctx.needed = ctx.needs_input_grad[3:]
+        sums, ctx.gradients = _run(head, terms, chunk, bias, pairs, ctx.needed)
         return sums
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Any, ...]:
         """Hand out the gradients of the scaled total, times the gradient that comes in at the first term."""
         (factor,) = outputs
-        gradients = [
-            None if tensor is None else (tensor * factor[0]).to(dtype)
-            for tensor, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        ]
-        return (*gradients, None, None)
+        # They are given away and not kept, so that nothing has to be copied; who asks twice waits twice.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            bias, *pairs = ctx.saved_tensors
+            _, gradients = _run(ctx.head, ctx.terms, ctx.chunk, bias, pairs, ctx.needed)
+        # A head's gradient takes a while to read; on a CPU it can be seen that it stays as it is.
+        if factor.device.type != "cpu" or factor[0] != 1:
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(factor[0])
+        return (None, None, None, *gradients)
 
 
-def fused_loss(
-    states: Tensor, weight: Tensor | None, bias: Tensor | None, terms: Sequence[Term], chunk: int
-) -> tuple[Tensor, Tensor]:
+def fused_loss(states: Tensor, head: Head, terms: Sequence[Term], chunk: int) -> tuple[Tensor, Tensor]:
     """Compute the scaled total and each term's sum over items.
 
+    Of a head in shards every process of the group gives the same states, terms and chunk. All get the same total, the
+    gradient of the states is the whole one, and that of the head is of the process's own rows.
+
     Args:
-        states: [N, H], rows of hidden states (or of logits [N, V], if `weight` is None).
-        weight: [V, H], the head.
-        bias: [V] or None.
+        states: [N, H], rows of hidden states (or of logits [N, V], if the head has no weight).
+        head: makes logits of them.
         terms: the losses.
         chunk: rows whose logits exist at one time.
 
@@ -236,13 +240,77 @@ def fused_loss(
         total: a scalar, `sum over terms of scale * sum over items`, with a gradient.
         sums: [terms], detached, each term's unscaled sum over its items.
     """
-    sums = FusedLoss.apply(states, weight, bias, terms, chunk)  # type: ignore[no-untyped-call]
+    tensors = [*(head.inputs(states) if head.matrices else [states]), *head.matrices]
+    sums = FusedLoss.apply(head, terms, chunk, head.bias, *tensors)  # type: ignore[no-untyped-call]
     scales = torch.tensor([term.scale for term in terms], device=states.device, dtype=sums.dtype)
     detached = sums.detach()
     # The value is the scaled total. The gradient comes in through the first element alone, where
-    # FusedLoss expects it: its saved gradients are already those of the total.
+    # FusedLoss expects it: its gradients are already those of the total.
     total = (detached * scales).sum() + (sums[0] - detached[0])
     return total, detached
+
+
+@torch.no_grad()
+def _run(
+    head: Head, terms: Sequence[Term], chunk: int, bias: Tensor | None, pairs: Sequence[Tensor], needed: Sequence[bool]
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return the sums of all terms, and the gradients of the bias and the pairs, as far as they are needed."""
+    count = max(1, len(pairs) // 2)
+    inputs, states, shard = pairs[:count], pairs[0], head.shard
+    compute = _compute_dtype(states, head.weight)
+    gradients = _Gradients(head, [bias, *pairs], needed, compute)
+    # A second memory as large as the logits is asked for by a soft cap, and by what several losses leave over.
+    several = sum(bool(term.has_rest.any()) for term in terms) > 1
+    size = max(1, chunk // (1 + several + (head.softcap is not None)))
+    if shard is not None:
+        size = shard.least(size, states.device)
+    # Who looks back needs the last row of the chunk before: it is computed twice, and adds to its gradient twice.
+    again = int(any(term.runs is not None for term in terms))
+    starts = chunk_starts(len(states), max(1, size - again), terms)
+    logits_of = LogitsOfRows(head, states, size, compute, slopes=any(needed))
+    first_token, width = 0 if shard is None else shard.start, head.width_of(states)
+    sums = torch.zeros(len(terms), dtype=wide_dtype(compute), device=states.device)
+    for start, stop in itertools.pairwise(starts):
+        base = max(0, start - again)
+        parts = [_slice(term, start, stop, base, sums.dtype) for term in terms]
+        edges = [*range(0, stop - base, size), stop - base]
+        windows = [
+            Window(low, high, first_token, width, shard is None and len(edges) == 2)
+            for low, high in itertools.pairwise(edges)
+        ]
+        sums += _loss_of_chunk([some[base:stop] for some in inputs], base, logits_of, windows, parts, gradients)
+    return sums, gradients.finish()
+
+
+def _loss_of_chunk(
+    inputs: Sequence[Tensor],
+    base: int,
+    logits_of: LogitsOfRows,
+    windows: Sequence[Window],
+    parts: list[Part],
+    gradients: _Gradients,
+) -> Tensor:
+    """Return each term's sum [terms] over the items of a chunk, whose first row is `base`, and add their gradients."""
+    shard = gradients.shard
+
+    def reading(window: Window) -> Reading:
+        return read(logits_of.of_inputs([some[window.rows] for some in inputs]), window, parts, shard)
+
+    readings = [reading(window) for window in windows]
+    said = add_up(readings, parts, shard)
+    values, of_parts = _loss_of_cells(parts, said, gradients.wanted)
+    if of_parts is None:
+        return values
+    for window, first in zip(windows, readings, strict=True):
+        again = first if len(windows) == 1 else reading(window)
+        d_logits = gradient_of_logits(again, said, of_parts, parts)
+        gradients.add(slice(base + window.first, base + window.stop), d_logits, inputs, window.rows, logits_of)
+    return values
+
+
+def wide_dtype(compute: torch.dtype) -> torch.dtype:
+    """Return in what losses are computed: fp32, or fp64 for fp64."""
+    return torch.float64 if compute == torch.float64 else torch.float32
 
 
 def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
@@ -253,34 +321,78 @@ def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
     return weight.dtype
 
 
-@dataclass
-class _Part:
-    """The items of one term whose rows lie in one chunk; offsets and rows begin at 0.
+class _Gradients:
+    """Where the gradients of a head and of what goes into it add up: each in the memory in which it is handed out."""
 
-    `places` are flat indices into the chunk's logits. `weights` are those of the entries within their own row, without
-    the averaging over an item's rows. Rests are listed for items whose teacher has one: their rows, the item of each
-    (counted among these items), the log of the share of a row. `item_groups` are the items of all cells, then of all
-    rests; `of_items` are the weights of items.
-    """
+    def __init__(
+        self, head: Head, tensors: Sequence[Tensor | None], needed: Sequence[bool], compute: torch.dtype
+    ) -> None:
+        self.wanted, self.shard = any(needed), head.shard
+        self._scale, self._compute = head.scale, compute
+        self._all = [
+            torch.zeros_like(tensor) if tensor is not None and need else None
+            for tensor, need in zip(tensors, needed, strict=True)
+        ]
+        count = max(1, len(tensors) // 2)
+        self._inputs, self._matrices = self._all[1 : 1 + count], self._all[1 + count :]
+        self._bias = None if self._all[0] is None else self._all[0].to(wide_dtype(compute))
 
-    entry_cells: Tensor
-    teacher_probs: Tensor
-    places: Tensor
-    rows: Tensor
-    log_weights: Tensor
-    weights: Tensor
-    rest_probs: Tensor
-    rest_rows: Tensor
-    rest_items: Tensor
-    rest_log_shares: Tensor
-    item_groups: Tensor
-    scale: float
-    divergence: Divergence
-    runs: PartOfRuns | None
-    of_items: Tensor | None
+    def add(
+        self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: LogitsOfRows
+    ) -> None:
+        """Multiply the gradient [n, V] of some rows' logits, which is written over, into all others.
+
+        Args:
+            rows: which, of the gradients.
+            d_logits: theirs.
+            inputs: what the matrices were multiplied with.
+            among: which rows of that.
+            logits_of: made the logits.
+        """
+        if logits_of.slope is not None:
+            d_logits.mul_(logits_of.slope)
+        if not self._matrices:
+            (of_logits,) = self._inputs
+            if of_logits is not None:
+                of_logits[rows] += d_logits
+            return
+        small = d_logits
+        if logits_of.product is not None and d_logits.dtype != self._compute:
+            small = logits_of.product.copy_(d_logits)
+        for d_input, d_matrix, some, matrix in zip(
+            self._inputs, self._matrices, inputs, logits_of.matrices, strict=True
+        ):
+            if d_input is not None:
+                _add_product(d_input[rows], small, matrix, self._scale)
+            if d_matrix is not None:
+                _add_product(d_matrix, small.T, some[among].to(self._compute), self._scale)
+        if self._bias is not None:
+            self._bias.add_(d_logits.sum(0), alpha=self._scale)
+
+    def finish(self) -> list[Tensor | None]:
+        """Return all gradients, when all rows are added; those of what goes in, of all shards."""
+        for gradient in self._inputs:
+            if gradient is not None and self.shard is not None:
+                self.shard.add(gradient)
+        if self._bias is not None and self._all[0] is not None:
+            self._all[0].copy_(self._bias)
+        return self._all
 
 
-def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Part:
+# A product that is added to another dtype is made of so many rows at a time.
+ROWS_OF_A_PRODUCT = 8192
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scale)
+        return
+    for start in range(0, len(total), ROWS_OF_A_PRODUCT):
+        some = slice(start, start + ROWS_OF_A_PRODUCT)
+        total[some].add_(left[some] @ right, alpha=scale)
+
+
+def _slice(term: Term, start: int, stop: int, base: int, wide: torch.dtype) -> Part:
     """Cut out the items of rows `[start, stop)`, for logits whose first row is `base`."""
     low, high = torch.searchsorted(term.first_rows, torch.tensor([start, stop])).tolist()
     cell_offsets = term.cell_offsets[low : high + 1]
@@ -293,140 +405,56 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
     within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     item_groups = torch.arange(high - low)
     item_groups = torch.cat([item_groups.repeat_interleave(torch.diff(cell_offsets)), item_groups[has_rest]])
-    device, rows = term.rows.device, term.rows[entries].long() - base
-    log_weights = term.log_weights[entries].to(logits.dtype)
-    return _Part(
+    device = term.rows.device
+    log_weights = term.log_weights[entries].to(wide)
+    return Part(
         entry_cells=term.entry_cells[entries] - cells.start,
         teacher_probs=term.teacher_probs[cells],
-        places=rows * logits.shape[1] + term.tokens[entries],
-        rows=rows,
+        rows=term.rows[entries].long() - base,
+        tokens=term.tokens[entries],
         log_weights=log_weights,
         weights=log_weights.exp().mul_(term.averaged[entries]),
         rest_probs=term.rest_probs[low:high][has_rest].to(device),
         rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
         rest_items=rest_items.to(device),
-        rest_log_shares=-counts[rest_items].to(logits.dtype).log().to(device),
+        rest_log_shares=-counts[rest_items].to(wide).log().to(device),
         item_groups=item_groups.to(device),
         scale=term.scale,
         divergence=term.divergence,
         runs=None
         if term.runs is None
-        else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
+        else term.runs.part(slice(low, high), cell_offsets, base, has_rest.nonzero()[:, 0]),
         of_items=None if term.weights is None else term.weights[low:high],
     )
 
 
-def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tuple[Tensor, Tensor | None]:
-    """Return each term's sum [terms] and, in the memory of the logits, the gradient of the scaled total."""
-    flat = logits.view(-1)
-    entries = [flat.take(part.places) for part in parts]
-    before = [None if part.runs is None else flat.take(part.runs.places) for part in parts]
-    highest = logits.amax(1, keepdim=True)
-    exponentials = logits.sub_(highest).exp_()
-    normaliser = exponentials.sum(1)
-    log_normaliser = normaliser.log()
-    log_total = log_normaliser + highest[:, 0]
-    with_rest = [part for part in parts if len(part.rest_rows)]
-    removed = with_rest[-1] if with_rest else None  # its entries are taken out of the exponentials, to be spread
-    covered = [flat.take(part.places).mul_(part.weights) if len(part.rest_rows) else None for part in parts]
-    left = [_left_over(exponentials, part, own, part is not removed) for part, own in zip(parts, covered, strict=True)]
-    values, d_entries, d_rests, d_before = [], [], [], []
-    for part, logits_of_entries, logits_before, own in zip(parts, entries, before, left, strict=True):
-        cells = _LogSums(
-            logits_of_entries - log_total[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs)
-        )
-        log_rests = own.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
-        rests = _LogSums(log_rests, part.rest_items, len(part.rest_probs))
-        sums = [cells, rests]
-        if part.runs is not None and logits_before is not None:
-            of_rows = logits_before - log_total[part.runs.rows]
+def _loss_of_cells(parts: list[Part], said: Spoken, with_gradient: bool) -> tuple[Tensor, OfParts | None]:
+    """Return each term's sum [terms], and the gradients of the scaled total."""
+    log_totals, log_normaliser, before = said.log_totals, said.normaliser.log(), iter(said.before)
+    values, gradients = [], OfParts([], [], [])
+    for part, logits, left in zip(parts, said.entries, said.left, strict=True):
+        cells = _LogSums(logits - log_totals[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs))
+        log_rests = left.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
+        sums = [cells, _LogSums(log_rests, part.rest_items, len(part.rest_probs))]
+        if part.runs is not None:
+            of_rows = next(before) - log_totals[part.runs.rows]
             sums.append(_LogSums(of_rows, part.runs.groups, len(part.runs.group_items)))
         with torch.enable_grad():
             leaves = [side.log_sums.requires_grad_(with_gradient) for side in sums]
-            said = leaves if part.runs is None else part.runs.next_cells(*leaves)
-            value = _divergence(part, torch.cat(said))
+            probs = leaves if part.runs is None else part.runs.next_cells(*leaves)
+            value = _divergence(part, torch.cat(probs))
             scaled = value * part.scale
         values.append(value.detach())
         if with_gradient:
-            gradients = torch.autograd.grad(scaled, leaves)
-            one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, gradients, strict=True))
-            d_entries.append(one)
-            d_rests.append(other)
-            d_before += [(part.runs, gradient) for gradient in more if part.runs is not None]
-    if not with_gradient:
-        return torch.stack(values), None
-    in_all = logits.new_zeros(len(logits))
-    for part, one, other in zip(parts, d_entries, d_rests, strict=True):
-        _add_at(in_all, part.rows, one)
-        _add_at(in_all, part.rest_rows, other)
-    for runs, gradient in d_before:
-        _add_at(in_all, runs.rows, gradient)
-    _spread(exponentials, -in_all / normaliser, parts, removed, covered, left, d_entries, d_rests)
-    for runs, gradient in d_before:
-        _add_at(exponentials.view(-1), runs.places, gradient)
-    return torch.stack(values), exponentials
+            found = torch.autograd.grad(scaled, leaves)
+            one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, found, strict=True))
+            gradients.entries.append(one)
+            gradients.rests.append(other)
+            gradients.before.extend(more)
+    return torch.stack(values), gradients if with_gradient else None
 
 
-def _add_at(values: Tensor, places: Tensor, more: Tensor) -> None:
-    """Add to values [n], in place, at places that may come twice."""
-    if values.device.type == "cpu":  # three times as fast as torch's, which is written for all shapes
-        kernels.add_at(values.numpy(), places.numpy(), more.numpy())
-    else:
-        values.scatter_add_(0, places, more)
-
-
-def _left_over(exponentials: Tensor, part: _Part, covered: Tensor | None, restore: bool) -> Tensor:
-    """Return [rest rows], the sum of the exponentials of a row that its entries leave over."""
-    if covered is None:
-        return exponentials.new_zeros(0)
-    flat = exponentials.view(-1)
-    _add_at(flat, part.places, -covered)
-    left = exponentials.sum(1)[part.rest_rows].clamp_min(TINY)
-    if restore:
-        _add_at(flat, part.places, covered)
-    return left
-
-
-def _spread(
-    exponentials: Tensor,
-    factors: Tensor,
-    parts: list[_Part],
-    removed: _Part | None,
-    covered: list[Tensor | None],
-    left: list[Tensor],
-    d_entries: list[Tensor],
-    d_rests: list[Tensor],
-) -> None:
-    """Turn the exponentials of a chunk, without the entries of `removed`, into the gradient of its logits, in place.
-
-    The gradient is `exponentials * factors`, that of each entry at its place, and that of each rest spread over what
-    is left of its rows. Nothing is added to be taken away again: where a rest is tiny, its factor is huge.
-    """
-    more: list[Tensor] = []
-    sparse = [(part.places, gradient) for part, gradient in zip(parts, d_entries, strict=True)]
-    last = [(part, own) for part, own in zip(parts, covered, strict=True) if part is removed and own is not None]
-    in_place = factors
-    for part, own, rest, d_rest in zip(parts, covered, left, d_rests, strict=True):
-        if own is None:
-            continue
-        of_left = torch.zeros_like(factors).scatter_add_(0, part.rest_rows, d_rest / rest)
-        if part is removed:
-            in_place = factors + of_left
-            sparse.append((part.places, own * factors[part.rows]))
-        else:
-            copy = exponentials.clone()
-            for one, taken in last:
-                _add_at(copy.view(-1), one.places, taken)
-            _add_at(copy.view(-1), part.places, -own)
-            more.append(copy.mul_(of_left[:, None]))
-    exponentials.mul_(in_place[:, None])
-    for tensor in more:
-        exponentials.add_(tensor)
-    for places, gradient in sparse:
-        _add_at(exponentials.view(-1), places, gradient)
-
-
-def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
+def _divergence(part: Part, log_probs: Tensor) -> Tensor:
     """Return the weighted sum over items of the divergence between the teacher's and the student's cells.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from xtk.errors import Damaged, XtkError
-from xtk.models.head import Head
+from xtk.models.head import Adapter, Head
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -160,42 +161,62 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
 class Cut(nn.Module):
     """A causal language model that gives hidden states, with its head apart.
 
-    Whether `head(body(ids))` really gives the model's logits is tried once; where it does not, logits
-    stand in for hidden states: right, and larger.
+    What the model makes of its head's output is tried once: a scale, a soft cap, nothing. Where it is something else,
+    or the head is no matrix, logits stand in for hidden states: right, and larger.
 
     Args:
-        model: any causal language model of transformers.
+        model: any causal language model of transformers; with or without LoRA of peft, also on its head.
     """
 
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._splits = self._can_be_split()
+        self._after = self._after_the_head()
+
+    @property
+    def _inner(self) -> Any:
+        """The model itself, inside of what peft puts around it."""
+        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
 
     @torch.no_grad()
-    def _can_be_split(self) -> bool:
-        head, body = self.model.get_output_embeddings(), self.model.base_model
-        if head is None or body is self.model or type(head) is not nn.Linear:
-            return False
-        if head.weight.device.type == "meta" or type(head.weight) is not nn.Parameter:  # offloaded, or sharded
-            return False
+    def _after_the_head(self) -> _After | None:
+        """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
+        inner = self._inner
+        head, body = inner.get_output_embeddings(), inner.base_model
+        if head is None or body is inner or _parts_of(head) is None:
+            return None
         training = self.model.training
         self.model.eval()
         ids = torch.arange(1, 9, device=self.model.device).remainder(head.weight.shape[0])[None]
-        expected = self.model(input_ids=ids, use_cache=False).logits.float()
+        read: list[Tensor] = []
+
+        def replace(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            read.append(arguments[0])
+            ramp = torch.linspace(-90, 90, output.shape[-1], dtype=torch.float64, device=output.device)
+            return ramp.to(output.dtype).expand_as(output)
+
+        watch = head.register_forward_hook(replace)
+        try:
+            made = self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            watch.remove()
         states = body(input_ids=ids, use_cache=False).last_hidden_state
-        found = head(states.to(head.weight.device)).float().to(expected.device)
         self.model.train(training)
-        scale = expected.abs().max().clamp_min(1)
-        return expected.shape == found.shape and bool((expected - found).abs().max() <= TOLERANCE * scale)
+        if len(read) != 1 or not _near(states.to(read[0].device), read[0]):
+            return None
+        ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
+        ramp = ramp.to(read[0].dtype).expand_as(made).float()
+        return next((after for after in _afters(inner.config) if _near(after.of(ramp), made.float())), None)
 
     @property
     def head(self) -> Head:
         """The head, as parameters."""
-        if not self._splits:
-            return Head(None, None)
-        linear = self.model.get_output_embeddings()
-        return Head(linear.weight, linear.bias)
+        if self._after is None:
+            return Head(None)
+        found = _parts_of(self._inner.get_output_embeddings())
+        assert found is not None
+        linear, adapters = found
+        return Head(linear.weight, linear.bias, self._after.scale, self._after.softcap, adapters)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).
@@ -203,8 +224,64 @@ class Cut(nn.Module):
         Args:
             input_ids: [B, T], padded on the right. What stands after a token never changes it, so no mask is needed.
         """
-        if self._splits:
-            states: Tensor = self.model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-            return states.to(self.model.get_output_embeddings().weight.device)
+        if self._after is not None:
+            inner = self._inner
+            states: Tensor = inner.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            return states.to(inner.get_output_embeddings().weight.device)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits
+
+
+@dataclass(frozen=True)
+class _After:
+    """What a model does to its head's output x: `cap tanh(scale x / cap)`, or `scale x`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def of(self, logits: Tensor) -> Tensor:
+        logits = self.scale * logits
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+# How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
+# (Granite) is found out by trying.
+SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+def _afters(configuration: Any) -> list[_After]:
+    configuration = configuration.get_text_config()
+    said = [getattr(configuration, name, None) for name in SCALES]
+    numbers = [float(number) for number in said if isinstance(number, int | float) and number]
+    scales = [1.0, *numbers, *(1 / number for number in numbers)]
+    cap = getattr(configuration, "final_logit_softcapping", None)
+    caps = [None, *([float(cap)] if cap else [])]
+    return [_After(scale, softcap) for scale in scales for softcap in caps]
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    scale = expected.abs().max().clamp_min(1)
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= TOLERANCE * scale)
+
+
+def _parts_of(head: Any) -> tuple[nn.Linear, list[Adapter]] | None:
+    """Take a head apart, into its matrix and what LoRA adds to it; None for what is neither.
+
+    A matrix that is offloaded, quantised or sharded is none, nor is LoRA in one of its variants.
+    """
+    if type(head).__name__ == "ModulesToSaveWrapper":
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    adapters: list[Adapter] = []
+    if hasattr(head, "lora_A") and hasattr(head, "base_layer"):
+        if not (head.disable_adapters or head.merged):
+            names = [name for name in head.active_adapters if name in head.lora_A]
+            if head.lora_variant or any(head.lora_B[name].bias is not None for name in names):
+                return None
+            adapters = [
+                Adapter(head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name])
+                for name in names
+            ]
+        head = head.base_layer
+    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+        return None
+    return head, adapters

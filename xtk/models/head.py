@@ -2,28 +2,121 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from xtk.errors import XtkError
 
 
-@dataclass
-class Head:
-    """What turns hidden states into logits.
+@dataclass(frozen=True)
+class Adapter:
+    """LoRA on a head: `scaling * (states @ down^T) @ up^T` is added to the logits.
 
     Attributes:
-        weight: [V, H]; None if the model's logits are more than one matrix product (soft caps, scales).
-            The "hidden states" are then the logits themselves.
+        down: [r, H].
+        up: [V, r].
+        scaling: alpha / r, as peft has it.
+        dropout: of the states on their way in, if any.
+    """
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+    dropout: nn.Module | None = None
+
+    def inputs(self, states: Tensor) -> Tensor:
+        """Return [N, r], what `up` is multiplied with."""
+        states = states.to(self.down.dtype)
+        if self.dropout is not None:
+            states = self.dropout(states)
+        return self.scaling * nn.functional.linear(states, self.down)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rows of a head that this process has, where a group of processes has them all.
+
+    Attributes:
+        start: the first of them.
+        width: V of the whole head.
+        group: torch's process group; its ranks hold the rows in their order.
+    """
+
+    start: int
+    width: int
+    group: Any
+
+    @classmethod
+    def of(cls, rows: int, group: Any) -> Shard:
+        """Learn from all processes of a group how many rows each has; all of them have to call it.
+
+        Raises:
+            XtkError: a process has none.
+        """
+        counts: list[int] = [0] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(counts, rows, group=group)
+        if 0 in counts:
+            raise XtkError(
+                "a process has no row of the head",
+                where=f"rank {counts.index(0)} of {len(counts)}; the head has {sum(counts):,} rows",
+                hint="fewer processes for this vocabulary",
+            )
+        return cls(sum(counts[: torch.distributed.get_rank(group)]), sum(counts), group)
+
+    def add(self, values: Tensor) -> Tensor:
+        """Sum values over the group, in place; autograd does not see it."""
+        torch.distributed.all_reduce(values, group=self.group)
+        return values
+
+    def highest(self, values: Tensor) -> Tensor:
+        """Take the largest of each value over the group, in place."""
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
+        return values
+
+    def least(self, number: int, device: torch.device) -> int:
+        """Return the smallest of a number over the group."""
+        values = torch.tensor(number, device=device)
+        torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=self.group)
+        return int(values)
+
+
+@dataclass(frozen=True)
+class Head:
+    """What turns hidden states into logits: `cap(scale * (states @ weight^T + bias + adapters))`.
+
+    Attributes:
+        weight: [V, H]; None if the model's logits cannot be told as above. The "hidden states" are then the logits
+            themselves.
         bias: [V] or None.
+        scale: of the logits (Cohere, Granite, Falcon-H1, HyperCLOVA X).
+        softcap: c, where the logits x are `c tanh(x / c)` (Gemma); None: as they are.
+        adapters: LoRA on the head.
+        shard: whose rows these are, if other processes have the others; None: all of them.
     """
 
     weight: Tensor | None
-    bias: Tensor | None
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    adapters: Sequence[Adapter] = ()
+    shard: Shard | None = None
 
     def width_of(self, states: Tensor) -> int:
-        """Return V, the columns of the logits of some states."""
+        """Return V, the columns of the logits of some states; of a shard, those of this process."""
         return states.shape[1] if self.weight is None else self.weight.shape[0]
+
+    def inputs(self, states: Tensor) -> list[Tensor]:
+        """Return what the matrices are multiplied with, [N, H] and a [N, r] for each adapter."""
+        return [states, *(adapter.inputs(states) for adapter in self.adapters)]
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The matrices [V, H], [V, r], ... whose products add up to the logits; none if the states are logits."""
+        return [] if self.weight is None else [self.weight, *(adapter.up for adapter in self.adapters)]
 
 
 class LogitsOfRows:
@@ -36,17 +129,28 @@ class LogitsOfRows:
         states: [N, H], whose rows will be given.
         rows: how many at most at a time.
         dtype: of the product; the logits are fp32 (fp64 for fp64).
+        slopes: whether `slope` is wanted.
+
+    Attributes:
+        matrices: those of the head, in the dtype of the product.
+        slope: [n, V], what a soft cap multiplies gradients with, of the last logits; None without a cap.
+        product: [n, V] in the dtype of the product, memory that is free between two calls.
     """
 
-    def __init__(self, head: Head, states: Tensor, rows: int, dtype: torch.dtype | None = None) -> None:
-        weight = head.weight
+    def __init__(
+        self, head: Head, states: Tensor, rows: int, dtype: torch.dtype | None = None, *, slopes: bool = False
+    ) -> None:
+        self._head, weight = head, head.weight
         self._compute = dtype or (states.dtype if weight is None else weight.dtype)
-        self._matrix = None if weight is None else weight.detach().to(self._compute).T
+        self.matrices = [matrix.detach().to(self._compute) for matrix in head.matrices]
         self._bias = None if head.bias is None else head.bias.detach()
         wide = torch.float64 if self._compute == torch.float64 else torch.float32
         size = (min(rows, len(states)), head.width_of(states))
         self._logits = states.new_empty(size, dtype=wide)
-        self._product = self._logits if self._compute == wide else states.new_empty(size, dtype=self._compute)
+        self._narrow = None if self._compute == wide or weight is None else states.new_empty(size, dtype=self._compute)
+        self._slopes = states.new_empty(size, dtype=wide) if slopes and head.softcap is not None else None
+        self.slope: Tensor | None = None
+        self.product: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
         """Return the logits of some rows; they stand until the next call.
@@ -54,20 +158,39 @@ class LogitsOfRows:
         Args:
             states: [n, H], n at most as many as were said.
         """
-        logits, product = self._logits[: len(states)], self._product[: len(states)]
-        if self._matrix is None:
-            return logits.copy_(states)
-        torch.mm(states.to(self._compute), self._matrix, out=product)
+        with torch.no_grad():
+            return self.of_inputs(self._head.inputs(states) if self.matrices else [states])
+
+    def of_inputs(self, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the same of what the matrices are multiplied with, [n, H], [n, r], ..., without the head's scale."""
+        logits = self._logits[: len(inputs[0])]
+        if not self.matrices:
+            return logits.copy_(inputs[0])
+        product = self.product = logits if self._narrow is None else self._narrow[: len(logits)]
+        for number, (rows, matrix) in enumerate(zip(inputs, self.matrices, strict=True)):
+            if number:
+                product.addmm_(rows.to(self._compute), matrix.T)
+            else:
+                torch.mm(rows.to(self._compute), matrix.T, out=product)
         if product.dtype != logits.dtype:
             logits.copy_(product)
-        return logits if self._bias is None else logits.add_(self._bias)
+        if self._bias is not None:
+            logits.add_(self._bias)
+        if self._head.scale != 1:
+            logits.mul_(self._head.scale)
+        return logits if self._head.softcap is None else self._capped(logits, self._head.softcap)
+
+    def _capped(self, logits: Tensor, cap: float) -> Tensor:
+        torch.tanh(logits.div_(cap), out=logits)
+        if self._slopes is not None:
+            self.slope = torch.mul(logits, logits, out=self._slopes[: len(logits)]).neg_().add_(1)
+        return logits.mul_(cap)
 
 
 # Each chunk reads the whole head once more: at 64 MiB of logits that is half of the time, at 256 MiB a tenth.
-CHUNK_BYTES = {"cpu": 256 << 20}
-CHUNK_BYTES_ELSEWHERE = 512 << 20
+CHUNK_BYTES = 256 << 20
 
 
-def rows_in_a_chunk(width: int, device: torch.device) -> int:
+def rows_in_a_chunk(width: int) -> int:
     """Return how many rows of logits [n, V] in fp32 fit the budget of a chunk."""
-    return max(16, CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE) // (4 * width))
+    return max(16, CHUNK_BYTES // (4 * width))

@@ -189,7 +189,7 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 def _dense_of_rows(states: Tensor, wanted: _Wanted, head: Head, support: Support) -> Iterator[Dense]:
     """Yield what is said at some rows at a time."""
     width = head.width_of(states)
-    chunk = rows_in_a_chunk(width, states.device)
+    chunk = rows_in_a_chunk(width)
     logits_of = LogitsOfRows(head, states, chunk)
     few = max(1, chunk // PASSES)
     work = states.new_empty((min(few, len(states)), width), dtype=torch.float32)

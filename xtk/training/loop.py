@@ -53,8 +53,7 @@ class Student(nn.Module):
         """
         states = self.cut(input_ids).flatten(0, 1).index_select(0, places)
         head = self.cut.head
-        chunk = rows_in_a_chunk(head.width_of(states), states.device)
-        return fused_loss(states, head.weight, head.bias, terms, chunk)
+        return fused_loss(states, head, terms, rows_in_a_chunk(head.width_of(states)))
 
 
 @dataclass

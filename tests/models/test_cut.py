@@ -1,0 +1,228 @@
+"""A model cut before its head gives the losses and the gradients of the whole model, whatever it does to its logits."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import material
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    FalconH1Config,
+    Gemma2Config,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    LlamaConfig,
+    PhiConfig,
+)
+
+from xtk.errors import XtkError
+from xtk.losses.cells import Cells
+from xtk.losses.divergences import ForwardKL, ReverseKL
+from xtk.losses.head import Term, fused_loss
+from xtk.models.causal_lm import Cut, check_rows
+from xtk.models.head import LogitsOfRows
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.loop import Student
+
+V, T = 61, 12
+SIZES: dict[str, Any] = {
+    "vocab_size": V,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.5,
+}
+CONFIGURATIONS = {
+    "Llama": lambda: LlamaConfig(**SIZES),
+    "tied embeddings": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "a bias (Phi)": lambda: PhiConfig(**SIZES),
+    "a soft cap (Gemma 2)": lambda: Gemma2Config(**SIZES, final_logit_softcapping=2.0),
+    "a scale (Cohere)": lambda: CohereConfig(**SIZES, logit_scale=0.25),
+    "a scale (Cohere 2)": lambda: Cohere2Config(**SIZES, logit_scale=0.25),
+    "a divisor (Granite)": lambda: GraniteConfig(**SIZES, logits_scaling=8.0),
+    "a scale (HyperCLOVA X)": lambda: HyperCLOVAXConfig(**SIZES, logits_scaling=3.0),
+    "a scale (Falcon-H1)": lambda: FalconH1Config(
+        **SIZES, lm_head_multiplier=0.3, mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, mamba_d_state=8
+    ),
+}
+LORA = {
+    "LoRA on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "LoRA, not on the head": {"target_modules": ["q_proj"]},
+    "LoRA, the head trained whole": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    base = "Llama" if kind in LORA else kind
+    model = AutoModelForCausalLM.from_config(CONFIGURATIONS[base](), dtype=dtype)
+    if kind in LORA:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft asks transformers in a way that transformers calls old
+            model = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", **LORA[kind]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # as if it were trained already
+                parameter.data.normal_(0, 0.3)
+        model = model.to(dtype)
+    return model.eval()
+
+
+def cells_of(rows: int, reverse: bool) -> Cells:
+    """Of each row three tokens and what is left."""
+    draw = np.random.default_rng(0)
+    return Cells(
+        cell_offsets=np.arange(0, 3 * rows + 1, 3),
+        entry_offsets=np.arange(3 * rows + 1),
+        teacher_probs=draw.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
+        rows=np.repeat(np.arange(rows, dtype=np.int32), 3),
+        tokens=np.concatenate([draw.choice(V, 3, replace=False) for _ in range(rows)]).astype(np.int32),
+        log_weights=np.zeros(3 * rows, np.float32),
+        divergence=ReverseKL() if reverse else ForwardKL(),
+    )
+
+
+def plain(cells: Cells, logits: Tensor) -> Tensor:
+    probs = torch.softmax(logits, 1)[cells.rows.reshape(-1, 3), cells.tokens.reshape(-1, 3)]
+    said = torch.from_numpy(cells.teacher_probs).to(probs.dtype).reshape(-1, 3)
+    s, t = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (probs, said))
+    if isinstance(cells.divergence, ReverseKL):
+        return (s * (s / t).log()).sum()
+    return (t * (t / s).log()).sum()
+
+
+def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize("kind", [*CONFIGURATIONS, *LORA])
+def test_losses_and_gradients_are_those_of_the_whole_model(kind):
+    for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model = model_of(kind, dtype)
+        ids = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
+        places = torch.arange(2 * T)[torch.arange(2 * T) % T != T - 1]
+        cells = [cells_of(len(places), reverse) for reverse in (False, True)]
+        terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
+        student = Student(Cut(model))
+        assert student.cut.head.weight is not None
+        found, _ = student(ids, places, terms)
+        ours = gradients_of(model, found)
+        logits = model(input_ids=ids).logits.flatten(0, 1)[places]
+        expected = 0.5 * plain(cells[0], logits) + 0.25 * plain(cells[1], logits)
+        theirs = gradients_of(model, expected)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            scale = max(float(gradient.abs().max()), 1e-3)
+            torch.testing.assert_close(ours[name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
+
+
+@pytest.mark.parametrize("kind", [*CONFIGURATIONS, *LORA])
+def test_logits_of_rows_are_those_of_the_model(kind):
+    model = model_of(kind)
+    cut, ids = Cut(model), torch.arange(3, 3 + T)[None]
+    with torch.no_grad():
+        states = cut(ids)[0]
+        assert states.shape == (T, 16)
+        logits_of = LogitsOfRows(cut.head, states, 5)
+        found = torch.cat([logits_of(states[start : start + 5]).clone() for start in range(0, T, 5)])
+        torch.testing.assert_close(found, model(input_ids=ids).logits[0])
+
+
+def test_only_what_is_trained_has_a_gradient():
+    model = model_of("LoRA on the head")
+    head = Cut(model).head
+    states = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
+    fused_loss(states, head, [Term.of(cells_of(4, False)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
+    assert head.weight.grad is None
+    assert head.adapters[0].up.grad.abs().sum() > 0
+    assert head.adapters[0].down.grad.abs().sum() > 0
+    assert states.grad.abs().sum() > 0
+
+
+def test_a_frozen_model_can_train_its_head_alone():
+    model = model_of("Llama")
+    model.requires_grad_(False)
+    head = model.get_output_embeddings().weight.requires_grad_()
+    ids, places = torch.arange(3, 9)[None], torch.arange(5)
+    terms = [Term.of(cells_of(5, False)).to(torch.device("cpu"), 1.0)]
+    Student(Cut(model))(ids, places, terms)[0].backward()
+    found, head.grad = head.grad, None
+    plain(cells_of(5, False), model(input_ids=ids).logits[0, :5]).backward()
+    torch.testing.assert_close(found, head.grad)
+
+
+def test_an_adapter_that_is_switched_off_or_merged_is_not_added_again():
+    model = model_of("LoRA on the head")
+    cut, ids = Cut(model), torch.arange(3, 9)[None]
+
+    def made() -> Tensor:
+        with torch.no_grad():
+            states = cut(ids)[0]
+            return LogitsOfRows(cut.head, states, len(states))(states)
+
+    with_adapter, before = made(), cut.head
+    assert before.adapters
+    with model.disable_adapter():
+        torch.testing.assert_close(made(), model(input_ids=ids).logits[0].detach())
+        assert not cut.head.adapters
+    model.merge_adapter()
+    assert not cut.head.adapters
+    torch.testing.assert_close(made(), with_adapter)
+
+
+def test_a_scale_that_the_model_does_not_use_is_not_used():
+    model = model_of("Llama")
+    model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 3.0
+    head = Cut(model).head
+    assert (head.scale, head.softcap) == (1.0, None)
+
+
+def test_what_is_no_scale_and_no_cap_is_left_to_the_model():
+    class Odd(type(model_of("Llama"))):
+        def forward(self, *arguments: Any, **keywords: Any) -> Any:
+            output = super().forward(*arguments, **keywords)
+            output.logits = output.logits + output.logits.sin()
+            return output
+
+    model = Odd(CONFIGURATIONS["Llama"]()).double().eval()
+    cut, ids = Cut(model), torch.arange(3, 9)[None]
+    assert cut.head.weight is None
+    torch.testing.assert_close(cut(ids), model(input_ids=ids).logits)
+
+
+def test_a_cap_far_beyond_the_logits_still_counts():
+    model = AutoModelForCausalLM.from_config(dataclasses.replace(CONFIGURATIONS["a soft cap (Gemma 2)"]()))
+    model.config.final_logit_softcapping = 40.0
+    for parameter in model.parameters():
+        parameter.data.mul_(0.01)  # logits near 0, where a cap cannot be seen
+    assert Cut(model).head.softcap == 40.0
+
+
+@pytest.mark.parametrize("missing", [-7, 0, 1])
+def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_path, missing):
+    tokenizer = Tokenizer(material.make_student_tokenizer(tmp_path))
+    rows = len(tokenizer) - missing
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": rows}))
+    if missing <= 0:
+        check_rows(model, tokenizer)
+        return
+    with pytest.raises(XtkError, match=f"{rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens"):
+        check_rows(model, tokenizer)
