@@ -65,6 +65,11 @@ class Objective:
         """Whether it is about a teacher's word."""
         return self.loss.ground != "text"
 
+    @property
+    def takes_draws(self) -> bool:
+        """Whether it learns from estimates without bias; if not, from the teacher's exact ids, and a tail."""
+        return self.divergence.linear
+
     def term(self, example: Example) -> Term:
         """Return the loss of an example, not yet scaled."""
         return Term.of(replace(self.loss.cells(example, self.ground), divergence=self.divergence))
@@ -123,6 +128,8 @@ class BatchMaker:
         self._limit, self.weighing = limit, weighing
         self.teachers = tuple(teachers) if any(objective.distils for objective in objectives) else ()
         self._teachers = len(self.teachers)
+        # Which of the two a batch is read with: draws, if there are any, or what is exact alone.
+        self._drawn = sorted({objective.takes_draws for objective in objectives if objective.distils}, reverse=True)
 
     def make(self, numbers: Sequence[int], draw: int = 0) -> MicroBatch:
         """Return the micro-batch of some documents; without any, one of a single token that trains nothing.
@@ -132,29 +139,20 @@ class BatchMaker:
             draw: which set of draws is taken, where the teachers' signals have some; it counts round.
         """
         documents = [self._source.document(number) for number in numbers]
-        heard = [self._source.heard(number, draw) for number in numbers] if self._teachers else []
         students = sequences(self._tokenizer, documents)
         if self._limit is not None:
             students = [sequence.cut(self._limit) for sequence in students]
-        # One of the student alone, then one a teacher: of each the documents, and all of them joined.
-        silent = 0
-        read: list[list[Example | None]] = [[_example(student, None) for student in students]]
-        for teacher in range(self._teachers):
-            words = [_without_nan(of_document[teacher]) for of_document in heard]
-            silent += sum(left_out for _, left_out in words)
-            read.append(
-                [
-                    None if word is None else _example(student, word)
-                    for student, (word, _) in zip(students, words, strict=True)
-                ]
-            )
-        joined = [
-            join_examples([one or _unheard(student) for student, one in zip(students, of_all, strict=True)])
-            for of_all in read
-        ]
-        rows = np.array([len(example.rows) for example in read[0] if example is not None], np.int64)
+        alone = [_example(student, None) for student in students]
+        read = {drawn: self._read(numbers, students, draw if drawn else None) for drawn in self._drawn}
+        told, silent = read[self._drawn[0]] if read else ([], 0)
+        joined = {
+            drawn: [join_examples([one or _unheard(student) for student, one in zip(students, of_all, strict=True)])
+                    for of_all in of_teachers]
+            for drawn, (of_teachers, _) in read.items()
+        }  # fmt: skip
+        rows = np.array([len(example.rows) for example in alone], np.int64)
         counts = np.repeat([document.weight for document in documents], rows)
-        factors, tallies = self._weigh(list(zip(*read[1:], strict=True)), students, documents)
+        factors, tallies = self._weigh(list(zip(*told, strict=True)), students, documents)
         longest = max([1, *(len(student) for student in students)])
         ids = np.zeros((max(1, len(students)), longest), np.int64)
         for at, student in enumerate(students):
@@ -162,11 +160,19 @@ class BatchMaker:
         starts = np.repeat(np.arange(len(students)), rows) * longest
         return MicroBatch(
             input_ids=ids,
-            places=np.concatenate([np.zeros(0, np.int64), *(one.rows for one in read[0] if one is not None)]) + starts,
-            terms=tuple(self._term(objective, joined, counts, factors) for objective in self.objectives),
+            places=np.concatenate([np.zeros(0, np.int64), *(one.rows for one in alone)]) + starts,
+            terms=tuple(
+                self._term(
+                    objective,
+                    joined[objective.takes_draws][objective.teacher] if objective.distils else join_examples(alone),
+                    counts,
+                    factors,
+                )
+                for objective in self.objectives
+            ),
             tokens=sum(len(student) for student in students),
             rows=float(counts.sum()),
-            unaligned=np.array([_unaligned(of_teacher) for of_teacher in read[1:]], np.int64).reshape(-1, 2),
+            unaligned=np.array([_unaligned(of_teacher) for of_teacher in told], np.int64).reshape(-1, 2),
             silent=silent,
             tallies=tallies,
             shares=np.zeros(self._teachers) if factors is None else factors @ counts,
@@ -175,14 +181,32 @@ class BatchMaker:
     def _term(
         self,
         objective: Objective,
-        joined: list[Example],
+        example: Example,
         counts: NDArray[np.float64],
         factors: NDArray[np.float64] | None,
     ) -> Term:
-        distils, teacher = objective.distils, objective.teacher
-        term = objective.term(joined[1 + teacher] if distils else joined[0])
-        weigh = factors[teacher] if distils and factors is not None else None
-        return term.weighted(None if (counts == 1).all() else counts, weigh)
+        weigh = factors[objective.teacher] if objective.distils and factors is not None else None
+        return objective.term(example).weighted(None if (counts == 1).all() else counts, weigh)
+
+    def _read(
+        self, numbers: Sequence[int], students: Sequence[TokenSequence], draw: int | None
+    ) -> tuple[list[list[Example | None]], int]:
+        """Read what teachers say of some documents.
+
+        Returns:
+            Of each teacher what it and the student see of each document, None of one that it did not read; and at how
+            many positions one said NaN, which are left out.
+        """
+        heard = [self._source.heard(number, draw) for number in numbers]
+        words = [[_without_nan(of_document[teacher]) for of_document in heard] for teacher in range(self._teachers)]
+        examples = [
+            [
+                None if word is None else _example(student, word)
+                for student, (word, _) in zip(students, of_teacher, strict=True)
+            ]
+            for of_teacher in words
+        ]
+        return examples, sum(left_out for of_teacher in words for _, left_out in of_teacher)
 
     def _weigh(
         self, read: list[tuple[Example | None, ...]], students: list[TokenSequence], documents: list[Document]

@@ -35,8 +35,13 @@ class Source(Protocol):
     def document(self, number: int) -> Document:
         """Return a document."""
 
-    def heard(self, number: int, draw: int = 0) -> tuple[Heard | None, ...]:
-        """Return each teacher's word on a document, with one of its sets of draws; None of one that has none."""
+    def heard(self, number: int, draw: int | None = 0) -> tuple[Heard | None, ...]:
+        """Return each teacher's word on a document; None of one that has none.
+
+        Args:
+            number: of the document.
+            draw: which set of draws; it counts round. None: what is exact alone.
+        """
 
     def text_bytes(self) -> NDArray[np.int64]:
         """Return [documents], the length of each text."""
@@ -70,7 +75,7 @@ class CacheSource:
         holder = int(self._holders[number])
         return self._caches[holder].row(int(self._rows[holder, number])).document
 
-    def heard(self, number: int, draw: int = 0) -> tuple[Heard | None, ...]:
+    def heard(self, number: int, draw: int | None = 0) -> tuple[Heard | None, ...]:
         """Return what each cache holds of a document."""
         return tuple(
             None if row == NONE else _heard(cache, int(row), draw)
@@ -97,7 +102,7 @@ class CacheSource:
         return found
 
 
-def _heard(cache: TeacherCache, row: int, draw: int) -> Heard:
+def _heard(cache: TeacherCache, row: int, draw: int | None) -> Heard:
     stored = cache.row(row, draw)
     return Heard(stored.tokens, stored.signal)
 
@@ -115,7 +120,7 @@ class MixtureSource(CacheSource):
         super().__init__(*caches, rows=rows)
         self._weights = weights
 
-    def heard(self, number: int, draw: int = 0) -> tuple[Heard | None, ...]:
+    def heard(self, number: int, draw: int | None = 0) -> tuple[Heard | None, ...]:
         """Return the one word of all.
 
         Raises:
@@ -148,7 +153,7 @@ class TextSource:
         """Return a document."""
         return self._documents[number]
 
-    def heard(self, number: int, draw: int = 0) -> tuple[Heard | None, ...]:
+    def heard(self, number: int, draw: int | None = 0) -> tuple[Heard | None, ...]:
         """Return nothing: there is no teacher."""
         return ()
 

@@ -88,11 +88,11 @@ class Teacher:
                 f"the cache {self.place} is from {_short(self.identity)}",
                 hint="--loss byte-kl, p-kl or boundary-kl",
             )
-        if "sample" in self.support and rule.ground != "text" and not loss.divergence().linear:
+        if self.support == "sample" and rule.ground != "text" and not loss.divergence().linear:
             return XtkError(
                 f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
                 where=f"{self.place} has the support {self.support}",
-                hint="a cache with --support top-k, or the divergence forward-kl",
+                hint="a cache with --support top-k+sample or top-k, or the divergence forward-kl",
             )
         return None
 
