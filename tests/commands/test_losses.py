@@ -15,7 +15,8 @@ from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKL
 from xtk.projection.next_bytes import next_bytes
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, CacheSource, Objective
+from xtk.training.batches import BatchMaker, Objective
+from xtk.training.sources import CacheSource, Heard
 
 ACROSS = [name for name in LOSSES if lookup(LOSSES, name, "loss").ground not in ("text", "tokens")]
 
@@ -52,12 +53,13 @@ def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_pa
 class Mumbling(CacheSource):
     """A teacher who says NaN now and then, and names tokens that there are not."""
 
-    def read(self, number, draw=0):
-        document, tokens, signal = super().read(number, draw)
+    def heard(self, number, draw=0):
+        (word,) = super().heard(number, draw)
+        signal = word.signal
         logprobs, ids = signal.logprobs.copy(), signal.ids.copy()
         logprobs[signal.offsets[5]] = np.nan
         ids[signal.offsets[8] : signal.offsets[9]][-1] = 10_000
-        return document, tokens, dataclasses.replace(signal, logprobs=logprobs, ids=ids)
+        return (Heard(word.tokens, dataclasses.replace(signal, logprobs=logprobs, ids=ids)),)
 
 
 def test_a_position_of_which_the_teacher_said_nan_is_left_out_and_counted(pair, cache):

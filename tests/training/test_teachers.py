@@ -239,6 +239,22 @@ def test_balance_brings_teachers_to_the_size_of_ce_and_leaves_ce_alone(step):
         assert_same(found, sum_of((1, ce), (told["balance"], kd)))
 
 
+def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(folder):
+    student = material.make_student(folder / "forgetful")
+    configuration = json.loads((student / "config.json").read_text())
+    (student / "config.json").write_text(json.dumps({**configuration, "attention_dropout": 0.5}))
+    ratios = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        recipe = recipe_of(["ce", "byte-kl"], batch=3, balance="ce")
+        inputs = inputs_of(student, [folder / "c-teacher"], recipe)
+        _, results = take_steps(Accelerator(cpu=True), student, inputs, recipe, 8, steps=1)
+        (told,) = results["losses"]
+        assert told["balance"] == pytest.approx(told["ce"] / told["byte-kl"], rel=1e-6)
+        ratios.append(told["balance"])
+    assert ratios[0] != ratios[1]  # it does forget
+
+
 def test_there_is_nothing_to_balance_without_ce(step):
     with pytest.raises(XtkError, match="--balance ce"):
         step("teacher", losses=("byte-kl",), balance="ce")
@@ -287,6 +303,14 @@ def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused
         take_losses([LossSpecification("forward-kl")], teachers("teacher", "alike"))
     with pytest.raises(XtkError, match="the loss auto has no options"):
         parse_losses(["auto:weight=2"])
+
+
+def test_data_in_the_place_of_a_cache_is_trained_on_only_if_ce_is_named(pair, folder):
+    data = [folder / "plain.jsonl"]
+    assert len(inputs_of(pair.student, data, recipe_of(["ce"])).source) == 8
+    for losses in ([AUTO], [AUTO, "ce"], ["byte-kl"]):
+        with pytest.raises(XtkError, match=r"plain\.jsonl"):
+            inputs_of(pair.student, data, recipe_of(losses))
 
 
 # --- the command

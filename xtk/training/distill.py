@@ -73,8 +73,8 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
-    grounds = [lookup(LOSSES, loss.name, "loss").ground for loss in recipe.losses if loss.name != AUTO]
-    plain = set(grounds) <= {"text"} and not any(is_cache(cache) for cache in places.caches)
+    alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
+    plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
@@ -103,7 +103,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
 
 def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
     """Return the inputs of a run without a teacher."""
-    taken, chosen = take_losses(recipe.losses, [])
+    taken, _ = take_losses(recipe.losses, [])
     _check_balance(recipe, taken)
     documents = list(Corpus(list(places.caches), places.columns))
     fingerprint = Fingerprint()
@@ -116,7 +116,7 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    return Inputs(TextSource(documents), tokenizer, objectives, identity, chosen=chosen)
+    return Inputs(TextSource(documents), tokenizer, objectives, identity)
 
 
 def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:

@@ -24,7 +24,6 @@ METHOD = "multitoken"  # of projections that nobody named
 
 # What `--loss auto` takes, by what a cache and its tokenizer allow: the losses of a run in which nobody names one.
 CHOSEN = {
-    "text": ["ce"],
     "tokens": ["ce", "forward-kl"],
     "bytes": ["byte-kl"],
     "projection": ["ce", "p-kl"],
@@ -216,7 +215,7 @@ def take_losses(asked: Sequence[LossSpecification], teachers: Sequence[Teacher])
             name = teachers[min(idle)].name
             raise XtkError(f"none of the losses fits the teacher {name}", hint="--loss auto, or --loss byte-kl beside")
         return taken, ""
-    reasons = [teacher.chosen() for teacher in teachers] or [(CHOSEN["text"], "there is no teacher")]
+    reasons = [teacher.chosen() for teacher in teachers]
     for number, (names, _) in enumerate(reasons):
         for loss in parse_losses(names):
             about = None if lookup(LOSSES, loss.name, "loss").ground == "text" else number
