@@ -46,6 +46,9 @@ NOTHING = RULES["ce"].cells(join_examples([]), None)
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
 
+# Sums of absolute differences have a kink where both sides are equal, and no gradient there.
+KINKS = ("tvd", "uld", "gold", "h-kl")
+
 # V = 23, U = 19. "one hot" gives log-probabilities of -100 and less.
 KINDS = {
     "sparse support": {"K": 4},
@@ -68,7 +71,7 @@ def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -
 
 
 def ground_of(name: str, case: Case) -> Ground:
-    grounds = {"text": lambda: None, "bytes": lambda: case.next_bytes}
+    grounds = {"text": lambda: None, "spans": lambda: None, "bytes": lambda: case.next_bytes}
     return grounds.get(RULES[name].ground, lambda: case.projection.columns)()
 
 
@@ -179,7 +182,7 @@ def test_a_model_is_at_distance_0_from_itself_and_is_not_moved(name, K):
         for dtype in (torch.float64, torch.float32):
             total, _, gradients = fused(case, [cells], [1.0], dtype=dtype)
             assert abs(float(total)) < 3e-6
-            if name != "tvd":  # which has a kink there
+            if name not in KINKS:
                 assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-5
 
 
@@ -196,7 +199,8 @@ def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
     case = Case(example, Projection.identity(2), words, logits, matrix)
     total, _, gradients = fused(case, [cells_of(name, case)], [1.0])
     assert abs(float(total)) < 1e-6
-    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
+    if name not in KINKS:
+        assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
 
 
 def test_a_full_support_gives_the_full_divergence():
@@ -645,7 +649,7 @@ FORMS = {
     "jsd,temperature=3": Distance("jsd", 3.0),
 }
 every_form = pytest.mark.parametrize("form", list(FORMS))
-every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl"])
+every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl", "gold", "h-kl"])
 
 
 def in_form(name: str, case: Case, form: str) -> Cells:

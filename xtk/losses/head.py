@@ -22,17 +22,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.losses import kernels
 from xtk.losses.alternatives import PartOfRuns, RunsOfTerm, log_sums
 from xtk.losses.cells import Cells
+from xtk.losses.chains import ChainOfTerm, PartOfChain
 from xtk.losses.divergences import Divergence
+from xtk.losses.ranks import PartOfRanks, RanksOfTerm, scale
 from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
 SMALLEST_REST = 1e-6
 TINY = 1e-37
+# What the student has of a cell at least, where p-kl is compared as published; X-Token.
+LEAST_OF_PUBLISHED = 1e-10
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,17 @@ class Term:
 
     Attributes:
         first_rows: [C], the first row of each item, rising.
-        row_counts: [C], how many rows are averaged; 0 for an item without cells, or inside of a token.
+        row_counts: [C], how many rows are averaged, or chained; 0 for an item without cells, or inside of a token.
         rest_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
         has_rest: bool [C], whether the other cell is looked at.
         averaged: float32 [entries], over how many rows the item of an entry is averaged.
         scale: what each item is multiplied with: the weight over the global count of items.
         divergence: between both sides of an item.
         runs: what the row before each item says, for losses that look back; None: nothing.
+        chain: what the cells of each item are multiplied with; None: nothing.
+        ranks: what is compared by rank beside the cells; None: nothing.
+        outside: what becomes of the mass outside of the cells; a key of `OUTSIDES`.
+        factor: of the divergence.
     """
 
     cell_offsets: Tensor
@@ -65,6 +74,10 @@ class Term:
     scale: float
     divergence: Divergence
     runs: RunsOfTerm | None = None
+    chain: ChainOfTerm | None = None
+    ranks: RanksOfTerm | None = None
+    outside: str = "other"
+    factor: float = 1.0
 
     @property
     def items(self) -> int:
@@ -76,7 +89,8 @@ class Term:
         names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         runs = None if self.runs is None else self.runs.to(device)
-        return dataclasses.replace(self, **moved, runs=runs, scale=scale)
+        ranks = None if self.ranks is None else self.ranks.to(device)
+        return dataclasses.replace(self, **moved, runs=runs, ranks=ranks, scale=scale)
 
     @classmethod
     def of(cls, cells: Cells) -> Term:
@@ -84,19 +98,22 @@ class Term:
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.items, np.bool_)
-        if cells.alternatives is None or cells.item_rows is None:
-            # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
+        if cells.item_rows is None:
+            # An item without an entry (nothing of the support can be reached) has no row; it goes with its neighbour.
             rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
             first_rows = rows[np.minimum(firsts, len(rows) - 1)].astype(np.int64)
-            counts = np.where(has_cells, rows[stops - 1] - first_rows + 1, 0)
+            counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
         else:
             first_rows = cells.item_rows.astype(np.int64)
-            counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
+            counts = has_cells.astype(np.int64)
+        if cells.alternatives is not None:
+            counts *= ~cells.alternatives.inside
             closed = cells.alternatives.closed(cells.cell_offsets)
-        items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
-        rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
-        rests = np.where(rests > SMALLEST_REST, rests, 0)
-        has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed)
+        if cells.chain is not None:  # without a cell all of both sides is in the other one, which is looked at
+            counts, has_cells = cells.chain.links + 1, np.ones(cells.items, np.bool_)
+        rests = _rests_of(cells)
+        has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed) & (cells.outside == "other")
+        averaged = np.repeat(counts.astype(np.float32), stops - firsts)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
             entry_offsets=torch.from_numpy(cells.entry_offsets),
@@ -111,11 +128,24 @@ class Term:
             rows=torch.from_numpy(cells.rows),
             tokens=torch.from_numpy(cells.tokens),
             log_weights=torch.from_numpy(cells.log_weights),
-            averaged=torch.from_numpy(np.repeat(counts.astype(np.float32), stops - firsts)),
+            averaged=torch.from_numpy(averaged if cells.chain is None else np.ones_like(averaged)),
             scale=1.0,
             divergence=cells.divergence,
             runs=None if cells.alternatives is None else RunsOfTerm.of(cells.alternatives),
+            chain=None if cells.chain is None else ChainOfTerm.of(cells.chain),
+            ranks=None if cells.ranks is None else RanksOfTerm.of(cells.ranks),
+            outside=cells.outside,
+            factor=cells.factor,
         )
+
+
+def _rests_of(cells: Cells) -> NDArray[np.float64]:
+    """Return [C], the teacher's probability of the other cell."""
+    if cells.rest_probs is not None:
+        return cells.rest_probs
+    items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
+    rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
+    return np.where(rests > SMALLEST_REST, rests, 0)
 
 
 def chunk_starts(rows: int, size: int, terms: Sequence[Term]) -> list[int]:
@@ -238,9 +268,11 @@ class _Part:
     `places` are flat indices into the chunk's logits. `weights` are those of the entries within their own row, without
     the averaging over an item's rows. Rests are listed for items whose teacher has one: their rows, the item of each
     (counted among these items), the log of the share of a row. `item_groups` are the items of all cells, then of all
-    rests.
+    rests. In a chain, `cells` counts its links too, and each row of a rest is an item of its own.
     """
 
+    items: int
+    cells: int
     entry_cells: Tensor
     teacher_probs: Tensor
     places: Tensor
@@ -255,6 +287,15 @@ class _Part:
     scale: float
     divergence: Divergence
     runs: PartOfRuns | None
+    chain: PartOfChain | None
+    ranks: PartOfRanks | None
+    outside: str
+    factor: float
+
+    @property
+    def rests(self) -> int:
+        """How many rests there are, each of one or more rows."""
+        return len(self.rest_probs) if self.chain is None else len(self.rest_rows)
 
 
 def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Part:
@@ -268,27 +309,39 @@ def _slice(term: Term, start: int, stop: int, base: int, logits: Tensor) -> _Par
     counts = term.row_counts[low:high][has_rest]
     rest_items = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    item_groups = torch.arange(high - low)
-    item_groups = torch.cat([item_groups.repeat_interleave(torch.diff(cell_offsets)), item_groups[has_rest]])
+    items, owners = torch.arange(high - low), has_rest.nonzero()[:, 0]
+    of_cells, real = items.repeat_interleave(torch.diff(cell_offsets)), torch.arange(cells.stop - cells.start)
+    shares, chain = -counts[rest_items].to(logits.dtype).log(), None
+    if term.chain is not None:
+        chain = term.chain.part(slice(low, high), cell_offsets, owners[rest_items], within)
+        real, shares = chain.real, torch.zeros_like(shares)
+        chain = chain.to(term.rows.device)
     device, rows = term.rows.device, term.rows[entries].long() - base
     log_weights = term.log_weights[entries].to(logits.dtype)
+    rest_rows = (term.first_rows[low:high][has_rest][rest_items] + within - base).to(device)
     return _Part(
+        items=high - low,
+        cells=cells.stop - cells.start,
         entry_cells=term.entry_cells[entries] - cells.start,
-        teacher_probs=term.teacher_probs[cells],
+        teacher_probs=term.teacher_probs[cells][real.to(device)] if chain is not None else term.teacher_probs[cells],
         places=rows * logits.shape[1] + term.tokens[entries],
         rows=rows,
         log_weights=log_weights,
         weights=log_weights.exp().mul_(term.averaged[entries]),
         rest_probs=term.rest_probs[low:high][has_rest].to(device),
-        rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
-        rest_items=rest_items.to(device),
-        rest_log_shares=-counts[rest_items].to(logits.dtype).log().to(device),
-        item_groups=item_groups.to(device),
+        rest_rows=rest_rows,
+        rest_items=(rest_items if chain is None else torch.arange(len(rest_items))).to(device),
+        rest_log_shares=shares.to(device),
+        item_groups=torch.cat([of_cells[real], owners]).to(device),
         scale=term.scale,
         divergence=term.divergence,
         runs=None
         if term.runs is None
-        else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], has_rest.nonzero()[:, 0]),
+        else term.runs.part(slice(low, high), cell_offsets, base, logits.shape[1], owners),
+        chain=chain,
+        ranks=None if term.ranks is None else term.ranks.part(slice(low, high), base, logits),
+        outside=term.outside,
+        factor=term.factor,
     )
 
 
@@ -302,44 +355,52 @@ def _chunk_loss(logits: Tensor, parts: list[_Part], with_gradient: bool) -> tupl
     normaliser = exponentials.sum(1)
     log_normaliser = normaliser.log()
     log_total = log_normaliser + highest[:, 0]
+    masses = [None if part.ranks is None else part.ranks.masses(exponentials, normaliser) for part in parts]
     with_rest = [part for part in parts if len(part.rest_rows)]
     removed = with_rest[-1] if with_rest else None  # its entries are taken out of the exponentials, to be spread
     covered = [flat.take(part.places).mul_(part.weights) if len(part.rest_rows) else None for part in parts]
     left = [_left_over(exponentials, part, own, part is not removed) for part, own in zip(parts, covered, strict=True)]
-    values, d_entries, d_rests, d_before = [], [], [], []
-    for part, logits_of_entries, logits_before, own in zip(parts, entries, before, left, strict=True):
-        cells = _LogSums(
-            logits_of_entries - log_total[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs)
-        )
+    values, d_entries, d_rests, d_more, d_masses = [], [], [], [], []
+    for part, logits_of_entries, logits_before, own, mass in zip(parts, entries, before, left, masses, strict=True):
+        log_probs = logits_of_entries - log_total[part.rows] + part.log_weights
         log_rests = own.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
-        rests = _LogSums(log_rests, part.rest_items, len(part.rest_probs))
-        sums = [cells, rests]
+        sums = [_LogSums(log_probs, part.entry_cells, part.cells), _LogSums(log_rests, part.rest_items, part.rests)]
         if part.runs is not None and logits_before is not None:
             of_rows = logits_before - log_total[part.runs.rows]
             sums.append(_LogSums(of_rows, part.runs.groups, len(part.runs.group_items)))
+        leaves = [side.log_sums for side in sums]
+        if part.ranks is not None and mass is not None:
+            leaves += [part.ranks.logits - log_total[part.ranks.held_rows], mass]
         with torch.enable_grad():
-            leaves = [side.log_sums.requires_grad_(with_gradient) for side in sums]
-            said = leaves if part.runs is None else part.runs.next_cells(*leaves)
-            value = _divergence(part, torch.cat(said))
+            value = _value(part, [leaf.requires_grad_(with_gradient) for leaf in leaves])
             scaled = value * part.scale
-        values.append(value.detach())
-        if with_gradient:
-            gradients = torch.autograd.grad(scaled, leaves)
-            one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, gradients, strict=True))
-            d_entries.append(one)
-            d_rests.append(other)
-            d_before += [(part.runs, gradient) for gradient in more if part.runs is not None]
+        values.append(value.detach().to(logits.dtype))
+        if not with_gradient:
+            continue
+        gradients = torch.autograd.grad(scaled, leaves)
+        one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, gradients, strict=False))
+        d_entries.append(one)
+        d_rests.append(other)
+        d_more += [(part.runs.rows, part.runs.places, gradient) for gradient in more if part.runs is not None]
+        if part.ranks is not None and mass is not None:
+            d_more.append((part.ranks.held_rows, part.ranks.places, gradients[-2]))
+            d_masses.append((part.ranks, mass.detach(), gradients[-1]))
     if not with_gradient:
         return torch.stack(values), None
     in_all = logits.new_zeros(len(logits))
     for part, one, other in zip(parts, d_entries, d_rests, strict=True):
         _add_at(in_all, part.rows, one)
         _add_at(in_all, part.rest_rows, other)
-    for runs, gradient in d_before:
-        _add_at(in_all, runs.rows, gradient)
-    _spread(exponentials, -in_all / normaliser, parts, removed, covered, left, d_entries, d_rests)
-    for runs, gradient in d_before:
-        _add_at(exponentials.view(-1), runs.places, gradient)
+    for rows, _, gradient in d_more:
+        _add_at(in_all, rows, gradient)
+    bands = []
+    for ranks, mass, gradient in d_masses:
+        if ranks.mask is not None:  # else they are all of the row, whose mass is not moved
+            _add_at(in_all, ranks.rows, mass * gradient)
+            bands.append((torch.zeros_like(in_all).index_add_(0, ranks.rows, gradient) / normaliser, ranks.mask))
+    _spread(exponentials, -in_all / normaliser, bands, parts, removed, covered, left, d_entries, d_rests)
+    for _, places, gradient in d_more:
+        _add_at(exponentials.view(-1), places, gradient)
     return torch.stack(values), exponentials
 
 
@@ -366,6 +427,7 @@ def _left_over(exponentials: Tensor, part: _Part, covered: Tensor | None, restor
 def _spread(
     exponentials: Tensor,
     factors: Tensor,
+    bands: list[tuple[Tensor, Tensor]],
     parts: list[_Part],
     removed: _Part | None,
     covered: list[Tensor | None],
@@ -375,8 +437,9 @@ def _spread(
 ) -> None:
     """Turn the exponentials of a chunk, without the entries of `removed`, into the gradient of its logits, in place.
 
-    The gradient is `exponentials * factors`, that of each entry at its place, and that of each rest spread over what
-    is left of its rows. Nothing is added to be taken away again: where a rest is tiny, its factor is huge.
+    The gradient is `exponentials * factors`, with more factors for the tokens of bands, that of each entry at its
+    place, and that of each rest spread over what is left of its rows. Nothing is added to be taken away again: where a
+    rest is tiny, its factor is huge.
     """
     more: list[Tensor] = []
     sparse = [(part.places, gradient) for part, gradient in zip(parts, d_entries, strict=True)]
@@ -388,18 +451,42 @@ def _spread(
         of_left = torch.zeros_like(factors).scatter_add_(0, part.rest_rows, d_rest / rest)
         if part is removed:
             in_place = factors + of_left
-            sparse.append((part.places, own * factors[part.rows]))
+            of_places = factors[part.rows]
+            for of_band, mask in bands:
+                of_places = of_places + of_band[part.rows] * mask[part.places % len(mask)]
+            sparse.append((part.places, own * of_places))
         else:
             copy = exponentials.clone()
             for one, taken in last:
                 _add_at(copy.view(-1), one.places, taken)
             _add_at(copy.view(-1), part.places, -own)
             more.append(copy.mul_(of_left[:, None]))
-    exponentials.mul_(in_place[:, None])
+    scale(exponentials, in_place, bands)
     for tensor in more:
         exponentials.add_(tensor)
     for places, gradient in sparse:
         _add_at(exponentials.view(-1), places, gradient)
+
+
+def _value(part: _Part, leaves: list[Tensor]) -> Tensor:
+    """Return the sum over items of what a loss says.
+
+    Args:
+        part: the items.
+        leaves: log-probabilities of cells, and of rests; of the groups of the rows before, for losses that look back;
+            of the largest tokens, and the mass of all of them, for losses that compare ranks.
+    """
+    if part.runs is not None:
+        said = part.runs.next_cells(*leaves[:3])
+    elif part.chain is not None:
+        said = part.chain.multiplied(*leaves[:2])
+    else:
+        said = (leaves[0], leaves[1])
+    value = part.factor * _divergence(part, torch.cat(said))
+    if part.ranks is None:
+        return value
+    before = None if part.chain is None else part.chain.before(leaves[0])
+    return value + part.ranks.distance(leaves[-2], leaves[-1], before)
 
 
 def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
@@ -413,9 +500,12 @@ def _divergence(part: _Part, log_probs: Tensor) -> Tensor:
         A scalar, not negative but for rounding.
     """
     probs = torch.cat([part.teacher_probs.to(log_probs.dtype), part.rest_probs.to(log_probs.dtype)])
-    power = 1 / part.divergence.temperature
+    items, power = part.items, 1 / part.divergence.temperature
+    if part.outside == "renormalised":
+        ours = log_probs.exp()
+        sums = ours.new_zeros(items).scatter_add(0, part.item_groups, ours) + LEAST_OF_PUBLISHED
+        log_probs = (ours / sums[part.item_groups] + LEAST_OF_PUBLISHED).log()
     if power != 1:
-        items = int(part.item_groups.max()) + 1 if len(part.item_groups) else 0
         log_probs = power * log_probs
         log_probs = log_probs - log_sums(log_probs, part.item_groups, items)[part.item_groups]
         probs = probs.pow(power)

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.losses.cells import Cells, Example, Ground, join_examples
+from xtk.losses.cells import Example, Ground, Loss, join_examples
 from xtk.losses.divergences import Divergence
 from xtk.losses.head import Term
 from xtk.tokens.alignment import align_sequences
@@ -20,16 +20,6 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
-
-
-class Loss(Protocol):
-    """One line of the table of losses."""
-
-    ground: str
-    item: str
-
-    def cells(self, example: Example, ground: Ground) -> Cells:
-        """Cut one document into cells."""
 
 
 @dataclass(frozen=True)

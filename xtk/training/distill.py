@@ -20,19 +20,18 @@ from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import projection_for
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
-from xtk.lookup import lookup
-from xtk.losses import LOSSES
-from xtk.losses.cells import Ground
+from xtk.losses.cells import Ground, Loss
 from xtk.projection.build import identity
 from xtk.projection.next_bytes import next_bytes
 from xtk.projection.projection import SIDE, Projection, named
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, CacheSource, Loss, Objective, Order, Source, TextSource
+from xtk.training.batches import BatchMaker, CacheSource, Objective, Order, Source, TextSource
 from xtk.training.recipe import Places, Recipe, Reporting
 
 METHOD = "multitoken"  # of projections that nobody named
+PAIRING = "exact"  # of the pairs of tokens that spell the same
 LOOKED_AT = 1000
 
 
@@ -71,7 +70,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     for path in (places.student, local_cache, places.projection):
         if path is not None and places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
-    losses = tuple(lookup(LOSSES, loss.name, "loss")() for loss in recipe.losses)
+    losses = tuple(loss.rule() for loss in recipe.losses)
     weights = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if all(loss.ground == "text" for loss in losses) and not is_cache(places.cache):
         documents = list(Corpus([places.cache], places.columns))
@@ -91,7 +90,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     elif any(loss.ground == "projection" for loss in losses):
         projection = projection_for(tokenizer, cache.teacher, METHOD)
     width = int(cache.header["teacher"]["width"])
-    _check_draws(recipe, losses, places, cache)
+    _check_support(recipe, losses, places, cache)
     objectives = tuple(
         Objective(rule, loss.divergence(), _ground(loss.name, rule, places, tokenizer, cache, projection, width))
         for loss, rule in zip(recipe.losses, losses, strict=True)
@@ -128,14 +127,27 @@ def _check_pair(places: Places, tokenizer: Tokenizer, cache: TeacherCache, proje
         )
 
 
-def _check_draws(recipe: Recipe, losses: tuple[Loss, ...], places: Places, cache: TeacherCache) -> None:
-    """Refuse estimates where a loss would take them for probabilities."""
+def _check_support(recipe: Recipe, losses: tuple[Loss, ...], places: Places, cache: TeacherCache) -> None:
+    """Refuse a support that does not hold what a loss asks for, and estimates that it would take for probabilities."""
     support = str(cache.header["options"].get("support"))
+    where = f"{places.cache} has the support {support}"
     for loss, rule in zip(recipe.losses, losses, strict=True):
-        if "sample" in support and rule.ground != "text" and not loss.divergence().linear:
+        if rule.asks == "ranks" and support not in ("top-k", "top-p"):
+            raise XtkError(
+                f"the loss {loss} asks for the likeliest tokens, with their exact probabilities",
+                where=where,
+                hint="a cache with --support top-k or top-p",
+            )
+        if rule.asks == "distribution" and support == "none":
+            raise XtkError(
+                f"the loss {loss} asks for distributions, not only for the tokens that stand there",
+                where=where,
+                hint="a cache with --support top-k, or --loss alm",
+            )
+        if "sample" in support and rule.asks == "distribution" and not loss.divergence().linear:
             raise XtkError(
                 f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
-                where=f"{places.cache} has the support {support}",
+                where=where,
                 hint="a cache with --support top-k, or the divergence forward-kl",
             )
 
@@ -153,8 +165,10 @@ def _ground(
     projection: Projection | None,
     width: int,
 ) -> Ground:
-    if rule.ground == "text":
+    if rule.ground in ("text", "spans"):
         return None
+    if rule.ground == "pairs":
+        return projection_for(tokenizer, cache.teacher, PAIRING).columns.widened(width)
     if rule.ground == "bytes":
         return next_bytes(tokenizer, cache.teacher)
     if rule.ground == "tokens":
