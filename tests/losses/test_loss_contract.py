@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup
-from xtk.losses import LOSSES, LossSpecification, parse_losses
+from xtk.losses import ASKS, LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, chunk_starts, fused_loss
 from xtk.losses.kernels import fill_cells
@@ -101,10 +101,14 @@ def plain(case: Case, items: object) -> tuple[Tensor, list[Tensor]]:
     return total.detach(), gradients
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float, least: float = 1e-3) -> None:
     for one, other in zip(found, expected, strict=True):
-        scale = max(float(other.abs().max()) if other.numel() else 0.0, 1e-3)
+        scale = max(float(other.abs().max()) if other.numel() else 0.0, least)
         torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance * scale)
+
+
+def test_every_loss_says_what_it_asks_of_a_teacher():
+    assert {rule.asks for rule in RULES.values()} == set(ASKS)
 
 
 def test_every_loss_has_a_readable_reference():
@@ -127,7 +131,8 @@ def test_a_loss_and_its_gradient_are_those_of_dense_matrices_and_full_probabilit
         assert_close([found, *exact], [total, *gradients], 1e-6)
         assert_close([sums[0]], [total], 1e-6)
         found, _, narrow = fused(case, [cells], [1.0], dtype=torch.float32)
-        assert_close([found, *narrow], [total, *gradients], 1e-5)
+        # Of a probability near 1 fp32 knows the logarithm to 1e-7, and some items are added.
+        assert_close([found, *narrow], [total, *gradients], 1e-5, least=0.1)
 
 
 @every_kind
@@ -589,8 +594,12 @@ def test_a_specification_names_losses_and_weights():
 @pytest.mark.parametrize(
     ("texts", "what", "hint"),
     [
-        (["forward_kl"], "no loss called 'forward_kl'; did you mean forward-kl?", "one of: boundary-kl, byte-kl, ce, "),
-        (["xxxx"], "no loss called 'xxxx'", "one of: boundary-kl, byte-kl, ce, "),
+        (
+            ["forward_kl"],
+            "no loss called 'forward_kl'; did you mean forward-kl?",
+            "one of: alm, boundary-kl, byte-kl, ce, ",
+        ),
+        (["xxxx"], "no loss called 'xxxx'", "one of: alm, boundary-kl, byte-kl, ce, "),
         (["ce:temperature=2"], "no option of the loss ce called 'temperature'", "one of: weight"),
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "one of: weight"),
         (["ce:weight=0"], "the weight of the loss ce is '0'", "--loss ce:weight=0.5"),
@@ -726,6 +735,16 @@ def test_a_rescaled_jsd_goes_over_into_the_divergences_at_its_ends(end):
         ("jsd:rescale=2", "rescale of the loss jsd:rescale=2 is '2'"),
         ("skew-reverse-kl:skew=1", "skew of the loss skew-reverse-kl:skew=1 is 1.0"),
         ("byte-kl:temperature=0", "temperature of the loss byte-kl:temperature=0 is 0.0"),
+        ("alm:temperature=0", "temperature of the loss alm is 0.0"),
+        ("alm:published=true", "no option of the loss alm called 'published'"),
+        ("alm:divergence=jsd,skew=0.1", "no option of the loss alm called 'skew'"),
+        ("uld:temperature=2", "no option of the loss uld called 'temperature'"),
+        ("uld:divergence=jsd", "no option of the loss uld called 'divergence'"),
+        ("gold:cap=x", "cap of the loss gold:cap=x is 'x'"),
+        ("gold:cap=-1", "cap of this loss is -1"),
+        ("h-kl:uncommon=-1", "uncommon of this loss is -1.0"),
+        ("h-kl:published=yes", "published of the loss h-kl:published=yes is 'yes'"),
+        ("boundary-kl:published=true", "no option of the loss boundary-kl called 'published'"),
     ],
 )
 def test_a_bad_divergence_is_told(text, what):

@@ -15,9 +15,9 @@ class ULD:
 
     `x_(r)` is the r-th largest probability; the shorter side is padded with zeros. From a support of K tokens: the
     teacher's K against the student's K largest, and what is behind them as one cell on each side, which is a lower
-    bound of the whole sum, equal to it at K = U. Between 0 and 2. Where the token that stands there is named only for standing there, it is behind.
-    Universal Logit Distillation, Boizard et al., arXiv 2402.12030, which compares the n-th token of one side with the
-    n-th of the other; the sum does not know which token is which. It has no options.
+    bound of the whole sum, equal to it at K = U. Between 0 and 2, and blind to which token is which. A token that may
+    be named only for standing there is behind the ranks. No options. Universal Logit Distillation, Boizard et al.,
+    arXiv 2402.12030, which compares the n-th token of one side with the n-th of the other.
     """
 
     ground = "spans"
