@@ -33,7 +33,7 @@ from xtk.losses.cells import Cells, Example
 from xtk.losses.chains import rest_of_root
 from xtk.losses.head import Term, fused_loss
 from xtk.losses.rank_kernels import largest
-from xtk.losses.ranks import scale
+from xtk.losses.ranks import largest_by_topk, scale
 from xtk.projection.projection import Projection
 
 CPU = torch.device("cpu")
@@ -328,6 +328,16 @@ def test_the_largest_values_are_those_of_a_sorted_row(seed):
         assert values[row][tokens[: len(falling)]].tolist() == falling.tolist()
         assert len(set(tokens[: len(falling)].tolist())) == len(falling)
         assert ranked[tokens[: len(falling)]].all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_topk_finds_what_the_kernel_finds(masked):
+    draw = np.random.default_rng(3)
+    values, ranked = draw.normal(size=(50, 30)), draw.random(30) < (0.3 if masked else 2)
+    rows, counts = np.sort(draw.permutation(50)[:40]), draw.integers(0, 34, 40)
+    mask = torch.from_numpy(ranked.astype(float)) if masked else None
+    found = largest_by_topk(torch.from_numpy(values), torch.from_numpy(rows), torch.from_numpy(counts), mask)
+    assert found.tolist() == largest(values, rows, np.concatenate([[0], np.cumsum(counts)]), ranked).tolist()
 
 
 def test_rows_are_scaled_with_more_for_the_tokens_of_a_band():

@@ -158,16 +158,30 @@ def _largest(logits: Tensor, rows: Tensor, offsets: Tensor, mask: Tensor | None)
         ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
         tokens = rank_kernels.largest(logits.numpy(), rows.numpy(), offsets.numpy(), ranked.numpy())
         return torch.from_numpy(tokens)
-    counts = torch.diff(offsets)
-    found = [torch.zeros(0, dtype=torch.int64, device=logits.device)]
+    return largest_by_topk(logits, rows, torch.diff(offsets), mask)
+
+
+def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
+    """Return int64 [ranks], the tokens of the largest logits of some rows, falling; -1 where there are no more.
+
+    What `rank_kernels.largest` does on a CPU, a few rows at a time.
+
+    Args:
+        logits: [n, V].
+        rows: [items], on the CPU.
+        counts: [items], how many of each, on the CPU.
+        mask: [V], 0 for tokens that take no part; None: all do.
+    """
+    device = logits.device
+    found = [torch.zeros(0, dtype=torch.int64, device=device)]
     for start in range(0, len(rows), BLOCK):
-        block = logits[rows[start : start + BLOCK].to(logits.device)]
+        block = logits[rows[start : start + BLOCK].to(device)]
         if mask is not None:
             block = block.masked_fill_(mask == 0, -torch.inf)
-        wanted = counts[start : start + BLOCK].to(logits.device)
-        values, tokens = block.topk(min(int(wanted.max()), block.shape[1]), dim=1)
+        wanted = counts[start : start + BLOCK].to(device)
+        most = int(wanted.max())
+        values, tokens = block.topk(min(most, block.shape[1]), dim=1)
         tokens = tokens.masked_fill(values == -torch.inf, -1)
-        missing = int(wanted.max()) - tokens.shape[1]
-        tokens = torch.nn.functional.pad(tokens, (0, missing), value=-1)
-        found.append(tokens[torch.arange(tokens.shape[1], device=tokens.device) < wanted[:, None]])
+        tokens = torch.nn.functional.pad(tokens, (0, most - tokens.shape[1]), value=-1)
+        found.append(tokens[torch.arange(most, device=device) < wanted[:, None]])
     return torch.cat(found)
