@@ -30,7 +30,7 @@ def commands() -> str:
 
 def losses() -> str:
     """Return the reference page of the losses: the docstrings of the table."""
-    from xtk.losses import GROUNDS, LOSSES
+    from xtk.losses import ASKS, GROUNDS, LOSSES
 
     parts = [
         "# Losses",
@@ -44,6 +44,7 @@ def losses() -> str:
         facts = [
             f"- averaged over: {loss.item}",
             f"- for: {GROUNDS[loss.ground]}",
+            f"- asks the teacher for: {ASKS[loss.asks]}",
             f"- file: `{module.replace('.', '/')}.py`",
         ]
         parts += [f"## {name}", inspect.getdoc(loss) or "", "\n".join(facts)]

@@ -29,7 +29,8 @@ def test_every_loss_stands_on_something():
 def test_a_student_learns_from_a_teacher_with_another_tokenizer(run, pair, cache, tmp_path, name):
     options = ["--max-steps", 12, "--learning-rate", 0.01, "--warmup-ratio", 0, "--logging-steps", 1, "--quiet"]
     run("distill", pair.student, cache, "--loss", name, *options, "-o", "alone", cwd=tmp_path)
-    run("distill", pair.student, cache, "--loss", f"{name}:divergence=jsd,beta=0.7", "--loss", "ce:weight=0.5",
+    form = name if name == "uld" else f"{name}:divergence=jsd,beta=0.7"
+    run("distill", pair.student, cache, "--loss", form, "--loss", "ce:weight=0.5",
         *options, "-o", "both", cwd=tmp_path)  # fmt: skip
     for output in ("alone", "both"):
         lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
@@ -48,6 +49,30 @@ def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_pa
     assert "byte-kl:divergence=tvd cannot learn from draws" in done.stderr
     assert "--support top-k" in done.stderr
     run("distill", pair.student, "drawn", "--loss", "byte-kl", "--max-steps", 1, "-o", "out", cwd=tmp_path)
+
+
+def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair, corpus, tmp_path):
+    for support in ("none", "top-k+sample"):
+        run("cache-teacher", pair.teacher, corpus, "--support", support, "-o", support, cwd=tmp_path)
+    for support, name in [
+        *(("none", name) for name in ACROSS if name != "alm"),
+        *(("top-k+sample", name) for name in ("uld", "gold", "h-kl")),
+    ]:
+        done = run("distill", pair.student, support, "--loss", name, "-o", "out", cwd=tmp_path, code=None)
+        assert done.returncode == 1
+        assert f"the loss {name} asks for" in done.stderr
+        assert f"has the support {support}" in done.stderr
+        assert "--support top-k" in done.stderr
+    for support in ("none", "top-k+sample"):
+        options = ("--max-steps", 1, "-o", f"from-{support}")
+        run("distill", pair.student, support, "--loss", "alm:divergence=jsd", *options, cwd=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["p-kl", "gold", "h-kl"])
+def test_a_published_form_is_an_option(run, pair, cache, tmp_path, name):
+    run("distill", pair.student, cache, "--loss", f"{name}:published=true", "--max-steps", 2, "-o", "out", cwd=tmp_path)
+    recipe = json.loads((tmp_path / "out" / "xtk.json").read_text())["recipe"]
+    assert "published=true" in json.dumps(recipe)
 
 
 class Mumbling(CacheSource):

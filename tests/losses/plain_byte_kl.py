@@ -46,10 +46,11 @@ class Distance:
     temperature: float = 1.0
     options: Mapping[str, float] = field(default_factory=dict)
 
-    def __call__(self, teacher: list[float], student: list[Tensor]) -> Tensor:
-        """Between two distributions over cells and the other cell."""
+    def __call__(self, teacher: list[float], student: list[Tensor], rest: float | None = None) -> Tensor:
+        """Between two distributions over cells and the other cell, of which the teacher has `rest`."""
         t_rest = 1 - sum(teacher)
         t_rest = t_rest if t_rest > SMALLEST_REST else 0.0
+        t_rest = t_rest if rest is None else rest
         s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(1e-12)
         power = 1 / self.temperature
         p, q = [t**power for t in (*teacher, t_rest)], [s**power for s in (*student, s_rest)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,8 @@ from plain_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_
 from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses.cells import Cells, Example
+from xtk.losses.cells import Cells, Example, Ranks
+from xtk.losses.head import SMALLEST_REST
 from xtk.projection.next_bytes import NextBytes
 from xtk.projection.projection import Projection
 from xtk.tokens.signal import Signal
@@ -55,9 +57,33 @@ def plain_sum_of_cells(cells: Cells, probs_NV: Tensor, distance: Distance = kl_w
         numbers = range(cells.cell_offsets[item], cells.cell_offsets[item + 1])
         here = [_of_entries(cells, cell, probs_NV) for cell in numbers]
         teacher = [float(cells.teacher_probs[cell]) for cell in numbers]
-        if len(numbers):
-            total = total + distance(teacher, _looking_back(cells, item, here, probs_NV))
+        before = torch.ones((), dtype=torch.float64)
+        if cells.chain is not None:
+            links = int(cells.chain.links[item])
+            before = math.prod(here[:links], start=before)
+            here, teacher = [(before * one) ** (1 / cells.chain.root) for one in here[links:]], teacher[links:]
+        rest = None if cells.rest_probs is None else float(cells.rest_probs[item])
+        if teacher:
+            total = total + cells.factor * distance(teacher, _looking_back(cells, item, here, probs_NV), rest)
+        if cells.ranks is not None:
+            total = total + _of_ranks(cells.ranks, item, before, probs_NV)
     return total
+
+
+def _of_ranks(ranks: Ranks, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
+    t = ranks.probs[ranks.offsets[item] : ranks.offsets[item + 1]].tolist()
+    unranked = set() if ranks.unranked is None else set(ranks.unranked.tolist())
+    kept = [token for token in range(probs_NV.shape[1]) if token not in unranked]
+    s = list((before * probs_NV[ranks.rows[item]][kept]).sort(descending=True).values)
+    rest = sum(s[len(t) :], torch.zeros((), dtype=torch.float64))
+    outside = (rest - float(ranks.most[item])).relu() + (float(ranks.least[item]) - rest).relu()
+    return ranks.weight * (by_rank(t, s[: len(t)]) + outside)
+
+
+def by_rank(teacher: Sequence[float], student: Sequence[Tensor]) -> Tensor:
+    """Both falling, one after the other, the shorter with zeros behind."""
+    pairs = itertools.zip_longest(teacher, student, fillvalue=0.0)
+    return sum((torch.as_tensor(t - s).abs() for t, s in pairs), torch.zeros((), dtype=torch.float64))
 
 
 def _of_entries(cells: Cells, cell: int, probs_NV: Tensor) -> Tensor:
@@ -123,7 +149,125 @@ def plain_boundary_kl(case: Case, probs_NV: Tensor, distance: Distance = kl_with
     return [_projected(case.example, case.dense, probs_NV, s[:1], t[:1], distance) for s, t in spans]
 
 
+def plain_alm(
+    case: Case, probs_NV: Tensor, distance: Distance = kl_with_other, temperature: float = 100.0
+) -> list[Tensor]:
+    example = case.example
+    rows, positions = _numbers(example)
+    items = []
+    for s, t in predicted_spans(example):
+        ours = sum(probs_NV[rows[at], int(example.student_ids[at])].log() for at in s)
+        theirs = sum(float(example.signal.realised_logprobs[positions[at]]) for at in t)
+        q, p = (ours / temperature).exp(), math.exp(theirs / temperature)
+        items.append(temperature * distance([p], [q], 1 - p))
+    return items
+
+
+def plain_uld(case: Case, probs_NV: Tensor) -> list[Tensor]:
+    example = case.example
+    rows, positions = _numbers(example)
+    items = []
+    for s, t in predicted_spans(example):
+        likeliest, behind, tail = _ranked(example, positions[t[0]], 1.0, {})
+        student = list(probs_NV[rows[s[0]]].sort(descending=True).values)
+        rest = sum(student[len(likeliest) :], torch.zeros((), dtype=torch.float64))
+        items.append(by_rank(likeliest, student[: len(likeliest)]) + (rest - behind - tail).abs())
+    return items
+
+
+def plain_merged(
+    case: Case,
+    probs_NV: Tensor,
+    distance: Distance = kl_with_other,
+    weights: tuple[float, float] | None = None,
+    published: bool = False,
+) -> list[Tensor]:
+    """gold and h-kl; without weights those of gold."""
+    example, partners = case.example, plain_pairs(case.dense)
+    rows, positions = _numbers(example)
+    common, uncommon = weights or (len(partners) / case.dense.shape[1], 1 - len(partners) / case.dense.shape[1])
+    items = []
+    for s, t in predicted_spans(example):
+        ours = math.prod(probs_NV[rows[at], int(example.student_ids[at])] for at in s[:-1])
+        theirs = math.exp(sum(float(example.signal.realised_logprobs[positions[at]]) for at in t[:-1]))
+        student, last = ours * probs_NV[rows[s[-1]]], positions[t[-1]]
+        named = [token for token, _ in said_at(example.signal, last) if token in partners]
+        p = [theirs * math.exp(logprob) for token, logprob in said_at(example.signal, last) if token in partners]
+        q = [student[partners[token]] for token in named]
+        likeliest, behind, tail = _ranked(example, last, theirs, partners)
+        left = [token for token in range(len(student)) if token not in partners.values()]
+        falling = list(student[left].sort(descending=True).values)
+        rest = sum(falling[len(likeliest) :], torch.zeros((), dtype=torch.float64))
+        ranks = by_rank(likeliest, falling[: len(likeliest)])
+        if published:
+            divergence = sum(
+                (_published(a, b) for a, b in zip(p, q, strict=True)), torch.zeros((), dtype=torch.float64)
+            )
+        else:
+            divergence = distance(p, q)
+            ranks = ranks + (rest - behind - tail).relu() + (behind - rest).relu()
+        items.append(common * divergence + uncommon * ranks)
+    return items
+
+
+def plain_published_p_kl(case: Case, probs_NV: Tensor, reverse: bool = False) -> list[Tensor]:
+    """Means of probabilities on one side, of log-probabilities on the other, over what every position names."""
+    example = case.example
+    rows, positions = _numbers(example)
+    items = []
+    for s, t in predicted_spans(example):
+        said = [dict(said_at(example.signal, positions[at])) for at in t]
+        tokens = sorted(set.intersection(*(set(one) for one in said)))
+        whole = [math.log(sum(math.exp(one[token]) for token in tokens)) if tokens else 0.0 for one in said]
+        a = [sum(one[token] - total for one, total in zip(said, whole, strict=True)) / len(t) for token in tokens]
+        y = sum(probs_NV[rows[at]] @ case.dense for at in s) / len(s)
+        q = (y[tokens] / (y[tokens].sum() + 1e-10) + 1e-10).log()
+        a = torch.tensor(a, dtype=torch.float64)
+        items.append((q.exp() * (q - a) if reverse else a.exp() * (a - q)).sum())
+    return items
+
+
+def _published(p: float, q: Tensor) -> Tensor:
+    return p * (math.log(p) - q.log()) if p > 0 else torch.zeros((), dtype=torch.float64)
+
+
+def _numbers(example: Example) -> tuple[dict[int, int], dict[int, int]]:
+    """Which row and which position of the signal predicts a token."""
+    rows = {int(row) + 1: n for n, row in enumerate(example.rows)}
+    return rows, {int(position): n for n, position in enumerate(example.signal.positions)}
+
+
+def _ranked(example: Example, at: int, before: float, partners: dict[int, int]) -> tuple[list[float], float, float]:
+    """The teacher's likeliest of what has no partner, falling; what is known to be behind them; what is not known."""
+    said = dict(said_at(example.signal, at))
+    tail = 1 - sum(math.exp(logprob) for logprob in said.values())
+    tail = tail if tail > SMALLEST_REST else 0.0
+    written = int(example.teacher_ids[example.signal.positions[at]])
+    behind = 0.0
+    if written not in partners and said[written] == min(said.values()) and math.exp(said[written]) < tail:
+        behind = math.exp(said.pop(written))  # it may be named for being written: there may be likelier ones
+    ranked = sorted((before * math.exp(said[token]) for token in said if token not in partners), reverse=True)
+    return ranked, before * behind, before * tail
+
+
+def plain_pairs(W: Tensor) -> dict[int, int]:
+    """{teacher token: student token}: the heaviest entry of a row, if it is at least 0.6; one row a teacher token."""
+    claims = []
+    for v, row in enumerate(W.tolist()):
+        weight = max(row, default=0.0)
+        if weight >= 0.6 - 1e-6:
+            claims.append((row.index(weight), -weight, v))
+    pairs: dict[int, int] = {}
+    for u, _, v in sorted(claims):
+        pairs.setdefault(u, v)
+    return pairs
+
+
 PLAIN = {
+    "alm": plain_alm,
+    "uld": plain_uld,
+    "gold": plain_merged,
+    "h-kl": functools.partial(plain_merged, weights=(1.0, 1.0)),
     "ce": plain_ce,
     "boundary-kl": plain_boundary_kl,
     "p-kl": plain_p_kl,

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup
-from xtk.losses import LOSSES, LossSpecification, parse_losses
+from xtk.losses import ASKS, LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, chunk_starts, fused_loss
 from xtk.losses.kernels import fill_cells
@@ -46,6 +46,9 @@ NOTHING = RULES["ce"].cells(join_examples([]), None)
 
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
+
+# Sums of absolute differences have a kink where both sides are equal, and no gradient there.
+KINKS = ("tvd", "uld", "gold", "h-kl")
 
 # V = 23, U = 19. "one hot" gives log-probabilities of -100 and less.
 KINDS = {
@@ -69,7 +72,7 @@ def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -
 
 
 def ground_of(name: str, case: Case) -> Ground:
-    grounds = {"text": lambda: None, "bytes": lambda: case.next_bytes}
+    grounds = {"text": lambda: None, "spans": lambda: None, "bytes": lambda: case.next_bytes}
     return grounds.get(RULES[name].ground, lambda: case.projection.columns)()
 
 
@@ -99,10 +102,14 @@ def plain(case: Case, items: object) -> tuple[Tensor, list[Tensor]]:
     return total.detach(), gradients
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float, least: float = 1e-3) -> None:
     for one, other in zip(found, expected, strict=True):
-        scale = max(float(other.abs().max()) if other.numel() else 0.0, 1e-3)
+        scale = max(float(other.abs().max()) if other.numel() else 0.0, least)
         torch.testing.assert_close(one.double(), other.double(), rtol=tolerance, atol=tolerance * scale)
+
+
+def test_every_loss_says_what_it_asks_of_a_teacher():
+    assert {rule.asks for rule in RULES.values()} == set(ASKS)
 
 
 def test_every_loss_has_a_readable_reference():
@@ -125,7 +132,8 @@ def test_a_loss_and_its_gradient_are_those_of_dense_matrices_and_full_probabilit
         assert_close([found, *exact], [total, *gradients], 1e-6)
         assert_close([sums[0]], [total], 1e-6)
         found, _, narrow = fused(case, [cells], [1.0], dtype=torch.float32)
-        assert_close([found, *narrow], [total, *gradients], 1e-5)
+        # Of a probability near 1 fp32 knows the logarithm to 1e-7, and some items are added.
+        assert_close([found, *narrow], [total, *gradients], 1e-5, least=0.1)
 
 
 @every_kind
@@ -180,7 +188,7 @@ def test_a_model_is_at_distance_0_from_itself_and_is_not_moved(name, K):
         for dtype in (torch.float64, torch.float32):
             total, _, gradients = fused(case, [cells], [1.0], dtype=dtype)
             assert abs(float(total)) < 3e-6
-            if name != "tvd":  # which has a kink there
+            if name not in KINKS:
                 assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-5
 
 
@@ -197,7 +205,8 @@ def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
     case = Case(example, Projection.identity(2), words, logits, matrix)
     total, _, gradients = fused(case, [cells_of(name, case)], [1.0])
     assert abs(float(total)) < 1e-6
-    assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
+    if name not in KINKS:
+        assert max(float(gradient.abs().max()) for gradient in gradients) < 1e-6
 
 
 def test_a_full_support_gives_the_full_divergence():
@@ -725,8 +734,12 @@ def test_a_specification_names_losses_and_weights():
 @pytest.mark.parametrize(
     ("texts", "what", "hint"),
     [
-        (["forward_kl"], "no loss called 'forward_kl'; did you mean forward-kl?", "one of: boundary-kl, byte-kl, ce, "),
-        (["xxxx"], "no loss called 'xxxx'", "one of: boundary-kl, byte-kl, ce, "),
+        (
+            ["forward_kl"],
+            "no loss called 'forward_kl'; did you mean forward-kl?",
+            "one of: alm, boundary-kl, byte-kl, ce, ",
+        ),
+        (["xxxx"], "no loss called 'xxxx'", "one of: alm, boundary-kl, byte-kl, ce, "),
         (["ce:temperature=2"], "no option of the loss ce called 'temperature'", "one of: weight"),
         (["ce:wieght=2"], "no option of the loss ce called 'wieght'; did you mean weight?", "one of: weight"),
         (["ce:weight=0"], "the weight of the loss ce is '0'", "--loss ce:weight=0.5"),
@@ -785,7 +798,7 @@ FORMS = {
     "jsd,temperature=3": Distance("jsd", 3.0),
 }
 every_form = pytest.mark.parametrize("form", list(FORMS))
-every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl"])
+every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl", "gold", "h-kl"])
 
 
 def in_form(name: str, case: Case, form: str) -> Cells:
@@ -862,6 +875,16 @@ def test_a_rescaled_jsd_goes_over_into_the_divergences_at_its_ends(end):
         ("jsd:rescale=2", "rescale of the loss jsd:rescale=2 is '2'"),
         ("skew-reverse-kl:skew=1", "skew of the loss skew-reverse-kl:skew=1 is 1.0"),
         ("byte-kl:temperature=0", "temperature of the loss byte-kl:temperature=0 is 0.0"),
+        ("alm:temperature=0", "temperature of the loss alm is 0.0"),
+        ("alm:published=true", "no option of the loss alm called 'published'"),
+        ("alm:divergence=jsd,skew=0.1", "no option of the loss alm called 'skew'"),
+        ("uld:temperature=2", "no option of the loss uld called 'temperature'"),
+        ("uld:divergence=jsd", "no option of the loss uld called 'divergence'"),
+        ("gold:cap=x", "cap of the loss gold:cap=x is 'x'"),
+        ("gold:cap=-1", "cap of this loss is -1"),
+        ("h-kl:uncommon=-1", "uncommon of this loss is -1.0"),
+        ("h-kl:published=yes", "published of the loss h-kl:published=yes is 'yes'"),
+        ("boundary-kl:published=true", "no option of the loss boundary-kl called 'published'"),
     ],
 )
 def test_a_bad_divergence_is_told(text, what):

@@ -19,7 +19,7 @@ from xtk.training.metrics import read_metrics
 
 pytestmark = pytest.mark.xdist_group("parity")  # what its tests share takes a minute to make
 
-LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2"
+LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
             "--nproc-per-node", "2"]  # fmt: skip
 ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1",

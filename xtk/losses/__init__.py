@@ -19,6 +19,10 @@ LOSSES = {
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.p_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
+    "alm": "xtk.losses.alm:ALM",
+    "uld": "xtk.losses.uld:ULD",
+    "gold": "xtk.losses.gold:GOLD",
+    "h-kl": "xtk.losses.h_kl:HKL",
 }
 
 # What a loss compares on.
@@ -26,7 +30,17 @@ GROUNDS = {
     "text": "the student alone",
     "tokens": "a teacher with the student's own tokenizer",
     "projection": "a teacher with another tokenizer, through a projection",
+    "pairs": "a teacher with another tokenizer, through tokens of equal bytes",
+    "spans": "a teacher with any tokenizer: spans of equal bytes",
     "bytes": "a teacher with any tokenizer: what both say about the next bytes",
 }
 
-__all__ = ["AUTO", "GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]
+# What a loss asks of a teacher; see `SUPPORTS` for what a cache holds.
+ASKS = {
+    "nothing": "nothing",
+    "realised": "log-probabilities of the tokens that stand there: any support, `none` too",
+    "distribution": "a distribution: any support but `none`; with draws, only for what is linear in it",
+    "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
+}
+
+__all__ = ["ASKS", "AUTO", "GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]

@@ -14,6 +14,7 @@ class BoundaryKL:
 
     ground = "projection"
     item = "common boundaries"
+    asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a span: its first distributions on both sides."""

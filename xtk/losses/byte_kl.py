@@ -21,6 +21,7 @@ class ByteKL:
 
     ground = "bytes"
     item = "token boundaries of either side"
+    asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a boundary of the text that both sides spell, in its order."""

@@ -15,6 +15,7 @@ class CrossEntropy:
 
     ground = "text"
     item = "student tokens"
+    asks = "nothing"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a trained token."""

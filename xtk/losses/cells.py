@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,30 +117,90 @@ class Alternatives:
 
 
 @dataclass(frozen=True)
+class Chain:
+    """The student's own tokens that lead to the last row of each item: their probabilities multiply its cells.
+
+    The first cells of an item are its links: one a row, from its first row on, each of one entry, the token that stands
+    there. All other cells are of the row behind them. What the links and that row leave over, each
+    behind the links before it, is the other cell.
+
+    Attributes:
+        links: int64 [C], how many of the cells of an item are links.
+        root: tau. Where it is not 1, items have one cell, of probability P; compared are `P^(1/tau)` and what that
+            leaves over, as the teacher's probabilities are given.
+    """
+
+    links: NDArray[np.int64]
+    root: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Probabilities in the last row of each item that are compared by their ranks, whatever they are of.
+
+    Attributes:
+        rows: int32 [C], of the student's logits.
+        offsets: int64 [C+1], the ranks of item c.
+        probs: float32 [ranks], the teacher's, falling within an item.
+        least: float32 [C], what the teacher has behind the last rank at least,
+        most: float32 [C], and at most.
+        unranked: int32 [n], the student's tokens that take no part; None: all do.
+        weight: of the sum of differences, beside the divergence of the cells.
+    """
+
+    rows: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    probs: NDArray[np.float32]
+    least: NDArray[np.float32]
+    most: NDArray[np.float32]
+    unranked: NDArray[np.int32] | None
+    weight: float
+
+
+# What becomes of the mass that is in no cell.
+OUTSIDES = {
+    "other": "one more cell on both sides",
+    "ignored": "nothing: the divergence of parts of distributions, as GOLD is published; it can be negative",
+    "renormalised": "the student's cells are divided by their sum, as p-kl is published; it can be negative",
+}
+
+
+@dataclass(frozen=True)
 class Cells:
     """The cells of one loss over one or more documents: items, their cells, the cells' entries.
 
     Attributes:
         cell_offsets: int64 [C+1], the cells of item c.
         entry_offsets: int64 [cells+1], the entries of each cell.
-        teacher_probs: float32 [cells], sum to at most 1 an item; the rest is the other cell.
+        teacher_probs: [cells], sum to at most 1 an item; the rest is the other cell. Those of links are 0.
         rows: int32 [entries], row of the student's logits. Items come in the order of their rows.
         tokens: int32 [entries], student token.
         log_weights: float32 [entries].
         item_rows: int32 [C], the row of each item, rising; None: that of its first entry.
         alternatives: what the rows before say, for losses that look back; None: nothing.
         divergence: between both sides.
+        chain: what the cells of each item are multiplied with; None: nothing.
+        ranks: what is compared beside the cells; None: nothing.
+        rest_probs: float64 [C], the teacher's probability of the other cell, where `teacher_probs` cannot tell a small
+            one; None: what they leave over.
+        outside: a key of `OUTSIDES`.
+        factor: of the divergence.
     """
 
     cell_offsets: NDArray[np.int64]
     entry_offsets: NDArray[np.int64]
-    teacher_probs: NDArray[np.float32]
+    teacher_probs: NDArray[np.floating[Any]]
     rows: NDArray[np.int32]
     tokens: NDArray[np.int32]
     log_weights: NDArray[np.float32]
     item_rows: NDArray[np.int32] | None = None
     alternatives: Alternatives | None = None
     divergence: Divergence = FORWARD_KL
+    chain: Chain | None = None
+    ranks: Ranks | None = None
+    rest_probs: NDArray[np.float64] | None = None
+    outside: str = "other"
+    factor: float = 1.0
 
     @property
     def items(self) -> int:
@@ -155,6 +215,23 @@ class Cells:
         # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
         rows = self.rows if len(self.rows) else np.zeros(1, np.int32)
         return rows[np.minimum(self.entry_offsets[self.cell_offsets[:-1]], len(rows) - 1)].astype(np.int64)
+
+
+class Loss(Protocol):
+    """One line of the table of losses.
+
+    Attributes:
+        ground: a key of `GROUNDS`.
+        item: what it is averaged over.
+        asks: a key of `ASKS`.
+    """
+
+    ground: str
+    item: str
+    asks: str
+
+    def cells(self, example: Example, ground: Ground) -> Cells:
+        """Cut one document into cells."""
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,15 @@ item is never negative, and 0 only for equal distributions.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup
+from xtk.losses.options import filled, names_of
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKL",
@@ -176,27 +175,12 @@ def make_divergence(name: str, options: dict[str, str], place: str) -> Divergenc
     Raises:
         XtkError: there is no such divergence or option, or an option's value makes no sense.
     """
-    rule = lookup(DIVERGENCES, name, "divergence")
-    fields = {field.name: field for field in dataclasses.fields(rule)}
-    return _checked(
-        rule(**{key: _value(place, key, text, fields[key].default) for key, text in options.items()}), place
-    )
+    return _checked(filled(lookup(DIVERGENCES, name, "divergence"), options, place), place)
 
 
 def options_of(name: str) -> list[str]:
     """Return the options of a divergence."""
-    return [field.name for field in dataclasses.fields(lookup(DIVERGENCES, name, "divergence"))]
-
-
-def _value(place: str, key: str, text: str, default: Any) -> Any:
-    if isinstance(default, bool):
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise XtkError(f"{key} of the loss {place} is {text!r}", hint="true or false")
-    try:
-        return float(text)
-    except ValueError:
-        raise XtkError(f"{key} of the loss {place} is {text!r}", hint=f"a number, such as {key}={default}") from None
+    return names_of(lookup(DIVERGENCES, name, "divergence"))
 
 
 def _checked(divergence: Divergence, place: str) -> Divergence:

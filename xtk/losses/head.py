@@ -28,12 +28,16 @@ from torch import Tensor
 from xtk.losses import kernels
 from xtk.losses.alternatives import RunsOfTerm, log_sums
 from xtk.losses.cells import Cells
+from xtk.losses.chains import ChainOfTerm
 from xtk.losses.divergences import Divergence
-from xtk.losses.softmax import OfParts, Part, Reading, Spoken, Window, add_up, gradient_of_logits, read
+from xtk.losses.ranks import Largest, PartOfRanks, RanksOfTerm
+from xtk.losses.softmax import OfParts, OfRanks, Part, Reading, Spoken, Window, add_up, gradient_of_logits, read
 from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
 SMALLEST_REST = 1e-6
+# What the student has of a cell at least, where p-kl is compared as published; X-Token.
+LEAST_OF_PUBLISHED = 1e-10
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,19 @@ class Term:
 
     Attributes:
         first_rows: [C], the first row of each item, rising.
-        row_counts: [C], how many rows are averaged; 0 for an item without cells, or inside of a token.
+        row_counts: [C], how many rows are averaged, or chained; 0 for an item without cells, or inside of a token.
         rest_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
         has_rest: bool [C], whether the other cell is looked at.
         averaged: float32 [entries], over how many rows the item of an entry is averaged.
         scale: what each item is multiplied with: the weight over the global count of items.
         divergence: between both sides of an item.
         runs: what the row before each item says, for losses that look back; None: nothing.
+        chain: what the cells of each item are multiplied with; None: nothing.
+        ranks: what is compared by rank beside the cells; None: nothing.
+        outside: what becomes of the mass outside of the cells; a key of `OUTSIDES`.
+        factor: of the divergence.
         weights: float32 [C], how much each item counts; None: 1.
-        mass: what the loss is averaged over; None: the number of items.
+        counts: float64 [C], how much each counts in what the loss is averaged over; None: 1.
     """
 
     cell_offsets: Tensor
@@ -68,8 +76,12 @@ class Term:
     scale: float
     divergence: Divergence
     runs: RunsOfTerm | None = None
+    chain: ChainOfTerm | None = None
+    ranks: RanksOfTerm | None = None
+    outside: str = "other"
+    factor: float = 1.0
     weights: Tensor | None = None
-    mass: float | None = None
+    counts: Tensor | None = None
 
     @property
     def items(self) -> int:
@@ -79,7 +91,7 @@ class Term:
     @property
     def count(self) -> float:
         """What the loss is averaged over: the items, or the weights of their documents."""
-        return self.items if self.mass is None else self.mass
+        return self.items if self.counts is None else float(self.counts.sum())
 
     def weighted(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> Term:
         """Return the same with items that count as the rows in which they begin do.
@@ -91,8 +103,11 @@ class Term:
         given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
         if not given:
             return self
-        mass = None if counts is None else float(given[0].sum())
-        return dataclasses.replace(self, weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)), mass=mass)
+        return dataclasses.replace(
+            self,
+            weights=torch.from_numpy(np.prod(given, axis=0).astype(np.float32)),
+            counts=None if counts is None else torch.from_numpy(given[0]),
+        )
 
     def to(self, device: torch.device, scale: float) -> Term:
         """Return the same on a device, with the scale that is known by then."""
@@ -100,7 +115,8 @@ class Term:
         there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
         runs = None if self.runs is None else self.runs.to(device)
-        return dataclasses.replace(self, **moved, runs=runs, scale=scale)
+        ranks = None if self.ranks is None else self.ranks.to(device)
+        return dataclasses.replace(self, **moved, runs=runs, ranks=ranks, scale=scale)
 
     def between(self, start: int, stop: int, base: int) -> Term:
         """Return the items whose first row is in `[start, stop)`, for states whose first row is `base`."""
@@ -124,6 +140,10 @@ class Term:
             log_weights=self.log_weights[entries],
             averaged=self.averaged[entries],
             runs=None if self.runs is None else self.runs.between(slice(low, high), offsets, base),
+            chain=None if self.chain is None else dataclasses.replace(self.chain, links=self.chain.links[low:high]),
+            ranks=None if self.ranks is None else self.ranks.between(slice(low, high), base),
+            weights=None if self.weights is None else self.weights[low:high],
+            counts=None if self.counts is None else self.counts[low:high],
         )
 
     @classmethod
@@ -133,16 +153,19 @@ class Term:
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.items, np.bool_)
         first_rows = cells.first_rows
-        if cells.alternatives is None:
+        if cells.item_rows is None:
             rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
-            counts = np.where(has_cells, rows[stops - 1] - first_rows + 1, 0)
+            counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
         else:
-            counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
+            counts = has_cells.astype(np.int64)
+        if cells.alternatives is not None:
+            counts *= ~cells.alternatives.inside
             closed = cells.alternatives.closed(cells.cell_offsets)
-        items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
-        rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
-        rests = np.where(rests > SMALLEST_REST, rests, 0)
-        has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed)
+        if cells.chain is not None:  # without a cell all of both sides is in the other one, which is looked at
+            counts, has_cells = cells.chain.links + 1, np.ones(cells.items, np.bool_)
+        rests = _rests_of(cells)
+        has_rest = has_cells & (rests > 0 if cells.divergence.linear else ~closed) & (cells.outside == "other")
+        averaged = np.repeat(counts.astype(np.float32), stops - firsts)
         return cls(
             cell_offsets=torch.from_numpy(cells.cell_offsets),
             entry_offsets=torch.from_numpy(cells.entry_offsets),
@@ -157,11 +180,24 @@ class Term:
             rows=torch.from_numpy(cells.rows),
             tokens=torch.from_numpy(cells.tokens),
             log_weights=torch.from_numpy(cells.log_weights),
-            averaged=torch.from_numpy(np.repeat(counts.astype(np.float32), stops - firsts)),
+            averaged=torch.from_numpy(averaged if cells.chain is None else np.ones_like(averaged)),
             scale=1.0,
             divergence=cells.divergence,
             runs=None if cells.alternatives is None else RunsOfTerm.of(cells.alternatives),
+            chain=None if cells.chain is None else ChainOfTerm.of(cells.chain),
+            ranks=None if cells.ranks is None else RanksOfTerm.of(cells.ranks),
+            outside=cells.outside,
+            factor=cells.factor,
         )
+
+
+def _rests_of(cells: Cells) -> NDArray[np.float64]:
+    """Return [C], the teacher's probability of the other cell."""
+    if cells.rest_probs is not None:
+        return cells.rest_probs
+    items = np.repeat(np.arange(cells.items), np.diff(cells.cell_offsets))
+    rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.items)
+    return np.where(rests > SMALLEST_REST, rests, 0)
 
 
 def free_cuts(rows: int, terms: Sequence[Term]) -> NDArray[np.bool_]:
@@ -403,27 +439,36 @@ def _slice(term: Term, start: int, stop: int, base: int, wide: torch.dtype) -> P
     counts = term.row_counts[low:high][has_rest]
     rest_items = torch.arange(len(counts)).repeat_interleave(counts)
     within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    item_groups = torch.arange(high - low)
-    item_groups = torch.cat([item_groups.repeat_interleave(torch.diff(cell_offsets)), item_groups[has_rest]])
-    device = term.rows.device
+    items, owners = torch.arange(high - low), has_rest.nonzero()[:, 0]
+    of_cells, real = items.repeat_interleave(torch.diff(cell_offsets)), torch.arange(cells.stop - cells.start)
+    device, shares, chain = term.rows.device, -counts[rest_items].to(wide).log(), None
+    teacher_probs = term.teacher_probs[cells]
+    if term.chain is not None:
+        chain = term.chain.part(slice(low, high), cell_offsets, owners[rest_items], within)
+        real, shares = chain.real, torch.zeros_like(shares)
+        chain, teacher_probs = chain.to(device), teacher_probs[real.to(device)]
     log_weights = term.log_weights[entries].to(wide)
     return Part(
+        items=high - low,
+        cells=cells.stop - cells.start,
         entry_cells=term.entry_cells[entries] - cells.start,
-        teacher_probs=term.teacher_probs[cells],
+        teacher_probs=teacher_probs,
         rows=term.rows[entries].long() - base,
         tokens=term.tokens[entries],
         log_weights=log_weights,
         weights=log_weights.exp().mul_(term.averaged[entries]),
         rest_probs=term.rest_probs[low:high][has_rest].to(device),
         rest_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
-        rest_items=rest_items.to(device),
-        rest_log_shares=-counts[rest_items].to(wide).log().to(device),
-        item_groups=item_groups.to(device),
+        rest_items=(rest_items if chain is None else torch.arange(len(rest_items))).to(device),
+        rest_log_shares=shares.to(device),
+        item_groups=torch.cat([of_cells[real], owners]).to(device),
         scale=term.scale,
         divergence=term.divergence,
-        runs=None
-        if term.runs is None
-        else term.runs.part(slice(low, high), cell_offsets, base, has_rest.nonzero()[:, 0]),
+        runs=None if term.runs is None else term.runs.part(slice(low, high), cell_offsets, base, owners),
+        chain=chain,
+        ranks=None if term.ranks is None else term.ranks.part(slice(low, high), base, wide),
+        outside=term.outside,
+        factor=term.factor,
         of_items=None if term.weights is None else term.weights[low:high],
     )
 
@@ -431,27 +476,85 @@ def _slice(term: Term, start: int, stop: int, base: int, wide: torch.dtype) -> P
 def _loss_of_cells(parts: list[Part], said: Spoken, with_gradient: bool) -> tuple[Tensor, OfParts | None]:
     """Return each term's sum [terms], and the gradients of the scaled total."""
     log_totals, log_normaliser, before = said.log_totals, said.normaliser.log(), iter(said.before)
-    values, gradients = [], OfParts([], [], [])
+    by_rank = iter(zip(said.largest, said.masses, strict=True))
+    values, gradients = [], OfParts([], [], [], [])
     for part, logits, left in zip(parts, said.entries, said.left, strict=True):
-        cells = _LogSums(logits - log_totals[part.rows] + part.log_weights, part.entry_cells, len(part.teacher_probs))
+        log_probs = logits - log_totals[part.rows] + part.log_weights
         log_rests = left.log() - log_normaliser[part.rest_rows] + part.rest_log_shares
-        sums = [cells, _LogSums(log_rests, part.rest_items, len(part.rest_probs))]
+        sums = [_LogSums(log_probs, part.entry_cells, part.cells), _LogSums(log_rests, part.rest_items, part.rests)]
         if part.runs is not None:
             of_rows = next(before) - log_totals[part.runs.rows]
             sums.append(_LogSums(of_rows, part.runs.groups, len(part.runs.group_items)))
+        leaves, ranked = [side.log_sums for side in sums], None
+        if part.ranks is not None:
+            ranked = _Ranked.of(part.ranks, *next(by_rank), said)
+            leaves += [ranked.log_probs, ranked.masses]
         with torch.enable_grad():
-            leaves = [side.log_sums.requires_grad_(with_gradient) for side in sums]
-            probs = leaves if part.runs is None else part.runs.next_cells(*leaves)
-            value = _divergence(part, torch.cat(probs))
+            value = _value(part, [leaf.requires_grad_(with_gradient) for leaf in leaves], ranked)
             scaled = value * part.scale
-        values.append(value.detach())
-        if with_gradient:
-            found = torch.autograd.grad(scaled, leaves)
-            one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, found, strict=True))
-            gradients.entries.append(one)
-            gradients.rests.append(other)
-            gradients.before.extend(more)
+        values.append(value.detach().to(log_totals.dtype))
+        if not with_gradient:
+            continue
+        found = torch.autograd.grad(scaled, leaves)
+        one, other, *more = (side.gradient(gradient) for side, gradient in zip(sums, found, strict=False))
+        gradients.entries.append(one)
+        gradients.rests.append(other)
+        gradients.before.extend(more)
+        if ranked is not None:
+            gradients.ranks.append(ranked.gradient(found[-2], found[-1]))
     return torch.stack(values), gradients if with_gradient else None
+
+
+@dataclass(frozen=True)
+class _Ranked:
+    """The student's largest tokens of the items of one part: which ranks have one, and what they say."""
+
+    ranks: PartOfRanks
+    held: Tensor
+    rows: Tensor
+    tokens: Tensor
+    log_probs: Tensor
+    item_rows: Tensor
+    masses: Tensor
+
+    @classmethod
+    def of(cls, ranks: PartOfRanks, largest: Largest, sums: Tensor, said: Spoken) -> _Ranked:
+        """Read them off what a chunk says."""
+        held = (largest.tokens >= 0).nonzero()[:, 0]
+        item_rows = ranks.rows.to(held.device)
+        rows = item_rows[ranks.of_ranks[held]]
+        log_probs = largest.logits[held] - said.log_totals[rows]
+        masses = torch.ones_like(sums) if ranks.unranked is None else sums / said.normaliser[item_rows]
+        return cls(ranks, held, rows, largest.tokens[held], log_probs, item_rows, masses)
+
+    def gradient(self, of_logprobs: Tensor, of_masses: Tensor) -> OfRanks:
+        """Return their gradients, with where they belong."""
+        return OfRanks(self.rows, self.tokens, of_logprobs, self.item_rows, of_masses, self.masses.detach(), self.ranks)
+
+
+def _value(part: Part, leaves: list[Tensor], ranked: _Ranked | None) -> Tensor:
+    """Return the weighted sum over items of what a loss says.
+
+    Args:
+        part: the items.
+        leaves: log-probabilities of cells, and of rests; of the groups of the rows before, for losses that look back;
+            of the largest tokens, and the mass of all of them, for losses that compare ranks.
+        ranked: which tokens these are.
+    """
+    if part.runs is not None:
+        said = part.runs.next_cells(*leaves[:3])
+    elif part.chain is not None:
+        said = part.chain.multiplied(*leaves[:2])
+    else:
+        said = (leaves[0], leaves[1])
+    value = part.factor * _divergence(part, torch.cat(said))
+    if ranked is None:
+        return value
+    before = None if part.chain is None else part.chain.before(leaves[0])
+    of_ranks, behind = ranked.ranks.distance(ranked.held, leaves[-2], leaves[-1], before)
+    if part.of_items is not None:
+        of_ranks, behind = of_ranks * part.of_items[ranked.ranks.of_ranks], behind * part.of_items
+    return value + of_ranks.sum() + behind.sum()
 
 
 def _divergence(part: Part, log_probs: Tensor) -> Tensor:
@@ -465,9 +568,12 @@ def _divergence(part: Part, log_probs: Tensor) -> Tensor:
         A scalar, not negative but for rounding.
     """
     probs = torch.cat([part.teacher_probs.to(log_probs.dtype), part.rest_probs.to(log_probs.dtype)])
-    power = 1 / part.divergence.temperature
+    items, power = part.items, 1 / part.divergence.temperature
+    if part.outside == "renormalised":
+        ours = log_probs.exp()
+        sums = ours.new_zeros(items).scatter_add(0, part.item_groups, ours) + LEAST_OF_PUBLISHED
+        log_probs = (ours / sums[part.item_groups] + LEAST_OF_PUBLISHED).log()
     if power != 1:
-        items = int(part.item_groups.max()) + 1 if len(part.item_groups) else 0
         log_probs = power * log_probs
         log_probs = log_probs - log_sums(log_probs, part.item_groups, items)[part.item_groups]
         probs = probs.pow(power)

@@ -27,6 +27,7 @@ def fill_cells(
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
     """Return the six arrays of `Cells` for items of averaged rows and averaged teacher positions."""
     items = len(row_start)
+    width = len(column_offsets) - 1
     most_cells = 0
     most_entries = 0
     for item in range(items):
@@ -35,6 +36,8 @@ def fill_cells(
             most_cells += support_offsets[position + 1] - support_offsets[position]
             for slot in range(support_offsets[position], support_offsets[position + 1]):
                 token = support_ids[slot]
+                if not 0 <= token < width:
+                    continue
                 most_entries += rows * (column_offsets[token + 1] - column_offsets[token])
     cell_offsets = np.zeros(items + 1, np.int64)
     entry_offsets = np.zeros(most_cells + 1, np.int64)
@@ -52,7 +55,7 @@ def fill_cells(
         for position in range(position_start[item], position_stop[item]):
             for slot in range(support_offsets[position], support_offsets[position + 1]):
                 token = support_ids[slot]
-                if column_offsets[token + 1] == column_offsets[token]:
+                if not 0 <= token < width or column_offsets[token + 1] == column_offsets[token]:
                     continue  # nothing of the student lands here
                 if cell_of_token[token] < first_cell:
                     cell_of_token[token] = cells

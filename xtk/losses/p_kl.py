@@ -2,23 +2,50 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from xtk.losses.cells import Cells, Example, Ground, projected_cells, span_ranges
 from xtk.projection.projection import Columns
 
 
+@dataclass(frozen=True)
 class PKL:
     """p-kl: `KL((mean t_A, rest) | (mean y_A, rest))`, `y = W^T s`, averaged over spans.
 
     Distributions are averaged arithmetically over the positions of the span, on both sides, and both are
     normalised. `A` is the union of the teacher's supports in the span; a token that one position's support does
-    not hold counts as 0 there. After X-Token, arXiv 2605.21699, whose published form averages one side
-    geometrically and drops what is not in `A`, so that it is not zero for equal models.
+    not hold counts as 0 there. Options: `divergence` and what it has; `published=true`. After X-Token, arXiv
+    2605.21699, whose published form averages the teacher geometrically without normalising, and the student
+    arithmetically, normalised and with 1e-10 added, over the same tokens: here those that every position of a span
+    names. So it is not 0 for equal models, can be negative, and pays 23 nats for mass that no student token reaches.
     """
+
+    published: bool = False
 
     ground = "projection"
     item = "spans"
+    asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a span."""
         assert isinstance(ground, Columns)
-        return projected_cells(example, span_ranges(example), ground)
+        ranges = span_ranges(example)
+        if not self.published:
+            return projected_cells(example, ranges, ground)
+        from xtk.losses.rank_kernels import fill_published_cells
+
+        signal = example.signal
+        assert signal is not None
+        arrays = fill_published_cells(
+            ranges.row_start,
+            ranges.row_stop,
+            ranges.position_start,
+            ranges.position_stop,
+            signal.offsets,
+            signal.ids,
+            signal.logprobs,
+            ground.offsets,
+            ground.student_ids,
+            ground.log_weights,
+        )
+        return replace(Cells(*arrays), outside="renormalised")

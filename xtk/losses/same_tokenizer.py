@@ -11,6 +11,7 @@ class OfTokens:
 
     ground = "tokens"
     item = "tokens"
+    asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a token; `ground` is the identity."""

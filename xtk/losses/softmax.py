@@ -13,7 +13,9 @@ from torch import Tensor
 
 from xtk.losses import kernels
 from xtk.losses.alternatives import PartOfRuns
+from xtk.losses.chains import PartOfChain
 from xtk.losses.divergences import Divergence
+from xtk.losses.ranks import Largest, PartOfRanks, scale
 from xtk.models.head import Shard
 
 TINY = 1e-37
@@ -25,9 +27,12 @@ class Part:
 
     `weights` are those of the entries within their own row, without the averaging over an item's rows. Rests are listed
     for items whose teacher has one: their rows, the item of each (counted among these items), the log of the share of a
-    row. `item_groups` are the items of all cells, then of all rests; `of_items` are the weights of items.
+    row. `item_groups` are the items of all cells, then of all rests; `of_items` are the weights of items. In a chain,
+    `cells` counts its links too, and each row of a rest is an item of its own.
     """
 
+    items: int
+    cells: int
     entry_cells: Tensor
     teacher_probs: Tensor
     rows: Tensor
@@ -42,7 +47,16 @@ class Part:
     scale: float
     divergence: Divergence
     runs: PartOfRuns | None
+    chain: PartOfChain | None
+    ranks: PartOfRanks | None
+    outside: str
+    factor: float
     of_items: Tensor | None
+
+    @property
+    def rests(self) -> int:
+        """How many rests there are, each of one or more rows."""
+        return len(self.rest_probs) if self.chain is None else len(self.rest_rows)
 
 
 @dataclass(frozen=True)
@@ -112,6 +126,8 @@ class Spoken:
         left: [rest rows] of each part, what is left of this sum without the entries.
         entries: [entries] of each part, their logits.
         before: [alternatives] of each part that has some, their logits.
+        largest: of each part that compares ranks, the student's largest.
+        masses: [items] of each such part, the sums over the tokens that take part.
     """
 
     highest: Tensor
@@ -119,6 +135,8 @@ class Spoken:
     left: list[Tensor]
     entries: list[Tensor]
     before: list[Tensor]
+    largest: list[Largest]
+    masses: list[Tensor]
 
     @property
     def log_totals(self) -> Tensor:
@@ -152,11 +170,14 @@ def read(logits: Tensor, window: Window, parts: list[Part], shard: Shard | None)
     rests = [window.places_of_rows(part.rest_rows) for part in parts]
     flat = logits.view(-1)
     taken, taken_before = ([flat.take(places.flat) for places in some] for some in (entries, before))
+    of_ranks = [part.ranks for part in parts if part.ranks is not None]
+    largest = [ranks.find(logits, window.first, window.start) for ranks in of_ranks]
     highest = logits.amax(1)
     if shard is not None:
         shard.highest(highest)
     exponentials = logits.sub_(highest[:, None]).exp_()
     normaliser = exponentials.sum(1)
+    masses = [ranks.sums(exponentials, window.first, window.start) for ranks in of_ranks]
     covered: list[Tensor | None] = []
     left = []
     # That of `removed` comes last, and is not put back.
@@ -171,7 +192,7 @@ def read(logits: Tensor, window: Window, parts: list[Part], shard: Shard | None)
         if part is not parts[removed]:
             add_at(flat, places.flat, own)
         covered.append(own)
-    said = Spoken(highest, normaliser, left, taken, taken_before)
+    said = Spoken(highest, normaliser, left, taken, taken_before, largest, masses)
     return Reading(window, exponentials, removed, entries, before, rests, covered, said)
 
 
@@ -197,29 +218,66 @@ def add_up(readings: list[Reading], parts: list[Part], shard: Shard | None) -> S
             strict=True,
         ):
             places.put(values, total)
+    of_ranks = [part.ranks for part in parts if part.ranks is not None]
+    masses = [
+        sum(of_windows, like.new_zeros(())) for of_windows in zip(*(one.said.masses for one in readings), strict=True)
+    ]
+    found = zip(*(one.said.largest for one in readings), strict=True)
+    largest = [ranks.merged(list(some)) for ranks, some in zip(of_ranks, found, strict=True)]
     if shard is not None:
-        sums = [normaliser, *left, *entries, *before]
+        largest = [ranks.merged(_of_all_shards(some, shard)) for ranks, some in zip(of_ranks, largest, strict=True)]
+        sums = [normaliser, *left, *entries, *before, *masses]
         together = shard.add(torch.cat(sums))
         for values, total in zip(torch.split(together, [len(values) for values in sums]), sums, strict=True):
             total.copy_(values)
     left = [rest.clamp_min_(TINY) for rest in left]
-    return Spoken(highest, normaliser, left, entries, before)
+    return Spoken(highest, normaliser, left, entries, before, largest, masses)
+
+
+def _of_all_shards(own: Largest, shard: Shard) -> list[Largest]:
+    """Return what each process of the group found among its tokens."""
+    tokens, logits = shard.gather(own.tokens), shard.gather(own.logits)
+    return [Largest(*one) for one in zip(tokens, logits, strict=True)]
+
+
+@dataclass(frozen=True)
+class OfRanks:
+    """The gradients of what the student's largest tokens of one part say.
+
+    Attributes:
+        rows, tokens: [H], where they stand.
+        of_logprobs: [H], of their log-probabilities.
+        item_rows: [items].
+        of_masses: [items], of the probability of all tokens that take part.
+        masses: [items], these probabilities.
+        ranks: which tokens take part.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    of_logprobs: Tensor
+    item_rows: Tensor
+    of_masses: Tensor
+    masses: Tensor
+    ranks: PartOfRanks
 
 
 @dataclass(frozen=True)
 class OfParts:
-    """The gradients of log-probabilities: of the entries, rest rows and alternatives of each part."""
+    """The gradients of log-probabilities: of the entries, rest rows and alternatives of each part; and of ranks."""
 
     entries: list[Tensor]
     rests: list[Tensor]
     before: list[Tensor]
+    ranks: list[OfRanks]
 
 
 def gradient_of_logits(reading: Reading, said: Spoken, gradients: OfParts, parts: list[Part]) -> Tensor:
     """Turn the exponentials of a window into the gradient of its logits, in place.
 
-    The gradient is `exponentials * factors`, that of each entry at its place, and that of each rest spread over what
-    is left of its rows. Nothing is added to be taken away again: where a rest is tiny, its factor is huge.
+    The gradient is `exponentials * factors`, with more factors for the tokens of bands, that of each entry at its
+    place, and that of each rest spread over what is left of its rows. Nothing is added to be taken away again: where a
+    rest is tiny, its factor is huge.
 
     Args:
         reading: the window, just read.
@@ -236,6 +294,14 @@ def gradient_of_logits(reading: Reading, said: Spoken, gradients: OfParts, parts
         add_at(in_all, part.rest_rows, of_rests)
     for run, of_before in zip(runs, gradients.before, strict=True):
         add_at(in_all, run.rows, of_before)
+    bands = []
+    for some in gradients.ranks:
+        add_at(in_all, some.rows, some.of_logprobs)
+        mask = some.ranks.mask(window.start, window.width, exponentials.dtype)
+        if mask is not None:  # else they are all of the row, whose mass is not moved
+            add_at(in_all, some.item_rows, some.masses * some.of_masses)
+            of_band = torch.zeros_like(in_all).index_add_(0, some.item_rows, some.of_masses) / said.normaliser
+            bands.append((of_band[window.rows], mask))
     factors = (-in_all / said.normaliser)[window.rows]
     sparse = [
         (places.flat, places.of(gradient))
@@ -243,6 +309,9 @@ def gradient_of_logits(reading: Reading, said: Spoken, gradients: OfParts, parts
             [*reading.entries, *reading.before], [*gradients.entries, *gradients.before], strict=True
         )
     ]
+    for some in gradients.ranks:
+        places = window.places(some.rows, some.tokens)
+        sparse.append((places.flat, places.of(some.of_logprobs)))
     in_place, more = factors, list[Tensor]()
     for number, (part, own, rests) in enumerate(zip(parts, reading.covered, reading.rests, strict=True)):
         if own is None:
@@ -251,7 +320,11 @@ def gradient_of_logits(reading: Reading, said: Spoken, gradients: OfParts, parts
         add_at(of_left, rests.flat, rests.of(gradients.rests[number] / said.left[number]))
         if number == reading.removed:
             in_place = factors + of_left
-            sparse.append((places.flat, own * factors[places.of(part.rows) - window.first]))
+            rows = places.of(part.rows) - window.first
+            of_places = factors[rows]
+            for of_band, mask in bands:
+                of_places = of_places + of_band[rows] * mask[places.of(part.tokens) - window.start]
+            sparse.append((places.flat, own * of_places))
         else:
             copy = exponentials.clone()
             last = reading.covered[reading.removed]
@@ -259,7 +332,7 @@ def gradient_of_logits(reading: Reading, said: Spoken, gradients: OfParts, parts
             add_at(copy.view(-1), reading.entries[reading.removed].flat, last)
             add_at(copy.view(-1), places.flat, -own)
             more.append(copy.mul_(of_left[:, None]))
-    exponentials.mul_(in_place[:, None])
+    scale(exponentials, in_place, bands)
     for tensor in more:
         exponentials.add_(tensor)
     for places_of_some, gradient in sparse:

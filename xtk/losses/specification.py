@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
-from xtk.lookup import unknown
+from xtk.lookup import lookup, unknown
+from xtk.losses.options import filled, names_of
 
 if TYPE_CHECKING:
+    from xtk.losses.cells import Loss
     from xtk.losses.divergences import Divergence
+
+# The divergence from a teacher who is certain, and a sum of differences: nothing can take their place.
+WITHOUT_DIVERGENCE = ("ce", "uld")
 
 
 AUTO = "auto"  # in the place of a loss: one that suits the pair and the cache
@@ -23,7 +28,7 @@ class LossSpecification:
     Attributes:
         name: a name of the table, or `AUTO`.
         weight: its factor in the sum.
-        options: of its divergence, and the divergence's name where the loss is not called after it.
+        options: its own, those of its divergence, and the divergence's name where the loss is not called after it.
     """
 
     name: str
@@ -35,27 +40,41 @@ class LossSpecification:
         told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
         return f"{self.name}:{told}" if told else self.name
 
+    def rule(self) -> Loss:
+        """Return the loss, with its own options.
+
+        Raises:
+            XtkError: an option's value makes no sense.
+        """
+        from xtk.losses import LOSSES
+
+        rule = lookup(LOSSES, self.name, "loss")
+        loss: Loss = filled(rule, {key: text for key, text in self.options if key in names_of(rule)}, str(self))
+        return loss
+
     def divergence(self) -> Divergence:
         """Return what the loss takes between both sides.
 
         Raises:
             XtkError: an unknown divergence, or an option that it does not have, or whose value makes no sense.
         """
+        from xtk.losses import LOSSES
         from xtk.losses.divergences import DIVERGENCES, make_divergence, options_of
 
-        if self.name == "ce":  # the divergence from a teacher who is certain
-            name, known = "forward-kl", []
-        elif self.name in DIVERGENCES:
-            name, known = self.name, options_of(self.name)
-        else:
-            name = dict(self.options).get("divergence", "forward-kl")
-            known = ["divergence", *options_of(name)]
         options = dict(self.options)
+        own = names_of(lookup(LOSSES, self.name, "loss"))
+        name, known = "forward-kl", own
+        if self.name in DIVERGENCES:
+            name, known = self.name, options_of(self.name)
+        elif self.name not in WITHOUT_DIVERGENCE:
+            name = options.get("divergence", name)
+            known = list(dict.fromkeys(["divergence", *own, *options_of(name)]))
         for key in options:
             if key not in known:
                 raise unknown(f"option of the loss {self.name}", key, ["weight", *known])
-        options.pop("divergence", None)
-        return make_divergence(name, options, str(self))
+        return make_divergence(
+            name, {key: text for key, text in options.items() if key not in ("divergence", *own)}, str(self)
+        )
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
@@ -81,6 +100,7 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
         loss = LossSpecification(name, _positive(weights[-1], name) if weights else 1.0, tuple(sorted(others.items())))
         if others:
             loss.divergence()  # what is wrong with it is told now
+            loss.rule()
         results.append(loss)
     return results
 

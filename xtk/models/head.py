@@ -77,6 +77,12 @@ class Shard:
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
         return values
 
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """Return the values of each process of the group, all of one shape."""
+        several = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size(self.group))]
+        torch.distributed.all_gather(several, values.contiguous(), group=self.group)
+        return several
+
     def least(self, number: int, device: torch.device) -> int:
         """Return the smallest of a number over the group."""
         values = torch.tensor(number, device=device)

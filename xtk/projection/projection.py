@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,22 @@ def named(side: Mapping[str, Any]) -> str:
     """Return how messages call a side of a projection, whose header knows no folder."""
     roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
     return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
+
+
+# An entry of a row of W that is heavier than this makes a pair; X-Token, arXiv 2605.21699.
+PAIRED = 0.6
+
+
+class Pairs(NamedTuple):
+    """Tokens that stand for each other: at most one of either side for one of the other.
+
+    Attributes:
+        partners: int32 [U], the student's token for each of the teacher's; -1: none.
+        students: int32 [n], rising, the student's tokens that have a partner.
+    """
+
+    partners: NDArray[np.int32]
+    students: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,26 @@ class Columns:
         missing = max(0, width + 1 - len(self.offsets))
         offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
         return Columns(offsets, self.student_ids, self.log_weights)
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Each student token with the heaviest entry of its row, if that is at least 0.6.
+
+        A teacher token that several student tokens claim goes to the heaviest of them, the lowest id on ties; between
+        two entries of one row the lower teacher id wins.
+        """
+        width = len(self.offsets) - 1
+        teachers = np.repeat(np.arange(width, dtype=np.int32), np.diff(self.offsets))
+        heavy = self.log_weights > np.float32(np.log(PAIRED) - 1e-6)
+        students, teachers, weights = self.student_ids[heavy], teachers[heavy], self.log_weights[heavy]
+        order = np.lexsort((teachers, -weights, students))
+        order = order[np.unique(students[order], return_index=True)[1]]  # the heaviest entry of each row
+        students, teachers, weights = students[order], teachers[order], weights[order]
+        order = np.lexsort((students, -weights, teachers))
+        order = order[np.unique(teachers[order], return_index=True)[1]]
+        partners = np.full(width, -1, np.int32)
+        partners[teachers[order]] = students[order]
+        return Pairs(partners, np.sort(students[order]).astype(np.int32))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.cells import Cells, Example, Ground, join_examples
+from xtk.losses.cells import Example, Ground, Loss, join_examples
 from xtk.losses.divergences import Divergence
 from xtk.losses.head import Term
 from xtk.tokens.alignment import align_sequences
@@ -24,16 +24,6 @@ from xtk.training.sources import Heard, Source
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 NOTHING = Signal(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)
-
-
-class Loss(Protocol):
-    """One line of the table of losses."""
-
-    ground: str
-    item: str
-
-    def cells(self, example: Example, ground: Ground) -> Cells:
-        """Cut one document into cells."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Objective:
     @property
     def takes_draws(self) -> bool:
         """Whether it learns from estimates without bias; if not, from the teacher's exact ids, and a tail."""
-        return self.divergence.linear
+        return self.loss.asks != "ranks" and self.divergence.linear
 
     def term(self, example: Example) -> Term:
         """Return the loss of an example, not yet scaled."""

@@ -14,13 +14,13 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES, LossSpecification, parse_losses
-from xtk.losses.cells import Ground
+from xtk.losses.cells import Ground, Loss
 from xtk.projection.build import identity
 from xtk.projection.projection import SIDE, Projection, named
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import Loss
 
 METHOD = "multitoken"  # of projections that nobody named
+PAIRING = "exact"  # of the pairs of tokens that spell the same
 
 # What `--loss auto` takes, by what a cache and its tokenizer allow: the losses of a run in which nobody names one.
 CHOSEN = {
@@ -79,7 +79,7 @@ class Teacher:
 
     def refusal(self, loss: LossSpecification) -> XtkError | None:
         """Return why a loss cannot learn from it; None if it can."""
-        rule: type[Loss] = lookup(LOSSES, loss.name, "loss")
+        rule, where = loss.rule(), f"{self.place} has the support {self.support}"
         if rule.ground == "tokens" and not self.has_students_tokenizer:
             return Mismatch(
                 f"the loss {loss.name} is for a teacher with the student's own tokenizer",
@@ -87,10 +87,22 @@ class Teacher:
                 f"the cache {self.place} is from {_short(self.identity)}",
                 hint="--loss byte-kl, p-kl or boundary-kl",
             )
-        if self.support == "sample" and rule.ground != "text" and not loss.divergence().linear:
+        if rule.asks == "ranks" and self.support not in ("top-k", "top-p", "top-k+sample"):
+            return XtkError(
+                f"the loss {loss} asks for the likeliest tokens, with their exact probabilities",
+                where=where,
+                hint="a cache with --support top-k+sample, top-k or top-p",
+            )
+        if rule.asks == "distribution" and self.support == "none":
+            return XtkError(
+                f"the loss {loss} asks for distributions, not only for the tokens that stand there",
+                where=where,
+                hint="a cache with --support top-k+sample or top-k, or --loss alm",
+            )
+        if self.support == "sample" and rule.asks == "distribution" and not loss.divergence().linear:
             return XtkError(
                 f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
-                where=f"{self.place} has the support {self.support}",
+                where=where,
                 hint="a cache with --support top-k+sample or top-k, or the divergence forward-kl",
             )
         return None
@@ -103,8 +115,10 @@ class Teacher:
 
     def _made(self, kind: str) -> Ground:
         width = int(self.identity["width"])
-        if kind == "text":
+        if kind in ("text", "spans"):
             return None
+        if kind == "pairs":
+            return projection_for(self.student, self.tokenizer, PAIRING).columns.widened(width)
         if kind == "bytes":
             return next_bytes_for(self.student, self.tokenizer)
         if kind == "tokens":
@@ -195,8 +209,7 @@ class Taken:
     @property
     def rule(self) -> Loss:
         """What makes its cells."""
-        made: Loss = lookup(LOSSES, self.loss.name, "loss")()
-        return made
+        return self.loss.rule()
 
 
 def take_losses(asked: Sequence[LossSpecification], teachers: Sequence[Teacher]) -> tuple[list[Taken], str]:

@@ -1,0 +1,65 @@
+"""gold: tokens of equal bytes by their names, all others by their ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xtk.errors import XtkError
+from xtk.losses.cells import Cells, Example, Ground, span_ranges
+from xtk.losses.merged import merged_cells
+from xtk.projection.projection import Columns, Pairs
+
+CAP = 8192  # ranks; X-Token, arXiv 2605.21699
+
+
+@dataclass(frozen=True)
+class GOLD:
+    """gold: `a KL((P_t(m), rest) | (P_s(m), rest)) + b sum_r |P_t(r) - P_s(r)|`, averaged over spans.
+
+    `m` are tokens of equal bytes on both sides, `r` the ranks of all other tokens, each side's own. Of a span of k
+    tokens `P(v) = x_1 ... x_(k-1) p_k(v)`: the probabilities of its own tokens before the last, times the last
+    distribution. All that is no pair is in the other cell of the KL. Of what the teacher does not name, no token is
+    guessed: behind its ranks is at least nothing and at most its tail; only what the student has beyond that counts.
+    Options: `common`, a, the share of the teacher's vocabulary that has a partner; `uncommon`, b, what is missing to
+    1; `cap`, ranks at most, 8192; `divergence` and what it has, of the pairs; `published=true`: no other cell and
+    nothing behind the ranks, which can be negative. TRL's GOLD with its "bayesian" merge.
+    """
+
+    common: float | None = None
+    uncommon: float | None = None
+    cap: int = CAP
+    published: bool = False
+
+    ground = "pairs"
+    item = "spans"
+    asks = "ranks"
+
+    def __post_init__(self) -> None:
+        """Refuse weights and caps that make no sense."""
+        for name, weight in (("common", self.common), ("uncommon", self.uncommon)):
+            if weight is not None and not 0 <= weight < float("inf"):
+                raise XtkError(f"{name} of this loss is {weight}", hint="0 or a number above it")
+        if self.cap < 0:
+            raise XtkError(f"cap of this loss is {self.cap}", hint="how many ranks are compared: 0 or more")
+
+    def weights(self, pairs: Pairs) -> tuple[float, float]:
+        """Return the weights of both parts where none are given."""
+        share = len(pairs.students) / max(1, len(pairs.partners))
+        return share, 1 - share
+
+    def cells(self, example: Example, ground: Ground) -> Cells:
+        """Return one item a span."""
+        assert isinstance(ground, Columns)
+        pairs = ground.pairs
+        common, uncommon = self.weights(pairs)
+        common = common if self.common is None else self.common
+        uncommon = uncommon if self.uncommon is None else self.uncommon
+        cells, tails = merged_cells(example, span_ranges(example), pairs.partners, self.cap, uncommon)
+        assert cells.ranks is not None
+        ranks = replace(cells.ranks, unranked=pairs.students, most=cells.ranks.least + tails)
+        if self.published:
+            nothing = np.zeros_like(tails)
+            ranks = replace(ranks, least=nothing, most=nothing + np.inf)
+        return replace(cells, ranks=ranks, factor=common, outside="ignored" if self.published else "other")
