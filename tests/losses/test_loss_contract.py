@@ -287,7 +287,7 @@ def test_a_document_of_weight_2_is_that_document_twice(name, weights):
     results = []
     for term, rows in zip((weighted, terms[1]), states, strict=True):
         inputs = leaves(rows, cases[0].weight, None)
-        total, sums = fused_loss(*inputs, [term.to(CPU, 1 / term.count)], 4)
+        total, sums = fused_loss(inputs[0], Head(*inputs[1:]), [term.to(CPU, 1 / term.count)], 4)
         total.backward()
         results.append([total.detach(), sums[0], inputs[1].grad, inputs[0].grad])
     (*found, d_found), (*expected, d_expected) = results
@@ -308,9 +308,9 @@ def test_factors_of_rows_multiply_items_and_not_what_they_are_averaged_over(name
         weighted = term.weighted(counts, factors)
         assert weighted.count == count
         inputs, others = leaves(case.states, case.weight, None), leaves(case.states, case.weight, None)
-        total, _ = fused_loss(*inputs, [weighted.to(CPU, 1 / weighted.count)], 4)
+        total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [weighted.to(CPU, 1 / weighted.count)], 4)
         total.backward()
-        whole, _ = fused_loss(*others, [term.to(CPU, 1 / term.items)], 4)
+        whole, _ = fused_loss(others[0], Head(*others[1:]), [term.to(CPU, 1 / term.items)], 4)
         whole.backward()
         assert_close([total.detach()], [whole.detach() / 4], 1e-10)
         assert_close([inputs[0].grad, inputs[1].grad], [others[0].grad / 4, others[1].grad / 4], 1e-10)

@@ -34,6 +34,7 @@ from xtk.losses.chains import rest_of_root
 from xtk.losses.head import Term, fused_loss
 from xtk.losses.rank_kernels import largest
 from xtk.losses.ranks import largest_by_topk, scale
+from xtk.models.head import Head
 from xtk.projection.projection import Projection
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def cells_of(text: str, case: Case) -> Cells:
 def fused(text: str, case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """The sum over items, and the gradients of states and head."""
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (case.states, case.weight)]
-    total, _ = fused_loss(*inputs, None, [Term.of(cells_of(text, case)).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [Term.of(cells_of(text, case)).to(CPU, 1.0)], 3)
     total.backward()
     return total.detach(), inputs[0].grad, inputs[1].grad
 
@@ -195,7 +196,7 @@ def test_alm_is_finite_with_the_right_gradient_at_both_ends(gap, tau):
     case = one_position([0.6, 0.4], [0.5, 0.5], K=1)
     logits = torch.tensor([[gap, 0.0]], requires_grad=True)
     term = Term.of(cells_of(f"alm:temperature={tau}", case)).to(CPU, 1.0)
-    total, _ = fused_loss(logits, None, None, [term], 4)
+    total, _ = fused_loss(logits, Head(None), [term], 4)
     total.backward()
     log_p = math.log(0.6) / tau
     log_s = -math.log1p(math.exp(-gap)) if gap > 0 else gap - math.log1p(math.exp(gap))

@@ -153,13 +153,11 @@ class Term:
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.items, np.bool_)
         first_rows = cells.first_rows
-        if cells.item_rows is None:
+        if cells.alternatives is None:
             rows = cells.rows if len(cells.rows) else np.zeros(1, np.int32)
             counts = np.where(stops > firsts, rows[stops - 1] - first_rows + 1, 0)
         else:
-            counts = has_cells.astype(np.int64)
-        if cells.alternatives is not None:
-            counts *= ~cells.alternatives.inside
+            counts = (has_cells & ~cells.alternatives.inside).astype(np.int64)
             closed = cells.alternatives.closed(cells.cell_offsets)
         if cells.chain is not None:  # without a cell all of both sides is in the other one, which is looked at
             counts, has_cells = cells.chain.links + 1, np.ones(cells.items, np.bool_)
