@@ -242,6 +242,24 @@ class Marks(NamedTuple):
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def make_marks(cells: int, tokens: int, said: Said) -> Marks:
+    """Return scratch memory for so many cells, tokens of the student, and for what the teacher said."""
+    longest = np.diff(said.offsets).max() if len(said.offsets) > 1 else 0
+    return Marks(
+        np.full(cells, NONE, np.int64),
+        np.empty(cells, np.int64),
+        np.full(cells, NONE, np.int64),
+        np.empty(cells, np.int64),
+        np.empty(cells, np.float64),
+        np.empty(cells, np.bool_),
+        np.empty(cells, np.int64),
+        np.empty(tokens + 1, np.int64),
+        np.empty(longest, np.int64),
+        np.empty(longest, np.int64),
+    )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _add_mass(marks: Marks, number: int, count: int, cell: int, mass: float, here: bool) -> int:
     """Add the teacher's mass of a cell to an item; return how many cells it has now."""
     if cell == NONE or mass <= 0:
@@ -553,19 +571,7 @@ def fill_byte_cells(
         next; run_offsets, firsts, stops as in `Alternatives`, of the rows before.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
-    longest = np.diff(said.offsets).max() if len(said.offsets) > 1 else 0
-    marks = Marks(
-        np.full(cells_of_both, NONE, np.int64),
-        np.empty(cells_of_both, np.int64),
-        np.full(cells_of_both, NONE, np.int64),
-        np.empty(cells_of_both, np.int64),
-        np.empty(cells_of_both, np.float64),
-        np.empty(cells_of_both, np.bool_),
-        np.empty(cells_of_both, np.int64),
-        np.empty(len(student.order) + 1, np.int64),
-        np.empty(longest, np.int64),
-        np.empty(longest, np.int64),
-    )
+    marks = make_marks(cells_of_both, len(student.order), said)
     runs, ends = np.empty((len(student.order) + 1, 3), np.int32), np.empty(cells_of_both + 2, np.int64)
     cell_offsets = np.zeros(len(items) + 1, np.int64)
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
