@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -137,12 +138,12 @@ def test_a_model_is_at_distance_0_from_itself_through_spans_of_several_tokens(te
 # --- uld
 
 
-def one_position(teacher: list[float], student: list[float], K: int, written: int = 0) -> Case:
+def one_position(teacher: Sequence[float], student: Sequence[float], K: int, written: int = 0) -> Case:
     """One token on each side, of a student that says what is given."""
     ids = np.array([0, written], np.int32)
-    signal = signal_of(np.log([teacher]), np.array([1]), ids[1:], K)
+    signal = signal_of(np.log(np.array([teacher])), np.array([1]), ids[1:], K)
     example = Example(ids, np.array([0]), np.array([[1, 2, 1, 2]], np.int32), ids, signal)
-    logits = torch.log(torch.tensor([student], dtype=torch.float64))
+    logits = torch.log(torch.tensor(np.array([student]), dtype=torch.float64))
     words = partition_of([b"a", b"b"], [b"a", b"b"], len(student), len(teacher))
     return Case(example, Projection.identity(len(student)), words, logits, torch.eye(len(student), dtype=torch.float64))
 
@@ -161,6 +162,22 @@ def test_uld_from_part_of_a_distribution_is_never_more_than_from_all_of_it(seed)
     assert max(found) <= whole + 1e-5
     assert min(found) >= 0
     assert whole <= 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000))
+def test_neither_part_of_h_kl_is_more_from_part_of_a_distribution(seed):
+    draw = np.random.default_rng(seed)
+    t, s = (draw.dirichlet(np.full(9, 0.6)) + 1e-6 for _ in range(2))
+    cases = [half_paired(one_position(t / t.sum(), s / s.sum(), K, int(draw.integers(9)))) for K in (1, 2, 4, 9)]
+    left = [token for token in range(9) if token % 2]
+    ranks = float(by_rank(*(sorted((x / x.sum())[left].tolist(), reverse=True) for x in (t, s))))
+    for text in ("h-kl:uncommon=0", "h-kl:common=0"):
+        found = [float(fused(text, case)[0]) for case in cases]
+        assert max(found) <= found[-1] + 1e-5
+        assert min(found) >= -1e-6
+        if text == "h-kl:common=0":
+            assert found[-1] == pytest.approx(ranks, rel=1e-5, abs=1e-6)
 
 
 def test_a_token_that_is_named_for_being_written_has_no_rank():
