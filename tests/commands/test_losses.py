@@ -7,16 +7,18 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.lookup import lookup
-from xtk.losses import GROUNDS, LOSSES
+from xtk.losses import GROUNDS, LOSSES, parse_losses
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKL
 from xtk.projection.next_bytes import next_bytes
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective
 from xtk.training.sources import CacheSource, Heard
+from xtk.training.teachers import open_teachers
 
 ACROSS = [name for name in LOSSES if lookup(LOSSES, name, "loss").ground not in ("text", "tokens")]
 
@@ -52,18 +54,18 @@ def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_pa
 
 
 def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair, corpus, tmp_path):
-    for support in ("none", "top-k+sample"):
+    for support in ("none", "sample"):
         run("cache-teacher", pair.teacher, corpus, "--support", support, "-o", support, cwd=tmp_path)
     for support, name in [
         *(("none", name) for name in ACROSS if name != "alm"),
-        *(("top-k+sample", name) for name in ("uld", "gold", "h-kl")),
+        *(("sample", name) for name in ("uld", "gold", "h-kl")),
     ]:
         done = run("distill", pair.student, support, "--loss", name, "-o", "out", cwd=tmp_path, code=None)
         assert done.returncode == 1
         assert f"the loss {name} asks for" in done.stderr
         assert f"has the support {support}" in done.stderr
         assert "--support top-k" in done.stderr
-    for support in ("none", "top-k+sample"):
+    for support in ("none", "sample"):
         options = ("--max-steps", 1, "-o", f"from-{support}")
         run("distill", pair.student, support, "--loss", "alm:divergence=jsd", *options, cwd=tmp_path)
 
@@ -73,6 +75,26 @@ def test_a_published_form_is_an_option(run, pair, cache, tmp_path, name):
     run("distill", pair.student, cache, "--loss", f"{name}:published=true", "--max-steps", 2, "-o", "out", cwd=tmp_path)
     recipe = json.loads((tmp_path / "out" / "xtk.json").read_text())["recipe"]
     assert "published=true" in json.dumps(recipe)
+
+
+@pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold"])
+def test_a_loss_that_cannot_take_draws_reads_what_is_exact_beside_them(run, pair, corpus, tmp_path, text):
+    common = ("--top-k", 8, "--precision", "float32")
+    run("cache-teacher", pair.teacher, corpus, *common, "--support", "top-k", "-o", "head", cwd=tmp_path)
+    run("cache-teacher", pair.teacher, corpus, *common, "--support", "top-k+sample", "-o", "both", cwd=tmp_path)
+    (loss,), tokenizer = parse_losses([text]), Tokenizer(pair.student)
+    found = []
+    for place in ("head", "both"):
+        cache = TeacherCache(str(tmp_path / place))
+        ground = open_teachers([str(tmp_path / place)], [], tokenizer)[0].ground(loss.rule().ground)
+        own = Objective(loss.rule(), loss.divergence(), ground)
+        beside = Objective(ByteKL(), ForwardKL(), next_bytes(tokenizer, cache.teacher))
+        found.append(BatchMaker(CacheSource(cache), tokenizer, [beside, own], 256).make([0, 1, 2]).terms)
+    (draws_unread, of_head), (draws_read, of_both) = found
+    assert torch.equal(of_head.teacher_probs, of_both.teacher_probs)
+    assert torch.equal(of_head.tokens, of_both.tokens)
+    assert torch.equal(of_head.rest_probs, of_both.rest_probs)
+    assert len(draws_read.teacher_probs) > len(draws_unread.teacher_probs)
 
 
 class Mumbling(CacheSource):
