@@ -63,10 +63,18 @@ class Distance:
 kl_with_other = Distance()
 
 
-def said_at(signal: Signal, at: int) -> list[tuple[int, float]]:
-    """Ids and log-probabilities of one position."""
-    kept = slice(int(signal.offsets[at]), int(signal.offsets[at + 1]))
+def said_at(signal: Signal, at: int, *, exact: bool = False) -> list[tuple[int, float]]:
+    """Ids and log-probabilities of one position; those alone that are exact."""
+    first, stop = signal.offsets[at : at + 2].tolist()
+    if exact and signal.exact is not None:
+        stop = first + int(signal.exact[at])
+    kept = slice(first, stop)
     return list(zip(signal.ids[kept].tolist(), signal.logprobs[kept].tolist(), strict=True))
+
+
+def tells_all(signal: Signal, at: int) -> bool:
+    """Whether what is exact of a position is all of the distribution."""
+    return signal.tail_mass[at] <= SMALLEST_TAIL and len(said_at(signal, at)) == len(said_at(signal, at, exact=True))
 
 
 @dataclass(frozen=True)
@@ -215,7 +223,7 @@ def _at(
     def teacher_says(position: int, beginning: bytes = b"") -> Mapping[int, Number] | None:
         if position not in index_of:
             return None
-        said = said_at(signal, index_of[position])
+        said = said_at(signal, index_of[position], exact=bool(beginning))
         # Only ratios of what begins alike are asked for, and the likeliest of it may be e^-1000.
         highest = max(logprob for w, logprob in said if teacher.spellings[w].startswith(beginning)) if beginning else 0
         return {w: math.exp(min(logprob - highest, 0)) for w, logprob in said}
@@ -225,14 +233,14 @@ def _at(
     if s.past is None or t.past is None:  # nobody looks back where one cannot
         s, t = Place(s.token, b"", None, s.here), Place(t.token, b"", None, t.here)
 
-    # A teacher that says nothing of its tail cannot count the tokens in it. Then only those tokens of the student count
+    # A teacher that says nothing exact of its tail cannot count the tokens in it. Then only those of the student count
     # that, from where both have begun a token on, are in a cell that the teacher names.
     def all_count(_: int) -> bool:
         return True
 
     counted = all_count
     before = theirs[0] - 1 if theirs[2] else theirs[0]
-    if t.past is not None and signal.tail_mass[index_of[before]] > SMALLEST_TAIL:
+    if t.past is not None and not tells_all(signal, index_of[before]):
         common = min(len(s.spelled), len(t.spelled))
         ours_since, theirs_since = len(s.spelled) - common, len(t.spelled) - common
         named = {

@@ -167,14 +167,23 @@ def near(draw: np.random.Generator, side: Side, token: int) -> list[int]:
     return found
 
 
-def with_a_teacher(draw: np.random.Generator, example: Example, side: Side, tail: float) -> Example:
-    """The same with a teacher who names a few tokens at each position, and leaves a tail."""
+def with_a_teacher(
+    draw: np.random.Generator, example: Example, side: Side, tail: float, *, drawn: bool = False
+) -> Example:
+    """The same with a teacher who names a few tokens at each position, and leaves a tail; half of them are drawn."""
     ids = [np.unique(near(draw, side, int(example.teacher_ids[at]))) for at in example.signal.positions]
     said = [np.log(draw.dirichlet(np.ones(len(some))) * (1 - tail)) for some in ids]
     offsets = np.cumsum([0, *map(len, ids)])
     logprobs = np.concatenate(said).astype(np.float32)
     of_all = np.full(len(ids), tail, np.float32)
-    signal = Signal(example.signal.positions, offsets, np.concatenate(ids).astype(np.int32), logprobs, *[of_all] * 3)
+    exact = None
+    if drawn:  # the token that stands there is exact, and comes first
+        standing = example.teacher_ids[example.signal.positions]
+        ids = [np.concatenate([[token], some[some != token]]) for token, some in zip(standing, ids, strict=True)]
+        exact = np.array([(len(some) + 1) // 2 for some in ids])
+    signal = Signal(
+        example.signal.positions, offsets, np.concatenate(ids).astype(np.int32), logprobs, *[of_all] * 3, exact
+    )
     return dataclasses.replace(example, signal=signal)
 
 
@@ -202,10 +211,17 @@ def only(words: Words, possible: set[int]) -> Words:
 
 
 def assert_it_is_what_its_twin_says(
-    student: Tokenizer, teacher: Tokenizer, ground: NextBytes, example: Example, seed: int, tail: float
+    student: Tokenizer,
+    teacher: Tokenizer,
+    ground: NextBytes,
+    example: Example,
+    seed: int,
+    tail: float,
+    *,
+    drawn: bool = False,
 ) -> None:
     draw = np.random.default_rng(seed)
-    example = with_a_teacher(draw, example, ground.teacher, tail)
+    example = with_a_teacher(draw, example, ground.teacher, tail, drawn=drawn)
     ours, theirs = ground.student.token_cells, ground.teacher.token_cells
     words, others = words_of(student, teacher, ours, theirs), words_of(teacher, student, theirs, ours)
     if len(ours) > 1000:
@@ -252,8 +268,8 @@ SMALL_PAIRS = [("student", "teacher"), ("teacher", "student"), ("student", "stud
 def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, student, teacher, kind):
     ours, theirs, ground = of_families(student, teacher)
     example = read_by_both(ours, theirs, Document.of_text(TEXTS[kind]))
-    for seed, tail in enumerate((0.1, 0.0)):
-        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
+    for seed, (tail, drawn) in enumerate(((0.1, False), (0.0, False), (0.0, True))):
+        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail, drawn=drawn)
 
 
 @pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
@@ -299,9 +315,9 @@ def real_grounds(real_data):
 def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, student, teacher, kind):
     ours, theirs, ground = real_grounds(student, teacher)
     document = Document.of_text(TEXTS[kind])
-    for seed, (limit, tail) in enumerate([(None, 0.1), (9, 0.0)]):
+    for seed, (limit, tail) in enumerate([(None, 0.1), (9, 0.0), (None, None)]):
         example = read_by_both(ours, theirs, document, limit)
-        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail)
+        assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail or 0.0, drawn=tail is None)
 
 
 def test_a_number_of_one_token_is_asked_of_at_each_digit_of_the_teacher(real_grounds):

@@ -187,6 +187,7 @@ def signal_of(scores: Scores, draw: int | None) -> Signal:
         tail_mass=np.where(draws > 0, np.float32(0), scores.tail_mass),
         realised_logprobs=scores.realised_logprobs,
         entropy=scores.entropy,
+        exact=exact,
     )
 
 

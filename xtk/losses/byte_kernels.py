@@ -33,9 +33,13 @@ class Path(NamedTuple):
 
 
 class Said(NamedTuple):
-    """What the teacher said, as in a signal: `ids`, `logprobs` of each position, and the mass of the rest."""
+    """What the teacher said, as in a signal: `ids`, `logprobs` of each position, and the mass of the rest.
+
+    The exact ones of position p end at `stops[p]`; behind them are those that were drawn.
+    """
 
     offsets: NDArray[np.int64]
+    stops: NDArray[np.int64]
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     tail_mass: NDArray[np.float32]
@@ -45,6 +49,12 @@ class Said(NamedTuple):
 # last boundary before, NONE where nobody looks back, `TOKEN` what stands there, `CUT` how many of its bytes lie before.
 HERE, PAST, TOKEN, CUT = range(4)
 STUDENT, TEACHER = 0, 4
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _tells_all(said: Said, position: int) -> bool:
+    """Say whether what is exact at a position is all of the distribution."""
+    return said.tail_mass[position] <= SMALLEST_TAIL and said.stops[position] == said.offsets[position + 1]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -284,7 +294,7 @@ def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int,
     if place[PAST] != NONE:
         low, longer, high = beginning(side, place[TOKEN], place[CUT])
         alike = 0  # what begins like it
-        for slot in range(said.offsets[place[PAST]], said.offsets[place[PAST] + 1]):
+        for slot in range(said.offsets[place[PAST]], said.stops[place[PAST]]):
             rank = _rank(side, said.ids[slot])
             if low <= rank < high:
                 marks.slots_alike[alike], marks.ranks_alike[alike] = slot, rank
@@ -337,7 +347,7 @@ def name_cells(
     low, high = 0, 0
     if since:
         _, low, high = beginning(side, place[TOKEN], since)
-    for slot in range(said.offsets[place[PAST]], said.offsets[place[PAST] + 1]):
+    for slot in range(said.offsets[place[PAST]], said.stops[place[PAST]]):
         token = said.ids[slot]
         cell = NONE
         if since == 0:
@@ -583,7 +593,7 @@ def fill_byte_cells(
         found = teacher_cells(teacher, said, theirs, number, marks)
         count = 0
         if ours[PAST] != NONE:
-            if said.tail_mass[theirs[PAST]] <= SMALLEST_TAIL:
+            if _tells_all(said, theirs[PAST]):
                 count = group_all(student, after, ours, found, number, marks, runs, widest)
             else:
                 since = max(0, ours[CUT] - theirs[CUT])

@@ -33,7 +33,8 @@ class ByteKL:
         student = Path(example.student_ids, _where(len(example.student_ids), example.rows + 1))
         teacher = Path(example.teacher_ids, _where(len(example.teacher_ids), signal.positions))
         items = find_items(ground.student, ground.teacher, student, teacher, example.spans)
-        said = Said(signal.offsets, signal.ids, signal.logprobs, signal.tail_mass)
+        stops = signal.offsets[1:] if signal.exact is None else signal.offsets[:-1] + signal.exact
+        said = Said(signal.offsets, stops, signal.ids, signal.logprobs, signal.tail_mass)
         cell_offsets, entry_offsets, probs, rows, tokens, *runs = fill_byte_cells(
             ground.student, ground.teacher, ground.continuations, ground.member_offsets, ground.members, said, items
         )

@@ -77,6 +77,11 @@ def _join_signals(signals: Sequence[Signal], shifts: NDArray[np.int64]) -> Signa
         tail_mass=_joined([signal.tail_mass for signal in signals], np.float32),
         realised_logprobs=_joined([signal.realised_logprobs for signal in signals], np.float32),
         entropy=_joined([signal.entropy for signal in signals], np.float32),
+        exact=None
+        if all(signal.exact is None for signal in signals)
+        else _joined(
+            [np.diff(signal.offsets) if signal.exact is None else signal.exact for signal in signals], np.int64
+        ),
     )
 
 

@@ -144,12 +144,14 @@ class Signal:
     Attributes:
         positions: int32 [P], rising: the index of the token that the distribution predicts.
         offsets: int64 [P + 1]: the entries of position p are `[offsets[p], offsets[p + 1])`.
-        ids: int32 [E], in any order, none twice at a position.
+        ids: int32 [E], in any order but for what `exact` says, none twice at a position.
         logprobs: float32 [E], natural, normalised over the teacher's whole vocabulary. Of an id that was drawn,
             the logarithm of the unbiased estimate: its share of the draws, times the mass they are from.
         tail_mass: float32 [P], the probability of which no entry tells; 0 where draws tell of it.
         realised_logprobs: float32 [P], of the token that stands there.
         entropy: float32 [P], nats, of the whole distribution.
+        exact: int64 [P], how many of the entries of each position, its first, are exact; the others were drawn. The
+            token that stands there is exact. None: all are.
     """
 
     positions: NDArray[np.int32]
@@ -159,6 +161,7 @@ class Signal:
     tail_mass: NDArray[np.float32]
     realised_logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
+    exact: NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -179,6 +182,7 @@ class Signal:
             tail_mass=self.tail_mass[~bad],
             realised_logprobs=self.realised_logprobs[~bad],
             entropy=self.entropy[~bad],
+            exact=None if self.exact is None else self.exact[~bad],
         )
 
 

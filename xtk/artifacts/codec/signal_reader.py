@@ -88,12 +88,13 @@ class SignalReader:
         Raises:
             Damaged: the bytes are not what was written.
         """
-        offsets, ids, logprobs, of_positions, whole = read_signal(
+        offsets, ids, logprobs, of_positions, exact, whole = read_signal(
             np.frombuffer(packed, np.uint8), self._parameters, realised_ids, -1 if draw is None else draw, self._sets
         )
         if not whole:
             raise _altered()
-        return Signal(positions, offsets, ids, logprobs, of_positions[0], of_positions[1], of_positions[2])
+        drawn = self._sets > 0 and draw is not None
+        return Signal(positions, offsets, ids, logprobs, *of_positions, exact=exact if drawn else None)
 
     def scores(
         self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32]
@@ -179,7 +180,7 @@ def layout(packed: NDArray[np.uint8], positions: int, sets: int, known: int) -> 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def read_signal(
     packed: NDArray[np.uint8], parameters: Parameters, realised_ids: NDArray[np.int32], draw: int, sets: int
-) -> tuple[Any, Any, Any, Any, bool]:
+) -> tuple[Any, Any, Any, Any, Any, bool]:
     """Read a document with one set of draws, or with none.
 
     Args:
@@ -191,7 +192,8 @@ def read_signal(
 
     Returns:
         offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: tail mass, log-probability of the
-        realised token, entropy; and whether the bytes are whole: the arrays mean nothing otherwise.
+        realised token, entropy; int64 [P], how many entries of each position are exact; and whether the bytes are
+        whole: the arrays mean nothing otherwise.
     """
     tables, grid, values, steps, logs = parameters
     sizes, bounds, whole = layout(packed, len(realised_ids), sets, len(tables.order))
@@ -200,7 +202,7 @@ def read_signal(
     offsets, ids, logprobs, kinds, of_positions, intact = read_exact(
         packed, bounds, tables, grid, values, steps, realised_ids, len(realised_ids) + sizes[0]
     )
-    whole = whole and intact
+    whole, exact = whole and intact, np.diff(offsets)
     if whole and sets and draw >= 0:
         number = draw % sets
         first, stop = bounds[EXACT_STREAMS + number], bounds[EXACT_STREAMS + number + 1]
@@ -212,4 +214,4 @@ def read_signal(
             offsets, ids, logprobs = join_drawn(
                 offsets, ids, logprobs, drawn_offsets, drawn_ids, counts, logs, of_positions[0]
             )
-    return offsets, ids, logprobs, of_positions, whole
+    return offsets, ids, logprobs, of_positions, exact, whole
