@@ -54,7 +54,7 @@ STUDENT, TEACHER = 0, 4
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _tells_all(said: Said, position: int) -> bool:
     """Say whether what is exact at a position is all of the distribution."""
-    return said.tail_mass[position] <= SMALLEST_TAIL and said.stops[position] == said.offsets[position + 1]
+    return bool(said.tail_mass[position] <= SMALLEST_TAIL and said.stops[position] == said.offsets[position + 1])
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -94,7 +94,10 @@ class SignalReader:
         if not whole:
             raise _altered()
         drawn = self._sets > 0 and draw is not None
-        return Signal(positions, offsets, ids, logprobs, *of_positions, exact=exact if drawn else None)
+        tail_mass, realised_logprobs, entropy = of_positions
+        return Signal(
+            positions, offsets, ids, logprobs, tail_mass, realised_logprobs, entropy, exact if drawn else None
+        )
 
     def scores(
         self, packed: bytes | memoryview, realised_ids: NDArray[np.int32], positions: NDArray[np.int32]
