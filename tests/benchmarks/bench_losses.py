@@ -328,7 +328,10 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     assert weight.grad is not None
     distance = float((weight.grad - expected).norm() / expected.norm())
     faster = statistics.median([one / other for one, other in zip(seconds["dense"], seconds["sparse"], strict=True)])
-    peaks = [peak_bytes(work) for work in (sparse, dense)]
+    peaks = []
+    for work in (sparse, dense):
+        states.grad = weight.grad = None  # what is given back while it is traced would count as less than nothing
+        peaks.append(peak_bytes(work))
     own = [peak - 4 * (states.numel() + weight.numel()) for peak in peaks]
     held = [own[0] + 8 * len(projection.weights), own[1] + 4 * width**2]
     where = f"V = U = {width:,}, H = {hidden}, N = {count}"
@@ -385,6 +388,7 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
         works["gold"] = step_of(bench.term("gold"), states, weight)
     seconds, rows = in_turns(works, options.rounds), list[Row]()
     for name, work in works.items():
+        states.grad = weight.grad = None
         extra = peak_bytes(work) - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
         told = f"{statistics.median(seconds[name]):.2f} s, {extra / 1e9:.2f} GB beyond gradients"
         rows.append((f"{name}, N = {count:,}, H = {options.hidden:,}, {options.dtype}", told, ""))
