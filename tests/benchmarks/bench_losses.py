@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +38,7 @@ from xtk.losses.cells import Cells, Example, Ground, join_examples
 from xtk.losses.head import Term, fused_loss
 from xtk.models.head import CHUNK_BYTES, Head, rows_in_a_chunk
 from xtk.projection.build import build_projection
-from xtk.projection.next_bytes import NextBytes, Side, next_bytes
+from xtk.projection.next_bytes import Side, next_bytes
 from xtk.projection.projection import Projection
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
@@ -70,7 +70,7 @@ def supports(draw: np.random.Generator, side: Side, ids: np.ndarray, frequent: n
     return Signal(positions, offsets, np.concatenate(chosen), np.concatenate(said).astype(np.float32), *[nothing] * 3)
 
 
-def batch(student: Tokenizer, teacher: Tokenizer, ground: NextBytes, rows: int) -> Example:
+def batch(student: Tokenizer, teacher: Tokenizer, side: Side, rows: int) -> Example:
     """Some documents, seen by both."""
     draw = np.random.default_rng(0)
     lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()
@@ -83,7 +83,7 @@ def batch(student: Tokenizer, teacher: Tokenizer, ground: NextBytes, rows: int) 
     pairs = list(zip(sequences(student, documents), sequences(teacher, documents), strict=True))
     frequent = np.concatenate([theirs.ids for _, theirs in pairs])
     for ours, theirs in pairs:
-        signal = supports(draw, ground.teacher, theirs.ids, frequent)
+        signal = supports(draw, side, theirs.ids, frequent)
         places = np.flatnonzero(ours.trained).astype(np.int64) - 1
         examples.append(Example(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal))
     return join_examples(examples)
@@ -97,8 +97,8 @@ class Bench:
         self.student, self.teacher = (Tokenizer(folder / name) for name in ("llama3", "qwen"))
         self.bytes = next_bytes(self.student, self.teacher)
         self.columns = build_projection(self.student, self.teacher, "multitoken").columns
-        self.across = batch(self.student, self.teacher, self.bytes, rows)
-        self.same = batch(self.student, self.student, next_bytes(self.student, self.student), rows)
+        self.across = batch(self.student, self.teacher, self.bytes.teacher, rows)
+        self.same = batch(self.student, self.student, self.bytes.student, rows)
         self.width, self.rows = self.student.width, len(self.across.rows)
 
     def cells(self, name: str) -> Cells:
@@ -238,9 +238,8 @@ def measure_cells(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def measure_memory(options: argparse.Namespace) -> list[Row]:
+def measure_memory(options: argparse.Namespace) -> Iterator[Row]:
     """What the head takes beyond inputs and their gradients."""
-    rows: list[Row] = []
     for count in options.memory_rows:
         bench = Bench(count)
         for name in options.losses:
@@ -252,8 +251,7 @@ def measure_memory(options: argparse.Namespace) -> list[Row]:
                 with NoArithmetic():
                     peak = peak_bytes(step)
             extra = peak - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
-            rows.append((f"{name}, extra memory, N = {bench.rows:,}", f"{extra / 1e9:.3f} GB", "0.5 GB"))
-    return rows
+            yield f"{name}, extra memory, N = {bench.rows:,}", f"{extra / 1e9:.3f} GB", "0.5 GB"
 
 
 def measure_time(options: argparse.Namespace) -> list[Row]:
@@ -330,7 +328,10 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     assert weight.grad is not None
     distance = float((weight.grad - expected).norm() / expected.norm())
     faster = statistics.median([one / other for one, other in zip(seconds["dense"], seconds["sparse"], strict=True)])
-    peaks = [peak_bytes(work) for work in (sparse, dense)]
+    peaks = []
+    for work in (sparse, dense):
+        states.grad = weight.grad = None  # what is given back while it is traced would count as less than nothing
+        peaks.append(peak_bytes(work))
     own = [peak - 4 * (states.numel() + weight.numel()) for peak in peaks]
     held = [own[0] + 8 * len(projection.weights), own[1] + 4 * width**2]
     where = f"V = U = {width:,}, H = {hidden}, N = {count}"
@@ -387,6 +388,7 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
         works["gold"] = step_of(bench.term("gold"), states, weight)
     seconds, rows = in_turns(works, options.rounds), list[Row]()
     for name, work in works.items():
+        states.grad = weight.grad = None
         extra = peak_bytes(work) - sum(tensor.numel() * tensor.element_size() for tensor in (states, weight))
         told = f"{statistics.median(seconds[name]):.2f} s, {extra / 1e9:.2f} GB beyond gradients"
         rows.append((f"{name}, N = {count:,}, H = {options.hidden:,}, {options.dtype}", told, ""))
@@ -414,7 +416,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
     parser.add_argument("--losses", nargs="+", default=["ce", "forward-kl", "jsd", "boundary-kl", "p-kl", "byte-kl"])
     options = parser.parse_args(arguments)
-    rows = [row for what in options.what for row in MEASURES[what](options)]
+    rows: list[Row] = []
+    for what in options.what:
+        for row in MEASURES[what](options):
+            sys.stderr.write(f"{row[0]}: {row[1]}\n")
+            rows.append(row)
     report(__file__, [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", ""), *rows])
 
 

@@ -723,6 +723,18 @@ def test_memory_of_a_bf16_head_is_that_of_a_chunk_beyond_inputs_and_gradients():
     assert abs(extra[1] - extra[0]) < 0.02 * chunk * V * 6
 
 
+def test_a_bf16_gradient_that_adds_up_over_many_chunks_stays_near_the_exact_one():
+    N, V, H, chunk = 1024, 500, 32, 16
+    case = wide_case("forward-kl", N, V, H)
+    case = dataclasses.replace(case, states=case.states.bfloat16(), weight=(case.weight / 6).bfloat16())
+    cells = cells_of("forward-kl", case)
+    _, _, expected = fused(case, [cells], [1 / N])
+    for rows, tolerance in ((N, 4e-3), (chunk, 2e-2)):
+        _, _, found = fused(case, [cells], [1 / N], chunk=rows, dtype=torch.bfloat16)
+        for one, other in zip(found, expected, strict=True):
+            assert float((one.double() - other).norm() / other.norm()) < tolerance
+
+
 # --- specifications
 
 
