@@ -63,6 +63,19 @@ def dense(signal: Signal) -> np.ndarray:
     return found
 
 
+def test_exact_of_a_mixture_is_what_is_exact_of_all():
+    draw = np.random.default_rng(3)
+    probs, realised = [distributions(draw, 20) for _ in range(2)], draw.integers(0, V, 20)
+    signals = [signal_of(scores_of(one, realised, 3, 5, seed), 0) for seed, one in enumerate(probs)]
+    mixed = mix(signals, [0.4, 0.6])
+    for at in range(20):
+        of_each = [set(one.ids[one.offsets[at] :][: one.exact[at]].tolist()) for one in signals]
+        first = mixed.ids[mixed.offsets[at] :][: mixed.exact[at]].tolist()
+        assert set(first) == of_each[0] & of_each[1] >= {int(realised[at])}
+    probabilities = dense(mixed)
+    assert np.allclose(probabilities, 0.4 * dense(signals[0]) + 0.6 * dense(signals[1]), atol=1e-6)
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     seed=st.integers(0, 2**32 - 1),

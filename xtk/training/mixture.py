@@ -23,7 +23,8 @@ def mix(signals: Sequence[Signal], weights: Sequence[float]) -> Signal:
         weights: not negative, of sum 1.
 
     Returns:
-        The mixture, at the positions of the first. Ids rise; `entropy` is the mean of the entropies, a lower bound.
+        The mixture, at the positions of the first. Exact are ids that are exact of all; they come first. Ids rise
+        among them, and among the others; `entropy` is the mean of the entropies, a lower bound.
     """
     size = len(signals[0])
     shares = np.asarray(weights, np.float64)
@@ -32,25 +33,42 @@ def mix(signals: Sequence[Signal], weights: Sequence[float]) -> Signal:
     mass = np.concatenate([np.exp(signal.logprobs.astype(np.float64)) for signal in signals]) * shares[by_teacher]
     tails = np.array([signal.tail_mass for signal in signals], np.float64)
     positions = named >> 32
+    exact = np.bincount(entries, np.concatenate([_is_exact(signal) for signal in signals]), minlength=len(named))
+    exact = exact == len(signals)
     # Who does not name an id tells of it all the same, if it has no tail.
     tells = (tails == 0)[:, positions]
     tells[by_teacher, entries] = True
     kept = tells.all(axis=0)
+    kept_ones = np.flatnonzero(kept)
+    kept_ones = kept_ones[np.lexsort((kept_ones, ~exact[kept_ones], positions[kept_ones]))]
     probs = np.bincount(entries, mass, minlength=len(named))
     left = np.bincount(positions[~kept], probs[~kept], minlength=size)
     with np.errstate(divide="ignore"):
-        logprobs = np.log(probs[kept])
+        logprobs = np.log(probs[kept_ones])
         realised = np.log(shares @ np.exp(np.array([signal.realised_logprobs for signal in signals], np.float64)))
     counts = np.bincount(positions[kept], minlength=size)
     return Signal(
         positions=signals[0].positions,
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
-        ids=(named[kept] & 0xFFFFFFFF).astype(np.int32),
+        ids=(named[kept_ones] & 0xFFFFFFFF).astype(np.int32),
         logprobs=logprobs.astype(np.float32),
         tail_mass=(shares @ tails + left).astype(np.float32),
         realised_logprobs=realised.astype(np.float32),
         entropy=(shares @ np.array([signal.entropy for signal in signals], np.float64)).astype(np.float32),
+        exact=None
+        if all(signal.exact is None for signal in signals)
+        else np.bincount(positions[kept & exact], minlength=size),
     )
+
+
+def _is_exact(signal: Signal) -> NDArray[np.bool_]:
+    """Return [E], which entries were not drawn."""
+    sizes = np.diff(signal.offsets)
+    if signal.exact is None:
+        return np.ones(len(signal.ids), np.bool_)
+    within = np.arange(len(signal.ids)) - np.repeat(signal.offsets[:-1], sizes)
+    flags: NDArray[np.bool_] = within < np.repeat(signal.exact, sizes)
+    return flags
 
 
 def _keys(signal: Signal) -> NDArray[np.int64]:
