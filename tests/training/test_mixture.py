@@ -121,12 +121,16 @@ def test_a_mixture_of_draws_has_no_bias():
     np.testing.assert_allclose(sums / times, 0.3 * probs[0] + 0.7 * probs[1], atol=6e-3)
 
 
-def test_a_mixture_of_one_teacher_with_itself_is_what_it_says():
+@pytest.mark.parametrize("draws", [0, 4])
+def test_a_mixture_of_one_teacher_with_itself_is_what_it_says(draws):
     draw = np.random.default_rng(5)
-    signal = signal_of(scores_of(distributions(draw, 6), draw.integers(0, V, 6), 3, 0, 1), 0)
+    signal = signal_of(scores_of(distributions(draw, 6), draw.integers(0, V, 6), 3, draws, 1), 0)
     mixture = mix([signal, signal], [0.3, 0.7])
+    assert (mixture.exact is None) == (signal.exact is None) == (draws == 0)
     for field in dataclasses.fields(signal):
-        np.testing.assert_allclose(getattr(mixture, field.name), getattr(signal, field.name), rtol=1e-5, atol=1e-7)
+        one, other = getattr(mixture, field.name), getattr(signal, field.name)
+        if one is not None:
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
 # --- weights
