@@ -103,7 +103,7 @@ def test_two_equal_teachers_are_one_whatever_their_weights(step):
         both, told_of_both = step("teacher", "teacher", teacher_weights=weights)
         assert_same(both, alone)
         assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-5)
-        assert told_of_both["kd"] == pytest.approx(told["loss"], rel=1e-5)
+        assert told_of_both["kd"] == pytest.approx(told["byte-kl"], rel=1e-5)
         if weights[:1].isalpha():
             assert told_of_both["weight/teacher-1"] == pytest.approx(0.5)
     assert_same(step("teacher", "teacher", teachers="select")[0], alone)
@@ -322,7 +322,7 @@ def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, t
         "--max-steps", 2, "--logging-steps", 1, "--balance", "ce", "--loss", "auto", "--loss", "ce", "-o", "out",
         cwd=tmp_path,
     )  # fmt: skip
-    assert "distill: --loss auto takes byte-kl, for teacher has another tokenizer" in done.stderr
+    assert "distill: --loss auto takes ce:weight=0.3 and byte-kl, for teacher has another tokenizer" in done.stderr
     assert "; " in done.stderr
     metrics = json.loads((tmp_path / "out" / "metrics.jsonl").read_text().splitlines()[-1])
     expected = {"ce", "byte-kl/teacher", "forward-kl/alike", "kd", "balance", "weight/teacher", "weight/alike"}

@@ -25,7 +25,7 @@ PAIRING = "exact"  # of the pairs of tokens that spell the same
 # What `--loss auto` takes, by what a cache and its tokenizer allow: the losses of a run in which nobody names one.
 CHOSEN = {
     "tokens": ["ce", "forward-kl"],
-    "bytes": ["byte-kl"],
+    "bytes": ["ce:weight=0.3", "byte-kl"],
     "projection": ["ce", "p-kl"],
     "realised": ["alm"],
 }
