@@ -38,8 +38,8 @@ def distill(
         typer.Option(
             help="A term of the sum, with its options: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
             "tokens. byte-kl: what both say about the next bytes; needs no projection. p-kl: projected distributions, "
-            "averaged over spans. boundary-kl: only where both sides begin a token. alm: how likely both find each span. "
-            "uld, gold, h-kl: probabilities by rank, as others do. forward-kl, reverse-kl, jsd, "
+            "averaged over spans. boundary-kl: only where both sides begin a token. alm: how likely each finds a "
+            "span. uld, gold, h-kl: probabilities by rank, as others do. forward-kl, reverse-kl, jsd, "
             "skew-forward-kl, skew-reverse-kl, tvd: a teacher with the student's tokenizer; for the others an option, "
             "divergence=jsd,beta=0.5. auto, or left out: what suits each teacher's tokenizer and cache, told as the "
             "run begins.",
