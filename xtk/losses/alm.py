@@ -25,6 +25,7 @@ class ALM:
 
     ground = "spans"
     item = "spans"
+    unit = "nats"
     asks = "realised"
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ class BoundaryKL:
 
     ground = "projection"
     item = "common boundaries"
+    unit = "nats"
     asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:

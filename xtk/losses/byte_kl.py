@@ -21,6 +21,7 @@ class ByteKL:
 
     ground = "bytes"
     item = "token boundaries of either side"
+    unit = "nats"
     asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:

@@ -15,6 +15,7 @@ class CrossEntropy:
 
     ground = "text"
     item = "student tokens"
+    unit = "nats"
     asks = "nothing"
 
     def cells(self, example: Example, ground: Ground) -> Cells:

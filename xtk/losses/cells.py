@@ -228,11 +228,13 @@ class Loss(Protocol):
     Attributes:
         ground: a key of `GROUNDS`.
         item: what it is averaged over.
+        unit: of its value.
         asks: a key of `ASKS`.
     """
 
     ground: str
     item: str
+    unit: str
     asks: str
 
     def cells(self, example: Example, ground: Ground) -> Cells:

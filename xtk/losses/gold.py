@@ -34,6 +34,7 @@ class GOLD:
 
     ground = "pairs"
     item = "spans"
+    unit = "nats, and probability for the ranks"
     asks = "ranks"
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ class PKL:
 
     ground = "projection"
     item = "spans"
+    unit = "nats"
     asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:

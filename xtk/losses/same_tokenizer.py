@@ -11,6 +11,7 @@ class OfTokens:
 
     ground = "tokens"
     item = "tokens"
+    unit = "nats"
     asks = "distribution"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
@@ -59,3 +60,5 @@ class SkewReverseKL(OfTokens):
 
 class TVD(OfTokens):
     """tvd: `1/2 (sum_A |t - s| + |t_rest - s_rest|)`, the total variation at each token, averaged over tokens."""
+
+    unit = "probability"

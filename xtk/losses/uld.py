@@ -22,6 +22,7 @@ class ULD:
 
     ground = "spans"
     item = "common boundaries"
+    unit = "probability"
     asks = "ranks"
 
     def cells(self, example: Example, ground: Ground) -> Cells:
