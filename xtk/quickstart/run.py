@@ -55,7 +55,7 @@ def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
     _run(f"xtk build-projection {at}/student-0 {at}/teacher -o {at}/projection")
     _run(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
     _say("What the teacher says about the student's part of the corpus, once:")
-    _run(f"xtk cache-teacher {at}/teacher {at}/part.jsonl --top-k 64 -o {at}/cache")
+    _run(f"xtk cache-teacher {at}/teacher {at}/part.jsonl -o {at}/cache")
     figures: dict[str, Any] = {"teacher": _bits(teacher), "ce": [], "distilled": []}
     for seed in range(seeds):
         training = f"{STUDENT_TRAINING} {common} --eval-steps 200 --seed {seed}"
