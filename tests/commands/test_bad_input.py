@@ -134,7 +134,7 @@ def test_a_projection_knows_roles_and_no_chat_template(run, pair, cache, tmp_pat
 
 def test_forward_kl_wants_one_tokenizer(run, pair, cache, tmp_path):
     done = run("distill", pair.student, cache, "--loss", "forward-kl", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "own tokenizer", "--projection")
+    refused(done, "own tokenizer", "--loss byte-kl")
 
 
 def test_a_cache_that_lost_its_tokenizer(run, pair, cache, tmp_path):

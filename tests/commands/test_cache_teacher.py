@@ -36,7 +36,7 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
             assert (signal.tail_mass == 0).all() == bool(sets)
         held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
         assert all(token in ids for token, ids in zip(row.tokens.ids[row.signal.positions], held, strict=True))
-    losses = ("--loss", "p-kl") if kind != "none" else ("--loss", "ce", "--loss", "p-kl")
+    losses = ("--loss", "p-kl") if kind != "none" else ("--loss", "ce", "--loss", "alm")
     done = run(
         "distill", pair.student, tmp_path / "c", "--projection", projection, *losses,
         "--max-steps", 2, "-o", tmp_path / "s", "--json",
