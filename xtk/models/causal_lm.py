@@ -176,7 +176,7 @@ class Cut(nn.Module):
     @property
     def _inner(self) -> Any:
         """The model itself, inside of what peft puts around it."""
-        return self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
+        return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @torch.no_grad()
     def _after_the_head(self) -> _After | None:
