@@ -39,7 +39,7 @@ GROUNDS = {
 ASKS = {
     "nothing": "nothing",
     "realised": "log-probabilities of the tokens that stand there: any support, `none` too",
-    "distribution": "a distribution: any support but `none`; with draws, only for what is linear in it",
+    "distribution": "a distribution: any support but `none`; what is not linear in it reads no draws, so not `sample`",
     "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
 }
 

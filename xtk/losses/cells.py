@@ -276,18 +276,21 @@ def span_ranges(example: Example) -> Ranges:
     return Ranges(first_row[whole], last_row[whole] + 1, first_position[whole], last_position[whole] + 1)
 
 
-def projected_cells(example: Example, ranges: Ranges, columns: Columns) -> Cells:
+def projected_cells(example: Example, ranges: Ranges, columns: Columns, *, published: bool = False) -> Cells:
     """Make one cell of each teacher token that the teacher's support reaches and the projection can reach.
 
     The teacher's probability of a cell is its mean over the item's positions, where a support that does not
     hold the token counts as 0 and its mass goes to the other cell. The student's is the mean over the item's rows of
     what W carries to the token. Teacher tokens that no student token reaches are in the other cell on both sides.
+    `published`: the teacher's means are those of p-kl as published.
     """
     from xtk.losses.kernels import fill_cells
+    from xtk.losses.rank_kernels import fill_published_cells
 
     signal = example.signal
     assert signal is not None
-    arrays = fill_cells(
+    fill = fill_published_cells if published else fill_cells
+    arrays = fill(
         ranges.row_start,
         ranges.row_stop,
         ranges.position_start,

@@ -30,23 +30,5 @@ class PKL:
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a span."""
         assert isinstance(ground, Columns)
-        ranges = span_ranges(example)
-        if not self.published:
-            return projected_cells(example, ranges, ground)
-        from xtk.losses.rank_kernels import fill_published_cells
-
-        signal = example.signal
-        assert signal is not None
-        arrays = fill_published_cells(
-            ranges.row_start,
-            ranges.row_stop,
-            ranges.position_start,
-            ranges.position_stop,
-            signal.offsets,
-            signal.ids,
-            signal.logprobs,
-            ground.offsets,
-            ground.student_ids,
-            ground.log_weights,
-        )
-        return replace(Cells(*arrays), outside="renormalised")
+        cells = projected_cells(example, span_ranges(example), ground, published=self.published)
+        return replace(cells, outside="renormalised") if self.published else cells
