@@ -128,7 +128,7 @@ def loading_error(folder: Path, wrong: Exception) -> Exception:
         return Damaged(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError):
+    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError | ImportError):
         return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
     return wrong
 
@@ -154,7 +154,7 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
         raise XtkError(
             f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
             where=str(tokenizer.name),
-            hint="use the tokenizer that the model was trained with, or model.resize_token_embeddings(len(tokenizer))",
+            hint="the tokenizer that the model was trained with; or xtk distill --resize-vocabulary, which adds rows",
         )
 
 
@@ -217,6 +217,10 @@ class Cut(nn.Module):
         assert found is not None
         linear, adapters = found
         return Head(linear.weight, linear.bias, self._after.scale, self._after.softcap, adapters)
+
+    def compile_body(self) -> None:
+        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are."""
+        (self.model if self._after is None else self._inner.base_model).compile(dynamic=True)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).

@@ -69,10 +69,12 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *local, *places.projections):
+    for path in (places.student, *([places.adapter] if places.adapter else []), *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    if places.adapter:
+        student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
@@ -221,7 +223,8 @@ def distill(
     from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-    from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
+    from xtk.models.causal_lm import Cut, context_length, quieten_transformers
+    from xtk.models.preparation import Origin, load_student
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.loop import Run, train
 
@@ -246,15 +249,22 @@ def distill(
         return finished
     found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
-    model = load_causal_lm(
-        found[-1][1] if found else places.student, device=accelerator.device, trust_remote_code=trust_remote_code
+    model = load_student(
+        Origin(places.student, places.adapter, found[-1][1] if found else None),
+        recipe.preparation,
+        inputs.tokenizer,
+        device=accelerator.device,
+        mixed_precision=recipe.mixed_precision,
+        trust_remote_code=trust_remote_code,
     )
-    check_rows(model, inputs.tokenizer)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
+    cut = Cut(model)
+    if recipe.preparation.torch_compile:
+        cut.compile_body()
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -265,7 +275,7 @@ def distill(
             accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
         run = Run(
             accelerator=accelerator,
-            cut=Cut(model),
+            cut=cut,
             tokenizer=inputs.tokenizer,
             maker=inputs.maker(limit),
             order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),

@@ -20,6 +20,7 @@ from xtk.evaluation.bits import bits_per_byte
 from xtk.losses.head import Term, fused_loss
 from xtk.models.causal_lm import Cut
 from xtk.models.head import rows_in_a_chunk
+from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
 from xtk.training.checkpoint import (
@@ -184,12 +185,8 @@ def _pass(
 
 
 def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in cut.model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.learning_rate, fused=True)
+    groups = parameter_groups(cut.model, recipe.weight_decay)
+    return torch.optim.AdamW(groups, lr=recipe.learning_rate, fused=True)
 
 
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:

@@ -11,6 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
+from xtk.models.preparation import Preparation
 from xtk.tokens.document import Document
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -37,6 +38,7 @@ class Recipe:
         teachers: how several of them teach together: a key of `TEACHERS`.
         teacher_weights: numbers, or where weights come from; "": equal ones.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
+        preparation: how the model is loaded, and what of it is trained.
     """
 
     losses: tuple[LossSpecification, ...]
@@ -57,6 +59,7 @@ class Recipe:
     teachers: str = "sum"
     teacher_weights: str = ""
     balance: str = "none"
+    preparation: Preparation = field(default_factory=Preparation)
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -114,6 +117,9 @@ class Recipe:
         for one in fields(self):
             if one.name in COMBINING and content[one.name] == one.default:  # runs of those who did not know of them
                 del content[one.name]
+        del content["preparation"]
+        if prepared := self.preparation.identity():
+            content["preparation"] = prepared
         content["losses"] = [str(loss) for loss in self.losses]
         content["documents_per_step"] = self.documents_per_step(processes)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"):
@@ -148,6 +154,7 @@ class Places:
 
     Attributes:
         student: a local model folder.
+        adapter: the folder of an adapter of this model that is trained on; None: there is none.
         caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
@@ -159,3 +166,4 @@ class Places:
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
+    adapter: Path | None = None
