@@ -48,23 +48,34 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def both_gradients(model: Any, length: int = LENGTH) -> tuple[tuple[Tensor, dict[str, Tensor]], ...]:
-    """Loss and gradients of a cut model, and the same from the whole model's logits."""
-    width = model.get_output_embeddings().weight.shape[0]
+def material_of(width: int, length: int) -> tuple[Tensor, Tensor, list[Cells]]:
+    """Token ids [2, length], places of their hidden states, and two losses of them."""
     ids = torch.randint(3, width, (2, length), generator=torch.Generator().manual_seed(1))
     places = torch.arange(2 * length)[torch.arange(2 * length) % length != length - 1]
-    cells = [cells_of(len(places), width, reverse=reverse) for reverse in (False, True)]
+    return ids, places, [cells_of(len(places), width, reverse=reverse) for reverse in (False, True)]
+
+
+def gradients_of_cut(cut: Cut, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients that training gives."""
+    ids, places, cells = material_of(cut.model.get_output_embeddings().weight.shape[0], length)
     terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
-    found, _ = Student(Cut(model))(ids, places, terms)
-    ours = gradients_of(model, found)
+    found, _ = Student(cut)(ids, places, terms)
+    return found.detach(), gradients_of(cut.model, found)
+
+
+def gradients_of_whole(model: Any, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same from the whole model's logits."""
+    ids, places, cells = material_of(model.get_output_embeddings().weight.shape[0], length)
     logits = model(input_ids=ids).logits.flatten(0, 1)[places]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     expected = 0.5 * plain(cells[0], logits) + 0.25 * plain(cells[1], logits)
-    return (found.detach(), ours), (expected.detach(), gradients_of(model, expected))
+    return expected.detach(), gradients_of(model, expected)
 
 
 def assert_as_the_whole_model(model: Any, tolerance: float, length: int = LENGTH) -> dict[str, Tensor]:
     """Cut, a model has the loss and the gradients that its whole logits give; returns the gradients."""
-    (found, ours), (expected, theirs) = both_gradients(model, length)
+    found, ours = gradients_of_cut(Cut(model), length)
+    expected, theirs = gradients_of_whole(model, length)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert theirs
     assert ours.keys() == theirs.keys()

@@ -218,9 +218,13 @@ class Cut(nn.Module):
         linear, adapters = found
         return Head(linear.weight, linear.bias, self._after.scale, self._after.softcap, adapters)
 
-    def compile_body(self) -> None:
-        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are."""
-        (self.model if self._after is None else self._inner.base_model).compile(dynamic=True)
+    def compile_body(self, backend: str = "inductor") -> None:
+        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are.
+
+        Args:
+            backend: torch.compile's.
+        """
+        (self.model if self._after is None else self._inner.base_model).compile(dynamic=True, backend=backend)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).

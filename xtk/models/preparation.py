@@ -330,18 +330,14 @@ def freeze(model: Any, patterns: Sequence[str]) -> None:
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return the trained parameters in groups for an optimizer: matrices decay; biases and norms do not.
 
-    As in Hugging Face's trainer, embeddings decay. What a model marks (the rates of Mamba's states) does not.
+    As in Hugging Face's trainer, embeddings decay. The biases of a mixture's experts are a matrix, and are biases.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decays = [parameter.ndim > 1 and not getattr(parameter, "_no_weight_decay", False) for parameter in trained]
-    groups = [
-        {
-            "params": [parameter for parameter, decay in zip(trained, decays, strict=True) if decay is kind],
-            "weight_decay": weight_decay if kind else 0.0,
-        }
-        for kind in (True, False)
-    ]
-    return [group for group in groups if group["params"]]
+    groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = parameter.ndim > 1 and "bias" not in name.rpartition(".")[2]
+            groups[weight_decay if decays else 0.0].append(parameter)
+    return [{"params": some, "weight_decay": decay} for decay, some in groups.items() if some]
 
 
 def is_adapted(model: Any) -> bool:
@@ -370,6 +366,6 @@ def save_student(model: Any, folder: Path) -> None:
     if not is_adapted(model) or getattr(model.get_base_model(), "quantization_method", None):
         save_trained(model, folder)
         return
-    (folder / "adapter").mkdir()
+    (folder / "adapter").mkdir(parents=True)
     save_trained(model, folder / "adapter")
     save_trained(model.merge_and_unload(), folder)
