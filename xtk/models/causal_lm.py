@@ -178,11 +178,19 @@ class Cut(nn.Module):
         """The model itself, inside of what peft puts around it."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
+    @property
+    def _body(self) -> Any:
+        """What makes hidden states; the whole model, if it does not say."""
+        inner = self._inner
+        body = inner.base_model
+        # Llama 4 calls its body otherwise than it says.
+        return getattr(inner, "model", inner) if body is inner else body
+
     @torch.no_grad()
     def _after_the_head(self) -> _After | None:
         """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
         inner = self._inner
-        head, body = inner.get_output_embeddings(), inner.base_model
+        head, body = inner.get_output_embeddings(), self._body
         if head is None or body is inner or _parts_of(head) is None:
             return None
         training = self.model.training
@@ -224,7 +232,7 @@ class Cut(nn.Module):
         Args:
             backend: torch.compile's.
         """
-        (self.model if self._after is None else self._inner.base_model).compile(dynamic=True, backend=backend)
+        (self.model if self._after is None else self._body).compile(dynamic=True, backend=backend)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).
@@ -234,7 +242,7 @@ class Cut(nn.Module):
         """
         if self._after is not None:
             inner = self._inner
-            states: Tensor = inner.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            states: Tensor = self._body(input_ids=input_ids, use_cache=False).last_hidden_state
             return states.to(inner.get_output_embeddings().weight.device)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
         return logits
@@ -255,6 +263,7 @@ class _After:
 # How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
 # (Granite) is found out by trying.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _afters(configuration: Any) -> list[_After]:
@@ -262,8 +271,7 @@ def _afters(configuration: Any) -> list[_After]:
     said = [getattr(configuration, name, None) for name in SCALES]
     numbers = [float(number) for number in said if isinstance(number, int | float) and number]
     scales = [1.0, *numbers, *(1 / number for number in numbers)]
-    cap = getattr(configuration, "final_logit_softcapping", None)
-    caps = [None, *([float(cap)] if cap else [])]
+    caps = [None, *(float(cap) for name in CAPS if (cap := getattr(configuration, name, None)))]
     return [_After(scale, softcap) for scale in scales for softcap in caps]
 
 

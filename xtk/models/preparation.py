@@ -162,7 +162,7 @@ def load_student(
             "distill: weights are trained in bf16: updates smaller than a 256th of a weight are lost "
             "(--dtype float32 --mixed-precision bf16 keeps them)"
         )
-    if preparation != Preparation():
+    if adapted or preparation.identity():
         count, of = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
         terminal.note(f"distill: {count:,} of {of:,} numbers of the model are trained")
     return model
