@@ -36,8 +36,8 @@ def run_of(request, pair, short, cache):
     """What it is, the student and the arguments of four steps with a checkpoint after each."""
     student = short if request.param.startswith("resized") else pair.student
     arguments = [
-        "distill", student, cache, "--loss", "p-kl", "--loss", "byte-kl", "--max-steps", 4, "--save-steps", 1, "--logging-steps",
-        1, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4, *KINDS[request.param], "-o",
+        "distill", student, cache, "--loss", "p-kl", "--loss", "byte-kl", "--max-steps", 4, "--save-steps", 1,
+        "--logging-steps", 1, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4, *KINDS[request.param], "-o",
     ]  # fmt: skip
     return request.param, student, arguments
 
