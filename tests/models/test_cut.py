@@ -31,7 +31,7 @@ from xtk.losses.head import Term, fused_loss
 from xtk.models.causal_lm import Cut, check_rows
 from xtk.models.head import LogitsOfRows
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.loop import Student
+from xtk.training.student import Student
 
 V, T = 61, 12
 SIZES: dict[str, Any] = {
@@ -122,7 +122,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(kind):
         terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
         student = Student(Cut(model))
         assert student.cut.head.weight is not None
-        found, _ = student(ids, places, terms)
+        found, _ = student(ids, places.numpy(), terms)
         ours = gradients_of(model, found)
         logits = model(input_ids=ids).logits.flatten(0, 1)[places]
         expected = 0.5 * plain(cells[0], logits) + 0.25 * plain(cells[1], logits)
@@ -163,7 +163,7 @@ def test_a_frozen_model_can_train_its_head_alone():
     head = model.get_output_embeddings().weight.requires_grad_()
     ids, places = torch.arange(3, 9)[None], torch.arange(5)
     terms = [Term.of(cells_of(5, False)).to(torch.device("cpu"), 1.0)]
-    Student(Cut(model))(ids, places, terms)[0].backward()
+    Student(Cut(model))(ids, places.numpy(), terms)[0].backward()
     found, head.grad = head.grad, None
     plain(cells_of(5, False), model(input_ids=ids).logits[0, :5]).backward()
     torch.testing.assert_close(found, head.grad)

@@ -75,6 +75,33 @@ def distill(
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes of a process in a step.")] = 1,
+    packing: Annotated[
+        bool,
+        typer.Option(
+            "--packing/--no-packing",
+            help="Documents stand one behind the other in a row, each read by itself, without padding; where the "
+            "student can read them so.",
+        ),
+    ] = True,
+    max_batch_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a forward pass of a process at most; 0: of so many documents as above. The documents of a "
+            "step stay what they are.",
+            min=0,
+        ),
+    ] = 0,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="How processes share the work: fsdp=N, each has a part of the weights; tp=N, of each matrix; cp=N, of "
+            "each row of tokens; dp=N, replicas, which is what is left. fsdp=2,tp=4: eight processes.",
+            metavar="NAME=N,...",
+        ),
+    ] = "",
+    fsdp_offload: Annotated[
+        bool, typer.Option("--fsdp-offload", help="Weights and optimizer in the memory of the CPU; with fsdp.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
     lr_scheduler_type: Annotated[
         str, typer.Option(help="After the warm-up.", metavar="[cosine|linear|constant]")
@@ -129,7 +156,8 @@ def distill(
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
-    from xtk.training.launch import is_worker, launch
+    from xtk.training.launch import is_worker, launch, world_size
+    from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
 
     terminal.set_quiet(quiet)
@@ -159,6 +187,7 @@ def distill(
             "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         }
     )
+    read_layout(recipe.parallel, world_size() if is_worker() else num_processes)
     inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
         die_with()

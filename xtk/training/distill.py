@@ -57,9 +57,14 @@ class Inputs:
     weighing: Weighing | None = None
     chosen: str = ""
 
-    def maker(self, limit: int | None) -> BatchMaker:
-        """Return what makes micro-batches, of documents of at most `limit` tokens."""
-        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers)
+    def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
+        """Return what makes micro-batches.
+
+        Args:
+            limit: tokens of a document at most.
+            packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+        """
+        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers, packing)
 
 
 def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
@@ -203,9 +208,9 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, processes: int) -> dict[str, Any]:
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int) -> dict[str, Any]:
     """Return what makes two runs the same run."""
-    return {**recipe.identity(processes), **inputs.identity}
+    return {**recipe.identity(data_ranks), **inputs.identity}
 
 
 def distill(
@@ -223,7 +228,9 @@ def distill(
 
     from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.layout import read_layout
     from xtk.training.loop import Run, train
+    from xtk.training.student import shared
 
     quieten_transformers()
     for name in reporting.report_to:
@@ -240,14 +247,17 @@ def distill(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
     terminal.set_main_process(accelerator.is_main_process)
-    identity = identity_of(recipe, inputs, accelerator.num_processes)
+    layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
+    identity = identity_of(recipe, inputs, layout.data_ranks)
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
     found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
     model = load_causal_lm(
-        found[-1][1] if found else places.student, device=accelerator.device, trust_remote_code=trust_remote_code
+        found[-1][1] if found else places.student,
+        device=None if layout.sharded else accelerator.device,
+        trust_remote_code=trust_remote_code,
     )
     check_rows(model, inputs.tokenizer)
     if recipe.gradient_checkpointing:
@@ -263,23 +273,31 @@ def distill(
         accelerator.wait_for_everyone()
         if reporting.report_to:
             accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+        cut = Cut(model)
+        packed = recipe.packing and cut.pack()
+        if recipe.packing and not packed:
+            terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+        trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         run = Run(
             accelerator=accelerator,
-            cut=Cut(model),
+            layout=layout,
+            cut=cut,
+            model=trained,
+            parameters=parameters,
             tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit),
-            order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
+            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
             recipe=recipe,
             reporting=reporting,
-            steps=recipe.steps(len(documents), accelerator.num_processes),
+            steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
         )
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         terminal.note(
-            f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
-            f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
+            f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
+            f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
         return train(run, identity)
 

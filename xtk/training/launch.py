@@ -15,6 +15,11 @@ def is_worker() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
+def world_size() -> int:
+    """Return how many processes the launcher has started, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def launch(processes: int, arguments: list[str]) -> None:
     """Run `xtk` with the same arguments in several processes on this machine, and end as they end.
 
