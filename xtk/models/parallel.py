@@ -36,6 +36,14 @@ def cut_matrices(model: Any, mesh: Any) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model, "peft_config", None) or getattr(model, "quantization_method", None):
         raise XtkError("adapters and quantised weights are not cut by matrices", hint="--parallel fsdp instead of tp")
+    configuration = model.config.get_text_config()
+    heads = [getattr(configuration, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    if any(count % mesh.size() for count in heads):
+        raise XtkError(
+            f"{heads[0]} heads and {heads[1]} key-value heads are not cut into {mesh.size()}",
+            where=f"{type(model).__name__}, tp={mesh.size()}",
+            hint="a smaller tp, or --parallel fsdp",
+        )
     name = next((name for name, module in model.named_modules() if module is head), "")
     tied = head is not None and head.weight is embedding.weight
     try:
