@@ -61,6 +61,8 @@ def take_steps(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Take steps of so many documents; return the gradients by step and parameter, and what was told."""
     model = load_causal_lm(student)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     cut = Cut(model)
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
     packed = recipe.packing and cut.pack()
@@ -89,6 +91,7 @@ def take_steps(
         "losses": [loss for loss, _ in results],
         "norms": [norm for _, norm in results],
         "processes": accelerator.num_processes,
+        "packed": packed,
         "passes": len(made[0]),
         "empty": int(accelerator.reduce(empty, "sum")),
     }

@@ -203,7 +203,8 @@ def batch(documents: int, passes: int = 1) -> list[object]:
 
 
 def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
-    assert f"{STEPS} steps of 8 documents, 40 documents, {processes} process(es) on cpu" in found.stderr
+    told = "1 process" if processes == 1 else f"{processes} processes: {processes} replicas"
+    assert f"{STEPS} steps of 8 documents, 40 documents, {told} on cpu" in found.stderr
     assert found.stdout == "out\n"
     for one, other in zip(found.metrics, expected.metrics, strict=True):
         for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned"):
