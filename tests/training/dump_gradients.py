@@ -3,8 +3,9 @@
     python dump_gradients.py CASES
 
 CASES is JSON: `student`, `output`, and `cases`, each with a `name`, `caches`, `projections`, `losses`, `options` of the
-recipe and `ways`, and perhaps a `student` of its own. Each way, DOCUMENTS:BATCH, takes two steps of so many documents, over all processes, in forward
-passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
+recipe and `ways`, and perhaps a `student` of its own. Each way, DOCUMENTS:BATCH, takes two steps of so many documents,
+over all processes, in forward passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and
+OUTPUT/told.json.
 """
 
 from __future__ import annotations
