@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,10 @@ from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
 from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
+
+if TYPE_CHECKING:
+    from xtk.models.causal_lm import Cut
+    from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
 
@@ -226,7 +230,7 @@ def distill(
     from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs, set_seed
 
-    from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
+    from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.layout import read_layout
     from xtk.training.loop import Run, train
@@ -254,15 +258,8 @@ def distill(
         return finished
     found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
-    model = load_causal_lm(
-        found[-1][1] if found else places.student,
-        device=None if layout.sharded else accelerator.device,
-        trust_remote_code=trust_remote_code,
-    )
-    check_rows(model, inputs.tokenizer)
-    if recipe.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
+    cut = _load(found[-1][1] if found else places.student, recipe, inputs, accelerator, layout, trust_remote_code)
+    limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
     with contextlib.ExitStack() as held:
@@ -273,7 +270,6 @@ def distill(
         accelerator.wait_for_everyone()
         if reporting.report_to:
             accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
-        cut = Cut(model)
         packed = recipe.packing and cut.pack()
         if recipe.packing and not packed:
             terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
@@ -300,6 +296,20 @@ def distill(
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
         return train(run, identity)
+
+
+def _load(
+    folder: Path, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
+) -> Cut:
+    """Load the student, whole, and cut it."""
+    from xtk.models.causal_lm import Cut, check_rows, load_causal_lm
+
+    device = None if layout.sharded else accelerator.device  # where weights are shared out, parts of them go there
+    model = load_causal_lm(folder, device=device, trust_remote_code=trust_remote_code)
+    check_rows(model, inputs.tokenizer)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return Cut(model)
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
