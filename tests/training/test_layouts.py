@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from xtk.errors import XtkError
 from xtk.training.layout import Layout, read_layout
 
-pytestmark = pytest.mark.xdist_group("layouts")
-
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
 # Whose names they have, and in which ways eight and five documents are taken: in passes of so many, over all processes.
 WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
