@@ -20,7 +20,14 @@ LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:we
 # Whose names they have, and in which ways eight and five documents are taken: in passes of so many, over all processes.
 WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
 LIKE_ONE = {
-    1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 100, "packing": False}, {"gradient_checkpointing": True}],
+    # A budget of 10 is less than any document has.
+    1: [
+        {},
+        {"max_batch_tokens": 100},
+        {"max_batch_tokens": 10},
+        {"max_batch_tokens": 100, "packing": False},
+        {"gradient_checkpointing": True},
+    ],
     2: [
         {"parallel": "fsdp=2"},
         {"parallel": "fsdp=2", "fsdp_offload": True, "max_batch_tokens": 70},
