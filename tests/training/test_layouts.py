@@ -195,6 +195,18 @@ def test_what_cannot_be_is_refused(text, processes, message):
     assert message in str(refused.value)
 
 
+def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tmp_path):
+    asked = ["distill", pair.student, cache, "--num-processes", 2, "--max-steps", 2, "-o", tmp_path / "out"]
+    done = run(*asked, "--parallel", "tp=2", code=1)
+    assert "2 heads and 1 key-value heads are not cut into 2" in done.stderr
+    assert "--parallel fsdp" in done.stderr
+    assert not (tmp_path / "out" / "xtk.json").exists()
+    done = run(*asked, "--parallel", "tp=3", code=1)
+    assert "--parallel tp=3 needs a multiple of 3 processes, and there are 2" in done.stderr
+    done = run(*asked, "--parallel", "cp=2", "--no-packing", code=1)
+    assert "this model's rows cannot be shared" in done.stderr
+
+
 def test_a_plan_tells_what_each_number_means():
     layout = read_layout("fsdp=2,tp=2", 8)
     assert layout.plan() == "8 processes: 2 replicas x 2 shards of the weights x 2 pieces of matrices"

@@ -251,6 +251,17 @@ def distill(
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
     terminal.set_main_process(accelerator.is_main_process)
+    if (kind := str(accelerator.distributed_type.value)) not in (
+        "NO",
+        "MULTI_GPU",
+        "MULTI_CPU",
+        "MULTI_XPU",
+        "MULTI_NPU",
+    ):
+        raise XtkError(
+            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
+            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+        )
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
     identity = identity_of(recipe, inputs, layout.data_ranks)
     finished = find_run(places.output, identity, force=force)
