@@ -29,7 +29,7 @@ from xtk.losses.head import Term, fused_loss
 from xtk.models.causal_lm import Cut, check_rows
 from xtk.models.head import LogitsOfRows
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.loop import Student
+from xtk.training.student import Student
 
 V, T = 61, 12
 SIZES: dict[str, Any] = {
@@ -118,7 +118,7 @@ def test_a_frozen_model_can_train_its_head_alone():
     head = model.get_output_embeddings().weight.requires_grad_()
     ids, places = torch.arange(3, 9)[None], torch.arange(5)
     terms = [Term.of(cells_of(5, V)).to(torch.device("cpu"), 1.0)]
-    Student(Cut(model))(ids, places, terms)[0].backward()
+    Student(Cut(model))(ids, places.numpy(), terms)[0].backward()
     found, head.grad = head.grad, None
     plain(cells_of(5, V), model(input_ids=ids).logits[0, :5]).backward()
     torch.testing.assert_close(found, head.grad)

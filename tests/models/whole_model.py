@@ -12,7 +12,7 @@ from xtk.losses.cells import Cells
 from xtk.losses.divergences import ForwardKL, ReverseKL
 from xtk.losses.head import Term
 from xtk.models.causal_lm import Cut
-from xtk.training.loop import Student
+from xtk.training.student import Student
 
 LENGTH = 12
 
@@ -59,7 +59,7 @@ def gradients_of_cut(cut: Cut, length: int = LENGTH) -> tuple[Tensor, dict[str, 
     """The loss and the gradients that training gives."""
     ids, places, cells = material_of(cut.model.get_output_embeddings().weight.shape[0], length)
     terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
-    found, _ = Student(cut)(ids, places, terms)
+    found, _ = Student(cut)(ids, places.numpy(), terms)
     return found.detach(), gradients_of(cut.model, found)
 
 

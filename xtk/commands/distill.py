@@ -79,6 +79,33 @@ def distill(
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes of a process in a step.")] = 1,
+    packing: Annotated[
+        bool,
+        typer.Option(
+            "--packing/--no-packing",
+            help="Documents stand one behind the other in a row, each read by itself, without padding; where the "
+            "student can read them so.",
+        ),
+    ] = True,
+    max_batch_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a forward pass of a process at most; 0: of so many documents as above. The documents of a "
+            "step stay what they are.",
+            min=0,
+        ),
+    ] = 0,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="How processes share the work: fsdp=N, each has a part of the weights; tp=N, of each matrix; cp=N, of "
+            "each row of tokens; dp=N, replicas, which is what is left. fsdp=2,tp=4: eight processes.",
+            metavar="NAME=N,...",
+        ),
+    ] = "",
+    fsdp_offload: Annotated[
+        bool, typer.Option("--fsdp-offload", help="Weights and optimizer in the memory of the CPU; with fsdp.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
     lr_scheduler_type: Annotated[
         str, typer.Option(help="After the warm-up.", metavar="[cosine|linear|constant]")
@@ -168,6 +195,17 @@ def distill(
         typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
     ] = None,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
+    num_machines: Annotated[
+        int,
+        typer.Option(help="Machines that run the same command, each with so many processes, and share folders.", min=1),
+    ] = 1,
+    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    main_process_ip: Annotated[
+        str, typer.Option(help="The address of the first of several machines.", metavar="ADDRESS")
+    ] = "",
+    main_process_port: Annotated[
+        int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
+    ] = 29500,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -186,7 +224,8 @@ def distill(
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
-    from xtk.training.launch import is_worker, launch
+    from xtk.training.launch import Machines, is_worker, launch, world_size
+    from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
 
     terminal.set_quiet(quiet)
@@ -231,11 +270,14 @@ def distill(
             "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         }
     )
+    machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
+    processes = num_processes * num_machines
+    read_layout(recipe.parallel, world_size() if is_worker() else processes)
     inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
         die_with()
-    elif num_processes > 1:
-        launch(num_processes, _for_workers(sys.argv[1:], piped))
+    elif processes > 1:
+        launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
     content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
     terminal.result_artifact(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,11 @@ from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
 from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
+
+if TYPE_CHECKING:
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import Origin
+    from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
 
@@ -57,9 +62,14 @@ class Inputs:
     weighing: Weighing | None = None
     chosen: str = ""
 
-    def maker(self, limit: int | None) -> BatchMaker:
-        """Return what makes micro-batches, of documents of at most `limit` tokens."""
-        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers)
+    def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
+        """Return what makes micro-batches.
+
+        Args:
+            limit: tokens of a document at most.
+            packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+        """
+        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers, packing)
 
 
 def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
@@ -205,9 +215,9 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, processes: int) -> dict[str, Any]:
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int) -> dict[str, Any]:
     """Return what makes two runs the same run."""
-    return {**recipe.identity(processes), **inputs.identity}
+    return {**recipe.identity(data_ranks), **inputs.identity}
 
 
 def distill(
@@ -218,17 +228,79 @@ def distill(
     Returns:
         What the run's `xtk.json` says: steps, recipe, last metrics.
     """
+    from accelerate.utils import set_seed
+
+    from xtk.models.causal_lm import context_length, quieten_transformers
+    from xtk.models.preparation import Origin
+    from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.layout import read_layout
+    from xtk.training.loop import Run, train
+    from xtk.training.student import shared
+
+    quieten_transformers()
+    accelerator = _start(places, recipe, reporting)
+    terminal.set_main_process(accelerator.is_main_process)
+    layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
+    identity = identity_of(recipe, inputs, layout.data_ranks)
+    finished = find_run(places.output, identity, force=force)
+    if finished is not None:
+        return finished
+    found = [] if force else checkpoints(places.output)
+    set_seed(recipe.seed)
+    origin = Origin(places.student, places.adapter, found[-1][1] if found else None)
+    cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+    limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
+    limit = min(limits) if limits else None
+    documents, sizes = _documents(recipe, inputs, limit)
+    packed = recipe.packing and cut.pack()
+    if recipe.packing and not packed:
+        terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+    if recipe.preparation.torch_compile:
+        cut.compile_body()
+    with contextlib.ExitStack() as held:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            held.enter_context(only_writer(places.output, "student"))
+            begin_run(places.output, identity, force=force)
+        accelerator.wait_for_everyone()
+        if reporting.report_to:
+            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+        trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        run = Run(
+            accelerator=accelerator,
+            layout=layout,
+            cut=cut,
+            model=trained,
+            parameters=parameters,
+            tokenizer=inputs.tokenizer,
+            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
+            recipe=recipe,
+            reporting=reporting,
+            steps=recipe.steps(len(documents), layout.data_ranks),
+            output=places.output,
+            tokenizer_folder=places.student,
+        )
+        if inputs.chosen:
+            terminal.note(f"distill: --loss auto takes {inputs.chosen}")
+        terminal.note(
+            f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
+            f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
+        )
+        return train(run, identity)
+
+
+def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
+    """Meet the other processes; return Accelerate's accelerator.
+
+    Raises:
+        XtkError: a tracker is not there, or Accelerate was told to do what `--parallel` does.
+    """
     import torch
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import InitProcessGroupKwargs
 
-    from xtk.models.causal_lm import Cut, context_length, quieten_transformers
-    from xtk.models.preparation import Origin, load_student
-    from xtk.training.checkpoint import begin_run, checkpoints, find_run
-    from xtk.training.loop import Run, train
-
-    quieten_transformers()
     for name in reporting.report_to:
         if name not in {str(tracker.value) for tracker in get_available_trackers()}:
             raise XtkError(
@@ -242,56 +314,36 @@ def distill(
         # The others wait while the first process evaluates and saves.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
-    terminal.set_main_process(accelerator.is_main_process)
-    identity = identity_of(recipe, inputs, accelerator.num_processes)
-    finished = find_run(places.output, identity, force=force)
-    if finished is not None:
-        return finished
-    found = [] if force else checkpoints(places.output)
-    set_seed(recipe.seed)
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise XtkError(
+            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
+            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+        )
+    return accelerator
+
+
+def _load(
+    origin: Origin, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
+) -> Cut:
+    """Load the student, whole, and cut it."""
+    import torch
+
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import load_student
+
     model = load_student(
-        Origin(places.student, places.adapter, found[-1][1] if found else None),
+        origin,
         recipe.preparation,
         inputs.tokenizer,
-        device=accelerator.device,
+        # Where weights are shared out, each process's part of them goes to its device later.
+        device=torch.device("cpu") if layout.sharded else accelerator.device,
         mixed_precision=recipe.mixed_precision,
         trust_remote_code=trust_remote_code,
     )
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
-    limit = min(limits) if limits else None
-    documents, sizes = _documents(recipe, inputs, limit)
-    cut = Cut(model)
-    if recipe.preparation.torch_compile:
-        cut.compile_body()
-    with contextlib.ExitStack() as held:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            held.enter_context(only_writer(places.output, "student"))
-            begin_run(places.output, identity, force=force)
-        accelerator.wait_for_everyone()
-        if reporting.report_to:
-            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
-        run = Run(
-            accelerator=accelerator,
-            cut=cut,
-            tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit),
-            order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
-            recipe=recipe,
-            reporting=reporting,
-            steps=recipe.steps(len(documents), accelerator.num_processes),
-            output=places.output,
-            tokenizer_folder=places.student,
-        )
-        if inputs.chosen:
-            terminal.note(f"distill: --loss auto takes {inputs.chosen}")
-        terminal.note(
-            f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
-            f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
-        )
-        return train(run, identity)
+    return Cut(model)
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:

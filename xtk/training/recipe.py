@@ -18,6 +18,9 @@ SCHEDULES = ("cosine", "linear", "constant")
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 BALANCES = ("none", "ce")
 COMBINING = ("teachers", "teacher_weights", "balance")
+# How the work is cut, which does not change the result.
+SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
+           "max_batch_tokens", "parallel", "fsdp_offload")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,10 @@ class Recipe:
         seed: of the order of documents and of dropout.
         teachers: how several of them teach together: a key of `TEACHERS`.
         teacher_weights: numbers, or where weights come from; "": equal ones.
+        packing: documents stand one behind the other in a row, where the student can read them so.
+        max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
+        parallel: how processes share the work: `fsdp=2,tp=2`.
+        fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
         preparation: how the model is loaded, and what of it is trained.
     """
@@ -58,6 +65,10 @@ class Recipe:
     seed: int = 42
     teachers: str = "sum"
     teacher_weights: str = ""
+    packing: bool = True
+    max_batch_tokens: int = 0
+    parallel: str = ""
+    fsdp_offload: bool = False
     balance: str = "none"
     preparation: Preparation = field(default_factory=Preparation)
 
@@ -87,20 +98,22 @@ class Recipe:
                 raise XtkError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it is a number from {low} to {high}"
                 )
+        if self.max_batch_tokens < 0:
+            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
-    def steps(self, documents: int, processes: int) -> int:
+    def steps(self, documents: int, data_ranks: int) -> int:
         """Return the optimisation steps of the run."""
         if self.max_steps:
             return self.max_steps
-        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(processes)))
+        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(data_ranks)))
 
-    def documents_per_step(self, processes: int) -> int:
-        """Return the documents of one optimisation step, over all processes."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+    def documents_per_step(self, data_ranks: int) -> int:
+        """Return the documents of one optimisation step, over all processes that have documents of their own."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_ranks
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
@@ -111,7 +124,7 @@ class Recipe:
         factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
         return self.learning_rate * factor[self.lr_scheduler_type]
 
-    def identity(self, processes: int) -> dict[str, Any]:
+    def identity(self, data_ranks: int) -> dict[str, Any]:
         """Return what makes two runs the same, however many processes share the work."""
         content = asdict(self)
         for one in fields(self):
@@ -121,8 +134,8 @@ class Recipe:
         if prepared := self.preparation.identity():
             content["preparation"] = prepared
         content["losses"] = [str(loss) for loss in self.losses]
-        content["documents_per_step"] = self.documents_per_step(processes)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"):
+        content["documents_per_step"] = self.documents_per_step(data_ranks)
+        for name in SHARING:
             del content[name]
         return content
 
