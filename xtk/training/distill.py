@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.card import Origin, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
@@ -47,6 +48,7 @@ class Inputs:
         teachers: how metrics call them.
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
+        origin: what the student comes from.
     """
 
     source: Source
@@ -56,6 +58,7 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
+    origin: Origin = field(default_factory=Origin)
 
     def maker(self, limit: int | None) -> BatchMaker:
         """Return what makes micro-batches, of documents of at most `limit` tokens."""
@@ -98,6 +101,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         names,
         combination.weighing,
         chosen,
+        Origin(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
 
 
@@ -116,7 +120,8 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    return Inputs(TextSource(documents), tokenizer, objectives, identity)
+    origin = Origin(name_of(places.student), data=[str(fingerprint)])
+    return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
 def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
@@ -189,6 +194,12 @@ def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]
     return {"caches": caches, "projections": projections}
 
 
+def _data_of(teachers: Sequence[Teacher]) -> list[str]:
+    """Return the fingerprints of what teachers read, each once."""
+    headers = [teacher.cache.header["data"] for teacher in teachers]
+    return list(dict.fromkeys(part["documents"] for header in headers for part in header.get("parts", [header])))
+
+
 def _fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
@@ -203,9 +214,24 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, processes: int) -> dict[str, Any]:
-    """Return what makes two runs the same run."""
-    return {**recipe.identity(processes), **inputs.identity}
+def identity_of(recipe: Recipe, inputs: Inputs, processes: int, reporting: Reporting) -> dict[str, Any]:
+    """Return what makes two runs the same run.
+
+    Raises:
+        XtkError: early stopping is asked for, and nothing is evaluated.
+    """
+    held_out: dict[str, Any] = {}
+    if recipe.early_stopping_patience:
+        if not (reporting.eval_documents and reporting.eval_steps):
+            raise XtkError(
+                "--early-stopping-patience counts evaluations, and there are none",
+                hint="--eval-data DATA --eval-steps N",
+            )
+        fingerprint = Fingerprint()
+        for document in reporting.eval_documents:
+            fingerprint.add(document)
+        held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
+    return {**recipe.identity(processes), **inputs.identity, **held_out}
 
 
 def distill(
@@ -224,6 +250,7 @@ def distill(
     from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.loop import Run, train
+    from xtk.training.processes import join_after_a_restart, told_of_others
 
     quieten_transformers()
     for name in reporting.report_to:
@@ -231,16 +258,17 @@ def distill(
             raise XtkError(
                 f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
             )
+    timeout = timedelta(seconds=reporting.ddp_timeout)
+    join_after_a_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
         project_dir=str(places.output / "trackers") if reporting.report_to else None,
-        # The others wait while the first process evaluates and saves.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     terminal.set_main_process(accelerator.is_main_process)
-    identity = identity_of(recipe, inputs, accelerator.num_processes)
+    identity = identity_of(recipe, inputs, accelerator.num_processes, reporting)
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
@@ -274,6 +302,7 @@ def distill(
             steps=recipe.steps(len(documents), accelerator.num_processes),
             output=places.output,
             tokenizer_folder=places.student,
+            origin=inputs.origin,
         )
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
@@ -281,7 +310,8 @@ def distill(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
             f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
         )
-        return train(run, identity)
+        with told_of_others():
+            return train(run, identity)
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
