@@ -67,7 +67,7 @@ def whole_of_two(arguments, tmp_path_factory) -> Path:
 
 
 def newest(output: Path) -> int:
-    return max(int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*"))
+    return max((int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*")), default=0)
 
 
 # --- asked to stop
@@ -157,16 +157,21 @@ def test_torchrun_starts_again_what_was_killed_and_it_goes_on(arguments, whole_o
 
 
 def kill_at_random_instants(arguments: list[object], whole: Path, folder: Path, kills: int, *extra: object) -> None:
-    """Kill a run, and start it again, until it was killed so often; another one when it has ended."""
+    """Kill a run, up to three steps further each time, until it was killed so often; another one when it has ended."""
     draw = random.Random(kills)
     output = folder / "out"
     while kills:
+        metrics = output / "metrics.jsonl"
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        target = newest(output) + draw.randint(0, 3)
         process = start([*arguments, output, *extra])
-        lines = len(told(output)) if output.exists() else 0
         until = time.monotonic() + 120
-        while process.poll() is None and time.monotonic() < until and len(told(output)) in (0, lines):
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.7))
+        while process.poll() is None and time.monotonic() < until:
+            begun = metrics.exists() and metrics.stat().st_mtime_ns != before
+            if begun and len(told(output)) >= target:
+                break
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.03))
         process.kill()
         process.communicate(timeout=60)
         assert_none_left(output)

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import run_xtk
-from hypothesis import given
-from hypothesis import strategies as st
 from interrupting import assert_none_left, assert_same, stop_at_a_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -162,37 +160,6 @@ def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path)
 
 
 # --- the pieces
-
-
-def recipe(**options: object) -> Recipe:
-    return Recipe((LossSpecification("ce"),), **{"learning_rate": 2.0, **options})
-
-
-def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_then_falls_as_a_cosine():
-    rates = [recipe(warmup_ratio=0.1).learning_rate_at(step, 100) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
-    assert rates[10] == 2.0
-    assert rates[55] == pytest.approx(1.0)
-    assert rates[40] == pytest.approx(1 + math.cos(math.pi / 3))
-    assert rates[99] == pytest.approx(1 + math.cos(math.pi * 89 / 90))
-
-
-def test_the_other_schedules_fall_in_a_line_or_not_at_all():
-    linear = [recipe(warmup_ratio=0.0, lr_scheduler_type="linear").learning_rate_at(step, 4) for step in range(4)]
-    assert linear == pytest.approx([2.0, 1.5, 1.0, 0.5])
-    constant = [recipe(warmup_ratio=0.5, lr_scheduler_type="constant").learning_rate_at(step, 4) for step in range(4)]
-    assert constant == pytest.approx([1.0, 2.0, 2.0, 2.0])
-
-
-@given(
-    steps=st.integers(1, 300),
-    warmup=st.floats(0, 1),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
-)
-def test_no_step_is_wasted_on_a_learning_rate_of_0(steps, warmup, schedule):
-    made = recipe(warmup_ratio=warmup, lr_scheduler_type=schedule)
-    rates = [made.learning_rate_at(step, steps) for step in range(steps)]
-    assert all(0 < rate <= 2.0 for rate in rates)
 
 
 def test_metrics_of_steps_that_will_be_done_again_are_dropped_and_a_line_cut_short_too(tmp_path):
