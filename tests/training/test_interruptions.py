@@ -282,7 +282,8 @@ def test_early_stopping_ends_with_the_best_student_also_when_killed(arguments, t
     # The more it learns of the corpus, the less it expects of letters that are not in it.
     held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
     wild = [*arguments[:-1], "--learning-rate", 0.01, "--eval-data", held_out, "--eval-steps", 1,
-            "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1, "-o"]  # fmt: skip
+            "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1,
+            "-o"]  # fmt: skip
     whole = tmp_path / "whole"
     run_xtk(*wild, whole)
     content = json.loads((whole / "xtk.json").read_text())

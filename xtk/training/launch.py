@@ -72,8 +72,11 @@ def launch(processes: int, arguments: list[str]) -> None:
 
 def _hand_on(number: int, frame: object) -> None:
     """Let the workers heed a signal, which they do together, after a step; this process ends as they do."""
-    for worker in children_with("LOCAL_RANK"):
+    workers = children_with("LOCAL_RANK")
+    for worker in workers:
         os.kill(worker, number)
+    if not workers:
+        sys.exit(os.EX_TEMPFAIL)
 
 
 def _cause(failures: Mapping[int, Any]) -> tuple[int, int]:
