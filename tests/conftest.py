@@ -25,9 +25,16 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 command_line.start_fork_server()
 
 
+# Minutes each; a module runs in one worker, since its tests share what takes long to make.
+LONGEST = ("test_parity", "test_layouts", "test_remote_caches", "test_bad_input", "test_losses", "test_several_writers",
+           "test_byte_kl", "test_teachers", "test_resume", "test_real_vocabularies", "test_large_teachers",
+           "test_cache_teacher", "test_contract", "test_shards", "test_formats")  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what has to run in one worker, so that none works alone in the end."""
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+    """Begin with the longest modules, so that no worker is left alone with one in the end."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
 Pair = material.Pair

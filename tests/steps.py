@@ -14,23 +14,28 @@ from xtk.models.causal_lm import Cut, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import Order
 from xtk.training.distill import Inputs, open_inputs
-from xtk.training.loop import Run, Student, _micro_batches, _step
+from xtk.training.layout import read_layout
+from xtk.training.loop import Run, _micro_batches, _step
 from xtk.training.recipe import Places, Recipe, Reporting
+from xtk.training.student import shared
 
 
 class Recorder(torch.optim.SGD):
     """Keeps the gradient of each step, and moves nothing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.0)
-        self.names = [name for name, _ in model.named_parameters()]
+        named = list(model.named_parameters())
+        super().__init__([parameter for _, parameter in named], lr=0.0)
+        self.names = [name for name, _ in named]
         self.gradients: dict[str, torch.Tensor] = {}
         self.steps = 0
 
     def step(self, closure: object = None) -> None:
         """Take note."""
         for name, parameter in zip(self.names, self.param_groups[0]["params"], strict=True):
-            self.gradients[f"{self.steps}.{name}"] = parameter.grad.clone()
+            gradient = parameter.grad
+            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
+            self.gradients[f"{self.steps}.{name}"] = whole
         self.steps += 1
 
 
@@ -56,12 +61,20 @@ def take_steps(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Take steps of so many documents; return the gradients by step and parameter, and what was told."""
     model = load_causal_lm(student)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     cut = Cut(model)
+    layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
+    packed = recipe.packing and cut.pack()
+    wrapped, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
     run = Run(
         accelerator=accelerator,
+        layout=layout,
         cut=cut,
+        model=wrapped,
+        parameters=parameters,
         tokenizer=inputs.tokenizer,
-        maker=inputs.maker(256),
+        maker=inputs.maker(256, layout.multiple if packed else 0),
         order=Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
         recipe=recipe,
         reporting=Reporting(),
@@ -70,15 +83,15 @@ def take_steps(
         tokenizer_folder=student,
     )
     recorder = Recorder(model)
-    wrapped = accelerator.prepare_model(Student(cut))
     wrapped.train()
     made = [_micro_batches(run, step) for step in range(steps)]
-    results = [_step(run, wrapped, recorder, micro_batches) for micro_batches in made]
+    results = [_step(run, recorder, micro_batches) for micro_batches in made]
     empty = torch.tensor(sum(batch.tokens == 0 for step in made for batch in step))
     return recorder.gradients, {
         "losses": [loss for loss, _ in results],
         "norms": [norm for _, norm in results],
         "processes": accelerator.num_processes,
+        "packed": packed,
         "passes": len(made[0]),
         "empty": int(accelerator.reduce(empty, "sum")),
     }

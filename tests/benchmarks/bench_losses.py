@@ -45,6 +45,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.teachers import PAIRING
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SORTED = ("uld", "gold", "h-kl")
@@ -96,7 +97,9 @@ class Bench:
         folder = real_data() / "tokenizers"
         self.student, self.teacher = (Tokenizer(folder / name) for name in ("llama3", "qwen"))
         self.bytes = next_bytes(self.student, self.teacher)
-        self.columns = build_projection(self.student, self.teacher, "multitoken").columns
+        self.columns, self.pairs = (
+            build_projection(self.student, self.teacher, method).columns for method in ("multitoken", PAIRING)
+        )
         self.across = batch(self.student, self.teacher, self.bytes.teacher, rows)
         self.same = batch(self.student, self.student, self.bytes.student, rows)
         self.width, self.rows = self.student.width, len(self.across.rows)
@@ -104,7 +107,7 @@ class Bench:
     def cells(self, name: str) -> Cells:
         """Return the cells of a loss."""
         rule = lookup(LOSSES, name, "loss")()
-        grounds: dict[str, Ground] = {"bytes": self.bytes, "projection": self.columns}
+        grounds: dict[str, Ground] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
         if rule.ground == "tokens":
             return rule.cells(self.same, Projection.identity(self.width).columns)
         return rule.cells(self.across, grounds.get(rule.ground))
@@ -414,7 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16" if cuda else "float32")
-    parser.add_argument("--losses", nargs="+", default=["ce", "forward-kl", "jsd", "boundary-kl", "p-kl", "byte-kl"])
+    parser.add_argument("--losses", nargs="+", default=list(LOSSES))
     options = parser.parse_args(arguments)
     rows: list[Row] = []
     for what in options.what:

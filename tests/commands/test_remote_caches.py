@@ -137,6 +137,7 @@ def test_a_place_that_cannot_be_written_is_known_before_the_teacher_starts(run, 
     assert "check the network" in done.stderr
 
 
+@pytest.mark.long
 def test_merged_caches_are_the_cache_of_the_data_put_together(run, pair, tmp_path):
     texts = sentences(30, seed=11)
     write_jsonl(tmp_path / "all.jsonl", texts)

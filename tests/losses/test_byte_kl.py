@@ -310,9 +310,15 @@ def real_grounds(real_data):
     return ground
 
 
-@pytest.mark.xdist_group("real byte-kl")  # what its tests share takes seconds to make
-@pytest.mark.parametrize("kind", list(TEXTS))
-@pytest.mark.parametrize(("student", "teacher"), [("llama3", "qwen"), ("qwen", "llama3"), ("llama3", "mistral-v1")])
+# The twin enumerates bytes of whole vocabularies: most of a minute a text.
+@pytest.mark.parametrize(
+    ("student", "teacher", "kind"),
+    [
+        pytest.param(*pair, kind, marks=[] if (pair, kind) == (("llama3", "qwen"), "numbers") else pytest.mark.long)
+        for pair in (("llama3", "qwen"), ("qwen", "llama3"), ("llama3", "mistral-v1"))
+        for kind in TEXTS
+    ],
+)
 def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, student, teacher, kind):
     ours, theirs, ground = real_grounds(student, teacher)
     document = Document.of_text(TEXTS[kind])
@@ -321,7 +327,6 @@ def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, studen
         assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail or 0.0, drawn=tail is None)
 
 
-@pytest.mark.xdist_group("real byte-kl")
 def test_a_number_of_one_token_is_asked_of_at_each_digit_of_the_teacher(real_grounds):
     ours, theirs, ground = real_grounds("llama3", "qwen")
     example = read_by_both(ours, theirs, Document.of_text("x 201 y"))

@@ -3,8 +3,9 @@
     python dump_gradients.py CASES
 
 CASES is JSON: `student`, `output`, and `cases`, each with a `name`, `caches`, `projections`, `losses`, `options` of the
-recipe and `ways`. Each way, DOCUMENTS:BATCH, takes two steps of so many documents, over all processes, in forward
-passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
+recipe and `ways`, and perhaps a `student` of its own. Each way, DOCUMENTS:BATCH, takes two steps of so many documents,
+over all processes, in forward passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and
+OUTPUT/told.json.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from steps import inputs_of, recipe_of, take_steps
 def main() -> None:
     cases = json.loads(sys.argv[1])
     accelerator = Accelerator(cpu=True)
-    student, output = Path(cases["student"]), Path(cases["output"])
+    output = Path(cases["output"])
     told: dict[str, dict[str, object]] = {}
     for case in cases["cases"]:
+        student = Path(case.get("student") or cases["student"])
         inputs = inputs_of(
             student, case["caches"], recipe_of(case["losses"], **case["options"]), tuple(map(Path, case["projections"]))
         )

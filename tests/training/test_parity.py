@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 from xtk.losses import parse_losses
 from xtk.training.metrics import read_metrics
 
-pytestmark = pytest.mark.xdist_group("parity")  # what its tests share takes a minute to make
-
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
             "--nproc-per-node", "2"]  # fmt: skip
@@ -203,7 +201,8 @@ def batch(documents: int, passes: int = 1) -> list[object]:
 
 
 def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
-    assert f"{STEPS} steps of 8 documents, 40 documents, {processes} process(es) on cpu" in found.stderr
+    told = "1 process" if processes == 1 else f"{processes} processes: {processes} replicas"
+    assert f"{STEPS} steps of 8 documents, 40 documents, {told} on cpu" in found.stderr
     assert found.stdout == "out\n"
     for one, other in zip(found.metrics, expected.metrics, strict=True):
         for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned"):
@@ -219,7 +218,8 @@ def test_the_weights_do_not_depend_on_the_number_of_processes(trained):
     assert one.metrics[-1]["loss"] < one.metrics[0]["loss"]
 
 
-@pytest.mark.parametrize("passes", [pytest.param(2, marks=pytest.mark.long), 4])
+@pytest.mark.long
+@pytest.mark.parametrize("passes", [2, 4])
 def test_the_weights_do_not_depend_on_gradient_accumulation(trained, passes):
     one = trained("one", [], *batch(8))
     assert_same_run(trained(f"passes-{passes}", [], *batch(8 // passes, passes)), one, processes=1)
@@ -232,6 +232,7 @@ def test_the_weights_do_not_depend_on_processes_and_accumulation_together(traine
     assert_same_run(both, one, processes=2)
 
 
+@pytest.mark.long
 def test_torchrun_starts_the_same_run(trained):
     one = trained("one", [], *batch(8))
     assert_same_run(trained("torchrun", TORCHRUN, *batch(4)), one, processes=2)

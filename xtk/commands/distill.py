@@ -17,7 +17,11 @@ from xtk.commands import options
 
 def distill(
     student: Annotated[
-        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+        str,
+        typer.Argument(
+            help="The student: a model folder, or a hub id, or an adapter of peft's to train on; - for a pipe.",
+            metavar="STUDENT",
+        ),
     ],
     cache: Annotated[
         list[str],
@@ -78,6 +82,33 @@ def distill(
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
     gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes of a process in a step.")] = 1,
+    packing: Annotated[
+        bool,
+        typer.Option(
+            "--packing/--no-packing",
+            help="Documents stand one behind the other in a row, each read by itself, without padding; where the "
+            "student can read them so.",
+        ),
+    ] = True,
+    max_batch_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Tokens of a forward pass of a process at most; 0: of so many documents as above. The documents of a "
+            "step stay what they are.",
+            min=0,
+        ),
+    ] = 0,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="How processes share the work: fsdp=N, each has a part of the weights; tp=N, of each matrix; cp=N, of "
+            "each row of tokens; dp=N, replicas, which is what is left. fsdp=2,tp=4: eight processes.",
+            metavar="NAME=N,...",
+        ),
+    ] = "",
+    fsdp_offload: Annotated[
+        bool, typer.Option("--fsdp-offload", help="Weights and optimizer in the memory of the CPU; with fsdp.")
+    ] = False,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
     lr_scheduler_type: Annotated[
         str,
@@ -111,6 +142,58 @@ def distill(
     ] = "no",
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory for a third more time.")
+    ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Compile the model's body: a minute at the start, then faster.")
+    ] = False,
+    attn_implementation: Annotated[
+        str,
+        typer.Option(
+            help="How attention is computed: sdpa, eager, flash_attention_2, kernels of the hub. Left out: what "
+            "transformers takes.",
+            metavar="NAME",
+        ),
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="In which weights are held. bfloat16 takes half of the memory, and loses small updates of weights "
+            "that are trained; frozen ones lose little.",
+            metavar="[float32|bfloat16]",
+        ),
+    ] = "float32",
+    lora_r: Annotated[
+        int, typer.Option(help="Train LoRA adapters of this rank, not the model's matrices; 0: the model.", min=0)
+    ] = 0,
+    lora_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / r; 0: by 2.", min=0)] = 0,
+    lora_dropout: Annotated[float, typer.Option(help="Of what goes into adapters.")] = 0.0,
+    lora_target_modules: Annotated[
+        str, typer.Option(help="Modules with adapters, by the ends of their names: q_proj,v_proj.", metavar="NAME,...")
+    ] = "all-linear",
+    lora_modules_to_save: Annotated[
+        str, typer.Option(help="Modules trained whole beside the adapters: embed_tokens,lm_head.", metavar="NAME,...")
+    ] = "",
+    use_dora: Annotated[
+        bool, typer.Option("--use-dora", help="DoRA: the lengths of columns are trained beside the adapters.")
+    ] = False,
+    load_in_4bit: Annotated[
+        bool,
+        typer.Option(
+            "--load-in-4bit", help="QLoRA: matrices packed into NF4 by bitsandbytes; the student is an adapter."
+        ),
+    ] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same, packed into int8.")] = False,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r"Parameters that stay as they are: a part of their names, or a regular expression: embed_tokens, "
+            r"'layers\.[0-9]\.'. Repeat it for more.",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    resize_vocabulary: Annotated[
+        bool,
+        typer.Option("--resize-vocabulary", help="Add rows for tokens that the model has none for, around the mean."),
     ] = False,
     long_documents: Annotated[
         str,
@@ -151,6 +234,17 @@ def distill(
         typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
     ] = None,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
+    num_machines: Annotated[
+        int,
+        typer.Option(help="Machines that run the same command, each with so many processes, and share folders.", min=1),
+    ] = 1,
+    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    main_process_ip: Annotated[
+        str, typer.Option(help="The address of the first of several machines.", metavar="ADDRESS")
+    ] = "",
+    main_process_port: Annotated[
+        int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
+    ] = 29500,
     ddp_timeout: Annotated[
         int, typer.Option(help="Seconds after which a process that waits for another one gives up.", min=1)
     ] = 600,
@@ -166,13 +260,15 @@ def distill(
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.hub import local_folder, with_adapter
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
+    from xtk.models.preparation import Preparation
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
-    from xtk.training.launch import is_worker, launch
+    from xtk.training.launch import Machines, is_worker, launch, world_size
+    from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
     from xtk.training.stopping import come_again_when_asked
 
@@ -184,16 +280,31 @@ def distill(
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     named = {"-": piped}
+    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
     places = Places(
-        local_folder(named.get(student, student), weights=True),
+        folder,
         tuple(named.get(path, path) for path in cache),
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
         columns_option(columns, weight=weight_column),
+        adapter,
     )
     tokenizer = Tokenizer(places.student)
+    preparation = Preparation(
+        **_own(Preparation, given)
+        | {
+            "lora_target_modules": _listed(lora_target_modules),
+            "lora_modules_to_save": _listed(lora_modules_to_save),
+            "freeze": tuple(freeze or ()),
+        }
+    )
     recipe = Recipe(
-        **_own(Recipe, given) | {"losses": tuple(parse_losses(loss or [AUTO])), "max_length": max_length or None}
+        **_own(Recipe, given)
+        | {
+            "losses": tuple(parse_losses(loss or [AUTO])),
+            "max_length": max_length or None,
+            "preparation": preparation,
+        }
     )
     reporting = Reporting(
         **_own(Reporting, given)
@@ -204,12 +315,15 @@ def distill(
             "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         }
     )
+    machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
+    processes = num_processes * num_machines
+    read_layout(recipe.parallel, world_size() if is_worker() else processes)
     inputs = open_inputs(places, recipe, tokenizer)
     come_again_when_asked()
     if is_worker():
         die_with(number=signal.SIGKILL)
-    elif num_processes > 1:
-        launch(num_processes, _for_workers(sys.argv[1:], piped))
+    elif processes > 1:
+        launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
     content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
     terminal.result_artifact(
@@ -220,6 +334,11 @@ def distill(
 def _own(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a dataclass has under the same names."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:

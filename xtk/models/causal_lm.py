@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from xtk.errors import Damaged, XtkError
-from xtk.models.head import Adapter, Head
+from xtk.models import attention
+from xtk.models.attention import Row
+from xtk.models.head import Adapter, Head, Shard
+from xtk.models.parallel import cut_matrices, local_part
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -128,7 +131,7 @@ def loading_error(folder: Path, wrong: Exception) -> Exception:
         return Damaged(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError):
+    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError | ImportError):
         return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
     return wrong
 
@@ -154,7 +157,7 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
         raise XtkError(
             f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
             where=str(tokenizer.name),
-            hint="use the tokenizer that the model was trained with, or model.resize_token_embeddings(len(tokenizer))",
+            hint="the tokenizer that the model was trained with; or xtk distill --resize-vocabulary, which adds rows",
         )
 
 
@@ -172,17 +175,27 @@ class Cut(nn.Module):
         super().__init__()
         self.model = model
         self._after = self._after_the_head()
+        self._shard: Shard | None = None
+        self._packing: str | None = None  # the attention with which rows of documents are read, once it was found
 
     @property
     def _inner(self) -> Any:
         """The model itself, inside of what peft puts around it."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
+    @property
+    def _body(self) -> Any:
+        """What makes hidden states; the whole model, if it does not say."""
+        inner = self._inner
+        body = inner.base_model
+        # Llama 4 calls its body otherwise than it says.
+        return getattr(inner, "model", inner) if body is inner else body
+
     @torch.no_grad()
     def _after_the_head(self) -> _After | None:
         """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
         inner = self._inner
-        head, body = inner.get_output_embeddings(), inner.base_model
+        head, body = inner.get_output_embeddings(), self._body
         if head is None or body is inner or _parts_of(head) is None:
             return None
         training = self.model.training
@@ -216,19 +229,97 @@ class Cut(nn.Module):
         found = _parts_of(self._inner.get_output_embeddings())
         assert found is not None
         linear, adapters = found
-        return Head(linear.weight, linear.bias, self._after.scale, self._after.softcap, adapters)
+        bias = None if linear.bias is None else local_part(linear.bias)
+        weight = local_part(linear.weight)
+        return Head(weight, bias, self._after.scale, self._after.softcap, adapters, self._shard)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def compile_body(self, backend: str = "inductor") -> None:
+        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are.
+
+        Args:
+            backend: torch.compile's.
+        """
+        (self.model if self._after is None else self._body).compile(dynamic=True, backend=backend)
+
+    def cut_matrices(self, mesh: Any) -> None:
+        """Cut matrices, and the vocabulary of the head, over the processes of a mesh of one dimension.
+
+        Raises:
+            XtkError: this model cannot be cut so.
+        """
+        if self._after is None:
+            raise XtkError(
+                "a head that cannot be told from its model is not cut by its vocabulary",
+                where=type(self._inner).__name__,
+                hint="--parallel fsdp instead of tp",
+            )
+        cut_matrices(self.model, mesh)
+        weight = self.head.weight
+        assert weight is not None
+        self._shard = Shard.of(len(weight), mesh.get_group())
+
+    @torch.no_grad()
+    def pack(self) -> bool:
+        """Find how the model reads documents that stand in one row, each by itself; return whether it can.
+
+        It is tried: with attention by document, then with the model's own, which learns of documents by positions.
+        """
+        if self._packing is None:
+            own, training = self._inner.config._attn_implementation, self.model.training
+            self.model.eval()
+            attention.register()
+            ids = torch.arange(1, 13, device=self.model.device)
+            ids = ids.remainder(self.model.get_input_embeddings().weight.shape[0])[None]
+            alone = torch.cat([self(ids[:, :5]), self(ids[:, 5:])], dim=1)
+            for packing in (attention.NAME, own):
+                self._packing = packing
+                if self._is_packed(ids, alone):
+                    break
+                self._packing = None
+            self.model.set_attn_implementation(own if self._packing is None else self._packing)
+            self.model.train(training)
+        return self._packing is not None
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether several processes can share a row, once `pack` was called: attention is by document, and is ours."""
+        return self._packing == attention.NAME
+
+    def _is_packed(self, ids: Tensor, alone: Tensor) -> bool:
+        """Say whether two documents, of 5 and of 7 tokens, are read in one row as they are alone."""
+        row = Row((5, 7))
+        try:
+            self.model.set_attn_implementation(self._packing)
+            together = self(ids, row)
+        except (XtkError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError):
+            return False
+        configuration = self._inner.config.get_text_config()
+        if self._packing == attention.NAME and (
+            getattr(configuration, "attention_chunk_size", None)
+            or (getattr(configuration, "sliding_window", None) and row.windows == {None})
+        ):
+            return False  # layers look back less far than they say
+        return _near(together, alone)
+
+    def forward(self, input_ids: Tensor, row: Row | None = None) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).
 
         Args:
-            input_ids: [B, T], padded on the right. What stands after a token never changes it, so no mask is needed.
+            input_ids: [B, T], padded on the right: what stands after a token never changes it, so no mask is needed.
+                With `row` [1, T], what this process has of a row of documents.
+            row: the documents, for a model that reads them so (`pack`).
         """
+        more: dict[str, Any] = {}
+        if row is not None:
+            positions = row.positions()[row.held(row.rank)]
+            more["position_ids"] = torch.from_numpy(positions).to(input_ids.device)[None]
+            if self._packing == attention.NAME:
+                more["row"] = row
         if self._after is not None:
             inner = self._inner
-            states: Tensor = inner.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+            states: Tensor = self._body(input_ids=input_ids, use_cache=False, **more).last_hidden_state
             return states.to(inner.get_output_embeddings().weight.device)
-        logits: Tensor = self.model(input_ids=input_ids, use_cache=False).logits
+        logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
 
@@ -247,6 +338,7 @@ class _After:
 # How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
 # (Granite) is found out by trying.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _afters(configuration: Any) -> list[_After]:
@@ -254,8 +346,7 @@ def _afters(configuration: Any) -> list[_After]:
     said = [getattr(configuration, name, None) for name in SCALES]
     numbers = [float(number) for number in said if isinstance(number, int | float) and number]
     scales = [1.0, *numbers, *(1 / number for number in numbers)]
-    cap = getattr(configuration, "final_logit_softcapping", None)
-    caps = [None, *([float(cap)] if cap else [])]
+    caps = [None, *(float(cap) for name in CAPS if (cap := getattr(configuration, name, None)))]
     return [_After(scale, softcap) for scale in scales for softcap in caps]
 
 
@@ -282,6 +373,8 @@ def _parts_of(head: Any) -> tuple[nn.Linear, list[Adapter]] | None:
                 for name in names
             ]
         head = head.base_layer
-    if type(head) is not nn.Linear or type(head.weight) is not nn.Parameter or head.weight.device.type == "meta":
+    if type(head) is not nn.Linear or head.weight.device.type == "meta":
+        return None
+    if type(head.weight) is not nn.Parameter and not hasattr(head.weight, "to_local"):
         return None
     return head, adapters

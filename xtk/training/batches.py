@@ -70,7 +70,8 @@ class MicroBatch:
     """What one forward pass of one process takes.
 
     Attributes:
-        input_ids: int64 [B, T], padded on the right.
+        input_ids: int64 [B, T], padded on the right; or [1, T], documents one behind the other.
+        lengths: of the documents in one row, with what fills it at its end; None: each has a row of its own.
         places: int64 [N], the rows of the flattened hidden states [B * T, H] that are compared.
         terms: one for each objective, not yet scaled.
         tokens: of the documents, without padding.
@@ -83,6 +84,7 @@ class MicroBatch:
     """
 
     input_ids: NDArray[np.int64]
+    lengths: tuple[int, ...] | None
     places: NDArray[np.int64]
     terms: tuple[Term, ...]
     tokens: int
@@ -103,6 +105,7 @@ class BatchMaker:
         limit: tokens that the student reads; longer documents are cut there.
         weighing: how weights of teachers come from what they say; None: they do not.
         teachers: how metrics call them; needed for several.
+        packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
     """
 
     def __init__(
@@ -113,9 +116,10 @@ class BatchMaker:
         limit: int | None,
         weighing: Weighing | None = None,
         teachers: Sequence[str] = ("teacher",),
+        packing: int = 0,
     ) -> None:
         self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
-        self._limit, self.weighing = limit, weighing
+        self._limit, self.weighing, self._packing = limit, weighing, packing
         self.teachers = tuple(teachers) if any(objective.distils for objective in objectives) else ()
         self._teachers = len(self.teachers)
         # Which of the two a batch is read with: draws, if there are any, or what is exact alone.
@@ -128,10 +132,41 @@ class BatchMaker:
             numbers: of the documents.
             draw: which set of draws is taken, where the teachers' signals have some; it counts round.
         """
+        documents, students = self._tokenised(numbers)
+        return self._made(numbers, documents, students, draw)
+
+    def within(self, numbers: Sequence[int], most: int, draw: int = 0) -> list[MicroBatch]:
+        """Return micro-batches of at most so many tokens, padding included, longest documents first.
+
+        A document that is longer by itself has a micro-batch of its own.
+
+        Args:
+            numbers: of the documents.
+            most: tokens.
+            draw: as in `make`.
+        """
+        documents, students = self._tokenised(numbers)
+        groups = grouped([len(student) for student in students], most, padded=not self._packing)
+        return [
+            self._made(
+                [numbers[at] for at in group],
+                [documents[at] for at in group],
+                [students[at] for at in group],
+                draw,
+            )
+            for group in groups
+        ]
+
+    def _tokenised(self, numbers: Sequence[int]) -> tuple[list[Document], list[TokenSequence]]:
         documents = [self._source.document(number) for number in numbers]
         students = sequences(self._tokenizer, documents)
         if self._limit is not None:
             students = [sequence.cut(self._limit) for sequence in students]
+        return documents, students
+
+    def _made(
+        self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], draw: int
+    ) -> MicroBatch:
         alone = [_example(student, None) for student in students]
         read = {drawn: self._read(numbers, students, draw if drawn else None) for drawn in self._drawn}
         told, silent = read[self._drawn[0]] if read else ([], 0)
@@ -143,14 +178,11 @@ class BatchMaker:
         rows = np.array([len(example.rows) for example in alone], np.int64)
         counts = np.repeat([document.weight for document in documents], rows)
         factors, tallies = self._weigh(list(zip(*told, strict=True)), students, documents)
-        longest = max([1, *(len(student) for student in students)])
-        ids = np.zeros((max(1, len(students)), longest), np.int64)
-        for at, student in enumerate(students):
-            ids[at, : len(student)] = student.ids
-        starts = np.repeat(np.arange(len(students)), rows) * longest
+        ids, starts, lengths = self._laid_out(students)
         return MicroBatch(
             input_ids=ids,
-            places=np.concatenate([np.zeros(0, np.int64), *(one.rows for one in alone)]) + starts,
+            lengths=lengths,
+            places=np.concatenate([np.zeros(0, np.int64), *(one.rows for one in alone)]) + np.repeat(starts, rows),
             terms=tuple(
                 self._term(
                     objective,
@@ -167,6 +199,22 @@ class BatchMaker:
             tallies=tallies,
             shares=np.zeros(self._teachers) if factors is None else factors @ counts,
         )
+
+    def _laid_out(
+        self, students: list[TokenSequence]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...] | None]:
+        """Return the tokens, where each document begins among them, and the lengths of documents in one row."""
+        sizes = [len(student) for student in students]
+        if self._packing:
+            fill = -sum(sizes) % self._packing or (0 if sizes else self._packing)
+            ids = np.concatenate([*(student.ids for student in students), np.zeros(fill)]).astype(np.int64)
+            lengths = (*(size for size in sizes if size), *([fill] if fill else []))
+            return ids[None], np.cumsum([0, *sizes])[:-1], lengths
+        longest = max([1, *sizes])
+        ids = np.zeros((max(1, len(students)), longest), np.int64)
+        for at, student in enumerate(students):
+            ids[at, : len(student)] = student.ids
+        return ids, np.arange(len(students)) * longest, None
 
     def _term(
         self,
@@ -243,6 +291,30 @@ def _unaligned(examples: Sequence[Example | None]) -> tuple[int, int]:
     return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in heard), tokens
 
 
+def grouped(sizes: Sequence[int], most: int, *, padded: bool) -> list[list[int]]:
+    """Put documents into groups of at most so many tokens, longest first, each where it fits first.
+
+    Args:
+        sizes: tokens of each.
+        most: of a group; with `padded`, of its longest document times their number.
+        padded: whether each takes as much as the longest of its group.
+    """
+    groups: list[list[int]] = []
+    taken: list[int] = []
+    for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
+        own = sizes[number]
+        for at, group in enumerate(groups):
+            price = sizes[group[0]] if padded else own
+            if taken[at] + price <= most:
+                group.append(number)
+                taken[at] += price
+                break
+        else:
+            groups.append([number])
+            taken.append(own)
+    return groups
+
+
 class Order:
     """Which documents a step takes: a function of seed and step alone, whatever the number of processes.
 
@@ -282,6 +354,13 @@ class Order:
         rounds = -(-len(groups) // processes)
         groups += [[]] * (rounds * processes - len(groups))
         return groups[rank::processes]
+
+    def dealt(self, step: int, rank: int, processes: int) -> list[int]:
+        """Return the documents of one process, of about as many bytes as those of any other."""
+        numbers = self.step(step)
+        there = np.arange(len(numbers)) % (2 * processes)  # out and back: who has the longest has the shortest too
+        owners = np.minimum(there, 2 * processes - 1 - there)
+        return [number for number, owner in zip(numbers, owners.tolist(), strict=True) if owner == rank]
 
 
 Item = TypeVar("Item")

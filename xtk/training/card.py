@@ -18,7 +18,7 @@ _APART = ("losses", "inputs")
 
 
 @dataclass(frozen=True)
-class Origin:
+class Lineage:
     """What a student comes from.
 
     Attributes:
@@ -40,7 +40,7 @@ def name_of(folder: Path) -> str:
     return folder.resolve().name
 
 
-def model_card(origin: Origin, content: Mapping[str, Any], before: Mapping[str, Any]) -> str:
+def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str, Any]) -> str:
     """Return a card for `README.md`.
 
     Args:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, write_json
 from xtk.artifacts.locks import LOCK
 from xtk.errors import Damaged, XtkError
+from xtk.models.preparation import is_adapted, save_trained
 from xtk.training import processes
 from xtk.training.pieces import Box, Pieces, Share, local, write_pieces
 
@@ -109,6 +110,8 @@ class Saver:
         tokenizer_folder: where the tokenizer's files lie.
         averages: by the names of parameters, and cut like them.
         layout: how the work is cut. Random numbers go on where it is the same.
+        merge: writes the finished student into a folder, from a folder with its adapter; None: there is no adapter, or
+            none that can be merged.
     """
 
     def __init__(
@@ -119,7 +122,9 @@ class Saver:
         *,
         averages: Mapping[str, Tensor] | None = None,
         layout: str = "",
+        merge: Callable[[Path, Path], None] | None = None,
     ) -> None:
+        self._merge = merge
         self._model, self._optimizer, self._tokenizer_folder = model, optimizer, tokenizer_folder
         self._averages, self._layout = averages or {}, layout
         self._weights = dict(model.state_dict(keep_vars=True))
@@ -200,14 +205,17 @@ class Saver:
         if not processes.is_first():
             return
         with _as_if_whole(self._model.config):
-            self._model.save_pretrained(folder, state_dict=whole)
+            save_trained(self._model, folder, whole)
+        self._add_tokenizer(folder)
+
+    def _add_tokenizer(self, folder: Path) -> None:
         for pattern in TOKENIZER_FILES:
             for path in self._tokenizer_folder.glob(pattern):
                 shutil.copyfile(path, folder / path.name)
 
     def _is_written(self, name: str) -> bool:
-        """Say whether a weight is part of what is saved: of a model with adapters only what is trained is."""
-        return name in self._trained or not hasattr(self._model, "peft_config")
+        """Say whether a weight is part of what is saved: of a model with adapters these, and what is trained."""
+        return not is_adapted(self._model) or name in self._trained or ".lora_" in name or ".modules_to_save." in name
 
     def write_best(self, output: Path, step: int) -> None:
         """Write the model to `best-STEP`, whole."""
@@ -233,19 +241,28 @@ class Saver:
             card: of `README.md`.
             best: the step whose weights, kept by `write_best`, are the student's; 0: those that the model has.
         """
-        temporary = output / f"{TEMPORARY}final"
+        temporary, adapter = output / f"{TEMPORARY}final", output / f"{TEMPORARY}adapter"
+        trained = adapter if self._merge else temporary
         if processes.is_first():
-            shutil.rmtree(temporary, ignore_errors=True)
+            for folder in (temporary, adapter):
+                shutil.rmtree(folder, ignore_errors=True)
             if best:
-                shutil.copytree(output / f"best-{best}", temporary)
+                shutil.copytree(output / f"best-{best}", trained)
             else:
-                temporary.mkdir()
+                trained.mkdir()
         if not best:
-            self.write_model(temporary)
+            self.write_model(trained)
         if processes.is_first():
+            if self._merge:
+                temporary.mkdir()
+                self._merge(adapter, temporary)
+                self._add_tokenizer(temporary)
+                shutil.rmtree(adapter)
             (temporary / CARD).write_text(card, encoding="utf-8")
             sync_folder(temporary)
             for path in sorted(temporary.iterdir()):
+                if path.is_dir():  # of a run that was killed just here
+                    shutil.rmtree(output / path.name, ignore_errors=True)
                 path.replace(output / path.name)
             sync_folder(output)
             temporary.rmdir()
@@ -352,7 +369,7 @@ def _device_of_numbers(optimizer: torch.optim.Optimizer, parameter: Tensor) -> t
 
 def sync_folder(folder: Path) -> None:
     """Bring a folder and its files to the disk."""
-    for path in [*folder.iterdir(), folder]:
+    for path in [*folder.rglob("*"), folder]:
         if path.is_file() or path == folder:
             descriptor = os.open(path, os.O_RDONLY)
             try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,12 +26,17 @@ from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
-from xtk.training.card import Origin, name_of
+from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
 from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
+
+if TYPE_CHECKING:
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import Origin
+    from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
 
@@ -58,11 +63,16 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
-    origin: Origin = field(default_factory=Origin)
+    origin: Lineage = field(default_factory=Lineage)
 
-    def maker(self, limit: int | None) -> BatchMaker:
-        """Return what makes micro-batches, of documents of at most `limit` tokens."""
-        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers)
+    def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
+        """Return what makes micro-batches.
+
+        Args:
+            limit: tokens of a document at most.
+            packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+        """
+        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers, packing)
 
 
 def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
@@ -72,10 +82,12 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *local, *places.projections):
+    for path in (places.student, *([places.adapter] if places.adapter else []), *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    if places.adapter:
+        student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
@@ -101,7 +113,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         names,
         combination.weighing,
         chosen,
-        Origin(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
+        Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
 
 
@@ -120,7 +132,7 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    origin = Origin(name_of(places.student), data=[str(fingerprint)])
+    origin = Lineage(name_of(places.student), data=[str(fingerprint)])
     return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
@@ -214,7 +226,7 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, processes: int, reporting: Reporting) -> dict[str, Any]:
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Reporting) -> dict[str, Any]:
     """Return what makes two runs the same run.
 
     Raises:
@@ -231,7 +243,7 @@ def identity_of(recipe: Recipe, inputs: Inputs, processes: int, reporting: Repor
         for document in reporting.eval_documents:
             fingerprint.add(document)
         held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
-    return {**recipe.identity(processes), **inputs.identity, **held_out}
+    return {**recipe.identity(data_ranks), **inputs.identity, **held_out}
 
 
 def distill(
@@ -242,17 +254,85 @@ def distill(
     Returns:
         What the run's `xtk.json` says: steps, recipe, last metrics.
     """
+    from accelerate.utils import set_seed
+
+    from xtk.models.causal_lm import context_length, quieten_transformers
+    from xtk.models.preparation import Origin, can_be_merged
+    from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.layout import read_layout
+    from xtk.training.loop import Run, train
+    from xtk.training.processes import told_of_others
+    from xtk.training.student import shared
+
+    quieten_transformers()
+    accelerator = _start(places, recipe, reporting)
+    terminal.set_main_process(accelerator.is_main_process)
+    layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
+    identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
+    finished = find_run(places.output, identity, force=force)
+    if finished is not None:
+        return finished
+    found = [] if force else checkpoints(places.output)
+    set_seed(recipe.seed)
+    origin = Origin(places.student, places.adapter, found[-1][1] if found else None)
+    cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+    limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
+    limit = min(limits) if limits else None
+    documents, sizes = _documents(recipe, inputs, limit)
+    packed = recipe.packing and cut.pack()
+    if recipe.packing and not packed:
+        terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+    if recipe.preparation.torch_compile:
+        cut.compile_body()
+    with contextlib.ExitStack() as held:
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            held.enter_context(only_writer(places.output, "student"))
+            begin_run(places.output, identity, force=force)
+        accelerator.wait_for_everyone()
+        if reporting.report_to:
+            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+        trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        run = Run(
+            accelerator=accelerator,
+            layout=layout,
+            cut=cut,
+            model=trained,
+            parameters=parameters,
+            tokenizer=inputs.tokenizer,
+            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
+            recipe=recipe,
+            reporting=reporting,
+            steps=recipe.steps(len(documents), layout.data_ranks),
+            output=places.output,
+            tokenizer_folder=places.student,
+            origin=inputs.origin,
+            merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
+        )
+        if inputs.chosen:
+            terminal.note(f"distill: --loss auto takes {inputs.chosen}")
+        terminal.note(
+            f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
+            f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
+        )
+        with told_of_others():
+            return train(run, identity)
+
+
+def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
+    """Meet the other processes; return Accelerate's accelerator.
+
+    Raises:
+        XtkError: a tracker is not there, or Accelerate was told to do what `--parallel` does.
+    """
     import torch
     from accelerate import Accelerator
     from accelerate.tracking import get_available_trackers
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import InitProcessGroupKwargs
 
-    from xtk.models.causal_lm import Cut, check_rows, context_length, load_causal_lm, quieten_transformers
-    from xtk.training.checkpoint import begin_run, checkpoints, find_run
-    from xtk.training.loop import Run, train
-    from xtk.training.processes import join_after_a_restart, told_of_others
+    from xtk.training.processes import join_after_a_restart
 
-    quieten_transformers()
     for name in reporting.report_to:
         if name not in {str(tracker.value) for tracker in get_available_trackers()}:
             raise XtkError(
@@ -267,51 +347,57 @@ def distill(
         project_dir=str(places.output / "trackers") if reporting.report_to else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
-    terminal.set_main_process(accelerator.is_main_process)
-    identity = identity_of(recipe, inputs, accelerator.num_processes, reporting)
-    finished = find_run(places.output, identity, force=force)
-    if finished is not None:
-        return finished
-    found = [] if force else checkpoints(places.output)
-    set_seed(recipe.seed)
-    model = load_causal_lm(
-        found[-1][1] if found else places.student, device=accelerator.device, trust_remote_code=trust_remote_code
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise XtkError(
+            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
+            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+        )
+    return accelerator
+
+
+def _load(
+    origin: Origin, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
+) -> Cut:
+    """Load the student, whole, and cut it."""
+    import torch
+
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import load_student
+
+    model = load_student(
+        origin,
+        recipe.preparation,
+        inputs.tokenizer,
+        # Where weights are shared out, each process's part of them goes to its device later.
+        device=torch.device("cpu") if layout.sharded else accelerator.device,
+        mixed_precision=recipe.mixed_precision,
+        trust_remote_code=trust_remote_code,
     )
-    check_rows(model, inputs.tokenizer)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    limits = [limit for limit in (context_length(model.config), recipe.max_length) if limit]
-    limit = min(limits) if limits else None
-    documents, sizes = _documents(recipe, inputs, limit)
-    with contextlib.ExitStack() as held:
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            held.enter_context(only_writer(places.output, "student"))
-            begin_run(places.output, identity, force=force)
-        accelerator.wait_for_everyone()
-        if reporting.report_to:
-            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
-        run = Run(
-            accelerator=accelerator,
-            cut=Cut(model),
-            tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit),
-            order=Order(documents, sizes, recipe.documents_per_step(accelerator.num_processes), recipe.seed),
-            recipe=recipe,
-            reporting=reporting,
-            steps=recipe.steps(len(documents), accelerator.num_processes),
-            output=places.output,
-            tokenizer_folder=places.student,
-            origin=inputs.origin,
+    return Cut(model)
+
+
+def _merging(places: Places, recipe: Recipe, inputs: Inputs, trust_remote_code: bool) -> Callable[[Path, Path], None]:
+    """Return what loads the student anew, with the adapter of a folder, and writes both as one model."""
+    import torch
+
+    from xtk.models.preparation import Origin, load_student, save_student
+
+    def merge(adapter: Path, folder: Path) -> None:
+        model = load_student(
+            Origin(places.student, places.adapter, adapter),
+            recipe.preparation,
+            inputs.tokenizer,
+            device=torch.device("cpu"),
+            mixed_precision=recipe.mixed_precision,
+            trust_remote_code=trust_remote_code,
+            quiet=True,
         )
-        if inputs.chosen:
-            terminal.note(f"distill: --loss auto takes {inputs.chosen}")
-        terminal.note(
-            f"distill: {run.steps:,} steps of {recipe.documents_per_step(accelerator.num_processes)} documents, "
-            f"{len(documents):,} documents, {accelerator.num_processes} process(es) on {accelerator.device.type}"
-        )
-        with told_of_others():
-            return train(run, identity)
+        save_student(model, folder)
+
+    return merge
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:

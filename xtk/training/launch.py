@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
@@ -22,7 +23,48 @@ def is_worker() -> bool:
     return "LOCAL_RANK" in os.environ
 
 
-def launch(processes: int, arguments: list[str]) -> None:
+def world_size() -> int:
+    """Return how many processes the launcher has started, on all machines."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run, each with as many processes.
+
+    Attributes:
+        count: how many.
+        rank: which of them this one is.
+        address: of the first, as all reach it.
+        port: on which it listens; 0: any, for one machine.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str = ""
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.count:
+            raise XtkError(
+                f"--machine-rank is {self.rank} of --num-machines {self.count}",
+                hint="ranks count from 0: 0 and 1 of two machines",
+            )
+        if self.count > 1 and not (self.address and self.port):
+            raise XtkError(
+                f"--num-machines is {self.count}, and nothing says where the first one is",
+                hint="--main-process-ip ADDRESS --main-process-port 29500, the same on all",
+            )
+
+    def arguments(self) -> list[str]:
+        """Return what torch's launcher has to know."""
+        if self.count == 1:
+            return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+        return ["--nnodes", str(self.count), "--node-rank", str(self.rank), "--master-addr", self.address,
+                "--master-port", str(self.port)]  # fmt: skip
+
+
+def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     """Run `xtk` with the same arguments in several processes on this machine, and end as they end.
 
     In-process, because torch's agent hands the workers' exit codes and signals through only to its caller.
@@ -41,7 +83,7 @@ def launch(processes: int, arguments: list[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
     # Without it a second start on one machine meets keys of the first (docs/explanation/decisions.md).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    command = ["--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    command = ["--nproc-per-node", str(processes), *machines.arguments()]
     command += ["--shutdown-timeout", str(SECONDS_TO_END)]
     if sys.platform == "linux":
         command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]

@@ -4,51 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from xtk import terminal
 from xtk.errors import Stopped
 from xtk.evaluation.bits import bits_per_byte
-from xtk.losses.head import Term, fused_loss
+from xtk.models.attention import Row
 from xtk.models.causal_lm import Cut
-from xtk.models.head import rows_in_a_chunk
+from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
-from xtk.training.card import Origin, model_card
+from xtk.training.card import Lineage, model_card
 from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
+from xtk.training.layout import Layout
 from xtk.training.metrics import MetricsFile, first_values, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
 from xtk.training.standing import Standing, is_finite
 from xtk.training.stopping import Stop
+from xtk.training.student import clip, reshard
 from xtk.training.whole_step import WholeStep
-
-
-class Student(nn.Module):
-    """The student with its loss inside, so that whatever wraps it for many processes sees one forward pass."""
-
-    def __init__(self, cut: Cut) -> None:
-        super().__init__()
-        self.cut = cut
-
-    def forward(self, input_ids: Tensor, places: Tensor, terms: Sequence[Term]) -> tuple[Tensor, Tensor]:
-        """Return the scaled total and each term's sum over its items.
-
-        Args:
-            input_ids: [B, T].
-            places: [N], rows of the flattened hidden states.
-            terms: the losses.
-        """
-        states = self.cut(input_ids).flatten(0, 1).index_select(0, places)
-        head = self.cut.head
-        return fused_loss(states, head, terms, rows_in_a_chunk(head.width_of(states)))
 
 
 @dataclass
@@ -57,7 +39,10 @@ class Run:
 
     Attributes:
         accelerator: Accelerate's, which knows processes, devices and trackers.
+        layout: how processes share the work.
         cut: the student's model.
+        model: what is called: the student, wrapped for its layout.
+        parameters: those that are trained.
         tokenizer: the student's.
         maker: makes micro-batches.
         order: which documents a step takes.
@@ -67,10 +52,14 @@ class Run:
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
         origin: what the student comes from, for its card.
+        merge: as `Saver` has it.
     """
 
     accelerator: Any
+    layout: Layout
     cut: Cut
+    model: nn.Module
+    parameters: Sequence[nn.Parameter]
     tokenizer: Tokenizer
     maker: BatchMaker
     order: Order
@@ -79,7 +68,8 @@ class Run:
     steps: int
     output: Path
     tokenizer_folder: Path
-    origin: Origin = field(default_factory=Origin)
+    origin: Lineage = field(default_factory=Lineage)
+    merge: Callable[[Path, Path], None] | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -91,22 +81,27 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     """
     accelerator, recipe = run.accelerator, run.recipe
     optimizer = _optimizer(run.cut, recipe)
-    model = accelerator.prepare_model(Student(run.cut))
-    model.train()
-    torch.manual_seed(recipe.seed + accelerator.process_index)
+    run.model.train()
+    torch.manual_seed(recipe.seed + run.layout.copy_rank)
     average = Average(run.cut.model, recipe.ema_decay)
-    layout = f"dp={accelerator.num_processes}"
-    saver = Saver(run.cut.model, optimizer, run.tokenizer_folder, averages=average.tensors, layout=layout)
+    saver = Saver(
+        run.cut.model,
+        optimizer,
+        run.tokenizer_folder,
+        averages=average.tensors,
+        layout=str(run.layout),
+        merge=run.merge,
+    )
     done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
     batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
-    meter = _Meter(accelerator, standing.tokens, run.maker.teachers)
+    meter = _Meter(run, standing.tokens)
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-            losses, norm = _step(run, model, optimizer, micro_batches)
+            losses, norm = _step(run, optimizer, micro_batches)
             if is_finite(losses, norm):
                 standing.skipped_in_a_row = 0
                 average.follow()
@@ -118,7 +113,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read() | {"skipped_steps": standing.skipped_steps}
             if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
-                with meter.paused(), average.in_place(model):
+                with meter.paused(), average.in_place(run.model):
                     record["eval_bits_per_byte"] = _evaluate(run)
                     if standing.evaluated(step + 1, record["eval_bits_per_byte"]) and recipe.early_stopping_patience:
                         saver.write_best(run.output, step + 1)
@@ -146,7 +141,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     best = standing.best_step if recipe.early_stopping_patience else 0
     if best:
         content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
-    with average.in_place(model):
+    with average.in_place(run.model):
         saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
@@ -155,20 +150,22 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step(
-    run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
+    run: Run, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
 ) -> tuple[dict[str, float], float]:
     """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping.
 
     Where one of them is no number nothing is moved: not the weights, nor what the optimizer remembers.
     """
-    accelerator, recipe = run.accelerator, run.recipe
-    maker = run.maker
-    whole = WholeStep(maker.objectives, maker.weighing, maker.teachers, micro_batches, accelerator)
+    recipe, maker, device = run.recipe, run.maker, run.accelerator.device
+    if recipe.max_batch_tokens:  # every process takes as many passes, some of them empty
+        passes = run.layout.highest(len(micro_batches), device)
+        micro_batches = [*micro_batches, *(maker.make([]) for _ in range(passes - len(micro_batches)))]
+    whole = WholeStep(maker.objectives, maker.weighing, maker.teachers, micro_batches, run.layout, device)
     balance = 1.0
     if recipe.balance == "ce":
-        balance = whole.balance(_pass(run, model, micro_batches, whole.scales(), backward=False))
-    sums = _pass(run, model, micro_batches, whole.scales(balance), backward=True)
-    norm = float(accelerator.clip_grad_norm_(model.parameters(), recipe.max_grad_norm or float("inf")))
+        balance = whole.balance(_pass(run, micro_batches, whole.scales(), backward=False))
+    sums = _pass(run, micro_batches, whole.scales(balance), backward=True)
+    norm = clip(run.parameters, recipe.max_grad_norm)
     losses = whole.losses(sums, balance)
     if is_finite(losses, norm):
         optimizer.step()
@@ -176,48 +173,52 @@ def _step(
     return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
 
 
-def _pass(
-    run: Run, model: nn.Module, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
-) -> list[float]:
+def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool) -> list[float]:
     """Take the micro-batches through the model; return each term's sum over its items, over all processes.
 
     Without `backward` nothing is kept, and the random numbers (of dropout) are left for the pass that comes after.
     """
-    accelerator = run.accelerator
-    device = accelerator.device
+    accelerator, layout, device = run.accelerator, run.layout, run.accelerator.device
     sums = torch.zeros(len(scales), device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
             terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-            with contextlib.nullcontext() if last else accelerator.no_sync(model):
-                total, parts = model(
-                    torch.from_numpy(batch.input_ids).to(device), torch.from_numpy(batch.places).to(device), terms
-                )
+            row = None
+            if batch.lengths is not None:
+                group = layout.group("cp") if layout.cp > 1 else None
+                row = Row(batch.lengths, group, layout.cp, layout.rank("cp"))
+            # Weights that are shared out are gathered and given back each pass, gradients with them.
+            with contextlib.nullcontext() if last or layout.sharded else accelerator.no_sync(run.model):
+                total, parts = run.model(torch.from_numpy(batch.input_ids).to(device), batch.places, terms, row)
                 if backward:
-                    # Gradients are averaged over processes, and the scales are already those of the whole step.
-                    accelerator.backward(total * accelerator.num_processes)
+                    # Gradients are averaged over copies, and the scales are already those of the whole step.
+                    (total * layout.copies).backward()
             sums += parts.double()
-    reduced: list[float] = accelerator.reduce(sums, "sum").tolist()
+    if not backward:
+        reshard(run.model)
+    reduced: list[float] = layout.add(sums, "copies").tolist()
     return reduced
 
 
 def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in cut.model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [parameter for parameter in trained if parameter.ndim <= 1], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=recipe.learning_rate, fused=True)
+    """Return AdamW, with groups of parameters that decay and that are cut alike."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for group in parameter_groups(cut.model, recipe.weight_decay):
+        for parameter in group["params"]:
+            key = (group["weight_decay"], getattr(parameter, "device_mesh", None))
+            groups.setdefault(key, {**group, "params": []})["params"].append(parameter)
+    return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
-    accelerator = run.accelerator
-    shares = run.order.share(
-        step, accelerator.process_index, accelerator.num_processes, run.recipe.per_device_train_batch_size
-    )
-    return [run.maker.make(numbers, run.order.epoch(step)) for numbers in shares]
+    layout, draw, most = run.layout, run.order.epoch(step), run.recipe.max_batch_tokens
+    if most:
+        numbers = run.order.dealt(step, layout.data_rank, layout.data_ranks)
+        return run.maker.within(numbers, most, draw) or [run.maker.make([], draw)]
+    shares = run.order.share(step, layout.data_rank, layout.data_ranks, run.recipe.per_device_train_batch_size)
+    return [run.maker.make(numbers, draw) for numbers in shares]
 
 
 def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
@@ -226,7 +227,7 @@ def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
     if not found:
         return 0, Standing()
     step, folder = found[-1]
-    standing = Standing.of(saver.load(folder, run.recipe.seed))
+    standing = Standing.of(saver.load(folder, run.recipe.seed, stream=run.layout.copy_rank))
     terminal.note(f"distill: going on from {folder}")
     return step, standing
 
@@ -254,16 +255,15 @@ class _Meter:
     """Counts tokens over time, since the last reading.
 
     Args:
-        accelerator: Accelerate's.
+        run: whose tokens they are.
         tokens: that the run took before this process went on with it.
-        teachers: how metrics call them.
     """
 
-    def __init__(self, accelerator: Any, tokens: int, teachers: Sequence[str]) -> None:
-        self._accelerator = accelerator
+    def __init__(self, run: Run, tokens: int) -> None:
+        self._layout, self._device = run.layout, run.accelerator.device
         self._tokens = self._silent = 0
-        self._unaligned = np.zeros((len(teachers), 2))
-        self._teachers = teachers
+        self._teachers = run.maker.teachers
+        self._unaligned = np.zeros((len(self._teachers), 2))
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
         self.rate = 0.0
@@ -276,8 +276,8 @@ class _Meter:
 
     def total(self) -> int:
         """Return the tokens of the run so far, over all processes; every process has to call it."""
-        tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._accelerator.device)
-        return self._all_tokens + int(self._accelerator.reduce(tokens, "sum"))
+        tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._device)
+        return self._all_tokens + int(self._layout.add(tokens, "data"))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -289,7 +289,7 @@ class _Meter:
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
         counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
-        tokens, silent, *unaligned = self._accelerator.reduce(counts.to(self._accelerator.device), "sum").tolist()
+        tokens, silent, *unaligned = self._layout.add(counts.to(self._device), "data").tolist()
         now = time.monotonic()
         self.rate = tokens / max(now - self._since, 1e-9)
         self._all_tokens += int(tokens)

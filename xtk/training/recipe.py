@@ -11,6 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
+from xtk.models.preparation import Preparation
 from xtk.tokens.document import Document
 from xtk.training.schedules import SCHEDULES, factor
 
@@ -21,6 +22,9 @@ LATER = (
     "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
     "early_stopping_patience",
 )  # fmt: skip
+# How the work is cut, which does not change the result.
+SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
+           "max_batch_tokens", "parallel", "fsdp_offload")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,12 @@ class Recipe:
         seed: of the order of documents and of dropout.
         teachers: how several of them teach together: a key of `TEACHERS`.
         teacher_weights: numbers, or where weights come from; "": equal ones.
+        packing: documents stand one behind the other in a row, where the student can read them so.
+        max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
+        parallel: how processes share the work: `fsdp=2,tp=2`.
+        fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
+        preparation: how the model is loaded, and what of it is trained.
     """
 
     losses: tuple[LossSpecification, ...]
@@ -66,12 +75,17 @@ class Recipe:
     seed: int = 42
     teachers: str = "sum"
     teacher_weights: str = ""
+    packing: bool = True
+    max_batch_tokens: int = 0
+    parallel: str = ""
+    fsdp_offload: bool = False
     balance: str = "none"
     warmup_steps: int = 0
     min_lr_rate: float = 0.1
     decay_ratio: float = 0.1
     ema_decay: float = 0.0
     early_stopping_patience: int = 0
+    preparation: Preparation = field(default_factory=Preparation)
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -103,6 +117,8 @@ class Recipe:
                 raise XtkError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it is a number from {low} to {high}"
                 )
+        if self.max_batch_tokens < 0:
+            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not 0 <= self.ema_decay < 1:
@@ -110,15 +126,15 @@ class Recipe:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
-    def steps(self, documents: int, processes: int) -> int:
+    def steps(self, documents: int, data_ranks: int) -> int:
         """Return the optimisation steps of the run."""
         if self.max_steps:
             return self.max_steps
-        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(processes)))
+        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(data_ranks)))
 
-    def documents_per_step(self, processes: int) -> int:
-        """Return the documents of one optimisation step, over all processes."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+    def documents_per_step(self, data_ranks: int) -> int:
+        """Return the documents of one optimisation step, over all processes that have documents of their own."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_ranks
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
@@ -132,15 +148,18 @@ class Recipe:
             decay_ratio=self.decay_ratio,
         )
 
-    def identity(self, processes: int) -> dict[str, Any]:
+    def identity(self, data_ranks: int) -> dict[str, Any]:
         """Return what makes two runs the same, however many processes share the work."""
         content = asdict(self)
         for one in fields(self):
             if one.name in LATER and content[one.name] == one.default:
                 del content[one.name]
+        del content["preparation"]
+        if prepared := self.preparation.identity():
+            content["preparation"] = prepared
         content["losses"] = [str(loss) for loss in self.losses]
-        content["documents_per_step"] = self.documents_per_step(processes)
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"):
+        content["documents_per_step"] = self.documents_per_step(data_ranks)
+        for name in SHARING:
             del content[name]
         return content
 
@@ -178,6 +197,7 @@ class Places:
 
     Attributes:
         student: a local model folder.
+        adapter: the folder of an adapter of this model that is trained on; None: there is none.
         caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
@@ -189,3 +209,4 @@ class Places:
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
+    adapter: Path | None = None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from xtk.training.batches import MicroBatch, Objective
 from xtk.training.combining import Weighing
+from xtk.training.layout import Layout
 
 
 class WholeStep:
@@ -20,7 +20,8 @@ class WholeStep:
         weighing: how weights of teachers come from what they say; None: they do not.
         names: of the teachers.
         micro_batches: of this process.
-        accelerator: Accelerate's, which knows the others.
+        layout: which knows the others.
+        device: on which processes talk.
     """
 
     def __init__(
@@ -29,7 +30,8 @@ class WholeStep:
         weighing: Weighing | None,
         names: Sequence[str],
         micro_batches: Sequence[MicroBatch],
-        accelerator: Any,
+        layout: Layout,
+        device: torch.device,
     ) -> None:
         self._objectives, self._names = objectives, names
         told = [
@@ -38,8 +40,7 @@ class WholeStep:
             )
             for batch in micro_batches
         ]
-        summed = torch.from_numpy(np.sum(told, axis=0)).to(accelerator.device)
-        rows, *rest = accelerator.reduce(summed, "sum").tolist()
+        rows, *rest = layout.add(torch.from_numpy(np.sum(told, axis=0)).to(device), "data").tolist()
         counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
         teachers = len(others) // 4
         shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
