@@ -124,11 +124,13 @@ def _hand_on(number: int, frame: object) -> None:
 def _cause(failures: Mapping[int, Any]) -> tuple[int, int]:
     """Return the rank and the exit code of the process whose end made the others end.
 
-    They end within the same second, and what has ended by a signal has not done so because another one is gone.
+    They end within the same second. What has ended by a signal has not done so because another one is gone; what was
+    asked to end has, if not all were asked.
     """
+    asked = (-signal.SIGTERM, os.EX_TEMPFAIL)
     first = min(failure.timestamp for failure in failures.values())
     rank, failure = min(
         failures.items(),
-        key=lambda one: (one[1].timestamp > first + 1, one[1].exitcode in (-signal.SIGTERM, 1), one[0]),
+        key=lambda one: (one[1].timestamp > first + 1, one[1].exitcode in asked, one[1].exitcode == 1, one[0]),
     )
     return rank, failure.exitcode
