@@ -26,7 +26,7 @@ _LINK, _VERDICTS = 3, 4
 
 
 def serve(control: int, setup: dict[str, Any]) -> None:
-    """Build the outer walls, tell what stands, then start a process for each job that comes, until the socket closes."""
+    """Build the outer walls, say so, then start a process for each job that comes, until the socket closes."""
     channel = socket.socket(fileno=control)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:

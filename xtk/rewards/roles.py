@@ -51,7 +51,11 @@ def answer_calls(job: dict[str, Any], link: int) -> None:
 def _nearest(error: BaseException) -> str:
     """Return the name of the built-in exception that an error is, or comes of."""
     return next(
-        (kind.__name__ for kind in type(error).__mro__ if vars(builtins).get(kind.__name__) is kind and kind is not object),
+        (
+            kind.__name__
+            for kind in type(error).__mro__
+            if vars(builtins).get(kind.__name__) is kind and kind is not object
+        ),
         "Exception",
     )
 
@@ -95,7 +99,7 @@ class Called:
             raise _Gone from None
         good, result, after = reply
         if good is not True:
-            kind = getattr(builtins, str(result), None)
+            kind: Any = getattr(builtins, str(result), None)
             usual = isinstance(kind, type) and issubclass(kind, Exception)
             with contextlib.suppress(TypeError):  # UnicodeError and its kind want five arguments
                 raise (kind if usual else RuntimeError)(str(after))
@@ -123,7 +127,7 @@ class _EachAssert(ast.NodeTransformer):
     def __init__(self) -> None:
         self.number = 0
 
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:  # noqa: N802
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
         if isinstance(node.test, ast.Constant) and node.test.value:  # tests nothing
             return ast.copy_location(ast.Pass(), node)
         self.number += 1

@@ -119,7 +119,7 @@ class Sandbox:
         """Start the process inside. Return what went wrong, if anything did."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here = str(Path(__file__).parent.parent.parent)
-        packages = [path for path in dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")])]
+        packages = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
         with tempfile.TemporaryDirectory() as folder, theirs:
             setup = {"walled": walled, "folder": folder, "readable": _readable(packages), "packages": packages}
             arguments = [here, str(theirs.fileno()), json.dumps({**setup, "package": here})]
@@ -211,7 +211,9 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -43,8 +43,9 @@ def libc(name: str, *arguments: int | bytes | None) -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount, as mount(2)."""
-    libc("mount", source.encode(), target.encode(), kind and kind.encode(), flags, options and options.encode())
+    """Mount a file system, or bind a folder."""
+    words = [None if word is None else word.encode() for word in (kind, options)]
+    libc("mount", source.encode(), target.encode(), words[0], flags, words[1])
 
 
 def unshare(flags: int, proc: int) -> None:
@@ -79,7 +80,8 @@ def enter_root(new: str, readable: Sequence[str]) -> None:
         new: an empty folder.
         readable: folders, found in the new root under the same names. Those that do not exist are passed over.
     """
-    wanted = [path for path in dict.fromkeys([*readable, "/dev/null", "/dev/zero", "/dev/urandom"]) if os.path.exists(path)]  # noqa: E501, PTH110
+    devices = ("/dev/null", "/dev/zero", "/dev/urandom")
+    wanted = [path for path in dict.fromkeys([*readable, *devices]) if Path(path).exists()]
     opened = {path: os.open(path, os.O_PATH) for path in wanted}  # `new` may hide them
     libc("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     mount("tmpfs", new, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -191,9 +193,9 @@ def filter_calls(alone: bool) -> None:
     def refuse_if(number: int | None, argument: int, bits: int, wanted: bool = True) -> None:
         """Refuse where the argument has one of the bits; with wanted=False, where it has none of them."""
         if number is not None:
-            jump = (1, 0) if wanted else (0, 1)
+            hit, miss = (0, 1) if wanted else (1, 0)
             program.extend([
-                (_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * argument), (_ANY_OF, *reversed(jump), bits),
+                (_EQUAL, 0, 4, number), (_LOAD, 0, 0, 16 + 8 * argument), (_ANY_OF, hit, miss, bits),
                 (_RETURN, 0, 0, _ERRNO | _EPERM), (_LOAD, 0, 0, 0),
             ])  # fmt: skip
 
