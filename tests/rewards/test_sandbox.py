@@ -34,16 +34,6 @@ def hasty():
         yield made
 
 
-def processes_with(word):
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += [path] if word.encode() in path.read_bytes() else []
-        except OSError:
-            pass
-    return found
-
-
 def children_of(process):
     return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
@@ -212,11 +202,13 @@ CHEATS = {
     "a number that equals everything": "class A(int):\n    __eq__ = lambda s, o: True\ndef f(x): return A()",
     "a list that equals everything": "class A(list):\n    __eq__ = lambda s, o: True\ndef f(x): return A()",
     "no asserts": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return None",
-    "all is true": "import builtins\nbuiltins.bool = lambda x: True\nbuiltins.isinstance = lambda *x: True\ndef f(x): return 0",
-    "writes to all files": "import os\nfor n in range(64):\n    try: os.write(n, b'3\\n+++.')\n    except OSError: pass\n"
+    "all is true": "import builtins\nbuiltins.bool = lambda x: True\nbuiltins.isinstance = lambda *x: True\n"
+    "def f(x): return 0",
+    "writes to all files": "import os\nfor n in range(64):\n"
+    "    try: os.write(n, b'3\\n+++.')\n    except OSError: pass\n"
     "def f(x): return None",
-    "answers for ever": 'import os\nfor _ in range(9):\n    os.write(3, b\'["tuple", [true, ["int", "0x2"], null]]\\n\')\n'
-    "def f(x): return None",
+    "answers before it is asked": "import os\nfor _ in range(9):\n"
+    '    os.write(3, b\'["tuple", [true, ["int", "0x2"], null]]\\n\')\ndef f(x): return None',
     "patches the runner": "import sys, gc\n"
     "for name, module in list(sys.modules.items()):\n"
     "    if name.startswith('xtk'):\n"

@@ -108,6 +108,8 @@ def _without_fences(text: str) -> str:
 
 
 def _validator(schema: Any, place: str) -> Any:
+    if not isinstance(schema, dict | bool):
+        raise XtkError("this is no JSON schema: it is no object", where=place)
     try:
         import jsonschema
     except ImportError as error:

@@ -196,6 +196,7 @@ def _run(job: dict[str, Any], folder: str | None) -> None:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         with contextlib.suppress(BaseException):
+            sys.stdout.flush()
             sys.stderr.write(f"{type(error).__name__}: {error}\n"[:1000])
     finally:
         with contextlib.suppress(BaseException):
