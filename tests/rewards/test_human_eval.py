@@ -38,8 +38,12 @@ def test_the_solutions_of_human_eval_are_right_and_broken_ones_wrong():
 
 ADD = {"prompt": 'def add(a, b):\n    """Add."""\n', "entry_point": "add", "test": "def check(candidate):\n"
        "    assert True\n    for n in range(4):\n        assert candidate(n, 1) == n + 1\n"}  # fmt: skip
-MBPP = {"text": "Add.", "test_imports": ["import math"], "test_setup_code": "two = 2",
-        "test_list": ["assert add(1, two) == 3", "assert math.isclose(add(.1, .2), .3)", "assert add(1, 1) == 2"]}  # fmt: skip
+MBPP = {
+    "text": "Add.",
+    "test_imports": ["import math"],
+    "test_setup_code": "two = 2",
+    "test_list": ["assert add(1, two) == 3", "assert math.isclose(add(0.1, 0.2), 0.3)", "assert add(1, 1) == 2"],
+}
 
 
 def test_completions_and_rows_of_every_form():
