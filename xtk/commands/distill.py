@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import signal
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +17,11 @@ from xtk.commands import options
 
 def distill(
     student: Annotated[
-        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+        str,
+        typer.Argument(
+            help="The student: a model folder, or a hub id, or an adapter of peft's to train on; - for a pipe.",
+            metavar="STUDENT",
+        ),
     ],
     cache: Annotated[
         list[str],
@@ -104,16 +111,89 @@ def distill(
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
     lr_scheduler_type: Annotated[
-        str, typer.Option(help="After the warm-up.", metavar="[cosine|linear|constant]")
+        str,
+        typer.Option(
+            help="After the warm-up. warmup_stable_decay: constant until --decay-ratio before the end, so that it can "
+            "be trained longer from a checkpoint before it falls.",
+            metavar="[cosine|linear|constant|cosine_with_min_lr|inverse_sqrt|warmup_stable_decay]",
+        ),
     ] = "cosine",
     warmup_ratio: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.05,
+    warmup_steps: Annotated[int, typer.Option(help="So many, instead of a share; 0: the share.", min=0)] = 0,
+    min_lr_rate: Annotated[float, typer.Option(help="Share of the learning rate where cosine_with_min_lr ends.")] = 0.1,
+    decay_ratio: Annotated[float, typer.Option(help="Share of the steps in which warmup_stable_decay falls.")] = 0.1,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices; vectors have none.")] = 0.0,
     max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm; 0: never.")] = 1.0,
+    ema_decay: Annotated[
+        float,
+        typer.Option(
+            help="The student is the exponential moving average of the weights, kept in fp32: 0.999 for about the last "
+            "thousand steps. 0: the weights of the last step."
+        ),
+    ] = 0.0,
+    max_skipped_steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps in a row that are skipped because their loss or gradient is no number; more end the run.", min=0
+        ),
+    ] = 10,
     mixed_precision: Annotated[
         str, typer.Option(help="no: fp32. bf16: activations in bf16, weights and losses in fp32.", metavar="[no|bf16]")
     ] = "no",
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory for a third more time.")
+    ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Compile the model's body: a minute at the start, then faster.")
+    ] = False,
+    attn_implementation: Annotated[
+        str,
+        typer.Option(
+            help="How attention is computed: sdpa, eager, flash_attention_2, kernels of the hub. Left out: what "
+            "transformers takes.",
+            metavar="NAME",
+        ),
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="In which weights are held. bfloat16 takes half of the memory, and loses small updates of weights "
+            "that are trained; frozen ones lose little.",
+            metavar="[float32|bfloat16]",
+        ),
+    ] = "float32",
+    lora_r: Annotated[
+        int, typer.Option(help="Train LoRA adapters of this rank, not the model's matrices; 0: the model.", min=0)
+    ] = 0,
+    lora_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / r; 0: by 2.", min=0)] = 0,
+    lora_dropout: Annotated[float, typer.Option(help="Of what goes into adapters.")] = 0.0,
+    lora_target_modules: Annotated[
+        str, typer.Option(help="Modules with adapters, by the ends of their names: q_proj,v_proj.", metavar="NAME,...")
+    ] = "all-linear",
+    lora_modules_to_save: Annotated[
+        str, typer.Option(help="Modules trained whole beside the adapters: embed_tokens,lm_head.", metavar="NAME,...")
+    ] = "",
+    use_dora: Annotated[
+        bool, typer.Option("--use-dora", help="DoRA: the lengths of columns are trained beside the adapters.")
+    ] = False,
+    load_in_4bit: Annotated[
+        bool,
+        typer.Option(
+            "--load-in-4bit", help="QLoRA: matrices packed into NF4 by bitsandbytes; the student is an adapter."
+        ),
+    ] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same, packed into int8.")] = False,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r"Parameters that stay as they are: a part of their names, or a regular expression: embed_tokens, "
+            r"'layers\.[0-9]\.'. Repeat it for more.",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    resize_vocabulary: Annotated[
+        bool,
+        typer.Option("--resize-vocabulary", help="Add rows for tokens that the model has none for, around the mean."),
     ] = False,
     long_documents: Annotated[
         str,
@@ -129,10 +209,25 @@ def distill(
     logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
     save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
     save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            help="After so many the run saves a checkpoint and ends with exit code 75; run again it goes on. 0: never.",
+            min=0,
+        ),
+    ] = 0,
     eval_data: Annotated[
         list[str] | None, typer.Option(help="Held-out data: its bits per byte are logged.", metavar="DATA")
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
+    early_stopping_patience: Annotated[
+        int,
+        typer.Option(
+            help="Evaluations in a row without fewer bits per byte, after which the run ends; the student is then the "
+            "best one, and not the last. 0: it runs to its end.",
+            min=0,
+        ),
+    ] = 0,
     columns: options.Columns = "",
     report_to: Annotated[
         list[str] | None,
@@ -150,6 +245,9 @@ def distill(
     main_process_port: Annotated[
         int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
     ] = 29500,
+    ddp_timeout: Annotated[
+        int, typer.Option(help="Seconds after which a process that waits for another one gives up.", min=1)
+    ] = 600,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -158,18 +256,21 @@ def distill(
 ) -> None:
     """Train a student from teacher caches; interrupted, the same command goes on from the last checkpoint."""
     given = dict(locals())
+    started = time.monotonic()
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.hub import local_folder, with_adapter
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
+    from xtk.models.preparation import Preparation
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
     from xtk.training.launch import Machines, is_worker, launch, world_size
     from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
+    from xtk.training.stopping import come_again_when_asked
 
     terminal.set_quiet(quiet)
     if "-" in (eval_data or []):
@@ -179,21 +280,37 @@ def distill(
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     named = {"-": piped}
+    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
     places = Places(
-        local_folder(named.get(student, student), weights=True),
+        folder,
         tuple(named.get(path, path) for path in cache),
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
         columns_option(columns, weight=weight_column),
+        adapter,
     )
     tokenizer = Tokenizer(places.student)
+    preparation = Preparation(
+        **_own(Preparation, given)
+        | {
+            "lora_target_modules": _listed(lora_target_modules),
+            "lora_modules_to_save": _listed(lora_modules_to_save),
+            "freeze": tuple(freeze or ()),
+        }
+    )
     recipe = Recipe(
-        **_own(Recipe, given) | {"losses": tuple(parse_losses(loss or [AUTO])), "max_length": max_length or None}
+        **_own(Recipe, given)
+        | {
+            "losses": tuple(parse_losses(loss or [AUTO])),
+            "max_length": max_length or None,
+            "preparation": preparation,
+        }
     )
     reporting = Reporting(
         **_own(Reporting, given)
         | {
             "report_to": tuple(report_to or ()),
+            "deadline": started + max_seconds if max_seconds else math.inf,
             # What is wrong with them is told now, not after hours.
             "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
         }
@@ -202,8 +319,9 @@ def distill(
     processes = num_processes * num_machines
     read_layout(recipe.parallel, world_size() if is_worker() else processes)
     inputs = open_inputs(places, recipe, tokenizer)
+    come_again_when_asked()
     if is_worker():
-        die_with()
+        die_with(number=signal.SIGKILL)
     elif processes > 1:
         launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
@@ -216,6 +334,11 @@ def distill(
 def _own(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a dataclass has under the same names."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
@@ -34,6 +35,7 @@ from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
 if TYPE_CHECKING:
     from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import Origin
     from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
@@ -51,6 +53,7 @@ class Inputs:
         teachers: how metrics call them.
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
+        origin: what the student comes from.
     """
 
     source: Source
@@ -60,6 +63,7 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
+    origin: Lineage = field(default_factory=Lineage)
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
         """Return what makes micro-batches.
@@ -78,10 +82,12 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *local, *places.projections):
+    for path in (places.student, *([places.adapter] if places.adapter else []), *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    if places.adapter:
+        student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
@@ -107,6 +113,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         names,
         combination.weighing,
         chosen,
+        Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
 
 
@@ -125,7 +132,8 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    return Inputs(TextSource(documents), tokenizer, objectives, identity)
+    origin = Lineage(name_of(places.student), data=[str(fingerprint)])
+    return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
 def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
@@ -198,6 +206,12 @@ def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]
     return {"caches": caches, "projections": projections}
 
 
+def _data_of(teachers: Sequence[Teacher]) -> list[str]:
+    """Return the fingerprints of what teachers read, each once."""
+    headers = [teacher.cache.header["data"] for teacher in teachers]
+    return list(dict.fromkeys(part["documents"] for header in headers for part in header.get("parts", [header])))
+
+
 def _fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
@@ -212,9 +226,24 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int) -> dict[str, Any]:
-    """Return what makes two runs the same run."""
-    return {**recipe.identity(data_ranks), **inputs.identity}
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Reporting) -> dict[str, Any]:
+    """Return what makes two runs the same run.
+
+    Raises:
+        XtkError: early stopping is asked for, and nothing is evaluated.
+    """
+    held_out: dict[str, Any] = {}
+    if recipe.early_stopping_patience:
+        if not (reporting.eval_documents and reporting.eval_steps):
+            raise XtkError(
+                "--early-stopping-patience counts evaluations, and there are none",
+                hint="--eval-data DATA --eval-steps N",
+            )
+        fingerprint = Fingerprint()
+        for document in reporting.eval_documents:
+            fingerprint.add(document)
+        held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
+    return {**recipe.identity(data_ranks), **inputs.identity, **held_out}
 
 
 def distill(
@@ -225,54 +254,36 @@ def distill(
     Returns:
         What the run's `xtk.json` says: steps, recipe, last metrics.
     """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.tracking import get_available_trackers
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
+    from xtk.models.preparation import Origin, can_be_merged
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.layout import read_layout
     from xtk.training.loop import Run, train
+    from xtk.training.processes import told_of_others
     from xtk.training.student import shared
 
     quieten_transformers()
-    for name in reporting.report_to:
-        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
-            raise XtkError(
-                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
-            )
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=recipe.mixed_precision,
-        log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / "trackers") if reporting.report_to else None,
-        # The others wait while the first process evaluates and saves.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
-    )
+    accelerator = _start(places, recipe, reporting)
     terminal.set_main_process(accelerator.is_main_process)
-    if (kind := str(accelerator.distributed_type.value)) not in (
-        "NO",
-        "MULTI_GPU",
-        "MULTI_CPU",
-        "MULTI_XPU",
-        "MULTI_NPU",
-    ):
-        raise XtkError(
-            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
-            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
-        )
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
-    identity = identity_of(recipe, inputs, layout.data_ranks)
+    identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
     found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
-    cut = _load(found[-1][1] if found else places.student, recipe, inputs, accelerator, layout, trust_remote_code)
+    origin = Origin(places.student, places.adapter, found[-1][1] if found else None)
+    cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
     limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
+    packed = recipe.packing and cut.pack()
+    if recipe.packing and not packed:
+        terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+    if recipe.preparation.torch_compile:
+        cut.compile_body()
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -281,9 +292,6 @@ def distill(
         accelerator.wait_for_everyone()
         if reporting.report_to:
             accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
-        packed = recipe.packing and cut.pack()
-        if recipe.packing and not packed:
-            terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         run = Run(
             accelerator=accelerator,
@@ -299,6 +307,8 @@ def distill(
             steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
+            origin=inputs.origin,
+            merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
@@ -306,21 +316,88 @@ def distill(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
-        return train(run, identity)
+        with told_of_others():
+            return train(run, identity)
+
+
+def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
+    """Meet the other processes; return Accelerate's accelerator.
+
+    Raises:
+        XtkError: a tracker is not there, or Accelerate was told to do what `--parallel` does.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.tracking import get_available_trackers
+    from accelerate.utils import InitProcessGroupKwargs
+
+    from xtk.training.processes import join_after_a_restart
+
+    for name in reporting.report_to:
+        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
+            raise XtkError(
+                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
+            )
+    timeout = timedelta(seconds=reporting.ddp_timeout)
+    join_after_a_restart(timeout)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=recipe.mixed_precision,
+        log_with=list(reporting.report_to) or None,
+        project_dir=str(places.output / "trackers") if reporting.report_to else None,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
+    )
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise XtkError(
+            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
+            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+        )
+    return accelerator
 
 
 def _load(
-    folder: Path, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
+    origin: Origin, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
 ) -> Cut:
     """Load the student, whole, and cut it."""
-    from xtk.models.causal_lm import Cut, check_rows, load_causal_lm
+    import torch
 
-    device = None if layout.sharded else accelerator.device  # where weights are shared out, parts of them go there
-    model = load_causal_lm(folder, device=device, trust_remote_code=trust_remote_code)
-    check_rows(model, inputs.tokenizer)
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import load_student
+
+    model = load_student(
+        origin,
+        recipe.preparation,
+        inputs.tokenizer,
+        # Where weights are shared out, each process's part of them goes to its device later.
+        device=torch.device("cpu") if layout.sharded else accelerator.device,
+        mixed_precision=recipe.mixed_precision,
+        trust_remote_code=trust_remote_code,
+    )
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Cut(model)
+
+
+def _merging(places: Places, recipe: Recipe, inputs: Inputs, trust_remote_code: bool) -> Callable[[Path, Path], None]:
+    """Return what loads the student anew, with the adapter of a folder, and writes both as one model."""
+    import torch
+
+    from xtk.models.preparation import Origin, load_student, save_student
+
+    def merge(adapter: Path, folder: Path) -> None:
+        model = load_student(
+            Origin(places.student, places.adapter, adapter),
+            recipe.preparation,
+            inputs.tokenizer,
+            device=torch.device("cpu"),
+            mixed_precision=recipe.mixed_precision,
+            trust_remote_code=trust_remote_code,
+            quiet=True,
+        )
+        save_student(model, folder)
+
+    return merge
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:
