@@ -32,6 +32,7 @@ def serve(control: int, setup: dict[str, Any]) -> None:
     try:
         if setup["walled"]:
             _shut_in(setup, proc)
+        walls.filter_program(alone=not setup["walled"])  # kept for all that are forked
         channel.send(b"ready")
     except OSError as error:
         channel.send(f"{error}".encode())
@@ -78,8 +79,7 @@ def _watch(files: list[int], proc: int, walled: bool) -> None:
     walls.libc("prctl", walls.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     started = time.monotonic()
     if walled:
-        inner = walls.CLONE_NEWUSER | walls.CLONE_NEWPID | walls.CLONE_NEWNS | walls.CLONE_NEWIPC
-        walls.unshare(inner, proc)
+        walls.unshare(walls.CLONE_NEWUSER | walls.CLONE_NEWPID | walls.CLONE_NEWNS, proc)
         folder = None
     else:
         folder = tempfile.mkdtemp()

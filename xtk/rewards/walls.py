@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import resource
@@ -141,7 +142,7 @@ _REACHING_OUT: dict[str, tuple[int | None, int | None]] = {
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "io_uring_setup": (425, 425),
     "open_by_handle_at": (304, 265), "init_module": (175, 105), "finit_module": (313, 273), "kexec_load": (246, 104),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "pidfd_getfd": (438, 438),
-    "mount_setattr": (442, 442),
+    "mount_setattr": (442, 442), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
 }  # fmt: skip
 # Where no namespace hides the machine: no change of any file, and no signal to anybody.
 _CHANGING: dict[str, tuple[int | None, int | None]] = {
@@ -156,8 +157,7 @@ _CHANGING: dict[str, tuple[int | None, int | None]] = {
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "fork": (57, None), "vfork": (58, None),
     "execve": (59, 221), "execveat": (322, 281), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180),
+    "setpriority": (141, 140),
 }  # fmt: skip
 _OPEN, _OPENAT, _CLONE, _CLONE3, _IOCTL = (2, None), (257, 56), (56, 220), (435, 435), (16, 29)
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
@@ -176,6 +176,20 @@ def filter_calls(alone: bool) -> None:
 
     Raises:
         OSError: the machine has no such filter, or an architecture whose calls are not in the table.
+    """
+    code = filter_program(alone)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    head = struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(buffer))
+    libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    libc("prctl", PR_SET_SECCOMP, 2, head, 0, 0)
+
+
+@functools.cache
+def filter_program(alone: bool) -> bytes:
+    """Return the filter of `filter_calls`, in the kernel's language.
+
+    Raises:
+        OSError: an architecture whose calls are not in the table.
     """
     if platform.machine() not in _ARCHITECTURES:
         raise OSError(f"no table of system calls for {platform.machine()}")
@@ -209,11 +223,7 @@ def filter_calls(alone: bool) -> None:
         refuse_if(_OPENAT[column], 2, _WRITES)
     program.extend([(_EQUAL, 0, 3, _IOCTL[column] or 0), (_LOAD, 0, 0, 24), (_EQUAL, 0, 1, _TIOCSTI)])
     program.extend([(_RETURN, 0, 0, _ERRNO | _EPERM), (_RETURN, 0, 0, _ALLOW)])
-    code = b"".join(struct.pack("HBBI", *step) for step in program)
-    buffer = ctypes.create_string_buffer(code, len(code))
-    head = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
-    libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    libc("prctl", PR_SET_SECCOMP, 2, head, 0, 0)
+    return b"".join(struct.pack("HBBI", *step) for step in program)
 
 
 def descendants(process: int, proc: int) -> list[int]:
