@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from typing import Annotated, Any
 
@@ -19,7 +20,8 @@ def distill(
     cache: Annotated[
         list[str],
         typer.Argument(
-            help="What cache-teacher wrote, one for each teacher (or plain data, for ce alone); - for a pipe.",
+            help="What cache-teacher wrote, one for each teacher; - for a pipe. Or plain data, for ce alone and for "
+            "--teacher.",
             metavar="CACHE...",
         ),
     ],
@@ -46,6 +48,24 @@ def distill(
             metavar="NAME[:KEY=VALUE,...]",
         ),
     ] = None,
+    teacher: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that scores plain data while the student trains, without a cache; repeat it for several. "
+            "Its options are those of cache-teacher: MODEL:top_k=64,dtype=bfloat16,batch_tokens=16384; support, top_p, "
+            "draws, seed, precision, backend, server=URL, and engine.tp_size=2 as its --engine tp_size=2; top_k=all: "
+            "the whole vocabulary.",
+            metavar="MODEL[:KEY=VALUE,...]",
+        ),
+    ] = None,
+    teacher_steps: Annotated[
+        int,
+        typer.Option(
+            help="Of --teacher: steps whose documents it scores at a time, before it leaves the device. More: it comes "
+            "less often, and its signal takes more room in the output's folder; 0: 64, or as many as take 4 GiB.",
+            min=0,
+        ),
+    ] = 0,
     balance: Annotated[
         str,
         typer.Option(
@@ -71,6 +91,10 @@ def distill(
         ),
     ] = "",
     weight_column: options.WeightColumn = "",
+    route_column: Annotated[
+        str,
+        typer.Option(help="Of --teacher and --teachers route: as that of cache-teacher.", metavar="NAME"),
+    ] = "",
     max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
@@ -145,7 +169,7 @@ def distill(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Train a student from teacher caches; interrupted, the same command goes on from the last checkpoint."""
+    """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
     given = dict(locals())
     from pathlib import Path
 
@@ -153,6 +177,7 @@ def distill(
     from xtk.artifacts.hub import local_folder
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
+    from xtk.teachers.live import read_live_teacher
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
@@ -160,7 +185,10 @@ def distill(
     from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
 
-    terminal.set_quiet(quiet)
+    if is_worker():
+        terminal.set_main_process(os.environ.get("RANK", "0") == "0")
+    # One that only starts others looks for mistakes before; they tell the rest.
+    terminal.set_quiet(quiet or (num_processes > 1 and not is_worker()))
     if "-" in (eval_data or []):
         raise typer.BadParameter("--eval-data is read from files, not from the pipe")
     projections = [path for path in projection or [] if path != "auto"]
@@ -173,7 +201,11 @@ def distill(
         tuple(named.get(path, path) for path in cache),
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
-        columns_option(columns, weight=weight_column),
+        columns_option(columns, weight=weight_column, route=route_column),
+        tuple(
+            read_live_teacher(one, long_documents=long_documents, trust_remote_code=trust_remote_code)
+            for one in teacher or []
+        ),
     )
     tokenizer = Tokenizer(places.student)
     recipe = Recipe(

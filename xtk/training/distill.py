@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
@@ -17,7 +18,7 @@ from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
-from xtk.artifacts.teacher_cache import is_cache
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES
@@ -27,6 +28,7 @@ from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
 from xtk.training.combining import Combination, Weighing, read_combination
+from xtk.training.live import LiveSource, blocks_of, read_for
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
@@ -78,25 +80,35 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *local, *places.projections):
+    models = (places.student, *(teacher.request.teacher for teacher in places.teachers))
+    for path in (*models, *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
-    plain = alone and not any(is_cache(cache) for cache in places.caches)
-    combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
+    live = places.teachers
+    plain = alone and not live and not any(is_cache(cache) for cache in places.caches)
+    speakers = 1 if plain else len(live or places.caches)
+    combination = read_combination(recipe.teachers, recipe.teacher_weights, speakers)
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
-    if "weight" in places.columns:
-        raise XtkError(
-            "a cache has the weights of its documents from cache-teacher; --weight-column is for plain data",
-            where=places.caches[0],
-            hint="xtk cache-teacher ... --weight-column " + places.columns["weight"],
-        )
-    teachers = open_teachers(places.caches, places.projections, tokenizer)
+    if live:
+        _check_live(places, alone=alone)
+        corpus = Corpus(list(places.caches), places.columns)
+        documents, sizes = read_for(live, corpus, routed=combination.way == "route")
+    else:
+        _check_caches(places)
+    teachers = open_teachers(places.caches, places.projections, tokenizer, live)
     taken, chosen = take_losses(recipe.losses, teachers)
     _check_balance(recipe, taken)
-    source, names = _combined(combination, teachers)
+    if combination.way == "mixture":
+        _check_mixable(teachers)
+    names = ("mixture",) if combination.way == "mixture" else tuple(teacher.name for teacher in teachers)
+    source = (
+        LiveSource(documents, live, sizes, places.columns, lambda caches, rows: _joined(combination, caches, rows))
+        if live
+        else _of_caches(combination, teachers)
+    )
     if combination.way == "mixture":
         taken = _of_mixture(taken, teachers)
     return Inputs(
@@ -128,15 +140,24 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     return Inputs(TextSource(documents), tokenizer, objectives, identity)
 
 
-def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
-    """Return the documents of all teachers, and how metrics call who speaks about them."""
-    caches, names = [teacher.cache for teacher in teachers], tuple(teacher.name for teacher in teachers)
-    if len(teachers) == 1:
-        return CacheSource(*caches), names
+def _of_caches(combination: Combination, teachers: Sequence[Teacher]) -> Source:
+    """Return the documents of all caches."""
+    caches = [teacher.cache for teacher in teachers if isinstance(teacher.cache, TeacherCache)]
+    if len(caches) == 1:
+        return CacheSource(*caches)
     if combination.way == "route":
-        return CacheSource(*caches, rows=routed(caches, names)), names
-    if combination.way != "mixture":
-        return CacheSource(*caches, rows=matched(caches)), names
+        return CacheSource(*caches, rows=routed(caches, [teacher.name for teacher in teachers]))
+    return _joined(combination, caches, matched(caches))
+
+
+def _joined(combination: Combination, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> Source:
+    """Return the documents of caches, by where each holds them."""
+    if combination.way == "mixture":
+        return MixtureSource(*caches, rows=rows, weights=combination.weights)
+    return CacheSource(*caches, rows=rows)
+
+
+def _check_mixable(teachers: Sequence[Teacher]) -> None:
     first, *others = teachers
     for other in others:
         if other.identity["tokenizer"] != first.identity["tokenizer"]:
@@ -145,7 +166,30 @@ def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[So
                 where=f"{first.place} and {other.place}",
                 hint="--teachers sum, which compares each with the student",
             )
-    return MixtureSource(*caches, rows=matched(caches), weights=combination.weights), ("mixture",)
+
+
+def _check_caches(places: Places) -> None:
+    """Refuse columns that caches have of their own."""
+    for field in ("weight", "route"):
+        if field in places.columns:
+            raise XtkError(
+                f"a cache has the {field}s of its documents from cache-teacher; --{field}-column is for plain data",
+                where=places.caches[0],
+                hint=f"xtk cache-teacher ... --{field}-column {places.columns[field]}",
+            )
+
+
+def _check_live(places: Places, *, alone: bool) -> None:
+    """Refuse live teachers of whom nothing is asked, or beside caches."""
+    if alone:
+        raise XtkError("none of the losses is about a teacher", hint="no --teacher, or --loss auto")
+    for place in places.caches:
+        if is_cache(place):
+            raise XtkError(
+                "--teacher scores plain data, and this is a cache",
+                where=place,
+                hint="the data that the cache was made from; or the cache, without --teacher",
+            )
 
 
 def _of_mixture(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> list[Taken]:
@@ -186,16 +230,17 @@ def _told(one: Taken, names: tuple[str, ...]) -> str:
 
 
 def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]:
-    """Return the fingerprints of caches, and of projections that were named or are needed."""
+    """Return the fingerprints of caches (or of who is in their place), and of projections named or needed."""
     needed = {one.teacher for one in taken if one.rule.ground == "projection"}
     caches = [sha256(canonical_json(teacher.cache.manifest)) for teacher in teachers]
+    kind = "teacher" if any(teacher.live for teacher in teachers) else "cache"
     projections = [
         _fingerprint(teacher.projection) if number in needed or teacher.named_projection else None
         for number, teacher in enumerate(teachers)
     ]
     if len(teachers) == 1:
-        return {"cache": caches[0], "projection": projections[0]}
-    return {"caches": caches, "projections": projections}
+        return {kind: caches[0], "projection": projections[0]}
+    return {f"{kind}s": caches, "projections": projections}
 
 
 def _fingerprint(projection: Projection) -> str:
@@ -289,6 +334,7 @@ def distill(
             output=places.output,
             tokenizer_folder=places.student,
         )
+        run.blocks = blocks_of(inputs.source, run.order, run.steps, recipe.teacher_steps, places.output, accelerator)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         terminal.note(

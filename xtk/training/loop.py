@@ -31,6 +31,7 @@ from xtk.training.checkpoint import (
     save_checkpoint,
 )
 from xtk.training.layout import Layout
+from xtk.training.live import Blocks
 from xtk.training.metrics import MetricsFile, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
 from xtk.training.student import clip
@@ -55,6 +56,7 @@ class Run:
         steps: optimisation steps in all.
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
+        blocks: of steps, before each of which live teachers speak; None: there are none.
     """
 
     accelerator: Any
@@ -70,6 +72,7 @@ class Run:
     steps: int
     output: Path
     tokenizer_folder: Path
+    blocks: Blocks | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +87,8 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
     done, tokens = _resume(run, optimizer)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
-    batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
     meter = _Meter(run, tokens)
+    batches = _batches(run, range(done, run.steps), meter)
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
@@ -96,7 +99,9 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
-                record |= meter.read()
+                record |= meter.read() | (
+                    {} if run.blocks is None else {"teacher_seconds": round(run.blocks.seconds, 3)}
+                )
             if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
                 with meter.paused():
                     record["eval_bits_per_byte"] = _evaluate(run)
@@ -179,6 +184,17 @@ def _optimizer(parameters: Sequence[nn.Parameter], recipe: Recipe) -> torch.opti
         key = (decay, getattr(parameter, "device_mesh", None))
         groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
+
+
+def _batches(run: Run, steps: range, meter: _Meter) -> Iterator[list[MicroBatch]]:
+    """Yield what each step takes, made ahead; what live teachers take is no training."""
+    blocks = iter([steps]) if run.blocks is None else run.blocks(steps)
+    while True:
+        with meter.paused():
+            block = next(blocks, None)
+        if block is None:
+            return
+        yield from ahead(lambda step: _micro_batches(run, step), block)
 
 
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:

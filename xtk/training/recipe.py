@@ -11,6 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
+from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -19,7 +20,7 @@ BALANCES = ("none", "ce")
 COMBINING = ("teachers", "teacher_weights", "balance")
 # How the work is cut, which does not change the result.
 SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
-           "max_batch_tokens", "parallel", "fsdp_offload")  # fmt: skip
+           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Recipe:
         max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
         parallel: how processes share the work: `fsdp=2,tp=2`.
         fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
+        teacher_steps: steps whose documents live teachers score at a time; 0: as many as fit.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
     """
 
@@ -67,6 +69,7 @@ class Recipe:
     max_batch_tokens: int = 0
     parallel: str = ""
     fsdp_offload: bool = False
+    teacher_steps: int = 0
     balance: str = "none"
 
     def __post_init__(self) -> None:
@@ -97,6 +100,8 @@ class Recipe:
                 )
         if self.max_batch_tokens < 0:
             raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
+        if self.teacher_steps < 0:
+            raise XtkError(f"--teacher-steps is {self.teacher_steps}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
@@ -161,10 +166,11 @@ class Places:
 
     Attributes:
         student: a local model folder.
-        caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
+        caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher and for live ones.
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
         columns: names of the columns of plain data.
+        teachers: who score the data while the student trains, in the place of caches.
     """
 
     student: Path
@@ -172,3 +178,4 @@ class Places:
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
+    teachers: tuple[LiveTeacher, ...] = ()
