@@ -199,7 +199,7 @@ def distill(
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
     # One that only starts others looks for mistakes before; they tell the rest.
-    terminal.set_quiet(quiet or (num_processes > 1 and not is_worker()))
+    terminal.set_quiet(quiet or (num_processes * num_machines > 1 and not is_worker()))
     if "-" in (eval_data or []):
         raise typer.BadParameter("--eval-data is read from files, not from the pipe")
     projections = [path for path in projection or [] if path != "auto"]

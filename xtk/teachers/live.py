@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from xtk.artifacts.codecs import codec_of
@@ -128,11 +129,11 @@ class LiveTeacher:
         support = self.request.support
         if support.sets:
             support = replace(support, seed=support.seed + epoch)
-        options = {**self.request.backend_options, "longest": whole.longest}
-        request = replace(self.request, support=support, backend_options=options)
+        request = replace(self.request, support=support)
         ranks = ranks_for(request, self.teacher, plan)
         header = cache_header(request, self.teacher, plan, ranks)
-        return Work(request, block, place, self._dealing, plan, header, ranks)
+        opening = replace(request, backend_options={**request.backend_options, "longest": whole.longest})
+        return Work(opening, block, place, self._dealing, plan, header, ranks)
 
     def fill(self, work: Work, numbers: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Write shards; as `xtk.teachers.caching.fill`."""
@@ -155,7 +156,9 @@ class LiveTeacher:
         rest = None if self._opened is None else getattr(self._opened[1], "rest", None)
         if rest is not None and not rest():
             self._opened = None
-        gc.collect()
+            gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     def _whole(self) -> Plan:
         if self._plan is None:

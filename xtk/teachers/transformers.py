@@ -114,9 +114,7 @@ class TransformersTeacher:
         """
         if self._run is not self._cut or self._placed:
             return False
-        if self.device.type != "cpu":
-            self.model.to("cpu")
-            torch.cuda.empty_cache()
+        self.model.to("cpu")
         return True
 
     def wake(self) -> None:
