@@ -21,7 +21,7 @@ from xtk.models.causal_lm import quieten_transformers
 from xtk.training.metrics import read_metrics
 
 TIMES = 3
-DOCUMENTS, BATCH = 96, 8
+DOCUMENTS, BATCH = 48, 8
 
 
 def make_models(folder: Path) -> float:
