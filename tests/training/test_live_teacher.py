@@ -54,7 +54,7 @@ def cached(teacher: LiveTeacher, data: Path, folder: Path, **columns: str) -> Pa
 def live_inputs(
     student: Path, data: Path, models: list[LiveTeacher], columns: dict[str, str] | None = None, **options: str
 ) -> Inputs:
-    places = Places(student, (str(data),), (), Path("nowhere"), columns or {}, tuple(models))
+    places = Places(student, (str(data),), (), Path("nowhere"), columns or {}, teachers=tuple(models))
     return open_inputs(places, recipe_of(["byte-kl"], **options), Tokenizer(student))
 
 
@@ -303,7 +303,7 @@ def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path
     teacher = live(pair.teacher)
     with pytest.raises(XtkError, match="--teacher scores plain data, and this is a cache"):
         live_inputs(pair.student, cache, [teacher])
-    places = Places(pair.student, (str(corpus),), (), tmp_path, {}, (teacher,))
+    places = Places(pair.student, (str(corpus),), (), tmp_path, teachers=(teacher,))
     with pytest.raises(XtkError, match="none of the losses is about a teacher"):
         open_inputs(places, recipe_of(["ce"]), Tokenizer(pair.student))
     with pytest.raises(Mismatch, match="the student's own tokenizer"):
