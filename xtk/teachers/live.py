@@ -260,6 +260,7 @@ def read_together(
     Raises:
         XtkError: the data is empty or too long for one of them, or holds tokens of one and there are others.
     """
+    several = len({teacher.teacher.fingerprint for teacher in teachers}) > 1
     while True:
         inputs, sizes = set(), []
         reading = corpus
@@ -268,18 +269,16 @@ def read_together(
             inputs.add(teacher.header["data"]["documents"])
             sizes.append(lengths)
             reading = HeldCorpus(documents, corpus.sources, corpus.columns)
-        fingerprint = Fingerprint()
-        for document in documents:
-            fingerprint.add(document)
-        if inputs == {str(fingerprint)}:
-            break
-        corpus, who = reading, ""
-    if len({teacher.teacher.fingerprint for teacher in teachers}) > 1:
-        for document in documents:
-            if document.teacher_tokens is not None or document.given_ids is not None:
+            # Each would spell them its own way, without an end.
+            if several and any(one.teacher_tokens is not None or one.given_ids is not None for one in documents):
                 raise XtkError(
                     "the data holds tokens of one teacher, and there are several tokenizers",
                     where=corpus.name,
                     hint="text or messages instead of input_ids and given_ids",
                 )
-    return documents, np.stack(sizes)
+        fingerprint = Fingerprint()
+        for document in documents:
+            fingerprint.add(document)
+        if inputs == {str(fingerprint)}:
+            return documents, np.stack(sizes)
+        corpus, who = reading, ""
