@@ -130,14 +130,28 @@ def distill(
     save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
     save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
     eval_data: Annotated[
-        list[str] | None, typer.Option(help="Held-out data: its bits per byte are logged.", metavar="DATA")
+        list[str] | None,
+        typer.Option(
+            help="Held-out data: its bits per byte and its ce are logged. Or caches of it, one for each teacher: then "
+            "all losses, and how often the student's likeliest token is the teacher's.",
+            metavar="DATA|CACHE",
+        ),
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
+    eval_on_start: Annotated[bool, typer.Option("--eval-on-start", help="Evaluate before the first step too.")] = False,
     columns: options.Columns = "",
     report_to: Annotated[
         list[str] | None,
-        typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
+        typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
     ] = None,
+    dataloader_num_workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. "
+            "More memory, for runs that wait for data (waiting, in metrics.jsonl).",
+            min=0,
+        ),
+    ] = 0,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
@@ -151,6 +165,7 @@ def distill(
 
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.teacher_cache import is_cache
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
     from xtk.tokens.tokenizer import Tokenizer
@@ -174,6 +189,7 @@ def distill(
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
         columns_option(columns, weight=weight_column),
+        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
     )
     tokenizer = Tokenizer(places.student)
     recipe = Recipe(
@@ -182,9 +198,11 @@ def distill(
     reporting = Reporting(
         **_own(Reporting, given)
         | {
-            "report_to": tuple(report_to or ()),
+            "report_to": tuple(name.strip() for names in report_to or [] for name in names.split(",")),
             # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
+            "eval_documents": tuple(Corpus(eval_data, columns_option(columns)))
+            if eval_data and not places.eval_caches
+            else (),
         }
     )
     read_layout(recipe.parallel, world_size() if is_worker() else num_processes)

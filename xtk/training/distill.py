@@ -34,9 +34,11 @@ from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
 if TYPE_CHECKING:
     from xtk.models.causal_lm import Cut
+    from xtk.training.held_out import HeldOut
     from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
+TRACKERS = "trackers"
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Inputs:
         teachers: how metrics call them.
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
+        held_out: what the student is asked about held-out documents of caches; None: there are none.
     """
 
     source: Source
@@ -60,6 +63,7 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
+    held_out: HeldOut | None = None
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
         """Return what makes micro-batches.
@@ -85,6 +89,11 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
+    if plain and places.eval_caches:
+        raise XtkError(
+            "held-out caches are for losses that are about teachers", where=places.eval_caches[0],
+            hint="--eval-data with the documents themselves",
+        )  # fmt: skip
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
     if "weight" in places.columns:
@@ -99,15 +108,62 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     source, names = _combined(combination, teachers)
     if combination.way == "mixture":
         taken = _of_mixture(taken, teachers)
+    objectives = tuple(_objective(one, combination, teachers, names) for one in taken)
+    held_out = None
+    if places.eval_caches:
+        held_out = _held_out(places, combination, teachers, taken, objectives, tokenizer)
     return Inputs(
         source,
         tokenizer,
-        tuple(_objective(one, combination, teachers, names) for one in taken),
+        objectives,
         {"losses": [_told(one, names) for one in taken], "inputs": {"student": student, **_read(taken, teachers)}},
         names,
         combination.weighing,
         chosen,
+        held_out,
     )
+
+
+def _held_out(
+    places: Places,
+    combination: Combination,
+    teachers: Sequence[Teacher],
+    taken: Sequence[Taken],
+    objectives: tuple[Objective, ...],
+    tokenizer: Tokenizer,
+) -> HeldOut:
+    """Open the caches of held-out documents: one of each teacher, in their order.
+
+    Raises:
+        XtkError: they are of other teachers, or a loss cannot be computed from one.
+    """
+    from xtk.training.held_out import HeldOut
+
+    if len(places.eval_caches) != len(teachers):
+        raise XtkError(
+            f"there are {len(places.eval_caches)} held-out caches of {len(teachers)} teachers",
+            where="--eval-data " + ", ".join(places.eval_caches),
+            hint="one for each, in the order of the caches to train from",
+        )
+    held = open_teachers(places.eval_caches, (), tokenizer)
+    for ours, theirs in zip(teachers, held, strict=True):
+        if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "width")):
+            raise Mismatch(
+                "a held-out cache is of another teacher, with another vocabulary",
+                where=f"{theirs.place} is from {theirs.name}; {ours.place} from {ours.name}",
+                hint="xtk cache-teacher with the same teacher; caches in the same order",
+            )
+    for number, theirs in enumerate(held):
+        refusals = [theirs.refusal(one.loss) for one in taken if one.teacher == number]
+        if refusal := next(filter(None, refusals), None):
+            raise refusal
+    source, names = _combined(combination, held)
+    by_name = names if combination.way == "mixture" else tuple(teacher.name for teacher in teachers)
+    meetings = tuple(
+        ours.meeting({one.rule.ground for one in taken if one.teacher == number}) if theirs.tells_likeliest else None
+        for number, (ours, theirs) in enumerate(zip(teachers, held, strict=True))
+    )
+    return HeldOut(source, objectives, by_name, combination.weighing, meetings[: len(names)])
 
 
 def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
@@ -227,26 +283,23 @@ def distill(
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs, set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
     from xtk.training.loop import Run, train
     from xtk.training.student import shared
+    from xtk.training.trackers import check_trackers, start_trackers
 
     quieten_transformers()
-    for name in reporting.report_to:
-        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
-            raise XtkError(
-                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
-            )
+    check_trackers(reporting.report_to)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / "trackers") if reporting.report_to else None,
+        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
         # The others wait while the first process evaluates and saves.
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
     )
@@ -269,11 +322,17 @@ def distill(
             begin_run(places.output, identity, force=force)
         accelerator.wait_for_everyone()
         if reporting.report_to:
-            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+            start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
         packed = recipe.packing and cut.pack()
         if recipe.packing and not packed:
             terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        packing = layout.multiple if packed else 0
+        asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
+        evaluation = None
+        if len(asked.source):
+            context = context_length(cut.model.config)
+            evaluation = Evaluation(asked, trained, inputs.tokenizer, context, packing, layout, accelerator.device)
         run = Run(
             accelerator=accelerator,
             layout=layout,
@@ -281,13 +340,14 @@ def distill(
             model=trained,
             parameters=parameters,
             tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            maker=inputs.maker(limit, packing),
             order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
             recipe=recipe,
             reporting=reporting,
             steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
+            evaluation=evaluation,
         )
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")

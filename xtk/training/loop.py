@@ -16,11 +16,9 @@ from torch import nn
 from xtk import terminal
 from xtk.artifacts.files import read_json
 from xtk.errors import XtkError
-from xtk.evaluation.bits import bits_per_byte
-from xtk.models.attention import Row
 from xtk.models.causal_lm import Cut
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
+from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.checkpoint import (
     DONE,
     METRICS,
@@ -30,10 +28,12 @@ from xtk.training.checkpoint import (
     remove_old_checkpoints,
     save_checkpoint,
 )
+from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
-from xtk.training.metrics import MetricsFile, last_values, metric
+from xtk.training.loader import StepBatches, made_ahead
+from xtk.training.metrics import MetricsFile, highest_memory, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
-from xtk.training.student import clip
+from xtk.training.student import clip, read_student
 from xtk.training.whole_step import WholeStep
 
 
@@ -55,6 +55,7 @@ class Run:
         steps: optimisation steps in all.
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
+        evaluation: of held-out documents; None: there are none.
     """
 
     accelerator: Any
@@ -70,6 +71,7 @@ class Run:
     steps: int
     output: Path
     tokenizer_folder: Path
+    evaluation: Evaluation | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -84,8 +86,11 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
     done, tokens = _resume(run, optimizer)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
-    batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
     meter = _Meter(run, tokens)
+    batches = meter.waited_for(made_ahead(_maker(run), range(done, run.steps), run.reporting.dataloader_num_workers))
+    if run.evaluation is not None and run.reporting.eval_on_start and not done:
+        with meter.paused():
+            _log(run, metrics, {"step": 0, **run.evaluation()})
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
@@ -97,17 +102,16 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read()
-            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
+            if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
                 with meter.paused():
-                    record["eval_bits_per_byte"] = _evaluate(run)
-            if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
-                metrics.write(record)
-                accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
+                    record |= run.evaluation()
+            if "tokens_per_second" in record or "eval_bits_per_byte" in record:
+                _log(run, metrics, record)
             if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
                 with meter.paused():
                     _save(run, optimizer, step + 1, meter.total())
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
+            progress.advance(1, f"{shown}  {meter.told}")
     accelerator.wait_for_everyone()
     content = {"kind": "student", "steps": run.steps, "recipe": identity, "metrics": last_values(run.output / METRICS)}
     if accelerator.is_main_process:
@@ -156,16 +160,12 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
             terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-            row = None
-            if batch.lengths is not None:
-                group = layout.group("cp") if layout.cp > 1 else None
-                row = Row(batch.lengths, group, layout.cp, layout.rank("cp"))
             # Weights that are shared out are gathered and given back each pass, gradients with them.
             with contextlib.nullcontext() if last or layout.sharded else accelerator.no_sync(run.model):
-                total, parts = run.model(torch.from_numpy(batch.input_ids).to(device), batch.places, terms, row)
+                total, parts = read_student(run.model, batch, terms, layout, device)
                 if backward:
                     # Gradients are averaged over copies, and the scales are already those of the whole step.
-                    (total * layout.copies).backward()
+                    torch.autograd.backward(total * layout.copies)
             sums += parts.double()
     reduced: list[float] = layout.add(sums, "copies").tolist()
     return reduced
@@ -181,13 +181,23 @@ def _optimizer(parameters: Sequence[nn.Parameter], recipe: Recipe) -> torch.opti
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 
+def _maker(run: Run) -> StepBatches:
+    """Return what makes the micro-batches of this process."""
+    recipe, layout = run.recipe, run.layout
+    return StepBatches(run.maker, run.order, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
+                       layout.data_rank, layout.data_ranks)  # fmt: skip
+
+
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
-    layout, draw, most = run.layout, run.order.epoch(step), run.recipe.max_batch_tokens
-    if most:
-        numbers = run.order.dealt(step, layout.data_rank, layout.data_ranks)
-        return run.maker.within(numbers, most, draw) or [run.maker.make([], draw)]
-    shares = run.order.share(step, layout.data_rank, layout.data_ranks, run.recipe.per_device_train_batch_size)
-    return [run.maker.make(numbers, draw) for numbers in shares]
+    return _maker(run)(step)
+
+
+def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
+    """Write a record to the file of metrics, and to trackers; the first process has both."""
+    if metrics is not None:
+        metrics.write(record)
+        values = {key: value for key, value in record.items() if key != "step"}
+        run.accelerator.log(values, step=record["step"])
 
 
 def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
@@ -213,14 +223,6 @@ def _save(run: Run, optimizer: torch.optim.Optimizer, step: int, tokens: int) ->
     accelerator.wait_for_everyone()
 
 
-def _evaluate(run: Run) -> float:
-    """Return held-out bits per byte, computed by the first process while the others wait."""
-    value = torch.zeros(1, dtype=torch.float64, device=run.accelerator.device)
-    if run.accelerator.is_main_process:
-        value[0] = bits_per_byte(run.cut, run.tokenizer, run.reporting.eval_documents).bits_per_byte
-    return float(run.accelerator.reduce(value, "sum"))
-
-
 def _due(step: int, every: int, last: bool) -> bool:
     return last or (every > 0 and step % every == 0)
 
@@ -240,7 +242,16 @@ class _Meter:
         self._unaligned = np.zeros((len(self._teachers), 2))
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
-        self.rate = 0.0
+        self._waited = 0.0
+        self.told = ""
+
+    def waited_for(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """Yield batches, and count the time until each is there."""
+        started = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - started
+            yield batch
+            started = time.monotonic()
 
     def count(self, batches: list[MicroBatch]) -> None:
         """Count what a step took."""
@@ -265,17 +276,22 @@ class _Meter:
         counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
         tokens, silent, *unaligned = self._layout.add(counts.to(self._device), "data").tolist()
         now = time.monotonic()
-        self.rate = tokens / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        waiting = min(1.0, self._layout.highest(round(1e6 * self._waited), self._device) / 1e6 / seconds)
+        memory = self._layout.highest(highest_memory(self._device), self._device) / 2**30
+        self.told = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  waiting {waiting:.1%}"
         self._all_tokens += int(tokens)
-        self._tokens = 0
+        self._tokens, self._waited = 0, 0.0
         self._unaligned[:] = 0
         self._since = now
         if silent:
             terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
         return {
             "tokens": self._all_tokens,
-            "tokens_per_second": round(self.rate, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
             "seconds": round(now - self._begun, 3),
+            "waiting": round(waiting, 6),
+            "memory": round(memory, 3),
             **{
                 metric("unaligned", name, self._teachers): round(missed / max(rows, 1), 6)
                 for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)

@@ -143,8 +143,10 @@ class Reporting:
         save_steps: steps between two checkpoints; 0: none.
         save_total_limit: checkpoints kept.
         report_to: names of trackers that Accelerate knows.
-        eval_documents: held-out documents, read before the start; without any there is no evaluation.
+        eval_documents: held-out documents of plain data, read before the start. Caches are among the inputs.
         eval_steps: steps between two evaluations.
+        eval_on_start: evaluate before the first step too.
+        dataloader_num_workers: processes that make batches ahead; 0: a thread does.
     """
 
     logging_steps: int = 10
@@ -153,6 +155,8 @@ class Reporting:
     report_to: tuple[str, ...] = ()
     eval_documents: tuple[Document, ...] = ()
     eval_steps: int = 0
+    eval_on_start: bool = False
+    dataloader_num_workers: int = 0
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,7 @@ class Places:
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
         columns: names of the columns of plain data.
+        eval_caches: of the same teachers on held-out documents, each a folder or a URL.
     """
 
     student: Path
@@ -172,3 +177,4 @@ class Places:
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
+    eval_caches: tuple[str, ...] = ()
