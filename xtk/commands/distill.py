@@ -153,6 +153,17 @@ def distill(
         ),
     ] = 0,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
+    num_machines: Annotated[
+        int,
+        typer.Option(help="Machines that run the same command, each with so many processes, and share folders.", min=1),
+    ] = 1,
+    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    main_process_ip: Annotated[
+        str, typer.Option(help="The address of the first of several machines.", metavar="ADDRESS")
+    ] = "",
+    main_process_port: Annotated[
+        int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
+    ] = 29500,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -171,7 +182,7 @@ def distill(
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
-    from xtk.training.launch import is_worker, launch, world_size
+    from xtk.training.launch import Machines, is_worker, launch, world_size
     from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
 
@@ -205,12 +216,14 @@ def distill(
             else (),
         }
     )
-    read_layout(recipe.parallel, world_size() if is_worker() else num_processes)
+    machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
+    processes = num_processes * num_machines
+    read_layout(recipe.parallel, world_size() if is_worker() else processes)
     inputs = open_inputs(places, recipe, tokenizer)
     if is_worker():
         die_with()
-    elif num_processes > 1:
-        launch(num_processes, _for_workers(sys.argv[1:], piped))
+    elif processes > 1:
+        launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
     content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
     terminal.result_artifact(

@@ -35,12 +35,14 @@ class Row:
         group: torch's process group, whose ranks share the row; None: this process has all of it.
         ranks: how many share it; the row is a multiple of `2 * ranks` long.
         rank: which of them this process is.
+        windows: the windows with which layers looked at it, once they did.
     """
 
     lengths: tuple[int, ...]
     group: Any = None
     ranks: int = 1
     rank: int = 0
+    windows: set[int | None] = field(default_factory=set, init=False, repr=False, compare=False)
     _segments: list[tuple[int, int, int, int]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @property
@@ -97,30 +99,33 @@ def attention(
 
     Args:
         module: the layer.
-        query: [1, heads, T, D], of the tokens that are held here.
+        query: [1, heads, T, D], of the tokens that are held here; without `row` [B, heads, T, D], whole documents.
         key: [1, key-value heads, T, D].
         value: [1, key-value heads, T, D].
         attention_mask: None, as transformers makes none for an attention that it does not know.
         dropout: of attention weights.
         scaling: of their logits.
         sliding_window: how many tokens back, with itself, a token looks; None: all of its document.
-        row: the documents.
+        row: the documents; None: each has a row of its own, padded on the right.
         others: what else the layer hands on.
 
     Returns:
-        [1, T, heads, D], and None.
+        [B, T, heads, D], and None.
 
     Raises:
-        NotThisAttention: the layer asks for more than this, or did not get `row` from its model.
+        NotThisAttention: the layer asks for more than this.
     """
     more = sorted(name for name, wanted in others.items() if wanted is not None and name not in _HARMLESS)
-    if row is None or attention_mask is not None or more or not getattr(module, "is_causal", True):
+    if attention_mask is not None or more or not getattr(module, "is_causal", True):
         raise NotThisAttention(f"this model's attention is more than causal attention ({', '.join(more) or 'a mask'})")
     groups = query.shape[1] // key.shape[1]
-    if row.ranks > 1:
+    if row is not None and row.ranks > 1:
         key, value = _gathered(torch.stack([key, value]), row)
     if groups > 1:
         key, value = (some.repeat_interleave(groups, dim=1) for some in (key, value))
+    if row is None:
+        return _within(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
+    row.windows.add(sliding_window)
     found = [
         _within(query[:, :, first:past], key[:, :, start:stop], value[:, :, start:stop], dropout, scaling,
                 sliding_window)

@@ -251,9 +251,13 @@ class Cut(nn.Module):
         if self._packing is None:
             own, training = self._inner.config._attn_implementation, self.model.training
             self.model.eval()
+            attention.register()
+            ids = torch.arange(1, 13, device=self.model.device)
+            ids = ids.remainder(self.model.get_input_embeddings().weight.shape[0])[None]
+            alone = torch.cat([self(ids[:, :5]), self(ids[:, 5:])], dim=1)
             for packing in (attention.NAME, own):
                 self._packing = packing
-                if self._is_packed():
+                if self._is_packed(ids, alone):
                     break
                 self._packing = None
             self.model.set_attn_implementation(own if self._packing is None else self._packing)
@@ -265,27 +269,21 @@ class Cut(nn.Module):
         """Whether several processes can share a row, once `pack` was called: attention is by document, and is ours."""
         return self._packing == attention.NAME
 
-    def _is_packed(self) -> bool:
-        """Say whether two documents in one row are read as they are alone."""
-        configuration = self._inner.config.get_text_config()
-        if self._packing == attention.NAME:
-            looks_back = [module for module in self.model.modules() if getattr(module, "sliding_window", None)]
-            if getattr(configuration, "attention_chunk_size", None) or (
-                getattr(configuration, "sliding_window", None) and not looks_back
-            ):
-                return False
+    def _is_packed(self, ids: Tensor, alone: Tensor) -> bool:
+        """Say whether two documents, of 5 and of 7 tokens, are read in one row as they are alone."""
         row = Row((5, 7))
-        ids = torch.arange(1, row.size + 1, device=self.model.device)
-        ids = ids.remainder(self.model.get_input_embeddings().weight.shape[0])[None]
         try:
-            alone = [self(ids[:, :5]), self(ids[:, 5:])]
-            if self._packing == attention.NAME:
-                attention.register()
             self.model.set_attn_implementation(self._packing)
             together = self(ids, row)
         except (XtkError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError):
             return False
-        return _near(together, torch.cat(alone, dim=1))
+        configuration = self._inner.config.get_text_config()
+        if self._packing == attention.NAME and (
+            getattr(configuration, "attention_chunk_size", None)
+            or (getattr(configuration, "sliding_window", None) and row.windows == {None})
+        ):
+            return False  # layers look back less far than they say
+        return _near(together, alone)
 
     def forward(self, input_ids: Tensor, row: Row | None = None) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).

@@ -1,0 +1,111 @@
+"""Rows of documents without padding against padded batches: GSM8K, the same documents, forward and backward.
+
+    python tests/benchmarks/bench_packing.py [--documents 16 32 64] [--rounds 5]
+
+A Llama of 8 layers, H = 512, V = 4,096, that learns cross-entropy; Llama 3's tokens, folded into so many. Batches of
+documents as they come, as a collator pads them; and the same documents in order of their length, cut into passes of 8,
+as `distill --no-packing` takes them. In turns, medians of ratios of one round each; on a CPU seconds of the processor in
+one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from common import gsm8k, real_data, report
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from xtk.lookup import lookup
+from xtk.losses import LOSSES, parse_losses
+from xtk.models.attention import Row
+from xtk.models.causal_lm import Cut
+from xtk.tokens.document import Document
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import BatchMaker, MicroBatch, Objective
+from xtk.training.sources import TextSource
+from xtk.training.student import Student
+
+V = 4096
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def clock() -> float:
+    """Return seconds."""
+    if DEVICE.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def step_of(student: Student, batches: list[MicroBatch]) -> Callable[[], None]:
+    """Return forward and backward passes of micro-batches."""
+
+    def step() -> None:
+        student.zero_grad(set_to_none=True)
+        for batch in batches:
+            terms = [
+                dataclasses.replace(term.to(DEVICE, 1 / term.items), tokens=(term.tokens % V).to(DEVICE))
+                for term in batch.terms
+            ]
+            row = None if batch.lengths is None else Row(batch.lengths)
+            ids = torch.from_numpy(batch.input_ids % V).to(DEVICE)
+            student(ids, batch.places, terms, row)[0].backward()
+
+    return step
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--documents", type=int, nargs="+", default=[16, 32, 64])
+    parser.add_argument("--rounds", type=int, default=5)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tokenizer = Tokenizer(real_data() / "tokenizers" / "llama3")
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=V, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, **heads)
+    )
+    cut = Cut(model.to(DEVICE))
+    assert cut.pack()
+    student = Student(cut)
+    rule = lookup(LOSSES, "ce", "loss")()
+    objective = Objective(rule, parse_losses(["ce"])[0].divergence(), None, "ce")
+    rows = []
+    for count in chosen.documents:
+        source = TextSource([Document.of_text(text) for text in gsm8k(count)])
+        numbers = list(range(count))
+        longest_first = sorted(numbers, key=lambda number: -len(source.document(number).text.encode()))
+        packed, padded = (BatchMaker(source, tokenizer, [objective], None, packing=packing) for packing in (1, 0))
+        works = {
+            "packed": [packed.make(numbers)],
+            "padded": [padded.make(numbers)],
+            "in passes of 8": [padded.make(longest_first[at : at + 8]) for at in range(0, count, 8)],
+        }
+        tokens = {sum(batch.tokens for batch in batches) for batches in works.values()}
+        assert len(tokens) == 1
+        seconds: dict[str, list[float]] = {name: [] for name in works}
+        for number in range(chosen.rounds + 1):
+            for name, batches in works.items():
+                started = clock()
+                step_of(student, batches)()
+                if number:
+                    seconds[name].append(clock() - started)
+        for name, reach in (("padded", "1.8 x"), ("in passes of 8", "")):
+            ratios = [other / one for one, other in zip(seconds["packed"], seconds[name], strict=True)]
+            cells = sum(batch.input_ids.size for batch in works[name]) / tokens.copy().pop()
+            told = f"{statistics.median(ratios):.2f} x tokens/s ({cells:.2f} positions a token)"
+            rows.append((f"{count} documents in a row over {name}", told, reach))
+    rate = statistics.median(seconds["packed"])
+    rows.append(("packed", f"{tokens.pop() / rate:,.0f} tokens/s", ""))
+    report(__file__, [("device", f"{DEVICE.type}, {torch.get_num_threads()} threads", ""), *rows])
+
+
+if __name__ == "__main__":
+    main()
