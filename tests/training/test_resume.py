@@ -26,8 +26,8 @@ from xtk.training.metrics import MetricsFile, read_metrics
 from xtk.training.recipe import Recipe
 
 STEPS = 24
-REPORTED = {"step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds",
-            "unaligned"}  # fmt: skip
+REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
+            "seconds", "unaligned", "waiting", "memory"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def stop_at_a_checkpoint(arguments: list[object], output: Path, how: int, *extra
 
 def told(folder: Path) -> list[dict[str, object]]:
     """The metrics without clocks."""
-    clocks = {"tokens_per_second", "seconds"}
+    clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
     return [
         {key: value for key, value in line.items() if key not in clocks}
         for line in read_metrics(folder / "metrics.jsonl")
