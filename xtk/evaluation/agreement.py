@@ -76,7 +76,7 @@ class ByImage:
         return cls(images)
 
     def agree(self, students: NDArray[np.int64], teachers: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return bool [n]; rows of the student's head above its tokens are nobody's."""
+        """Return bool [n]; rows of the student's head that have no image are nobody's."""
         known = students < len(self.images)
         found: NDArray[np.bool_] = known & (self.images[np.where(known, students, 0)] == teachers) & (teachers >= 0)
         return found

@@ -193,7 +193,10 @@ def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
 
 
 def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
-    """Write a record to the file of metrics, and to trackers; the first process has both."""
+    """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
+    found = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith("eval_")]
+    if found:
+        terminal.note(f"distill: step {record['step']}: {'  '.join(found)}")
     if metrics is not None:
         metrics.write(record)
         values = {key: value for key, value in record.items() if key != "step"}

@@ -140,7 +140,7 @@ class Teacher:
             grounds: of the losses that are about it: without a projection that is named or needed, none is made.
         """
         if self.has_students_tokenizer:
-            return ByImage(np.arange(len(self.student), dtype=np.int32))
+            return ByImage(np.arange(max(self.student.width, int(self.identity["width"])), dtype=np.int32))
         if self.named_projection is not None or "projection" in grounds:
             return ByImage.of(self.projection)
         return BySpelling.of(self.student, self.tokenizer)
