@@ -25,7 +25,12 @@ from xtk.training.distill import open_inputs
 from xtk.training.recipe import Places, Recipe
 
 TIMES = 3
-LOSSES = {"ce": (), "ce and p-kl": ("--loss", "p-kl"), "ce and boundary-kl": ("--loss", "boundary-kl")}
+LOSSES = {
+    "ce": (),
+    "ce and p-kl": ("--loss", "p-kl"),
+    "ce and boundary-kl": ("--loss", "boundary-kl"),
+    "ce and byte-kl": ("--loss", "byte-kl"),
+}
 
 
 def xtk(*arguments: str) -> None:

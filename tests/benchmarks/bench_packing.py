@@ -4,7 +4,7 @@
 
 A Llama of 8 layers, H = 512, V = 4,096, that learns cross-entropy; Llama 3's tokens, folded into so many. Batches of
 documents as they come, as a collator pads them; and the same documents in order of their length, cut into passes of 8,
-as `distill --no-packing` takes them. In turns, medians of ratios of one round each; on a CPU seconds of the processor in
+as `distill --no-packing` takes them. In turns, medians of ratios of one round each; on a CPU seconds of the processor,
 one thread.
 """
 

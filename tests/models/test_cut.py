@@ -7,7 +7,6 @@ import warnings
 from typing import Any
 
 import material
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -23,10 +22,9 @@ from transformers import (
     LlamaConfig,
     PhiConfig,
 )
+from whole_model import assert_as_the_whole_model, cells_of, plain
 
 from xtk.errors import XtkError
-from xtk.losses.cells import Cells
-from xtk.losses.divergences import ForwardKL, ReverseKL
 from xtk.losses.head import Term, fused_loss
 from xtk.models.causal_lm import Cut, check_rows
 from xtk.models.head import LogitsOfRows
@@ -83,55 +81,12 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Any:
     return model.eval()
 
 
-def cells_of(rows: int, reverse: bool) -> Cells:
-    """Of each row three tokens and what is left."""
-    draw = np.random.default_rng(0)
-    return Cells(
-        cell_offsets=np.arange(0, 3 * rows + 1, 3),
-        entry_offsets=np.arange(3 * rows + 1),
-        teacher_probs=draw.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
-        rows=np.repeat(np.arange(rows, dtype=np.int32), 3),
-        tokens=np.concatenate([draw.choice(V, 3, replace=False) for _ in range(rows)]).astype(np.int32),
-        log_weights=np.zeros(3 * rows, np.float32),
-        divergence=ReverseKL() if reverse else ForwardKL(),
-    )
-
-
-def plain(cells: Cells, logits: Tensor) -> Tensor:
-    probs = torch.softmax(logits, 1)[cells.rows.reshape(-1, 3), cells.tokens.reshape(-1, 3)]
-    said = torch.from_numpy(cells.teacher_probs).to(probs.dtype).reshape(-1, 3)
-    s, t = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (probs, said))
-    if isinstance(cells.divergence, ReverseKL):
-        return (s * (s / t).log()).sum()
-    return (t * (t / s).log()).sum()
-
-
-def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-
-
 @pytest.mark.parametrize("kind", [*CONFIGURATIONS, *LORA])
 def test_losses_and_gradients_are_those_of_the_whole_model(kind):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = model_of(kind, dtype)
-        ids = torch.randint(3, V, (2, T), generator=torch.Generator().manual_seed(1))
-        places = torch.arange(2 * T)[torch.arange(2 * T) % T != T - 1]
-        cells = [cells_of(len(places), reverse) for reverse in (False, True)]
-        terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
-        student = Student(Cut(model))
-        assert student.cut.head.weight is not None
-        found, _ = student(ids, places.numpy(), terms)
-        ours = gradients_of(model, found)
-        logits = model(input_ids=ids).logits.flatten(0, 1)[places]
-        expected = 0.5 * plain(cells[0], logits) + 0.25 * plain(cells[1], logits)
-        theirs = gradients_of(model, expected)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        assert ours.keys() == theirs.keys()
-        for name, gradient in theirs.items():
-            scale = max(float(gradient.abs().max()), 1e-3)
-            torch.testing.assert_close(ours[name], gradient, rtol=tolerance, atol=tolerance * scale, msg=name)
+        assert Cut(model).head.weight is not None
+        assert_as_the_whole_model(model, tolerance)
 
 
 @pytest.mark.parametrize("kind", [*CONFIGURATIONS, *LORA])
@@ -150,7 +105,7 @@ def test_only_what_is_trained_has_a_gradient():
     model = model_of("LoRA on the head")
     head = Cut(model).head
     states = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    fused_loss(states, head, [Term.of(cells_of(4, False)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
+    fused_loss(states, head, [Term.of(cells_of(4, V)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
     assert head.weight.grad is None
     assert head.adapters[0].up.grad.abs().sum() > 0
     assert head.adapters[0].down.grad.abs().sum() > 0
@@ -162,10 +117,10 @@ def test_a_frozen_model_can_train_its_head_alone():
     model.requires_grad_(False)
     head = model.get_output_embeddings().weight.requires_grad_()
     ids, places = torch.arange(3, 9)[None], torch.arange(5)
-    terms = [Term.of(cells_of(5, False)).to(torch.device("cpu"), 1.0)]
+    terms = [Term.of(cells_of(5, V)).to(torch.device("cpu"), 1.0)]
     Student(Cut(model))(ids, places.numpy(), terms)[0].backward()
     found, head.grad = head.grad, None
-    plain(cells_of(5, False), model(input_ids=ids).logits[0, :5]).backward()
+    plain(cells_of(5, V), model(input_ids=ids).logits[0, :5]).backward()
     torch.testing.assert_close(found, head.grad)
 
 

@@ -24,7 +24,14 @@ LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:we
 # Whose names they have, and in which ways eight and five documents are taken: in passes of so many, over all processes.
 WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
 LIKE_ONE = {
-    1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 100, "packing": False}, {"gradient_checkpointing": True}],
+    # A budget of 10 is less than any document has.
+    1: [
+        {},
+        {"max_batch_tokens": 100},
+        {"max_batch_tokens": 10},
+        {"max_batch_tokens": 100, "packing": False},
+        {"gradient_checkpointing": True},
+    ],
     2: [
         {"parallel": "fsdp=2"},
         {"parallel": "fsdp=2", "fsdp_offload": True, "max_batch_tokens": 70},
@@ -210,6 +217,18 @@ def test_what_cannot_be_is_refused(text, processes, message):
     with pytest.raises(XtkError) as refused:
         read_layout(text, processes)
     assert message in str(refused.value)
+
+
+def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tmp_path):
+    asked = ["distill", pair.student, cache, "--num-processes", 2, "--max-steps", 2, "-o", tmp_path / "out"]
+    done = run(*asked, "--parallel", "tp=2", code=1)
+    assert "2 heads and 1 key-value heads are not cut into 2" in done.stderr
+    assert "--parallel fsdp" in done.stderr
+    assert not (tmp_path / "out" / "xtk.json").exists()
+    done = run(*asked, "--parallel", "tp=3", code=1)
+    assert "--parallel tp=3 needs a multiple of 3 processes, and there are 2" in done.stderr
+    done = run(*asked, "--parallel", "cp=2", "--no-packing", code=1)
+    assert "this model's rows cannot be shared" in done.stderr
 
 
 def test_a_plan_tells_what_each_number_means():

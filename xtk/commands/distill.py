@@ -14,7 +14,11 @@ from xtk.commands import options
 
 def distill(
     student: Annotated[
-        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+        str,
+        typer.Argument(
+            help="The student: a model folder, or a hub id, or an adapter of peft's to train on; - for a pipe.",
+            metavar="STUDENT",
+        ),
     ],
     cache: Annotated[
         list[str],
@@ -115,6 +119,58 @@ def distill(
     gradient_checkpointing: Annotated[
         bool, typer.Option("--gradient-checkpointing", help="Less memory for a third more time.")
     ] = False,
+    torch_compile: Annotated[
+        bool, typer.Option("--torch-compile", help="Compile the model's body: a minute at the start, then faster.")
+    ] = False,
+    attn_implementation: Annotated[
+        str,
+        typer.Option(
+            help="How attention is computed: sdpa, eager, flash_attention_2, kernels of the hub. Left out: what "
+            "transformers takes.",
+            metavar="NAME",
+        ),
+    ] = "",
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="In which weights are held. bfloat16 takes half of the memory, and loses small updates of weights "
+            "that are trained; frozen ones lose little.",
+            metavar="[float32|bfloat16]",
+        ),
+    ] = "float32",
+    lora_r: Annotated[
+        int, typer.Option(help="Train LoRA adapters of this rank, not the model's matrices; 0: the model.", min=0)
+    ] = 0,
+    lora_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / r; 0: by 2.", min=0)] = 0,
+    lora_dropout: Annotated[float, typer.Option(help="Of what goes into adapters.")] = 0.0,
+    lora_target_modules: Annotated[
+        str, typer.Option(help="Modules with adapters, by the ends of their names: q_proj,v_proj.", metavar="NAME,...")
+    ] = "all-linear",
+    lora_modules_to_save: Annotated[
+        str, typer.Option(help="Modules trained whole beside the adapters: embed_tokens,lm_head.", metavar="NAME,...")
+    ] = "",
+    use_dora: Annotated[
+        bool, typer.Option("--use-dora", help="DoRA: the lengths of columns are trained beside the adapters.")
+    ] = False,
+    load_in_4bit: Annotated[
+        bool,
+        typer.Option(
+            "--load-in-4bit", help="QLoRA: matrices packed into NF4 by bitsandbytes; the student is an adapter."
+        ),
+    ] = False,
+    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same, packed into int8.")] = False,
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r"Parameters that stay as they are: a part of their names, or a regular expression: embed_tokens, "
+            r"'layers\.[0-9]\.'. Repeat it for more.",
+            metavar="PATTERN",
+        ),
+    ] = None,
+    resize_vocabulary: Annotated[
+        bool,
+        typer.Option("--resize-vocabulary", help="Add rows for tokens that the model has none for, around the mean."),
+    ] = False,
     long_documents: Annotated[
         str,
         typer.Option(
@@ -175,10 +231,11 @@ def distill(
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.hub import local_folder, with_adapter
     from xtk.artifacts.teacher_cache import is_cache
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
+    from xtk.models.preparation import Preparation
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
@@ -194,17 +251,32 @@ def distill(
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     named = {"-": piped}
+    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
     places = Places(
-        local_folder(named.get(student, student), weights=True),
+        folder,
         tuple(named.get(path, path) for path in cache),
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
         columns_option(columns, weight=weight_column),
+        adapter,
         held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
     )
     tokenizer = Tokenizer(places.student)
+    preparation = Preparation(
+        **_own(Preparation, given)
+        | {
+            "lora_target_modules": _listed(lora_target_modules),
+            "lora_modules_to_save": _listed(lora_modules_to_save),
+            "freeze": tuple(freeze or ()),
+        }
+    )
     recipe = Recipe(
-        **_own(Recipe, given) | {"losses": tuple(parse_losses(loss or [AUTO])), "max_length": max_length or None}
+        **_own(Recipe, given)
+        | {
+            "losses": tuple(parse_losses(loss or [AUTO])),
+            "max_length": max_length or None,
+            "preparation": preparation,
+        }
     )
     reporting = Reporting(
         **_own(Reporting, given)
@@ -234,6 +306,11 @@ def distill(
 def _own(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a dataclass has under the same names."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    """Return the names in a list with commas."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:

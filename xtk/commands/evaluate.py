@@ -34,13 +34,13 @@ def evaluate(
     A document longer than the context is read in windows that overlap by half.
     """
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.hub import local_folder, with_adapter
 
     terminal.set_quiet(quiet)
     if model == "-" and "-" in data:
         raise typer.BadParameter("only one of MODEL and DATA can come through the pipe")
     model = terminal.path_argument(model)
-    folder = local_folder(model, weights=True)
+    folder, adapter = with_adapter(local_folder(model, weights=True))
     corpus = Corpus(data, columns_option(columns))
 
     from xtk.evaluation.bits import bits_per_byte
@@ -50,7 +50,13 @@ def evaluate(
 
     tokenizer = Tokenizer(folder, name=model)
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    network = load_causal_lm(folder, dtype=DTYPES[dtype], device=default_device(), trust_remote_code=trust_remote_code)
+    network = load_causal_lm(
+        folder,
+        dtype=DTYPES[dtype],
+        device=default_device(),
+        trust_remote_code=trust_remote_code,
+        adapter=adapter,
+    )
     check_rows(network, tokenizer)
     found = bits_per_byte(Cut(network), tokenizer, corpus, batch_tokens=batch_tokens, max_length=max_length or None)
     if as_json:

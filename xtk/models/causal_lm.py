@@ -131,7 +131,7 @@ def loading_error(folder: Path, wrong: Exception) -> Exception:
         return Damaged(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError):
+    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError | ImportError):
         return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
     return wrong
 
@@ -157,7 +157,7 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
         raise XtkError(
             f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
             where=str(tokenizer.name),
-            hint="use the tokenizer that the model was trained with, or model.resize_token_embeddings(len(tokenizer))",
+            hint="the tokenizer that the model was trained with; or xtk distill --resize-vocabulary, which adds rows",
         )
 
 
@@ -183,11 +183,19 @@ class Cut(nn.Module):
         """The model itself, inside of what peft puts around it."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
+    @property
+    def _body(self) -> Any:
+        """What makes hidden states; the whole model, if it does not say."""
+        inner = self._inner
+        body = inner.base_model
+        # Llama 4 calls its body otherwise than it says.
+        return getattr(inner, "model", inner) if body is inner else body
+
     @torch.no_grad()
     def _after_the_head(self) -> _After | None:
         """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
         inner = self._inner
-        head, body = inner.get_output_embeddings(), inner.base_model
+        head, body = inner.get_output_embeddings(), self._body
         if head is None or body is inner or _parts_of(head) is None:
             return None
         training = self.model.training
@@ -224,6 +232,14 @@ class Cut(nn.Module):
         bias = None if linear.bias is None else local_part(linear.bias)
         weight = local_part(linear.weight)
         return Head(weight, bias, self._after.scale, self._after.softcap, adapters, self._shard)
+
+    def compile_body(self, backend: str = "inductor") -> None:
+        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are.
+
+        Args:
+            backend: torch.compile's.
+        """
+        (self.model if self._after is None else self._body).compile(dynamic=True, backend=backend)
 
     def cut_matrices(self, mesh: Any) -> None:
         """Cut matrices, and the vocabulary of the head, over the processes of a mesh of one dimension.
@@ -301,7 +317,7 @@ class Cut(nn.Module):
                 more["row"] = row
         if self._after is not None:
             inner = self._inner
-            states: Tensor = inner.base_model(input_ids=input_ids, use_cache=False, **more).last_hidden_state
+            states: Tensor = self._body(input_ids=input_ids, use_cache=False, **more).last_hidden_state
             return states.to(inner.get_output_embeddings().weight.device)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
@@ -322,6 +338,7 @@ class _After:
 # How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
 # (Granite) is found out by trying.
 SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _afters(configuration: Any) -> list[_After]:
@@ -329,8 +346,7 @@ def _afters(configuration: Any) -> list[_After]:
     said = [getattr(configuration, name, None) for name in SCALES]
     numbers = [float(number) for number in said if isinstance(number, int | float) and number]
     scales = [1.0, *numbers, *(1 / number for number in numbers)]
-    cap = getattr(configuration, "final_logit_softcapping", None)
-    caps = [None, *([float(cap)] if cap else [])]
+    caps = [None, *(float(cap) for name in CAPS if (cap := getattr(configuration, name, None)))]
     return [_After(scale, softcap) for scale in scales for softcap in caps]
 
 

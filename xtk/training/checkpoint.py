@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from xtk.artifacts.files import TEMPORARY, read_json, write_json
 from xtk.artifacts.locks import LOCK
 from xtk.errors import Damaged, XtkError
+from xtk.models.preparation import save_student, save_trained
 
 RECIPE, DONE, METRICS = "recipe.json", "xtk.json", "metrics.jsonl"
 TOKENIZER_FILES = (
@@ -65,9 +66,9 @@ def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
         write_json(output / RECIPE, recipe)
 
 
-def save_model(model: Any, tokenizer_folder: Path, folder: Path) -> None:
-    """Write weights, configuration and the tokenizer's own files, unchanged."""
-    model.save_pretrained(folder, safe_serialization=True)
+def save_model(model: Any, tokenizer_folder: Path, folder: Path, *, finished: bool = False) -> None:
+    """Write weights, configuration and the tokenizer's own files, unchanged; of a finished model, adapters merged."""
+    (save_student if finished else save_trained)(model, folder)
     for pattern in TOKENIZER_FILES:
         for path in tokenizer_folder.glob(pattern):
             shutil.copyfile(path, folder / path.name)
@@ -164,9 +165,11 @@ def finish_run(output: Path, model: Any, tokenizer_folder: Path, content: dict[s
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        save_model(model, tokenizer_folder, temporary)
+        save_model(model, tokenizer_folder, temporary, finished=True)
         sync_folder(temporary)
         for path in sorted(temporary.iterdir()):
+            if path.is_dir():  # of a run that was killed just here
+                shutil.rmtree(output / path.name, ignore_errors=True)
             path.replace(output / path.name)
         sync_folder(output)
     finally:
@@ -176,7 +179,7 @@ def finish_run(output: Path, model: Any, tokenizer_folder: Path, content: dict[s
 
 def sync_folder(folder: Path) -> None:
     """Bring a folder and its files to the disk."""
-    for path in [*folder.iterdir(), folder]:
+    for path in [*folder.rglob("*"), folder]:
         if path.is_file() or path == folder:
             descriptor = os.open(path, os.O_RDONLY)
             try:

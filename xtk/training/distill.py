@@ -34,6 +34,7 @@ from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
 if TYPE_CHECKING:
     from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import Origin
     from xtk.training.held_out import HeldOut
     from xtk.training.layout import Layout
 
@@ -82,10 +83,12 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *local, *places.projections):
+    for path in (places.student, *([places.adapter] if places.adapter else []), *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
+    if places.adapter:
+        student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     plain = alone and not any(is_cache(cache) for cache in places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
@@ -281,28 +284,19 @@ def distill(
     Returns:
         What the run's `xtk.json` says: steps, recipe, last metrics.
     """
-    import torch
-    from accelerate import Accelerator
-    from accelerate.utils import InitProcessGroupKwargs, set_seed
+    from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
+    from xtk.models.preparation import Origin
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
     from xtk.training.loop import Run, train
     from xtk.training.student import shared
-    from xtk.training.trackers import check_trackers, start_trackers
+    from xtk.training.trackers import start_trackers
 
     quieten_transformers()
-    check_trackers(reporting.report_to)
-    accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),
-        mixed_precision=recipe.mixed_precision,
-        log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
-        # The others wait while the first process evaluates and saves.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
-    )
+    accelerator = _start(places, recipe, reporting)
     terminal.set_main_process(accelerator.is_main_process)
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
     identity = identity_of(recipe, inputs, layout.data_ranks)
@@ -311,10 +305,16 @@ def distill(
         return finished
     found = [] if force else checkpoints(places.output)
     set_seed(recipe.seed)
-    cut = _load(found[-1][1] if found else places.student, recipe, inputs, accelerator, layout, trust_remote_code)
+    origin = Origin(places.student, places.adapter, found[-1][1] if found else None)
+    cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
     limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
     documents, sizes = _documents(recipe, inputs, limit)
+    packed = recipe.packing and cut.pack()
+    if recipe.packing and not packed:
+        terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+    if recipe.preparation.torch_compile:
+        cut.compile_body()
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -323,9 +323,6 @@ def distill(
         accelerator.wait_for_everyone()
         if reporting.report_to:
             start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
-        packed = recipe.packing and cut.pack()
-        if recipe.packing and not packed:
-            terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         packing = layout.multiple if packed else 0
         asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
@@ -358,15 +355,54 @@ def distill(
         return train(run, identity)
 
 
+def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
+    """Meet the other processes; return Accelerate's accelerator.
+
+    Raises:
+        XtkError: a tracker is not there, or Accelerate was told to do what `--parallel` does.
+    """
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    from xtk.training.trackers import check_trackers
+
+    check_trackers(reporting.report_to)
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision=recipe.mixed_precision,
+        log_with=list(reporting.report_to) or None,
+        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
+        # The others wait while the first process evaluates and saves.
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
+    )
+    kind = str(accelerator.distributed_type.value)
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise XtkError(
+            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
+            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+        )
+    return accelerator
+
+
 def _load(
-    folder: Path, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
+    origin: Origin, recipe: Recipe, inputs: Inputs, accelerator: Any, layout: Layout, trust_remote_code: bool
 ) -> Cut:
     """Load the student, whole, and cut it."""
-    from xtk.models.causal_lm import Cut, check_rows, load_causal_lm
+    import torch
 
-    device = None if layout.sharded else accelerator.device  # where weights are shared out, parts of them go there
-    model = load_causal_lm(folder, device=device, trust_remote_code=trust_remote_code)
-    check_rows(model, inputs.tokenizer)
+    from xtk.models.causal_lm import Cut
+    from xtk.models.preparation import load_student
+
+    model = load_student(
+        origin,
+        recipe.preparation,
+        inputs.tokenizer,
+        # Where weights are shared out, each process's part of them goes to its device later.
+        device=torch.device("cpu") if layout.sharded else accelerator.device,
+        mixed_precision=recipe.mixed_precision,
+        trust_remote_code=trust_remote_code,
+    )
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Cut(model)

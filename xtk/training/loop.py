@@ -17,6 +17,7 @@ from xtk import terminal
 from xtk.artifacts.files import read_json
 from xtk.errors import XtkError
 from xtk.models.causal_lm import Cut
+from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.checkpoint import (
@@ -81,7 +82,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
         XtkError: the loss or its gradient is no number.
     """
     accelerator, recipe = run.accelerator, run.recipe
-    optimizer = _optimizer(run.parameters, recipe)
+    optimizer = _optimizer(run.cut, recipe)
     run.model.train()
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
     done, tokens = _resume(run, optimizer)
@@ -171,13 +172,13 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
     return reduced
 
 
-def _optimizer(parameters: Sequence[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
+def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
     """Return AdamW, with groups of parameters that decay and that are cut alike."""
     groups: dict[Any, dict[str, Any]] = {}
-    for parameter in parameters:
-        decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
-        key = (decay, getattr(parameter, "device_mesh", None))
-        groups.setdefault(key, {"params": [], "weight_decay": decay})["params"].append(parameter)
+    for group in parameter_groups(cut.model, recipe.weight_decay):
+        for parameter in group["params"]:
+            key = (group["weight_decay"], getattr(parameter, "device_mesh", None))
+            groups.setdefault(key, {**group, "params": []})["params"].append(parameter)
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 

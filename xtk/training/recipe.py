@@ -11,6 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
+from xtk.models.preparation import Preparation
 from xtk.tokens.document import Document
 
 SCHEDULES = ("cosine", "linear", "constant")
@@ -44,6 +45,7 @@ class Recipe:
         parallel: how processes share the work: `fsdp=2,tp=2`.
         fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
+        preparation: how the model is loaded, and what of it is trained.
     """
 
     losses: tuple[LossSpecification, ...]
@@ -68,6 +70,7 @@ class Recipe:
     parallel: str = ""
     fsdp_offload: bool = False
     balance: str = "none"
+    preparation: Preparation = field(default_factory=Preparation)
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -127,6 +130,9 @@ class Recipe:
         for one in fields(self):
             if one.name in COMBINING and content[one.name] == one.default:  # runs of those who did not know of them
                 del content[one.name]
+        del content["preparation"]
+        if prepared := self.preparation.identity():
+            content["preparation"] = prepared
         content["losses"] = [str(loss) for loss in self.losses]
         content["documents_per_step"] = self.documents_per_step(data_ranks)
         for name in SHARING:
@@ -165,6 +171,7 @@ class Places:
 
     Attributes:
         student: a local model folder.
+        adapter: the folder of an adapter of this model that is trained on; None: there is none.
         caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
@@ -177,4 +184,5 @@ class Places:
     projections: tuple[Path, ...]
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
+    adapter: Path | None = None
     eval_caches: tuple[str, ...] = ()
