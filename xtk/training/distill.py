@@ -291,6 +291,7 @@ def distill(
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
+    from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
     from xtk.training.student import shared
     from xtk.training.trackers import start_trackers
@@ -352,7 +353,8 @@ def distill(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
-        return train(run, identity)
+        with killed_ones_told():
+            return train(run, identity)
 
 
 def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def made_ahead(make: StepBatches, steps: range, workers: int) -> Iterator[list[M
         workers: processes; 0: a thread.
 
     Raises:
-        XtkError: what a process met, or that one was killed.
+        XtkError: what a process met.
     """
     return _by_processes(make, steps, workers) if workers and steps else ahead(make, steps)
 
@@ -74,17 +75,27 @@ def _by_processes(make: StepBatches, steps: range, workers: int) -> Iterator[lis
         worker_init_fn=_begin,
         generator=torch.Generator(),  # else a number of the run's own generator is drawn
     )
+    for made in loader:
+        if isinstance(made, XtkError):
+            raise made
+        yield [_with_terms(batch, np.ndarray, torch.from_numpy) for batch in made]
+
+
+@contextlib.contextmanager
+def killed_ones_told() -> Iterator[None]:
+    """Tell of a process that was killed. torch's handler of signals raises wherever the run is at that time.
+
+    Raises:
+        XtkError: in the place of torch's error.
+    """
     try:
-        for made in loader:
-            if isinstance(made, XtkError):
-                raise made
-            yield [_with_terms(batch, np.ndarray, torch.from_numpy) for batch in made]
+        yield
     except RuntimeError as wrong:
         if "DataLoader worker" not in str(wrong):
             raise
         raise XtkError(
             f"a process that makes batches was killed: {' '.join(str(wrong).split())}",
-            where=f"--dataloader-num-workers {workers}",
+            where="--dataloader-num-workers",
             hint="fewer of them, if memory ran out; the same command goes on from the last checkpoint",
         ) from None
 
