@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
@@ -55,6 +56,7 @@ class Inputs:
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
         held_out: what the student is asked about held-out documents of caches; None: there are none.
+        origin: what the student comes from.
     """
 
     source: Source
@@ -65,6 +67,7 @@ class Inputs:
     weighing: Weighing | None = None
     chosen: str = ""
     held_out: HeldOut | None = None
+    origin: Lineage = field(default_factory=Lineage)
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
         """Return what makes micro-batches.
@@ -124,6 +127,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         combination.weighing,
         chosen,
         held_out,
+        Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
 
 
@@ -184,7 +188,8 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    return Inputs(TextSource(documents), tokenizer, objectives, identity)
+    origin = Lineage(name_of(places.student), data=[str(fingerprint)])
+    return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
 def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
@@ -257,6 +262,12 @@ def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]
     return {"caches": caches, "projections": projections}
 
 
+def _data_of(teachers: Sequence[Teacher]) -> list[str]:
+    """Return the fingerprints of what teachers read, each once."""
+    headers = [teacher.cache.header["data"] for teacher in teachers]
+    return list(dict.fromkeys(part["documents"] for header in headers for part in header.get("parts", [header])))
+
+
 def _fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
@@ -271,9 +282,25 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int) -> dict[str, Any]:
-    """Return what makes two runs the same run."""
-    return {**recipe.identity(data_ranks), **inputs.identity}
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Reporting) -> dict[str, Any]:
+    """Return what makes two runs the same run.
+
+    Raises:
+        XtkError: early stopping is asked for, and nothing is evaluated.
+    """
+    held_out: dict[str, Any] = {}
+    if recipe.early_stopping_patience:
+        if not ((reporting.eval_documents or inputs.held_out) and reporting.eval_steps):
+            raise XtkError(
+                "--early-stopping-patience counts evaluations, and there are none",
+                hint="--eval-data DATA --eval-steps N",
+            )
+        fingerprint = Fingerprint()
+        caches = None if inputs.held_out is None else inputs.held_out.source
+        for document in reporting.eval_documents if caches is None else map(caches.document, range(len(caches))):
+            fingerprint.add(document)
+        held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
+    return {**recipe.identity(data_ranks), **inputs.identity, **held_out}
 
 
 def distill(
@@ -287,12 +314,13 @@ def distill(
     from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
-    from xtk.models.preparation import Origin
+    from xtk.models.preparation import Origin, can_be_merged
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
     from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
+    from xtk.training.processes import told_of_others
     from xtk.training.student import shared
     from xtk.training.trackers import start_trackers
 
@@ -300,7 +328,7 @@ def distill(
     accelerator = _start(places, recipe, reporting)
     terminal.set_main_process(accelerator.is_main_process)
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
-    identity = identity_of(recipe, inputs, layout.data_ranks)
+    identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
@@ -346,6 +374,8 @@ def distill(
             output=places.output,
             tokenizer_folder=places.student,
             evaluation=evaluation,
+            origin=inputs.origin,
+            merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
@@ -353,7 +383,7 @@ def distill(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
-        with killed_ones_told():
+        with killed_ones_told(), told_of_others():
             return train(run, identity)
 
 
@@ -367,16 +397,18 @@ def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
+    from xtk.training.processes import join_after_a_restart
     from xtk.training.trackers import check_trackers
 
     check_trackers(reporting.report_to)
+    timeout = timedelta(seconds=reporting.ddp_timeout)
+    join_after_a_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
         project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
-        # The others wait while the first process evaluates and saves.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -408,6 +440,27 @@ def _load(
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Cut(model)
+
+
+def _merging(places: Places, recipe: Recipe, inputs: Inputs, trust_remote_code: bool) -> Callable[[Path, Path], None]:
+    """Return what loads the student anew, with the adapter of a folder, and writes both as one model."""
+    import torch
+
+    from xtk.models.preparation import Origin, load_student, save_student
+
+    def merge(adapter: Path, folder: Path) -> None:
+        model = load_student(
+            Origin(places.student, places.adapter, adapter),
+            recipe.preparation,
+            inputs.tokenizer,
+            device=torch.device("cpu"),
+            mixed_precision=recipe.mixed_precision,
+            trust_remote_code=trust_remote_code,
+            quiet=True,
+        )
+        save_student(model, folder)
+
+    return merge
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:

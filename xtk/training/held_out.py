@@ -26,7 +26,7 @@ from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
 from xtk.training.metrics import metric
 from xtk.training.sources import Source, TextSource
-from xtk.training.student import put_away, read_student
+from xtk.training.student import read_student, reshard
 from xtk.training.whole_step import WholeStep
 
 CE = "ce"
@@ -163,7 +163,7 @@ class Evaluation:
             nats, sums, agreed, counts = self._read()
         for module, mode in modes.items():
             module.training = mode
-        put_away(self._model)
+        reshard(self._model)
         told = np.concatenate([[nats], sums, agreed.reshape(-1)])
         nats, *rest = self._layout.add(torch.from_numpy(told).to(self._device), "copies").tolist()
         agreed = np.array(rest[len(sums) :]).reshape(-1, 2)

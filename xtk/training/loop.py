@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +14,22 @@ import torch
 from torch import nn
 
 from xtk import terminal
-from xtk.artifacts.files import read_json
-from xtk.errors import XtkError
+from xtk.errors import Stopped
 from xtk.models.causal_lm import Cut
 from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order
-from xtk.training.checkpoint import (
-    DONE,
-    METRICS,
-    checkpoints,
-    finish_run,
-    load_trainer_state,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from xtk.training.card import Lineage, model_card
+from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
 from xtk.training.loader import StepBatches, made_ahead
-from xtk.training.metrics import MetricsFile, highest_memory, last_values, metric
+from xtk.training.metrics import MetricsFile, first_values, highest_memory, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
-from xtk.training.student import clip, read_student
+from xtk.training.standing import Standing, is_finite
+from xtk.training.stopping import Stop
+from xtk.training.student import clip, read_student, reshard
 from xtk.training.whole_step import WholeStep
 
 
@@ -57,6 +52,8 @@ class Run:
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
         evaluation: of held-out documents; None: there are none.
+        origin: what the student comes from, for its card.
+        merge: as `Saver` has it.
     """
 
     accelerator: Any
@@ -73,52 +70,85 @@ class Run:
     output: Path
     tokenizer_folder: Path
     evaluation: Evaluation | None = None
+    origin: Lineage = field(default_factory=Lineage)
+    merge: Callable[[Path, Path], None] | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     """Train from the last checkpoint, or from the start, to the end; return what `xtk.json` says.
 
     Raises:
-        XtkError: the loss or its gradient is no number.
+        Stopped: a signal or a time limit ended it, after a checkpoint.
+        XtkError: the loss or its gradient is no number, too often.
     """
     accelerator, recipe = run.accelerator, run.recipe
     optimizer = _optimizer(run.cut, recipe)
     run.model.train()
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
-    done, tokens = _resume(run, optimizer)
+    average = Average(run.cut.model, recipe.ema_decay)
+    saver = Saver(
+        run.cut.model,
+        optimizer,
+        run.tokenizer_folder,
+        averages=average.tensors,
+        layout=str(run.layout),
+        merge=run.merge,
+    )
+    done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
-    meter = _Meter(run, tokens)
+    meter = _Meter(run, standing.tokens)
     batches = meter.waited_for(made_ahead(_maker(run), range(done, run.steps), run.reporting.dataloader_num_workers))
     if run.evaluation is not None and run.reporting.eval_on_start and not done:
         with meter.paused():
             _log(run, metrics, {"step": 0, **run.evaluation()})
-    with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
+    with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             losses, norm = _step(run, optimizer, micro_batches)
+            if is_finite(losses, norm):
+                standing.skipped_in_a_row = 0
+                average.follow()
+            else:
+                standing.skip(step + 1, losses["loss"], norm, run.reporting.max_skipped_steps)
             meter.count(micro_batches)
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
-                record |= meter.read()
+                record |= meter.read() | {"skipped_steps": standing.skipped_steps}
             if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
-                with meter.paused():
+                with meter.paused(), average.in_place(run.model):
                     record |= run.evaluation()
+                    if standing.evaluated(step + 1, record["eval_bits_per_byte"]) and recipe.early_stopping_patience:
+                        saver.write_best(run.output, step + 1)
+                last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_since
             if "tokens_per_second" in record or "eval_bits_per_byte" in record:
                 _log(run, metrics, record)
-            if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
+            stopped = stop.agreed(accelerator.device)
+            due = stopped or (run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0)
+            if due and not last:
                 with meter.paused():
-                    _save(run, optimizer, step + 1, meter.total())
+                    standing.tokens = meter.total()
+                    _save(run, saver, step + 1, standing)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.told}")
+            if last:
+                break
+            if stopped:
+                accelerator.end_training()
+                raise Stopped(f"stopped after step {step + 1:,} of {run.steps:,}: {stopped}", where=str(run.output),
+                              hint="run the same command again: it goes on from there")  # fmt: skip
+    standing.tokens = meter.total()
     accelerator.wait_for_everyone()
-    content = {"kind": "student", "steps": run.steps, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    content = {"kind": "student", "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    best = standing.best_step if recipe.early_stopping_patience else 0
+    if best:
+        content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
+    with average.in_place(run.model):
+        saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
-        finish_run(run.output, run.cut.model, run.tokenizer_folder, content)
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
-    accelerator.wait_for_everyone()
     accelerator.end_training()  # takes the process group down
     return content
 
@@ -126,7 +156,10 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
 def _step(
     run: Run, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
 ) -> tuple[dict[str, float], float]:
-    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping."""
+    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping.
+
+    Where one of them is no number nothing is moved: not the weights, nor what the optimizer remembers.
+    """
     recipe, maker, device = run.recipe, run.maker, run.accelerator.device
     if recipe.max_batch_tokens:  # every process takes as many passes, some of them empty
         passes = run.layout.highest(len(micro_batches), device)
@@ -138,13 +171,8 @@ def _step(
     sums = _pass(run, micro_batches, whole.scales(balance), backward=True)
     norm = clip(run.parameters, recipe.max_grad_norm)
     losses = whole.losses(sums, balance)
-    if not (abs(losses["loss"]) < float("inf") and norm < float("inf")):
-        raise XtkError(
-            f"the loss is {losses['loss']}, the norm of its gradient {norm}",
-            where=str(run.output),
-            hint="a smaller --learning-rate, a longer --warmup-ratio, --mixed-precision no; checkpoints are kept",
-        )
-    optimizer.step()
+    if is_finite(losses, norm):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
 
@@ -168,6 +196,8 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
                     # Gradients are averaged over copies, and the scales are already those of the whole step.
                     torch.autograd.backward(total * layout.copies)
             sums += parts.double()
+    if not backward:
+        reshard(run.model)
     reduced: list[float] = layout.add(sums, "copies").tolist()
     return reduced
 
@@ -204,27 +234,22 @@ def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
         run.accelerator.log(values, step=record["step"])
 
 
-def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return the steps that are done and the tokens that they took."""
+def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
+    """Return the steps that are done, and where the run stands after them."""
     found = checkpoints(run.output)
     if not found:
-        return 0, 0
+        return 0, Standing()
     step, folder = found[-1]
-    load_trainer_state(folder, run.cut.model, optimizer, run.accelerator.process_index)
+    standing = Standing.of(saver.load(folder, run.recipe.seed, stream=run.layout.copy_rank))
     terminal.note(f"distill: going on from {folder}")
-    return step, int(read_json(folder / DONE).get("tokens", 0))
+    return step, standing
 
 
-def _save(run: Run, optimizer: torch.optim.Optimizer, step: int, tokens: int) -> None:
-    accelerator = run.accelerator
-    generators = {"cpu": torch.get_rng_state()}
-    if accelerator.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(accelerator.device)
-    random = {name: accelerator.gather(one[None].to(accelerator.device)).cpu() for name, one in generators.items()}
-    if accelerator.is_main_process:
-        save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random, tokens)
+def _save(run: Run, saver: Saver, step: int, standing: Standing) -> None:
+    saver.write_checkpoint(run.output, step, standing.told())
+    if run.accelerator.is_main_process:
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
-    accelerator.wait_for_everyone()
+    run.accelerator.wait_for_everyone()
 
 
 def _due(step: int, every: int, last: bool) -> bool:

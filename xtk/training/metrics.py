@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ class MetricsFile:
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record; what is no number, which JSON does not know, is left out."""
+        record = {key: value for key, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
 
@@ -53,6 +55,14 @@ def last_values(path: Path) -> dict[str, Any]:
     """Return the last value of each metric."""
     values: dict[str, Any] = {}
     for record in read_metrics(path):
+        values.update(record)
+    return values
+
+
+def first_values(path: Path) -> dict[str, Any]:
+    """Return the first value of each metric."""
+    values: dict[str, Any] = {}
+    for record in reversed(read_metrics(path)):
         values.update(record)
     return values
 

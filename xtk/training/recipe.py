@@ -13,11 +13,15 @@ from xtk.lookup import unknown
 from xtk.losses import LossSpecification
 from xtk.models.preparation import Preparation
 from xtk.tokens.document import Document
+from xtk.training.schedules import SCHEDULES, factor
 
-SCHEDULES = ("cosine", "linear", "constant")
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 BALANCES = ("none", "ce")
-COMBINING = ("teachers", "teacher_weights", "balance")
+# Recipes of runs that were begun by those who did not know of them have none of these.
+LATER = (
+    "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
+    "early_stopping_patience",
+)  # fmt: skip
 # How the work is cut, which does not change the result.
 SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
            "max_batch_tokens", "parallel", "fsdp_offload")  # fmt: skip
@@ -34,6 +38,12 @@ class Recipe:
         per_device_train_batch_size: documents in a forward pass of one process.
         gradient_accumulation_steps: forward passes of one process in a step.
         learning_rate, lr_scheduler_type, warmup_ratio, weight_decay, max_grad_norm: AdamW's, as in Hugging Face.
+        warmup_steps: how many, instead of a ratio; 0: the ratio says.
+        min_lr_rate: the share of the learning rate where cosine_with_min_lr ends.
+        decay_ratio: the share of the steps in which warmup_stable_decay falls.
+        ema_decay: the student is the exponential moving average of the weights; 0: the weights themselves.
+        early_stopping_patience: evaluations in a row that are no better than the best before, after which the run
+            ends; the student is the best. 0: it runs to its end, and the student is the last.
         mixed_precision: "no" (fp32) or "bf16": the model in bf16 over fp32 weights; losses are fp32 either way.
         gradient_checkpointing: recompute activations instead of keeping them.
         long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
@@ -70,6 +80,11 @@ class Recipe:
     parallel: str = ""
     fsdp_offload: bool = False
     balance: str = "none"
+    warmup_steps: int = 0
+    min_lr_rate: float = 0.1
+    decay_ratio: float = 0.1
+    ema_decay: float = 0.0
+    early_stopping_patience: int = 0
     preparation: Preparation = field(default_factory=Preparation)
 
     def __post_init__(self) -> None:
@@ -89,6 +104,10 @@ class Recipe:
         limits = {
             "num_train_epochs": (0, math.inf),
             "warmup_ratio": (0, 1),
+            "warmup_steps": (0, math.inf),
+            "min_lr_rate": (0, 1),
+            "decay_ratio": (0, 1),
+            "early_stopping_patience": (0, math.inf),
             "weight_decay": (0, math.inf),
             "max_grad_norm": (0, math.inf),
             "seed": (0, 2**63),
@@ -102,6 +121,8 @@ class Recipe:
             raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
+        if not 0 <= self.ema_decay < 1:
+            raise XtkError(f"--ema-decay is {self.ema_decay}; it is a number from 0 to below 1, such as 0.999")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
@@ -117,18 +138,21 @@ class Recipe:
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
-        warmup = round(self.warmup_ratio * steps)
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
-        return self.learning_rate * factor[self.lr_scheduler_type]
+        warmup = self.warmup_steps or round(self.warmup_ratio * steps)
+        return self.learning_rate * factor(
+            self.lr_scheduler_type,
+            step,
+            steps,
+            warmup,
+            min_lr_rate=self.min_lr_rate,
+            decay_ratio=self.decay_ratio,
+        )
 
     def identity(self, data_ranks: int) -> dict[str, Any]:
         """Return what makes two runs the same, however many processes share the work."""
         content = asdict(self)
         for one in fields(self):
-            if one.name in COMBINING and content[one.name] == one.default:  # runs of those who did not know of them
+            if one.name in LATER and content[one.name] == one.default:
                 del content[one.name]
         del content["preparation"]
         if prepared := self.preparation.identity():
@@ -153,6 +177,9 @@ class Reporting:
         eval_steps: steps between two evaluations.
         eval_on_start: evaluate before the first step too.
         dataloader_num_workers: processes that make batches ahead; 0: a thread does.
+        max_skipped_steps: in a row whose loss or gradient is no number; more end the run.
+        deadline: of `time.monotonic()`, after which the run saves and ends.
+        ddp_timeout: seconds after which a process that waits for another one gives up.
     """
 
     logging_steps: int = 10
@@ -163,6 +190,9 @@ class Reporting:
     eval_steps: int = 0
     eval_on_start: bool = False
     dataloader_num_workers: int = 0
+    max_skipped_steps: int = 10
+    deadline: float = math.inf
+    ddp_timeout: int = 600
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from xtk.errors import XtkError
 from xtk.losses.context import RowExchange
@@ -152,6 +153,10 @@ def shared(
         raise XtkError("--fsdp-offload is of weights that are shared out", hint="--parallel fsdp=N")
     student = Student(cut)
     if layout.sharded:
+        if getattr(cut.model, "quantization_method", None) or getattr(cut.model, "is_quantized", False):
+            raise XtkError(
+                "packed weights are not shared out", where=f"--parallel {layout}", hint="replicas alone: no --parallel"
+            )
         if layout.tp > 1:
             cut.cut_matrices(layout.mesh["tp"])
         mesh = layout.mesh["dp", "shards"] if layout.dp > 1 else layout.mesh["shards"]
@@ -160,6 +165,12 @@ def shared(
     else:
         model = accelerator.prepare_model(student)
     return model, [parameter for parameter in student.parameters() if parameter.requires_grad]
+
+
+def reshard(model: nn.Module) -> None:
+    """Give back the weights that a pass without gradients has left gathered (FSDP2 keeps those of no layer)."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def clip(parameters: Sequence[nn.Parameter], most: float) -> float:
@@ -185,12 +196,3 @@ def clip(parameters: Sequence[nn.Parameter], most: float) -> float:
         for gradients in kinds.values():
             torch._foreach_mul_(gradients, most / (norm + 1e-6))
     return norm
-
-
-def put_away(model: nn.Module) -> None:
-    """Give back the weights that a pass without a backward pass left gathered, so that each process has its own."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
