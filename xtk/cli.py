@@ -24,7 +24,7 @@ from xtk.commands.quickstart import quickstart
 from xtk.errors import XtkError, from_os_error
 from xtk.lookup import unknown
 
-DONE, FAILED, INTERRUPTED = 0, 1, 130
+DONE, INTERRUPTED = 0, 130
 SECONDS_FOR_THE_FIRST_PROCESS = 3
 
 
@@ -199,7 +199,7 @@ def _failed(failure: XtkError) -> int:
         # What all processes find is told once: the launcher ends the others when the first has told it.
         time.sleep(SECONDS_FOR_THE_FIRST_PROCESS)
     terminal.error(failure)
-    return FAILED
+    return failure.exit_code
 
 
 def _stop(number: int, frame: object) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 
 class XtkError(Exception):
-    """A mistake that the user can mend. Ends a command with exit code 1 and no traceback.
+    """A mistake that the user can mend. Ends a command with its exit code and no traceback.
 
     Args:
         what: one sentence, lower case, no full stop.
         where: the file, option or row that it is about.
         hint: the next step, best a command that can be pasted.
     """
+
+    exit_code = 1
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
         super().__init__(what)
@@ -36,6 +39,12 @@ class Mismatch(XtkError):
 
 class Damaged(XtkError):
     """A file whose bytes are not those that were written."""
+
+
+class Stopped(XtkError):
+    """No mistake: a run that ended early because it was asked to, and goes on when its command is run again."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 def exists(text: str) -> bool:

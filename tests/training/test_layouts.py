@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.evaluation.bits import bits_per_byte
+from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.layout import Layout, read_layout
 
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
@@ -48,6 +53,7 @@ LIKE_ONE = {
 }
 STUDENTS = ("llama", "tied")
 LONG = {3, 8}
+CONTEXT = 24  # tokens, of held-out documents, some of which have more
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +106,8 @@ def dump(cache, students, tmp_path_factory):
                     *([({"packing": False}, ["8:8", "5:5"])] if processes == 1 else []),
                 ]
             ]
-            every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" ")}
+            every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "),
+                     "held_out": [str(cache)], "context": CONTEXT}  # fmt: skip
             asked = {"output": str(folder), "cases": [{**every, **case} for case in cases]}
             launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                         "--nproc-per-node", str(processes)] if processes > 1 else []  # fmt: skip
@@ -154,11 +161,57 @@ def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, stude
             assert one == pytest.approx(other, rel=2e-6)
 
 
+@pytest.mark.parametrize(("processes", "student", "options"), CASES)
+def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes, student, options):
+    """Nothing is moved by the steps, so before, between and after them it is the same too."""
+    expected = dump(1)[1][name_of(student, {"packing": False})]["8:8"]["held_out"][0]
+    for way in dump(processes)[1][name_of(student, options)].values():
+        assert len(way["held_out"]) == 3
+        for found in way["held_out"]:
+            assert found == pytest.approx(expected, rel=2e-6)
+    documents = [row.document for row in TeacherCache(cache)]
+    alone = bits_per_byte(
+        Cut(load_causal_lm(students[student])), Tokenizer(students[student]), documents, max_length=CONTEXT
+    )
+    assert alone.windows > len(documents)
+    assert expected["eval_bits_per_byte"] == pytest.approx(alone.bits_per_byte, rel=1e-6)
+    names = ["bits_per_byte", "loss", "kd", "top1_agreement", *(loss.split(":")[0] for loss in LOSSES.split(" "))]
+    assert set(expected) == {f"eval_{name}" for name in names}
+
+
 def test_a_budget_of_tokens_makes_more_passes_of_the_same_step(dump):
     told = dump(1)[1]
     passes = {options: told[f"llama {options}"]["8:2"]["passes"] for options in ("max_batch_tokens=100",)}
     assert passes["max_batch_tokens=100"] == 3
     assert told["llama max_batch_tokens=100 packing=False"]["8:2"]["passes"] >= 3
+
+
+# --- through the command: checkpoints of one layout, read by another
+
+
+def test_a_run_goes_on_in_another_layout(run, cache, students, tmp_path):
+    def train(name: str, batch: int, *options: object) -> dict[str, torch.Tensor]:
+        losses = ("--loss", "ce", "--loss", "byte-kl", "--ema-decay", 0.5, "--learning-rate", 1e-3)
+        steps = ("--max-steps", 4, "--save-steps", 2, "--logging-steps", 1, "--per-device-train-batch-size", batch)
+        run("distill", students["tied"], cache, *losses, *steps, *options, "-o", tmp_path / name)
+        return load_file(tmp_path / name / "model.safetensors")
+
+    def halfway(name: str) -> None:
+        """Leave what a run that was killed after its checkpoint would have left."""
+        shutil.copytree(tmp_path / "tp" / "checkpoint-2", tmp_path / name / "checkpoint-2")
+        for file in ("recipe.json", "metrics.jsonl"):
+            shutil.copyfile(tmp_path / "tp" / file, tmp_path / name / file)
+
+    one = train("one", 8)
+    cut = train("tp", 8, "--num-processes", 2, "--parallel", "tp=2")
+    for name in ("again", "other"):
+        halfway(name)
+    again = train("again", 8, "--num-processes", 2, "--parallel", "tp=2")
+    other = train("other", 4, "--num-processes", 2, "--parallel", "fsdp=2")
+    for name, weight in one.items():
+        assert torch.equal(again[name], cut[name])
+        for found in (cut[name], other[name]):
+            assert float((found - weight).abs().max()) <= 5e-5 * float(weight.abs().max()), name
 
 
 # --- what `--parallel` says
@@ -203,8 +256,6 @@ def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tm
     assert not (tmp_path / "out" / "xtk.json").exists()
     done = run(*asked, "--parallel", "tp=3", code=1)
     assert "--parallel tp=3 needs a multiple of 3 processes, and there are 2" in done.stderr
-    done = run(*asked, "--parallel", "cp=2", "--no-packing", code=1)
-    assert "this model's rows cannot be shared" in done.stderr
 
 
 def test_a_plan_tells_what_each_number_means():

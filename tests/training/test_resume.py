@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from command_line import run_xtk
-from hypothesis import given
-from hypothesis import strategies as st
+from interrupting import assert_none_left, assert_same, stop_at_a_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,8 +20,8 @@ from xtk.training.metrics import MetricsFile, read_metrics
 from xtk.training.recipe import Recipe
 
 STEPS = 24
-REPORTED = {"step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds",
-            "unaligned"}  # fmt: skip
+REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
+            "seconds", "unaligned", "waiting", "memory", "skipped_steps"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,45 +43,6 @@ def whole(arguments, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "out"
     assert run_xtk(*arguments, folder, "--save-total-limit", 2).stdout == f"{folder}\n"
     return folder
-
-
-def stop_at_a_checkpoint(arguments: list[object], output: Path, how: int, *extra: object) -> tuple[int, str]:
-    """Start a run, send a signal when `checkpoint-4` appears; return the exit code and what it wrote to stderr."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "xtk", *map(str, [*arguments, output, *extra])],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        # A shell starts what runs in its background with ctrl-C ignored, and that is inherited.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    until = time.monotonic() + 120
-    while not (output / "checkpoint-4").is_dir() and process.poll() is None and time.monotonic() < until:
-        time.sleep(0.001)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, how)
-    stdout, stderr = process.communicate(timeout=60)
-    assert stdout == ""
-    assert not (output / "xtk.json").exists()
-    return process.returncode, stderr
-
-
-def told(folder: Path) -> list[dict[str, object]]:
-    """The metrics without clocks."""
-    clocks = {"tokens_per_second", "seconds"}
-    return [
-        {key: value for key, value in line.items() if key not in clocks}
-        for line in read_metrics(folder / "metrics.jsonl")
-    ]
-
-
-def assert_same(found: Path, expected: Path) -> None:
-    assert told(found) == told(expected)
-    assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-    assert (found / "recipe.json").read_bytes() == (expected / "recipe.json").read_bytes()
 
 
 def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, tmp_path):
@@ -114,20 +69,7 @@ def test_ctrl_c_of_two_processes_ends_with_130_and_leaves_none_behind(arguments,
     output = tmp_path / "out"
     code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGINT, "--num-processes", 2)
     assert code == 130
-    until = time.monotonic() + 20
-    while (left := processes_that_name(output)) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert not left
-
-
-def processes_that_name(output: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            words = path.read_bytes().split(b"\0")
-            if str(output).encode() in words and b"distill" in words:
-                found.append(int(path.parent.name))
-    return found
+    assert_none_left(output)
 
 
 def test_a_finished_run_prints_its_path_and_trains_nothing(arguments, whole):
@@ -195,11 +137,10 @@ def test_the_newest_checkpoints_are_kept_and_whole(whole):
     for name in kept:
         step = int(name.removeprefix("checkpoint-"))
         tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
-        assert json.loads((whole / name / "xtk.json").read_text()) == {
-            "kind": "checkpoint",
-            "step": step,
-            "tokens": tokens,
-        }
+        content = json.loads((whole / name / "xtk.json").read_text())
+        assert content["kind"] == "checkpoint"
+        assert (content["version"], content["processes"]) == (2, 1)
+        assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
         AutoModelForCausalLM.from_pretrained(whole / name)
 
 
@@ -219,37 +160,6 @@ def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path)
 
 
 # --- the pieces
-
-
-def recipe(**options: object) -> Recipe:
-    return Recipe((LossSpecification("ce"),), **{"learning_rate": 2.0, **options})
-
-
-def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_then_falls_as_a_cosine():
-    rates = [recipe(warmup_ratio=0.1).learning_rate_at(step, 100) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
-    assert rates[10] == 2.0
-    assert rates[55] == pytest.approx(1.0)
-    assert rates[40] == pytest.approx(1 + math.cos(math.pi / 3))
-    assert rates[99] == pytest.approx(1 + math.cos(math.pi * 89 / 90))
-
-
-def test_the_other_schedules_fall_in_a_line_or_not_at_all():
-    linear = [recipe(warmup_ratio=0.0, lr_scheduler_type="linear").learning_rate_at(step, 4) for step in range(4)]
-    assert linear == pytest.approx([2.0, 1.5, 1.0, 0.5])
-    constant = [recipe(warmup_ratio=0.5, lr_scheduler_type="constant").learning_rate_at(step, 4) for step in range(4)]
-    assert constant == pytest.approx([1.0, 2.0, 2.0, 2.0])
-
-
-@given(
-    steps=st.integers(1, 300),
-    warmup=st.floats(0, 1),
-    schedule=st.sampled_from(["cosine", "linear", "constant"]),
-)
-def test_no_step_is_wasted_on_a_learning_rate_of_0(steps, warmup, schedule):
-    made = recipe(warmup_ratio=warmup, lr_scheduler_type=schedule)
-    rates = [made.learning_rate_at(step, steps) for step in range(steps)]
-    assert all(0 < rate <= 2.0 for rate in rates)
 
 
 def test_metrics_of_steps_that_will_be_done_again_are_dropped_and_a_line_cut_short_too(tmp_path):

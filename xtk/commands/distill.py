@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+import signal
 import sys
+import time
 from typing import Annotated, Any
 
 import typer
@@ -132,11 +135,32 @@ def distill(
     ] = False,
     learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
     lr_scheduler_type: Annotated[
-        str, typer.Option(help="After the warm-up.", metavar="[cosine|linear|constant]")
+        str,
+        typer.Option(
+            help="After the warm-up. warmup_stable_decay: constant until --decay-ratio before the end, so that it can "
+            "be trained longer from a checkpoint before it falls.",
+            metavar="[cosine|linear|constant|cosine_with_min_lr|inverse_sqrt|warmup_stable_decay]",
+        ),
     ] = "cosine",
     warmup_ratio: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.05,
+    warmup_steps: Annotated[int, typer.Option(help="So many, instead of a share; 0: the share.", min=0)] = 0,
+    min_lr_rate: Annotated[float, typer.Option(help="Share of the learning rate where cosine_with_min_lr ends.")] = 0.1,
+    decay_ratio: Annotated[float, typer.Option(help="Share of the steps in which warmup_stable_decay falls.")] = 0.1,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices; vectors have none.")] = 0.0,
     max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm; 0: never.")] = 1.0,
+    ema_decay: Annotated[
+        float,
+        typer.Option(
+            help="The student is the exponential moving average of the weights, kept in fp32: 0.999 for about the last "
+            "thousand steps. 0: the weights of the last step."
+        ),
+    ] = 0.0,
+    max_skipped_steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps in a row that are skipped because their loss or gradient is no number; more end the run.", min=0
+        ),
+    ] = 10,
     mixed_precision: Annotated[
         str, typer.Option(help="no: fp32. bf16: activations in bf16, weights and losses in fp32.", metavar="[no|bf16]")
     ] = "no",
@@ -209,15 +233,44 @@ def distill(
     logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
     save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
     save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            help="After so many the run saves a checkpoint and ends with exit code 75; run again it goes on. 0: never.",
+            min=0,
+        ),
+    ] = 0,
     eval_data: Annotated[
-        list[str] | None, typer.Option(help="Held-out data: its bits per byte are logged.", metavar="DATA")
+        list[str] | None,
+        typer.Option(
+            help="Held-out data: its bits per byte and its ce are logged. Or caches of it, one for each teacher: then "
+            "all losses, and how often the student's likeliest token is the teacher's.",
+            metavar="DATA|CACHE",
+        ),
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
+    eval_on_start: Annotated[bool, typer.Option("--eval-on-start", help="Evaluate before the first step too.")] = False,
+    early_stopping_patience: Annotated[
+        int,
+        typer.Option(
+            help="Evaluations in a row without fewer bits per byte, after which the run ends; the student is then the "
+            "best one, and not the last. 0: it runs to its end.",
+            min=0,
+        ),
+    ] = 0,
     columns: options.Columns = "",
     report_to: Annotated[
         list[str] | None,
-        typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
+        typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
     ] = None,
+    dataloader_num_workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. "
+            "More memory, for runs that wait for data (waiting, in metrics.jsonl).",
+            min=0,
+        ),
+    ] = 0,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
     num_machines: Annotated[
         int,
@@ -230,6 +283,9 @@ def distill(
     main_process_port: Annotated[
         int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
     ] = 29500,
+    ddp_timeout: Annotated[
+        int, typer.Option(help="Seconds after which a process that waits for another one gives up.", min=1)
+    ] = 600,
     trust_remote_code: options.TrustRemoteCode = False,
     force: options.Force = False,
     as_json: options.Json = False,
@@ -238,10 +294,12 @@ def distill(
 ) -> None:
     """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
     given = dict(locals())
+    started = time.monotonic()
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.teacher_cache import is_cache
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
     from xtk.models.preparation import Preparation
@@ -252,6 +310,7 @@ def distill(
     from xtk.training.launch import Machines, is_worker, launch, world_size
     from xtk.training.layout import read_layout
     from xtk.training.recipe import Places, Recipe, Reporting
+    from xtk.training.stopping import come_again_when_asked
 
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
@@ -272,6 +331,7 @@ def distill(
         Path(output),
         columns_option(columns, weight=weight_column, route=route_column),
         adapter,
+        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
         tuple(
             read_live_teacher(one, long_documents=long_documents, trust_remote_code=trust_remote_code)
             for one in teacher or []
@@ -297,17 +357,21 @@ def distill(
     reporting = Reporting(
         **_own(Reporting, given)
         | {
-            "report_to": tuple(report_to or ()),
+            "report_to": tuple(name.strip() for names in report_to or [] for name in names.split(",")),
+            "deadline": started + max_seconds if max_seconds else math.inf,
             # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
+            "eval_documents": tuple(Corpus(eval_data, columns_option(columns)))
+            if eval_data and not places.eval_caches
+            else (),
         }
     )
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
     processes = num_processes * num_machines
     read_layout(recipe.parallel, world_size() if is_worker() else processes)
     inputs = open_inputs(places, recipe, tokenizer)
+    come_again_when_asked()
     if is_worker():
-        die_with()
+        die_with(number=signal.SIGKILL)
     elif processes > 1:
         launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from xtk import terminal
 from xtk.errors import XtkError
@@ -125,6 +126,7 @@ def load_student(
     mixed_precision: str = "no",
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
+    quiet: bool = False,
 ) -> Any:
     """Load a model for training: only what is to be trained asks for gradients.
 
@@ -136,6 +138,7 @@ def load_student(
         mixed_precision: "bf16" if the model will compute in it.
         trust_remote_code: run the model's own Python code.
         options: more arguments of `from_pretrained`.
+        quiet: tell nothing.
 
     Returns:
         A model of transformers, or peft's around it.
@@ -156,6 +159,8 @@ def load_student(
     if adapted:
         model = _with_trained_adapter(model, origin, preparation)
     freeze(model, preparation.freeze)
+    if quiet:
+        return model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         terminal.note(
@@ -345,15 +350,27 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "merge_and_unload") and hasattr(model, "peft_config")
 
 
-def save_trained(model: Any, folder: Path) -> None:
-    """Write what training changes, for `load_student` to go on from: the adapter alone, or the whole model."""
+def can_be_merged(model: Any) -> bool:
+    """Whether a model has adapters that its weights can take up: packed ones cannot."""
+    return is_adapted(model) and not getattr(model.get_base_model(), "quantization_method", None)
+
+
+def save_trained(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write what training changes, for `load_student` to go on from: the adapter alone, or the whole model.
+
+    Args:
+        model: of transformers, or peft's around it.
+        folder: which is there.
+        weights: by the model's names of them, if its own are cut over processes; None: its own.
+    """
+    given = {} if weights is None else {"state_dict": dict(weights)}  # transformers empties what it is given
     if not is_adapted(model):
-        model.save_pretrained(folder, safe_serialization=True)
+        model.save_pretrained(folder, safe_serialization=True, **given)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # What is saved beside the adapters was named; peft would ask the hub whether the vocabulary was resized.
-        model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False)
+        model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False, **given)
     (folder / "README.md").unlink(missing_ok=True)  # peft's form, with its blanks
 
 
@@ -363,7 +380,7 @@ def save_student(model: Any, folder: Path) -> None:
     Adapters are merged into the model's weights, and kept beside them in `adapter/`. Over packed weights, to which
     nothing can be added without a loss, the adapter is all that is written.
     """
-    if not is_adapted(model) or getattr(model.get_base_model(), "quantization_method", None):
+    if not can_be_merged(model):
         save_trained(model, folder)
         return
     (folder / "adapter").mkdir(parents=True)

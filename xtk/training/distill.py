@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.live import LiveSource, blocks_of, read_for
 from xtk.training.metrics import metric
@@ -37,9 +38,11 @@ from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 if TYPE_CHECKING:
     from xtk.models.causal_lm import Cut
     from xtk.models.preparation import Origin
+    from xtk.training.held_out import HeldOut
     from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
+TRACKERS = "trackers"
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Inputs:
         teachers: how metrics call them.
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
+        held_out: what the student is asked about held-out documents of caches; None: there are none.
+        origin: what the student comes from.
     """
 
     source: Source
@@ -63,6 +68,8 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
+    held_out: HeldOut | None = None
+    origin: Lineage = field(default_factory=Lineage)
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
         """Return what makes micro-batches.
@@ -94,6 +101,11 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     plain = alone and not live and not any(is_cache(cache) for cache in places.caches)
     speakers = 1 if plain else len(live or places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, speakers)
+    if plain and places.eval_caches:
+        raise XtkError(
+            "held-out caches are for losses that are about teachers", where=places.eval_caches[0],
+            hint="--eval-data with the documents themselves",
+        )  # fmt: skip
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
     if live:
@@ -107,7 +119,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     _check_balance(recipe, taken)
     if combination.way == "mixture":
         _check_mixable(teachers)
-    names = ("mixture",) if combination.way == "mixture" else tuple(teacher.name for teacher in teachers)
+    names = _names(combination, teachers)
     source = (
         LiveSource(documents, live, sizes, places.columns, lambda caches, rows: _joined(combination, caches, rows))
         if live
@@ -115,15 +127,63 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     )
     if combination.way == "mixture":
         taken = _of_mixture(taken, teachers)
+    objectives = tuple(_objective(one, combination, teachers, names) for one in taken)
+    held_out = None
+    if places.eval_caches:
+        held_out = _held_out(places, combination, teachers, taken, objectives, tokenizer)
     return Inputs(
         source,
         tokenizer,
-        tuple(_objective(one, combination, teachers, names) for one in taken),
+        objectives,
         {"losses": [_told(one, names) for one in taken], "inputs": {"student": student, **_read(taken, teachers)}},
         names,
         combination.weighing,
         chosen,
+        held_out,
+        Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
+
+
+def _held_out(
+    places: Places,
+    combination: Combination,
+    teachers: Sequence[Teacher],
+    taken: Sequence[Taken],
+    objectives: tuple[Objective, ...],
+    tokenizer: Tokenizer,
+) -> HeldOut:
+    """Open the caches of held-out documents: one of each teacher, in their order.
+
+    Raises:
+        XtkError: they are of other teachers, or a loss cannot be computed from one.
+    """
+    from xtk.training.held_out import HeldOut
+
+    if len(places.eval_caches) != len(teachers):
+        raise XtkError(
+            f"there are {len(places.eval_caches)} held-out caches of {len(teachers)} teachers",
+            where="--eval-data " + ", ".join(places.eval_caches),
+            hint="one for each, in the order of the caches to train from",
+        )
+    held = open_teachers(places.eval_caches, (), tokenizer)
+    for ours, theirs in zip(teachers, held, strict=True):
+        if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "width")):
+            raise Mismatch(
+                "a held-out cache is of another teacher, with another vocabulary",
+                where=f"{theirs.place} is from {theirs.name}; {ours.place} from {ours.name}",
+                hint="xtk cache-teacher with the same teacher; caches in the same order",
+            )
+    for number, theirs in enumerate(held):
+        refusals = [theirs.refusal(one.loss) for one in taken if one.teacher == number]
+        if refusal := next(filter(None, refusals), None):
+            raise refusal
+    by_name = _names(combination, teachers)
+    meetings = tuple(
+        ours.meeting({one.rule.ground for one in taken if one.teacher == number}) if theirs.tells_likeliest else None
+        for number, (ours, theirs) in enumerate(zip(teachers, held, strict=True))
+    )
+    source = _of_caches(combination, held)
+    return HeldOut(source, objectives, by_name, combination.weighing, meetings[: len(by_name)])
 
 
 def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
@@ -141,7 +201,8 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     objectives = tuple(
         Objective(one.rule, one.loss.divergence(), None, one.loss.name, one.loss.weight) for one in taken
     )
-    return Inputs(TextSource(documents), tokenizer, objectives, identity)
+    origin = Lineage(name_of(places.student), data=[str(fingerprint)])
+    return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
 def _of_caches(combination: Combination, teachers: Sequence[Teacher]) -> Source:
@@ -152,6 +213,11 @@ def _of_caches(combination: Combination, teachers: Sequence[Teacher]) -> Source:
     if combination.way == "route":
         return CacheSource(*caches, rows=routed(caches, [teacher.name for teacher in teachers]))
     return _joined(combination, caches, matched(caches))
+
+
+def _names(combination: Combination, teachers: Sequence[Teacher]) -> tuple[str, ...]:
+    """Return how metrics call who speaks."""
+    return ("mixture",) if combination.way == "mixture" else tuple(teacher.name for teacher in teachers)
 
 
 def _joined(combination: Combination, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> Source:
@@ -247,6 +313,12 @@ def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]
     return {f"{kind}s": caches, "projections": projections}
 
 
+def _data_of(teachers: Sequence[Teacher]) -> list[str]:
+    """Return the fingerprints of what teachers read, each once."""
+    headers = [teacher.cache.header["data"] for teacher in teachers]
+    return list(dict.fromkeys(part["documents"] for header in headers for part in header.get("parts", [header])))
+
+
 def _fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
@@ -261,9 +333,25 @@ def _check_balance(recipe: Recipe, taken: Sequence[Taken]) -> None:
         )
 
 
-def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int) -> dict[str, Any]:
-    """Return what makes two runs the same run."""
-    return {**recipe.identity(data_ranks), **inputs.identity}
+def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Reporting) -> dict[str, Any]:
+    """Return what makes two runs the same run.
+
+    Raises:
+        XtkError: early stopping is asked for, and nothing is evaluated.
+    """
+    held_out: dict[str, Any] = {}
+    if recipe.early_stopping_patience:
+        if not ((reporting.eval_documents or inputs.held_out) and reporting.eval_steps):
+            raise XtkError(
+                "--early-stopping-patience counts evaluations, and there are none",
+                hint="--eval-data DATA --eval-steps N",
+            )
+        fingerprint = Fingerprint()
+        caches = None if inputs.held_out is None else inputs.held_out.source
+        for document in reporting.eval_documents if caches is None else map(caches.document, range(len(caches))):
+            fingerprint.add(document)
+        held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
+    return {**recipe.identity(data_ranks), **inputs.identity, **held_out}
 
 
 def distill(
@@ -277,17 +365,21 @@ def distill(
     from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
-    from xtk.models.preparation import Origin
+    from xtk.models.preparation import Origin, can_be_merged
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
+    from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
+    from xtk.training.processes import told_of_others
     from xtk.training.student import shared
+    from xtk.training.trackers import start_trackers
 
     quieten_transformers()
     accelerator = _start(places, recipe, reporting)
     terminal.set_main_process(accelerator.is_main_process)
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
-    identity = identity_of(recipe, inputs, layout.data_ranks)
+    identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
@@ -310,8 +402,14 @@ def distill(
             begin_run(places.output, identity, force=force)
         accelerator.wait_for_everyone()
         if reporting.report_to:
-            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+            start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        packing = layout.multiple if packed else 0
+        asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
+        evaluation = None
+        if len(asked.source):
+            context = context_length(cut.model.config)
+            evaluation = Evaluation(asked, trained, inputs.tokenizer, context, packing, layout, accelerator.device)
         run = Run(
             accelerator=accelerator,
             layout=layout,
@@ -319,14 +417,19 @@ def distill(
             model=trained,
             parameters=parameters,
             tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            maker=inputs.maker(limit, packing),
             order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
             recipe=recipe,
             reporting=reporting,
             steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
+            evaluation=evaluation,
+            origin=inputs.origin,
+            merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
+        if places.teachers and reporting.dataloader_num_workers:
+            raise XtkError("batches of live teachers are made by a thread", hint="--dataloader-num-workers 0")
         run.blocks = blocks_of(inputs.source, run.order, run.steps, recipe.teacher_steps, places.output, accelerator)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
@@ -334,7 +437,8 @@ def distill(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
-        return train(run, identity)
+        with killed_ones_told(), told_of_others():
+            return train(run, identity)
 
 
 def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
@@ -345,21 +449,20 @@ def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs
 
-    for name in reporting.report_to:
-        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
-            raise XtkError(
-                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
-            )
+    from xtk.training.processes import join_after_a_restart
+    from xtk.training.trackers import check_trackers
+
+    check_trackers(reporting.report_to)
+    timeout = timedelta(seconds=reporting.ddp_timeout)
+    join_after_a_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / "trackers") if reporting.report_to else None,
-        # The others wait while the first process evaluates and saves.
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=4))],
+        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -391,6 +494,27 @@ def _load(
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Cut(model)
+
+
+def _merging(places: Places, recipe: Recipe, inputs: Inputs, trust_remote_code: bool) -> Callable[[Path, Path], None]:
+    """Return what loads the student anew, with the adapter of a folder, and writes both as one model."""
+    import torch
+
+    from xtk.models.preparation import Origin, load_student, save_student
+
+    def merge(adapter: Path, folder: Path) -> None:
+        model = load_student(
+            Origin(places.student, places.adapter, adapter),
+            recipe.preparation,
+            inputs.tokenizer,
+            device=torch.device("cpu"),
+            mixed_precision=recipe.mixed_precision,
+            trust_remote_code=trust_remote_code,
+            quiet=True,
+        )
+        save_student(model, folder)
+
+    return merge
 
 
 def _tell_rewritten(inputs: Inputs, documents: np.ndarray) -> None:

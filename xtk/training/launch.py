@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from xtk import terminal
+from xtk.children import children_with
 from xtk.errors import XtkError
+
+# Those that are left when one has failed. Asked to stop by a user or a scheduler, they have all the time they need.
+SECONDS_TO_END = 10
 
 
 def is_worker() -> bool:
@@ -77,13 +84,53 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     # Without it a second start on one machine meets keys of the first (docs/explanation/decisions.md).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     command = ["--nproc-per-node", str(processes), *machines.arguments()]
+    command += ["--shutdown-timeout", str(SECONDS_TO_END)]
+    if sys.platform == "linux":
+        command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, _hand_on)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells is told here
     terminal.release_stdout()  # the first worker owns it
     try:
         run(get_args_parser().parse_args([*command, "-m", "xtk", *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
-        code = failed.get_first_failure()[1].exitcode
-        sys.exit(code if code > 0 else 128 - code)
+        rank, code = _cause(failed.failures)
+        if code > 0:  # it has told why itself
+            sys.exit(code)
+        name = signal.Signals(-code).name
+        terminal.error(
+            XtkError(
+                f"process {rank} was ended by {name}",
+                hint="run the same command again: it goes on from the last checkpoint"
+                + ("; `dmesg` tells whether memory ran out" if name == "SIGKILL" else ""),
+            )
+        )
+        sys.exit(128 - code)
     except SignalException as stopped:
         if stopped.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         sys.exit(128 + stopped.sigval)
+
+
+def _hand_on(number: int, frame: object) -> None:
+    """Let the workers heed a signal, which they do together, after a step; this process ends as they do."""
+    workers = children_with("LOCAL_RANK")
+    for worker in workers:
+        os.kill(worker, number)
+    if not workers:
+        sys.exit(os.EX_TEMPFAIL)
+
+
+def _cause(failures: Mapping[int, Any]) -> tuple[int, int]:
+    """Return the rank and the exit code of the process whose end made the others end.
+
+    They end within the same second. What has ended by a signal has not done so because another one is gone; what was
+    asked to end has, if not all were asked.
+    """
+    asked = (-signal.SIGTERM, os.EX_TEMPFAIL)
+    first = min(failure.timestamp for failure in failures.values())
+    rank, failure = min(
+        failures.items(),
+        key=lambda one: (one[1].timestamp > first + 1, one[1].exitcode in asked, one[1].exitcode == 1, one[0]),
+    )
+    return rank, failure.exitcode

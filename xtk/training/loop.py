@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,23 @@ import torch
 from torch import nn
 
 from xtk import terminal
-from xtk.artifacts.files import read_json
-from xtk.errors import XtkError
-from xtk.evaluation.bits import bits_per_byte
-from xtk.models.attention import Row
+from xtk.errors import Stopped
 from xtk.models.causal_lm import Cut
 from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
-from xtk.training.checkpoint import (
-    DONE,
-    METRICS,
-    checkpoints,
-    finish_run,
-    load_trainer_state,
-    remove_old_checkpoints,
-    save_checkpoint,
-)
+from xtk.training.average import Average
+from xtk.training.batches import BatchMaker, MicroBatch, Order
+from xtk.training.card import Lineage, model_card
+from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
+from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
 from xtk.training.live import Blocks
-from xtk.training.metrics import MetricsFile, last_values, metric
+from xtk.training.loader import StepBatches, made_ahead
+from xtk.training.metrics import MetricsFile, first_values, highest_memory, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
-from xtk.training.student import clip
+from xtk.training.standing import Standing, is_finite
+from xtk.training.stopping import Stop
+from xtk.training.student import clip, read_student, reshard
 from xtk.training.whole_step import WholeStep
 
 
@@ -57,6 +52,9 @@ class Run:
         steps: optimisation steps in all.
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
+        evaluation: of held-out documents; None: there are none.
+        origin: what the student comes from, for its card.
+        merge: as `Saver` has it.
         blocks: of steps, before each of which live teachers speak; None: there are none.
     """
 
@@ -73,6 +71,9 @@ class Run:
     steps: int
     output: Path
     tokenizer_folder: Path
+    evaluation: Evaluation | None = None
+    origin: Lineage = field(default_factory=Lineage)
+    merge: Callable[[Path, Path], None] | None = None
     blocks: Blocks | None = None
 
 
@@ -80,46 +81,79 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     """Train from the last checkpoint, or from the start, to the end; return what `xtk.json` says.
 
     Raises:
-        XtkError: the loss or its gradient is no number.
+        Stopped: a signal or a time limit ended it, after a checkpoint.
+        XtkError: the loss or its gradient is no number, too often.
     """
     accelerator, recipe = run.accelerator, run.recipe
     optimizer = _optimizer(run.cut, recipe)
     run.model.train()
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
-    done, tokens = _resume(run, optimizer)
+    average = Average(run.cut.model, recipe.ema_decay)
+    saver = Saver(
+        run.cut.model,
+        optimizer,
+        run.tokenizer_folder,
+        averages=average.tensors,
+        layout=str(run.layout),
+        merge=run.merge,
+    )
+    done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
-    meter = _Meter(run, tokens)
-    batches = _batches(run, range(done, run.steps), meter)
-    with terminal.Progress("distill", run.steps, "steps", done=done) as progress:
+    meter = _Meter(run, standing.tokens)
+    batches = meter.waited_for(_batches(run, range(done, run.steps), meter))
+    if run.evaluation is not None and run.reporting.eval_on_start and not done:
+        with meter.paused():
+            _log(run, metrics, {"step": 0, **run.evaluation()})
+    with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             losses, norm = _step(run, optimizer, micro_batches)
+            if is_finite(losses, norm):
+                standing.skipped_in_a_row = 0
+                average.follow()
+            else:
+                standing.skip(step + 1, losses["loss"], norm, run.reporting.max_skipped_steps)
             meter.count(micro_batches)
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
-                record |= meter.read() | (
-                    {} if run.blocks is None else {"teacher_seconds": round(run.blocks.seconds, 3)}
-                )
-            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
+                record |= meter.read() | {"skipped_steps": standing.skipped_steps}
+                if run.blocks is not None:
+                    record["teacher_seconds"] = round(run.blocks.seconds, 3)
+            if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
+                with meter.paused(), average.in_place(run.model):
+                    record |= run.evaluation()
+                    if standing.evaluated(step + 1, record["eval_bits_per_byte"]) and recipe.early_stopping_patience:
+                        saver.write_best(run.output, step + 1)
+                last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_since
+            if "tokens_per_second" in record or "eval_bits_per_byte" in record:
+                _log(run, metrics, record)
+            stopped = stop.agreed(accelerator.device)
+            due = stopped or (run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0)
+            if due and not last:
                 with meter.paused():
-                    record["eval_bits_per_byte"] = _evaluate(run)
-            if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
-                metrics.write(record)
-                accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
-            if run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0 and not last:
-                with meter.paused():
-                    _save(run, optimizer, step + 1, meter.total())
+                    standing.tokens = meter.total()
+                    _save(run, saver, step + 1, standing)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
+            progress.advance(1, f"{shown}  {meter.told}")
+            if last:
+                break
+            if stopped:
+                accelerator.end_training()
+                raise Stopped(f"stopped after step {step + 1:,} of {run.steps:,}: {stopped}", where=str(run.output),
+                              hint="run the same command again: it goes on from there")  # fmt: skip
+    standing.tokens = meter.total()
     accelerator.wait_for_everyone()
-    content = {"kind": "student", "steps": run.steps, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    content = {"kind": "student", "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    best = standing.best_step if recipe.early_stopping_patience else 0
+    if best:
+        content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
+    with average.in_place(run.model):
+        saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
-        finish_run(run.output, run.cut.model, run.tokenizer_folder, content)
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
-    accelerator.wait_for_everyone()
     accelerator.end_training()  # takes the process group down
     return content
 
@@ -127,7 +161,10 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
 def _step(
     run: Run, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
 ) -> tuple[dict[str, float], float]:
-    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping."""
+    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping.
+
+    Where one of them is no number nothing is moved: not the weights, nor what the optimizer remembers.
+    """
     recipe, maker, device = run.recipe, run.maker, run.accelerator.device
     if recipe.max_batch_tokens:  # every process takes as many passes, some of them empty
         passes = run.layout.highest(len(micro_batches), device)
@@ -139,13 +176,8 @@ def _step(
     sums = _pass(run, micro_batches, whole.scales(balance), backward=True)
     norm = clip(run.parameters, recipe.max_grad_norm)
     losses = whole.losses(sums, balance)
-    if not (abs(losses["loss"]) < float("inf") and norm < float("inf")):
-        raise XtkError(
-            f"the loss is {losses['loss']}, the norm of its gradient {norm}",
-            where=str(run.output),
-            hint="a smaller --learning-rate, a longer --warmup-ratio, --mixed-precision no; checkpoints are kept",
-        )
-    optimizer.step()
+    if is_finite(losses, norm):
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
 
@@ -162,17 +194,15 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
             terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-            row = None
-            if batch.lengths is not None:
-                group = layout.group("cp") if layout.cp > 1 else None
-                row = Row(batch.lengths, group, layout.cp, layout.rank("cp"))
             # Weights that are shared out are gathered and given back each pass, gradients with them.
             with contextlib.nullcontext() if last or layout.sharded else accelerator.no_sync(run.model):
-                total, parts = run.model(torch.from_numpy(batch.input_ids).to(device), batch.places, terms, row)
+                total, parts = read_student(run.model, batch, terms, layout, device)
                 if backward:
                     # Gradients are averaged over copies, and the scales are already those of the whole step.
-                    (total * layout.copies).backward()
+                    torch.autograd.backward(total * layout.copies)
             sums += parts.double()
+    if not backward:
+        reshard(run.model)
     reduced: list[float] = layout.add(sums, "copies").tolist()
     return reduced
 
@@ -191,51 +221,51 @@ def _batches(run: Run, steps: range, meter: _Meter) -> Iterator[list[MicroBatch]
     """Yield what each step takes, made ahead; what live teachers take is no training."""
     blocks = iter([steps]) if run.blocks is None else run.blocks(steps)
     while True:
-        with meter.paused():
+        with meter.taught():
             block = next(blocks, None)
         if block is None:
             return
-        yield from ahead(lambda step: _micro_batches(run, step), block)
+        yield from made_ahead(_maker(run), block, run.reporting.dataloader_num_workers)
+
+
+def _maker(run: Run) -> StepBatches:
+    """Return what makes the micro-batches of this process."""
+    recipe, layout = run.recipe, run.layout
+    return StepBatches(run.maker, run.order, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
+                       layout.data_rank, layout.data_ranks)  # fmt: skip
 
 
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
-    layout, draw, most = run.layout, run.order.epoch(step), run.recipe.max_batch_tokens
-    if most:
-        numbers = run.order.dealt(step, layout.data_rank, layout.data_ranks)
-        return run.maker.within(numbers, most, draw) or [run.maker.make([], draw)]
-    shares = run.order.share(step, layout.data_rank, layout.data_ranks, run.recipe.per_device_train_batch_size)
-    return [run.maker.make(numbers, draw) for numbers in shares]
+    return _maker(run)(step)
 
 
-def _resume(run: Run, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Return the steps that are done and the tokens that they took."""
+def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
+    """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
+    found = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith("eval_")]
+    if found:
+        terminal.note(f"distill: step {record['step']}: {'  '.join(found)}")
+    if metrics is not None:
+        metrics.write(record)
+        values = {key: value for key, value in record.items() if key != "step"}
+        run.accelerator.log(values, step=record["step"])
+
+
+def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
+    """Return the steps that are done, and where the run stands after them."""
     found = checkpoints(run.output)
     if not found:
-        return 0, 0
+        return 0, Standing()
     step, folder = found[-1]
-    load_trainer_state(folder, run.cut.model, optimizer, run.accelerator.process_index)
+    standing = Standing.of(saver.load(folder, run.recipe.seed, stream=run.layout.copy_rank))
     terminal.note(f"distill: going on from {folder}")
-    return step, int(read_json(folder / DONE).get("tokens", 0))
+    return step, standing
 
 
-def _save(run: Run, optimizer: torch.optim.Optimizer, step: int, tokens: int) -> None:
-    accelerator = run.accelerator
-    generators = {"cpu": torch.get_rng_state()}
-    if accelerator.device.type == "cuda":
-        generators["cuda"] = torch.cuda.get_rng_state(accelerator.device)
-    random = {name: accelerator.gather(one[None].to(accelerator.device)).cpu() for name, one in generators.items()}
-    if accelerator.is_main_process:
-        save_checkpoint(run.output, step, run.cut.model, optimizer, run.tokenizer_folder, random, tokens)
-        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
-    accelerator.wait_for_everyone()
-
-
-def _evaluate(run: Run) -> float:
-    """Return held-out bits per byte, computed by the first process while the others wait."""
-    value = torch.zeros(1, dtype=torch.float64, device=run.accelerator.device)
+def _save(run: Run, saver: Saver, step: int, standing: Standing) -> None:
+    saver.write_checkpoint(run.output, step, standing.told())
     if run.accelerator.is_main_process:
-        value[0] = bits_per_byte(run.cut, run.tokenizer, run.reporting.eval_documents).bits_per_byte
-    return float(run.accelerator.reduce(value, "sum"))
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+    run.accelerator.wait_for_everyone()
 
 
 def _due(step: int, every: int, last: bool) -> bool:
@@ -257,7 +287,16 @@ class _Meter:
         self._unaligned = np.zeros((len(self._teachers), 2))
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
-        self.rate = 0.0
+        self._waited = 0.0
+        self.told = ""
+
+    def waited_for(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """Yield batches, and count the time until each is there."""
+        started = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - started
+            yield batch
+            started = time.monotonic()
 
     def count(self, batches: list[MicroBatch]) -> None:
         """Count what a step took."""
@@ -277,22 +316,35 @@ class _Meter:
         yield
         self._since += time.monotonic() - started
 
+    @contextlib.contextmanager
+    def taught(self) -> Iterator[None]:
+        """Leave what live teachers take out of the rate, and out of the time that was waited for a batch."""
+        started = time.monotonic()
+        with self.paused():
+            yield
+        self._waited -= time.monotonic() - started
+
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
         counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
         tokens, silent, *unaligned = self._layout.add(counts.to(self._device), "data").tolist()
         now = time.monotonic()
-        self.rate = tokens / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        waiting = min(1.0, self._layout.highest(round(1e6 * self._waited), self._device) / 1e6 / seconds)
+        memory = self._layout.highest(highest_memory(self._device), self._device) / 2**30
+        self.told = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  waiting {waiting:.1%}"
         self._all_tokens += int(tokens)
-        self._tokens = 0
+        self._tokens, self._waited = 0, 0.0
         self._unaligned[:] = 0
         self._since = now
         if silent:
             terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
         return {
             "tokens": self._all_tokens,
-            "tokens_per_second": round(self.rate, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
             "seconds": round(now - self._begun, 3),
+            "waiting": round(waiting, 6),
+            "memory": round(memory, 3),
             **{
                 metric("unaligned", name, self._teachers): round(missed / max(rows, 1), 6)
                 for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def metric(name: str, teacher: str, teachers: Sequence[str]) -> str:
     """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
     return name if len(teachers) == 1 else f"{name}/{teacher}"
+
+
+def highest_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has had: of the device's memory, or on a CPU of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 class MetricsFile:
@@ -27,7 +40,8 @@ class MetricsFile:
         path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
+        """Append one record; what is no number, which JSON does not know, is left out."""
+        record = {key: value for key, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record) + "\n")
 
@@ -41,6 +55,14 @@ def last_values(path: Path) -> dict[str, Any]:
     """Return the last value of each metric."""
     values: dict[str, Any] = {}
     for record in read_metrics(path):
+        values.update(record)
+    return values
+
+
+def first_values(path: Path) -> dict[str, Any]:
+    """Return the first value of each metric."""
+    values: dict[str, Any] = {}
+    for record in reversed(read_metrics(path)):
         values.update(record)
     return values
 

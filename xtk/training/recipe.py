@@ -14,11 +14,15 @@ from xtk.losses import LossSpecification
 from xtk.models.preparation import Preparation
 from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
+from xtk.training.schedules import SCHEDULES, factor
 
-SCHEDULES = ("cosine", "linear", "constant")
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 BALANCES = ("none", "ce")
-COMBINING = ("teachers", "teacher_weights", "balance")
+# Recipes of runs that were begun by those who did not know of them have none of these.
+LATER = (
+    "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
+    "early_stopping_patience",
+)  # fmt: skip
 # How the work is cut, which does not change the result.
 SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
            "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps")  # fmt: skip
@@ -35,6 +39,12 @@ class Recipe:
         per_device_train_batch_size: documents in a forward pass of one process.
         gradient_accumulation_steps: forward passes of one process in a step.
         learning_rate, lr_scheduler_type, warmup_ratio, weight_decay, max_grad_norm: AdamW's, as in Hugging Face.
+        warmup_steps: how many, instead of a ratio; 0: the ratio says.
+        min_lr_rate: the share of the learning rate where cosine_with_min_lr ends.
+        decay_ratio: the share of the steps in which warmup_stable_decay falls.
+        ema_decay: the student is the exponential moving average of the weights; 0: the weights themselves.
+        early_stopping_patience: evaluations in a row that are no better than the best before, after which the run
+            ends; the student is the best. 0: it runs to its end, and the student is the last.
         mixed_precision: "no" (fp32) or "bf16": the model in bf16 over fp32 weights; losses are fp32 either way.
         gradient_checkpointing: recompute activations instead of keeping them.
         long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
@@ -73,6 +83,11 @@ class Recipe:
     fsdp_offload: bool = False
     teacher_steps: int = 0
     balance: str = "none"
+    warmup_steps: int = 0
+    min_lr_rate: float = 0.1
+    decay_ratio: float = 0.1
+    ema_decay: float = 0.0
+    early_stopping_patience: int = 0
     preparation: Preparation = field(default_factory=Preparation)
 
     def __post_init__(self) -> None:
@@ -92,6 +107,10 @@ class Recipe:
         limits = {
             "num_train_epochs": (0, math.inf),
             "warmup_ratio": (0, 1),
+            "warmup_steps": (0, math.inf),
+            "min_lr_rate": (0, 1),
+            "decay_ratio": (0, 1),
+            "early_stopping_patience": (0, math.inf),
             "weight_decay": (0, math.inf),
             "max_grad_norm": (0, math.inf),
             "seed": (0, 2**63),
@@ -107,6 +126,8 @@ class Recipe:
             raise XtkError(f"--teacher-steps is {self.teacher_steps}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
+        if not 0 <= self.ema_decay < 1:
+            raise XtkError(f"--ema-decay is {self.ema_decay}; it is a number from 0 to below 1, such as 0.999")
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
@@ -122,18 +143,21 @@ class Recipe:
 
     def learning_rate_at(self, step: int, steps: int) -> float:
         """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
-        warmup = round(self.warmup_ratio * steps)
-        if step < warmup:
-            return self.learning_rate * (step + 1) / warmup
-        done = (step - warmup) / max(1, steps - warmup)
-        factor = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}
-        return self.learning_rate * factor[self.lr_scheduler_type]
+        warmup = self.warmup_steps or round(self.warmup_ratio * steps)
+        return self.learning_rate * factor(
+            self.lr_scheduler_type,
+            step,
+            steps,
+            warmup,
+            min_lr_rate=self.min_lr_rate,
+            decay_ratio=self.decay_ratio,
+        )
 
     def identity(self, data_ranks: int) -> dict[str, Any]:
         """Return what makes two runs the same, however many processes share the work."""
         content = asdict(self)
         for one in fields(self):
-            if one.name in COMBINING and content[one.name] == one.default:  # runs of those who did not know of them
+            if one.name in LATER and content[one.name] == one.default:
                 del content[one.name]
         del content["preparation"]
         if prepared := self.preparation.identity():
@@ -154,8 +178,13 @@ class Reporting:
         save_steps: steps between two checkpoints; 0: none.
         save_total_limit: checkpoints kept.
         report_to: names of trackers that Accelerate knows.
-        eval_documents: held-out documents, read before the start; without any there is no evaluation.
+        eval_documents: held-out documents of plain data, read before the start. Caches are among the inputs.
         eval_steps: steps between two evaluations.
+        eval_on_start: evaluate before the first step too.
+        dataloader_num_workers: processes that make batches ahead; 0: a thread does.
+        max_skipped_steps: in a row whose loss or gradient is no number; more end the run.
+        deadline: of `time.monotonic()`, after which the run saves and ends.
+        ddp_timeout: seconds after which a process that waits for another one gives up.
     """
 
     logging_steps: int = 10
@@ -164,6 +193,11 @@ class Reporting:
     report_to: tuple[str, ...] = ()
     eval_documents: tuple[Document, ...] = ()
     eval_steps: int = 0
+    eval_on_start: bool = False
+    dataloader_num_workers: int = 0
+    max_skipped_steps: int = 10
+    deadline: float = math.inf
+    ddp_timeout: int = 600
 
 
 @dataclass(frozen=True)
@@ -177,6 +211,7 @@ class Places:
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
         columns: names of the columns of plain data.
+        eval_caches: of the same teachers on held-out documents, each a folder or a URL.
         teachers: who score the data while the student trains, in the place of caches.
     """
 
@@ -186,4 +221,5 @@ class Places:
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
     adapter: Path | None = None
+    eval_caches: tuple[str, ...] = ()
     teachers: tuple[LiveTeacher, ...] = ()

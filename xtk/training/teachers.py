@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import next_bytes_for, projection_for
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
+from xtk.evaluation.agreement import SUPPORTS, ByImage, BySpelling, Meeting
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Ground, Loss
@@ -67,6 +70,11 @@ class Teacher:
         return str(self.cache.header["options"].get("support"))
 
     @property
+    def tells_likeliest(self) -> bool:
+        """Whether its cache holds the likeliest tokens for certain."""
+        return self.support in SUPPORTS
+
+    @property
     def has_students_tokenizer(self) -> bool:
         """Whether it reads as the student does."""
         return bool(self.identity["tokenizer"] == self.student.fingerprint)
@@ -92,7 +100,7 @@ class Teacher:
                 where=f"{self.student.name} has {self.student.fingerprint[:15]}; {self.told_of}",
                 hint="--loss byte-kl, p-kl or boundary-kl",
             )
-        if rule.asks == "ranks" and self.support not in ("top-k", "top-p", "top-k+sample"):
+        if rule.asks == "ranks" and not self.tells_likeliest:
             return XtkError(
                 f"the loss {loss} asks for the likeliest tokens, with their exact probabilities",
                 where=where,
@@ -140,6 +148,18 @@ class Teacher:
         if kind == "tokens":
             return Projection.identity(len(self.student)).columns.widened(width)
         return self.projection.columns.widened(width)
+
+    def meeting(self, grounds: Collection[str]) -> Meeting:
+        """Return how its tokens can be those of the student.
+
+        Args:
+            grounds: of the losses that are about it: without a projection that is named or needed, none is made.
+        """
+        if self.has_students_tokenizer:
+            return ByImage(np.arange(max(self.student.width, int(self.identity["width"])), dtype=np.int32))
+        if self.named_projection is not None or "projection" in grounds:
+            return ByImage.of(self.projection)
+        return BySpelling.of(self.student, self.tokenizer)
 
     def chosen(self) -> tuple[list[str], str]:
         """Return what `--loss auto` takes, and why."""

@@ -1,0 +1,333 @@
+"""A run that is asked to stop, killed, slowed down or given bad numbers goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from command_line import run_xtk
+from interrupting import (
+    assert_none_left,
+    assert_same,
+    ended,
+    start,
+    stop_at_a_checkpoint,
+    told,
+    wait_for,
+    worker,
+)
+from material import sentences, write_jsonl
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import Order
+from xtk.training.card import name_of
+from xtk.training.metrics import read_metrics
+
+pytestmark = pytest.mark.xdist_group("interruptions")  # what its tests share takes half a minute to make
+
+STEPS = 16
+COME_AGAIN = 75
+TWO = ("--num-processes", 2, "--per-device-train-batch-size", 2)
+
+
+@pytest.fixture(scope="module")
+def arguments(pair, corpus) -> list[object]:
+    """Sixteen steps with a line of metrics each and a checkpoint every second; the output is given last."""
+    return [
+        "distill", pair.student, corpus, "--loss", "ce", "--max-steps", STEPS, "--save-steps", 2, "--save-total-limit",
+        STEPS, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4, "-o",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory) -> Path:
+    """The run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    run_xtk(*arguments, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole_of_two(arguments, tmp_path_factory) -> Path:
+    """That of two processes."""
+    folder = tmp_path_factory.mktemp("whole-of-two") / "out"
+    assert "2 processes: 2 replicas" in run_xtk(*arguments, folder, *TWO, fresh=True).stderr
+    return folder
+
+
+def newest(output: Path) -> int:
+    return max((int(path.name.rpartition("-")[2]) for path in output.glob("checkpoint-*")), default=0)
+
+
+# --- asked to stop
+
+
+def test_sigterm_saves_after_the_step_and_ends_with_75(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGTERM)
+    assert code == COME_AGAIN
+    assert "Traceback" not in stderr
+    assert f"stopped after step {newest(output)} of {STEPS}: SIGTERM" in stderr
+    assert "going on from" in run_xtk(*arguments, output).stderr
+    assert_same(output, whole)
+
+
+def test_a_time_limit_saves_and_ends_with_75_until_the_run_is_done(arguments, tmp_path):
+    three = [*arguments[:-1], "--max-steps", 3, "-o"]
+    run_xtk(*three, tmp_path / "whole")
+    sliced = [*three, tmp_path / "sliced", "--max-seconds", 0.001]
+    for step in (1, 2):
+        done = run_xtk(*sliced, code=COME_AGAIN)
+        assert f"stopped after step {step} of 3: --max-seconds are over" in done.stderr
+        assert done.stdout == ""
+    assert run_xtk(*sliced).stdout == f"{tmp_path}/sliced\n"
+    assert_same(tmp_path / "sliced", tmp_path / "whole")
+
+
+def test_two_processes_stop_together_end_when_one_is_killed_and_go_on(arguments, whole_of_two, tmp_path):
+    output = tmp_path / "out"
+    code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGUSR1, *TWO)
+    assert code == COME_AGAIN, stderr
+    stopped_at = newest(output)
+    assert f"stopped after step {stopped_at} of {STEPS}: SIGUSR1" in stderr
+    assert "Traceback" not in stderr
+    assert_none_left(output)
+
+    process = start([*arguments, output, *TWO])
+    wait_for(output / f"checkpoint-{stopped_at // 2 * 2 + 2}", process)
+    os.kill(worker(output, rank=1), signal.SIGKILL)
+    killed = time.monotonic()
+    code, stderr = ended(process, output)
+    assert time.monotonic() - killed < 30
+    assert code == 128 + signal.SIGKILL
+    assert "process 1 was ended by SIGKILL" in stderr
+    assert_none_left(output)
+
+    assert "going on from" in run_xtk(*arguments, output, *TWO, fresh=True).stderr
+    assert_same(output, whole_of_two)
+
+
+@pytest.mark.long
+def test_a_process_that_hangs_ends_the_run_after_the_timeout(arguments, tmp_path):
+    output = tmp_path / "out"
+    process = start([*arguments, output, *TWO, "--ddp-timeout", 5])
+    wait_for(output / "checkpoint-4", process)
+    os.kill(worker(output, rank=1), signal.SIGSTOP)
+    stopped = time.monotonic()
+    code, stderr = ended(process, output)
+    assert time.monotonic() - stopped < 30
+    assert code == 1
+    assert "another process did not answer in time" in stderr
+    assert_none_left(output)
+
+
+@pytest.mark.long
+def test_workers_die_with_their_launcher(arguments, tmp_path):
+    output = tmp_path / "out"
+    code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL, *TWO)
+    assert code == -signal.SIGKILL
+    assert_none_left(output)
+
+
+@pytest.mark.long
+def test_torchrun_starts_again_what_was_killed_and_it_goes_on(arguments, whole_of_two, tmp_path):
+    output = tmp_path / "out"
+    launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
+                "--nproc-per-node", 2, "--max-restarts", 2]  # fmt: skip
+    process = start([*arguments, output, *TWO[2:]], launcher)
+    for checkpoint in (4, 8):
+        wait_for(output / f"checkpoint-{checkpoint}", process)
+        os.kill(worker(output, rank=1), signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    assert stdout == f"{output}\n"
+    assert stderr.count("going on from") == 2
+    assert_same(output, whole_of_two)
+
+
+def kill_at_random_instants(arguments: list[object], whole: Path, folder: Path, kills: int, *extra: object) -> None:
+    """Kill a run, up to three steps further each time, until it was killed so often; another one when it has ended."""
+    draw = random.Random(kills)
+    output = folder / "out"
+    while kills:
+        metrics = output / "metrics.jsonl"
+        before = metrics.stat().st_mtime_ns if metrics.exists() else 0
+        target = newest(output) + draw.randint(0, 3)
+        process = start([*arguments, output, *extra])
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            begun = metrics.exists() and metrics.stat().st_mtime_ns != before
+            if begun and len(told(output)) >= target:
+                break
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.03))
+        process.kill()
+        process.communicate(timeout=60)
+        assert_none_left(output)
+        kills -= not (output / "xtk.json").exists()
+        if (output / "xtk.json").exists() or not kills:
+            run_xtk(*arguments, output, *extra, fresh=True)
+            assert_same(output, whole)
+            shutil.rmtree(output)
+
+
+def test_killed_at_random_instants_the_curve_is_that_of_the_whole_run(arguments, whole, tmp_path):
+    kill_at_random_instants(arguments, whole, tmp_path, 3)
+
+
+@pytest.mark.long
+def test_so_it_is_fifty_times(arguments, whole, tmp_path):
+    kill_at_random_instants(arguments, whole, tmp_path, 50)
+
+
+@pytest.mark.long
+def test_so_it_is_ten_times_with_two_processes(arguments, whole_of_two, tmp_path):
+    kill_at_random_instants(arguments, whole_of_two, tmp_path, 10, *TWO)
+
+
+# --- steps whose loss is no number
+
+
+@pytest.fixture(scope="module")
+def broken(pair, tmp_path_factory) -> tuple[list[object], list[int]]:
+    """A student that knows no numbers for a token, and the steps in which it reads it."""
+    folder = tmp_path_factory.mktemp("broken")
+    texts = sentences(24, seed=5)
+    tokenizer = Tokenizer(pair.student)
+    read = [set(encoded.ids.tolist()) for encoded in tokenizer.encode(texts)]
+    few = [token for token in range(9, len(tokenizer)) if 3 <= sum(token in ids for ids in read) <= 4]
+    shutil.copytree(pair.student, folder / "student")
+    weights = load_file(folder / "student" / "model.safetensors")
+    weights["model.embed_tokens.weight"][few[0]] = float("nan")
+    save_file(weights, folder / "student" / "model.safetensors", metadata={"format": "pt"})
+    data = write_jsonl(folder / "data.jsonl", texts)
+    order = Order(np.arange(24), np.array([len(text.encode()) for text in texts]), 4, 42)
+    skipped = [step + 1 for step in range(6) if any(few[0] in read[number] for number in order.step(step))]
+    assert 0 < len(skipped) < 5
+    arguments = ["distill", folder / "student", data, "--loss", "ce", "--max-steps", 6, "--logging-steps", 1,
+                 "--learning-rate", 1e-3, "--save-steps", 1, "--save-total-limit", 9, "-o"]  # fmt: skip
+    return arguments, skipped
+
+
+def test_a_step_whose_loss_is_no_number_moves_nothing_and_is_counted(broken, tmp_path):
+    arguments, skipped = broken
+    four = ("--per-device-train-batch-size", 4)
+    done = run_xtk(*arguments, tmp_path / "out", *four)
+    for step in skipped:
+        assert f"step {step} is skipped: the loss is nan" in done.stderr
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in lines] == [sum(step <= at for step in skipped) for at in range(1, 7)]
+    assert [line["step"] for line in lines if "loss" not in line] == skipped
+    moved = [load_file(tmp_path / "out" / f"checkpoint-{step}" / "model.safetensors") for step in range(1, 6)]
+    for step in range(2, 6):
+        one, other = (weights["lm_head.weight"] for weights in moved[step - 2 : step])
+        assert torch.equal(one, other) == (step in skipped)
+    with safe_open(tmp_path / "out" / "checkpoint-5" / "trainer-00000-of-00001.safetensors", "pt") as state:
+        assert state.get_tensor("step.lm_head.weight") == 5 - sum(step <= 5 for step in skipped)
+        assert all(state.get_tensor(key).isfinite().all() for key in state.keys() if key.startswith("exp_avg"))  # noqa: SIM118
+
+    run_xtk(*arguments, tmp_path / "again", *four, "--max-seconds", 0.001, code=COME_AGAIN)
+    run_xtk(*arguments, tmp_path / "again", *four)
+    assert_same(tmp_path / "again", tmp_path / "out")
+
+    run_xtk(*arguments, tmp_path / "two", *TWO, fresh=True)
+    found = read_metrics(tmp_path / "two" / "metrics.jsonl")
+    assert [line["skipped_steps"] for line in found] == [line["skipped_steps"] for line in lines]
+    ours, theirs = ([line["loss"] for line in some if "loss" in line] for some in (found, lines))
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def test_too_many_such_steps_in_a_row_end_the_run(broken, tmp_path):
+    arguments, skipped = broken
+    at_once = run_xtk(
+        *arguments, tmp_path / "out", "--max-skipped-steps", 0, "--per-device-train-batch-size", 4, code=1
+    )
+    assert "the loss is nan" in at_once.stderr
+    assert f"step {skipped[0]}" in at_once.stderr
+    every = (*arguments, tmp_path / "every", "--max-skipped-steps", 2, "--per-device-train-batch-size", 24)
+    assert "step 3, as in the 2 before it" in run_xtk(*every, code=1).stderr
+
+
+# --- averages, and the best
+
+
+def test_the_student_is_the_average_of_the_weights_after_each_step(arguments, pair, tmp_path):
+    plain = [*arguments[:-1], "--lr-scheduler-type", "constant", "--warmup-ratio", 0, "--save-steps", 1, "-o"]
+    run_xtk(*plain, tmp_path / "steps", "--max-steps", 5)
+    averaged = (*plain, tmp_path / "averaged", "--max-steps", 4, "--ema-decay", 0.75)
+    run_xtk(*averaged, "--max-seconds", 0.001, code=COME_AGAIN)
+    run_xtk(*averaged)
+    expected = load_file(pair.student / "model.safetensors")
+    for step in range(1, 5):
+        weights = load_file(tmp_path / "steps" / f"checkpoint-{step}" / "model.safetensors")
+        expected = {name: 0.75 * one + 0.25 * weights[name] for name, one in expected.items()}
+    found = load_file(tmp_path / "averaged" / "model.safetensors")
+    for name, one in expected.items():
+        torch.testing.assert_close(found[name], one, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(found[name], weights[name])
+
+
+def test_early_stopping_ends_with_the_best_student_also_when_killed(arguments, tmp_path):
+    # The more it learns of the corpus, the less it expects of letters that are not in it.
+    held_out = write_jsonl(tmp_path / "held-out.jsonl", ["ЖЩЪЫ ЭЮЯ ЖЖЩ ЪЫЭ", "ЯЮЭ ЫЪЩЖ"])
+    wild = [*arguments[:-1], "--learning-rate", 0.01, "--eval-data", held_out, "--eval-steps", 1,
+            "--early-stopping-patience", 8, "--save-total-limit", 1, "--max-steps", 40, "--ema-decay", 0.1,
+            "-o"]  # fmt: skip
+    whole = tmp_path / "whole"
+    run_xtk(*wild, whole)
+    content = json.loads((whole / "xtk.json").read_text())
+    bits = [line["eval_bits_per_byte"] for line in read_metrics(whole / "metrics.jsonl")]
+    best = min(bits)
+    assert content["best"] == {"step": bits.index(best) + 1, "eval_bits_per_byte": best}
+    assert len(bits) == content["steps"] == bits.index(best) + 1 + 8 < 40
+    told_again = json.loads(run_xtk("evaluate", whole, held_out, "--json").stdout)
+    assert told_again["bits_per_byte"] == pytest.approx(best, rel=1e-6)
+    assert not list(whole.glob("best-*"))
+
+    after = (bits.index(best) + 1) // 2 * 2 + 2  # a checkpoint, the only one that is kept, that is not of the best
+    output = tmp_path / "out"
+    code, _ = stop_at_a_checkpoint(wild, output, signal.SIGTERM, at=after)
+    assert code == COME_AGAIN
+    assert [path.name for path in output.glob("best-*")] == [f"best-{bits.index(best) + 1}"]
+    run_xtk(*wild, output)
+    assert_same(output, whole)
+
+
+def test_early_stopping_without_evaluations_is_refused(arguments, tmp_path):
+    refused = run_xtk(*arguments, tmp_path / "out", "--early-stopping-patience", 2, code=1)
+    assert "--eval-data DATA --eval-steps N" in refused.stderr
+
+
+# --- the card
+
+
+def test_the_card_says_from_what_the_student_was_distilled_and_names_no_path(pair, cache, tmp_path):
+    hub = tmp_path / "models--some-lab--small-1" / "snapshots" / "0123"
+    shutil.copytree(pair.student, hub)
+    run_xtk("distill", hub, cache, "--max-steps", 2, "-o", tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["base_model"] == "some-lab/small-1"
+    assert "distillation" in head["tags"]
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    manifest = json.loads((cache / "manifest.json").read_text())["header"]
+    for fingerprint in (
+        recipe["inputs"]["student"]["weights"], manifest["teacher"]["weights"], manifest["data"]["documents"],
+    ):  # fmt: skip
+        assert fingerprint[:23] in card
+    assert all(f"`{loss}`" in card for loss in recipe["losses"])
+    assert "| metric | step 1 | step 2 |" in card
+    for path in (tmp_path, Path.home(), Path.cwd()):
+        assert str(path) not in card
+    assert name_of(pair.student) == pair.student.name

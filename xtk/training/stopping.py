@@ -1,0 +1,77 @@
+"""Ending before the end: signals and a time limit are heeded after the step that runs, by all processes alike."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+
+from xtk.training import processes
+
+# Slurm sends the second before a time limit (--signal=USR1@120).
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# A scheduler signals a launcher and its workers, and the launcher hands it on: within seconds that is one asking.
+SECONDS_OF_ONE_ASKING = 5.0
+NOTHING, TIME_IS_UP = 0, 1
+
+
+def come_again_when_asked() -> None:
+    """Let a signal end this process at once, with the exit code of a run that goes on when it is started again."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        sys.exit(os.EX_TEMPFAIL)
+
+    for number in SIGNALS:
+        signal.signal(number, end)
+
+
+class Stop:
+    """Catches signals while it is open.
+
+    The first signal is kept until somebody asks for it; another one, later, ends the process at once.
+
+    Args:
+        deadline: of `time.monotonic()`.
+    """
+
+    def __init__(self, deadline: float = math.inf) -> None:
+        self._deadline = deadline
+        self._signal, self._since = NOTHING, math.inf
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        with contextlib.suppress(ValueError):  # signals are the main thread's business
+            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._signal == NOTHING:
+            self._signal, self._since = number, now
+        elif now - self._since > SECONDS_OF_ONE_ASKING:
+            sys.exit(128 + number)
+
+    def agreed(self, device: torch.device) -> str:
+        """Return why all processes stop now, "" if they go on; every process has to call it.
+
+        Args:
+            device: on which processes meet.
+        """
+        here = self._signal or (TIME_IS_UP if time.monotonic() >= self._deadline else NOTHING)
+        highest = processes.highest(here, device)
+        if highest == NOTHING:
+            return ""
+        return "--max-seconds are over" if highest == TIME_IS_UP else signal.Signals(highest).name
