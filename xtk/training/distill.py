@@ -240,12 +240,12 @@ def _check_mixable(teachers: Sequence[Teacher]) -> None:
 
 def _check_caches(places: Places) -> None:
     """Refuse columns that caches have of their own."""
-    for field in ("weight", "route"):
-        if field in places.columns:
+    for name in ("weight", "route"):
+        if name in places.columns:
             raise XtkError(
-                f"a cache has the {field}s of its documents from cache-teacher; --{field}-column is for plain data",
+                f"a cache has the {name}s of its documents from cache-teacher; --{name}-column is for plain data",
                 where=places.caches[0],
-                hint=f"xtk cache-teacher ... --{field}-column {places.columns[field]}",
+                hint=f"xtk cache-teacher ... --{name}-column {places.columns[name]}",
             )
 
 
