@@ -14,6 +14,7 @@ from xtk.models.causal_lm import Cut, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import Order
 from xtk.training.distill import Inputs, open_inputs
+from xtk.training.held_out import Evaluation
 from xtk.training.layout import read_layout
 from xtk.training.loop import Run, _micro_batches, _step
 from xtk.training.recipe import Places, Recipe, Reporting
@@ -50,16 +51,33 @@ def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> Recipe:
     )
 
 
-def inputs_of(student: Path, caches: list[Path], recipe: Recipe, projections: tuple[Path, ...] = ()) -> Inputs:
+def inputs_of(
+    student: Path,
+    caches: list[Path],
+    recipe: Recipe,
+    projections: tuple[Path, ...] = (),
+    held_out: tuple[Path, ...] = (),
+) -> Inputs:
     """Open what a recipe reads."""
-    places = Places(student, tuple(map(str, caches)), projections, Path("nowhere"))
+    places = Places(
+        student, tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
+    )
     return open_inputs(places, recipe, Tokenizer(student))
 
 
 def take_steps(
-    accelerator: Accelerator, student: Path, inputs: Inputs, recipe: Recipe, documents: int, steps: int = 2
+    accelerator: Accelerator,
+    student: Path,
+    inputs: Inputs,
+    recipe: Recipe,
+    documents: int,
+    steps: int = 2,
+    context: int = 256,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Take steps of so many documents; return the gradients by step and parameter, and what was told."""
+    """Take steps of so many documents; return the gradients by step and parameter, and what was told.
+
+    Held-out documents, if there are some, are evaluated in a context before, between and after the steps.
+    """
     model = load_causal_lm(student)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -67,6 +85,10 @@ def take_steps(
     layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
     packed = recipe.packing and cut.pack()
     wrapped, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+    packing = layout.multiple if packed else 0
+    ask: Any = dict
+    if inputs.held_out is not None:
+        ask = Evaluation(inputs.held_out, wrapped, inputs.tokenizer, context, packing, layout, accelerator.device)
     run = Run(
         accelerator=accelerator,
         layout=layout,
@@ -74,7 +96,7 @@ def take_steps(
         model=wrapped,
         parameters=parameters,
         tokenizer=inputs.tokenizer,
-        maker=inputs.maker(256, layout.multiple if packed else 0),
+        maker=inputs.maker(256, packing),
         order=Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
         recipe=recipe,
         reporting=Reporting(),
@@ -85,7 +107,11 @@ def take_steps(
     recorder = Recorder(model)
     wrapped.train()
     made = [_micro_batches(run, step) for step in range(steps)]
-    results = [_step(run, recorder, micro_batches) for micro_batches in made]
+    held_out = [ask()]
+    results = []
+    for micro_batches in made:
+        results.append(_step(run, recorder, micro_batches))
+        held_out.append(ask())
     empty = torch.tensor(sum(batch.tokens == 0 for step in made for batch in step))
     return recorder.gradients, {
         "losses": [loss for loss, _ in results],
@@ -93,5 +119,6 @@ def take_steps(
         "processes": accelerator.num_processes,
         "packed": packed,
         "passes": len(made[0]),
+        "held_out": held_out,
         "empty": int(accelerator.reduce(empty, "sum")),
     }

@@ -13,11 +13,11 @@ PACKAGE = Path(__file__).parent.parent / "xtk"
 
 # Imports go down only. Folders on one floor never meet, but for those named together.
 FLOORS = {
-    "errors": 0, "lookup": 0, "terminal": 0, "children": 0,
+    "errors": 0, "lookup": 0, "terminal": 0, "children": 0, "options": 0,
     "tokens": 1,
     "projection": 2, "models": 2,
     "artifacts": 3, "losses": 3,
-    "teachers": 4,
+    "teachers": 4, "rewards": 4,
     "evaluation": 5, "training": 5,
     "quickstart": 6, "commands": 6,
     "cli": 7, "__main__": 8,

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.errors import XtkError
-from xtk.evaluation.bits import _windows, bits_per_byte
+from xtk.evaluation.bits import bits_per_byte, windows_of
 from xtk.models.causal_lm import Cut, load_causal_lm
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import sequences
@@ -125,7 +125,7 @@ def test_windows_score_every_token_once_with_half_a_context_before_it(length, li
     counted = np.ones(length, np.bool_)
     counted[0] = False
     times = np.zeros(length, np.int64)
-    for number, window in enumerate(_windows(ids, counted, limit)):
+    for number, window in enumerate(windows_of(ids, counted, limit)):
         assert len(window.ids) <= limit
         assert not window.counted[0]  # nothing predicts the first token of a window
         times[window.ids[window.counted]] += 1

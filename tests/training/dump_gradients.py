@@ -3,7 +3,8 @@
     python dump_gradients.py CASES
 
 CASES is JSON: `student`, `output`, and `cases`, each with a `name`, `caches`, `projections`, `losses`, `options` of the
-recipe and `ways`, and perhaps a `student` of its own. Each way, DOCUMENTS:BATCH, takes two steps of so many documents,
+recipe and `ways`, and perhaps a `student` of its own, and caches `held_out` that are evaluated in a `context` of so
+many tokens. Each way, DOCUMENTS:BATCH, takes two steps of so many documents,
 over all processes, in forward passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and
 OUTPUT/told.json.
 """
@@ -27,12 +28,18 @@ def main() -> None:
     for case in cases["cases"]:
         student = Path(case.get("student") or cases["student"])
         inputs = inputs_of(
-            student, case["caches"], recipe_of(case["losses"], **case["options"]), tuple(map(Path, case["projections"]))
+            student,
+            case["caches"],
+            recipe_of(case["losses"], **case["options"]),
+            tuple(map(Path, case["projections"])),
+            tuple(map(Path, case.get("held_out", []))),
         )
         for way in case["ways"]:
             documents, batch = map(int, way.split(":"))
             recipe = recipe_of(case["losses"], batch, **case["options"])
-            gradients, results = take_steps(accelerator, student, inputs, recipe, documents)
+            gradients, results = take_steps(
+                accelerator, student, inputs, recipe, documents, context=case.get("context", 256)
+            )
             told.setdefault(case["name"], {})[way] = results
             if accelerator.is_main_process:
                 save_file(gradients, output / f"{case['name']}-{documents}-{batch}.safetensors")

@@ -57,7 +57,7 @@ def ended(process: subprocess.Popen[str], output: Path) -> tuple[int, str]:
 
 def told(folder: Path) -> list[dict[str, object]]:
     """The metrics without clocks."""
-    clocks = {"tokens_per_second", "seconds"}
+    clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
     return [
         {key: value for key, value in line.items() if key not in clocks}
         for line in read_metrics(folder / "metrics.jsonl")

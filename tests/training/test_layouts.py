@@ -14,7 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
+from xtk.evaluation.bits import bits_per_byte
+from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.layout import Layout, read_layout
 
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
@@ -49,6 +53,7 @@ LIKE_ONE = {
 }
 STUDENTS = ("llama", "tied")
 LONG = {3, 8}
+CONTEXT = 24  # tokens, of held-out documents, some of which have more
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +106,8 @@ def dump(cache, students, tmp_path_factory):
                     *([({"packing": False}, ["8:8", "5:5"])] if processes == 1 else []),
                 ]
             ]
-            every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" ")}
+            every = {"caches": [str(cache)], "projections": [], "losses": LOSSES.split(" "),
+                     "held_out": [str(cache)], "context": CONTEXT}  # fmt: skip
             asked = {"output": str(folder), "cases": [{**every, **case} for case in cases]}
             launcher = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
                         "--nproc-per-node", str(processes)] if processes > 1 else []  # fmt: skip
@@ -153,6 +159,24 @@ def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, stude
         assert ours["norms"] == pytest.approx(theirs["norms"], rel=2e-6)
         for one, other in zip(ours["losses"], theirs["losses"], strict=True):
             assert one == pytest.approx(other, rel=2e-6)
+
+
+@pytest.mark.parametrize(("processes", "student", "options"), CASES)
+def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes, student, options):
+    """Nothing is moved by the steps, so before, between and after them it is the same too."""
+    expected = dump(1)[1][name_of(student, {"packing": False})]["8:8"]["held_out"][0]
+    for way in dump(processes)[1][name_of(student, options)].values():
+        assert len(way["held_out"]) == 3
+        for found in way["held_out"]:
+            assert found == pytest.approx(expected, rel=2e-6)
+    documents = [row.document for row in TeacherCache(cache)]
+    alone = bits_per_byte(
+        Cut(load_causal_lm(students[student])), Tokenizer(students[student]), documents, max_length=CONTEXT
+    )
+    assert alone.windows > len(documents)
+    assert expected["eval_bits_per_byte"] == pytest.approx(alone.bits_per_byte, rel=1e-6)
+    names = ["bits_per_byte", "loss", "kd", "top1_agreement", *(loss.split(":")[0] for loss in LOSSES.split(" "))]
+    assert set(expected) == {f"eval_{name}" for name in names}
 
 
 def test_a_budget_of_tokens_makes_more_passes_of_the_same_step(dump):

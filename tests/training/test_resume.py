@@ -20,8 +20,8 @@ from xtk.training.metrics import MetricsFile, read_metrics
 from xtk.training.recipe import Recipe
 
 STEPS = 24
-REPORTED = {"step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds",
-            "unaligned", "skipped_steps"}  # fmt: skip
+REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
+            "seconds", "unaligned", "waiting", "memory", "skipped_steps"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

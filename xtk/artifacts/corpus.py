@@ -8,7 +8,7 @@ import json
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,26 @@ class Corpus:
         raise XtkError(
             "there is no such data", where=source, hint="a file, a glob in quotes, a hub dataset, or - for a pipe"
         )
+
+
+class HeldCorpus(Corpus):
+    """Documents that are in memory already.
+
+    Args:
+        documents: as they were read.
+        sources: where they are from, for messages.
+        columns: as in `Corpus`; which of `ASKED` were read.
+    """
+
+    def __init__(self, documents: Sequence[Document], sources: list[str], columns: Mapping[str, str]) -> None:
+        super().__init__([], columns)
+        self.sources, self.documents = sources, documents
+
+    def __iter__(self) -> Iterator[Document]:
+        return iter(self.documents)
+
+    def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
+        return HeldCorpus, (self.documents, self.sources, self.columns)
 
 
 def columns_option(value: str | None, **asked: str) -> dict[str, str]:

@@ -315,6 +315,7 @@ class TeacherCache:
     """
 
     def __init__(self, place: str | Path) -> None:
+        self._place = place
         self.folder = folder_at(place)
         self.manifest = read_manifest(self.folder)
         self.header: dict[str, Any] = self.manifest["header"]
@@ -331,6 +332,10 @@ class TeacherCache:
         self._find_ranks = cache(self._ranks_of)
         self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
+
+    def __reduce__(self) -> tuple[type[TeacherCache], tuple[str | Path]]:
+        """Travel to another process as a place, and be opened there."""
+        return TeacherCache, (self._place,)
 
     def __len__(self) -> int:
         return self._first_rows[-1]

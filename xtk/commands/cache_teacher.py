@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -184,6 +183,7 @@ def cache_teacher(
     from xtk.models.causal_lm import DTYPES
     from xtk.teachers.caching import Share
     from xtk.teachers.caching import cache_teacher as cache
+    from xtk.teachers.engine import backend_options
     from xtk.teachers.planning import LONG_DOCUMENTS
     from xtk.teachers.request import CacheRequest
     from xtk.tokens.signal import support_of
@@ -206,7 +206,7 @@ def cache_teacher(
         batch_tokens=batch_tokens,
         shard_tokens=shard_tokens,
         trust_remote_code=trust_remote_code,
-        backend_options=_backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
+        backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
     if plan:
         from xtk.teachers.forecast import forecast
@@ -216,35 +216,6 @@ def cache_teacher(
     figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
     if figures is not None:  # a path is printed once it leads to a finished cache
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
-
-
-def _backend_options(
-    backend: str, engine: list[str], servers: list[str], concurrency: int, adapter: Path | None, num_processes: int
-) -> dict[str, Any]:
-    """Return what only the backend knows.
-
-    Raises:
-        XtkError: an option of another backend.
-    """
-    from xtk.errors import XtkError
-    from xtk.teachers.engine import engine_options
-
-    if engine and backend == "server":
-        raise XtkError("--engine is for --backend transformers or vllm; a server has its own")
-    if servers and backend != "server":
-        raise XtkError(f"--server is for --backend server, not {backend}")
-    if adapter and backend != "transformers":
-        raise XtkError(
-            "only --backend transformers reads adapters",
-            where=str(adapter),
-            hint="merge it into its model (peft: merge_and_unload), and save that",
-        )
-    given: dict[str, Any] = {"engine": engine_options(engine)} if engine or backend == "vllm" else {}
-    if num_processes > 1 and given.get("engine", {}).get("tp_size", 1) != 1:
-        raise XtkError("--num-processes and --engine tp_size do not go together", hint="one or the other")
-    if backend == "server":
-        return {"servers": servers, "concurrency": concurrency}
-    return {**given, **({"adapter": adapter} if adapter else {})}
 
 
 def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:

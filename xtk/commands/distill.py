@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import signal
 import sys
 import time
@@ -26,7 +27,8 @@ def distill(
     cache: Annotated[
         list[str],
         typer.Argument(
-            help="What cache-teacher wrote, one for each teacher (or plain data, for ce alone); - for a pipe.",
+            help="What cache-teacher wrote, one for each teacher; - for a pipe. Or plain data, for ce alone and for "
+            "--teacher.",
             metavar="CACHE...",
         ),
     ],
@@ -53,6 +55,24 @@ def distill(
             metavar="NAME[:KEY=VALUE,...]",
         ),
     ] = None,
+    teacher: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model that scores plain data while the student trains, without a cache; repeat it for several. "
+            "Its options are those of cache-teacher: MODEL:top_k=64,dtype=bfloat16,batch_tokens=16384; support, top_p, "
+            "draws, seed, precision, backend, server=URL, and engine.tp_size=2 as its --engine tp_size=2; top_k=all: "
+            "the whole vocabulary.",
+            metavar="MODEL[:KEY=VALUE,...]",
+        ),
+    ] = None,
+    teacher_steps: Annotated[
+        int,
+        typer.Option(
+            help="Of --teacher: steps whose documents it scores at a time, before it leaves the device. More: it comes "
+            "less often, and its signal takes more room in the output's folder; 0: 64, or as many as take 4 GiB.",
+            min=0,
+        ),
+    ] = 0,
     balance: Annotated[
         str,
         typer.Option(
@@ -78,6 +98,10 @@ def distill(
         ),
     ] = "",
     weight_column: options.WeightColumn = "",
+    route_column: Annotated[
+        str,
+        typer.Option(help="Of --teacher and --teachers route: as that of cache-teacher.", metavar="NAME"),
+    ] = "",
     max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
@@ -217,9 +241,15 @@ def distill(
         ),
     ] = 0,
     eval_data: Annotated[
-        list[str] | None, typer.Option(help="Held-out data: its bits per byte are logged.", metavar="DATA")
+        list[str] | None,
+        typer.Option(
+            help="Held-out data: its bits per byte and its ce are logged. Or caches of it, one for each teacher: then "
+            "all losses, and how often the student's likeliest token is the teacher's.",
+            metavar="DATA|CACHE",
+        ),
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
+    eval_on_start: Annotated[bool, typer.Option("--eval-on-start", help="Evaluate before the first step too.")] = False,
     early_stopping_patience: Annotated[
         int,
         typer.Option(
@@ -231,8 +261,16 @@ def distill(
     columns: options.Columns = "",
     report_to: Annotated[
         list[str] | None,
-        typer.Option(help="A tracker that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME"),
+        typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
     ] = None,
+    dataloader_num_workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. "
+            "More memory, for runs that wait for data (waiting, in metrics.jsonl).",
+            min=0,
+        ),
+    ] = 0,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
     num_machines: Annotated[
         int,
@@ -254,16 +292,18 @@ def distill(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Train a student from teacher caches; interrupted, the same command goes on from the last checkpoint."""
+    """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
     given = dict(locals())
     started = time.monotonic()
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.teacher_cache import is_cache
     from xtk.children import die_with
     from xtk.losses import AUTO, parse_losses
     from xtk.models.preparation import Preparation
+    from xtk.teachers.live import read_live_teacher
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
@@ -272,7 +312,10 @@ def distill(
     from xtk.training.recipe import Places, Recipe, Reporting
     from xtk.training.stopping import come_again_when_asked
 
-    terminal.set_quiet(quiet)
+    if is_worker():
+        terminal.set_main_process(os.environ.get("RANK", "0") == "0")
+    # One that only starts others looks for mistakes before; they tell the rest.
+    terminal.set_quiet(quiet or (num_processes * num_machines > 1 and not is_worker()))
     if "-" in (eval_data or []):
         raise typer.BadParameter("--eval-data is read from files, not from the pipe")
     projections = [path for path in projection or [] if path != "auto"]
@@ -286,8 +329,13 @@ def distill(
         tuple(named.get(path, path) for path in cache),
         tuple(Path(named.get(path, path)) for path in projections),
         Path(output),
-        columns_option(columns, weight=weight_column),
+        columns_option(columns, weight=weight_column, route=route_column),
         adapter,
+        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
+        tuple(
+            read_live_teacher(one, long_documents=long_documents, trust_remote_code=trust_remote_code)
+            for one in teacher or []
+        ),
     )
     tokenizer = Tokenizer(places.student)
     preparation = Preparation(
@@ -309,10 +357,12 @@ def distill(
     reporting = Reporting(
         **_own(Reporting, given)
         | {
-            "report_to": tuple(report_to or ()),
+            "report_to": tuple(name.strip() for names in report_to or [] for name in names.split(",")),
             "deadline": started + max_seconds if max_seconds else math.inf,
             # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(columns))) if eval_data else (),
+            "eval_documents": tuple(Corpus(eval_data, columns_option(columns)))
+            if eval_data and not places.eval_caches
+            else (),
         }
     )
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)

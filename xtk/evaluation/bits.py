@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from xtk import terminal
 from xtk.errors import XtkError
+from xtk.evaluation.rows import read_rows
 from xtk.models.causal_lm import Cut, context_length
-from xtk.models.head import LogitsOfRows, rows_in_a_chunk
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence, bytes_read, sequences
 from xtk.tokens.tokenizer import Tokenizer
 
 READ_AT_ONCE = 256
+BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,13 @@ class BitsPerByte:
 
 
 @dataclass(frozen=True)
-class _Window:
-    """A stretch of a document that is read in one pass; only the tokens after `scored_from` count."""
+class Window:
+    """A stretch of a document that is read in one pass.
+
+    Attributes:
+        ids: int32 [n].
+        counted: bool [n], the tokens that are scored here.
+    """
 
     ids: np.ndarray
     counted: np.ndarray
@@ -59,7 +64,7 @@ def bits_per_byte(
     tokenizer: Tokenizer,
     corpus: Iterable[Document],
     *,
-    batch_tokens: int = 8192,
+    batch_tokens: int = BATCH_TOKENS,
     max_length: int | None = None,
 ) -> BitsPerByte:
     """Score a corpus.
@@ -86,15 +91,12 @@ def bits_per_byte(
     model.eval()
     bits, size, tokens, count, windows = 0.0, 0, 0, 0, 0
     for documents in _groups(corpus):
-        pending: list[_Window] = []
+        pending: list[Window] = []
         for document, sequence in zip(documents, sequences(tokenizer, documents), strict=True):
-            counted = sequence.trained & sequence.spells
-            if counted.any():
-                stop = int(np.flatnonzero(counted)[-1]) + 1
-                pieces = list(_windows(sequence.ids[:stop], counted[:stop], limit))
-                pending += pieces
-                windows += len(pieces)
-            size += _counted_bytes(document, sequence)
+            pieces = windows_of_text(sequence, limit)
+            pending += pieces
+            windows += len(pieces)
+            size += counted_bytes(document, sequence)
             count += 1
         for batch in _batches(pending, batch_tokens):
             bits += _score(model, batch)
@@ -119,7 +121,7 @@ def _groups(corpus: Iterable[Document]) -> Iterator[list[Document]]:
             yield group
 
 
-def _counted_bytes(document: Document, sequence: Sequence) -> int:
+def counted_bytes(document: Document, sequence: Sequence) -> int:
     """Return how many bytes of the trained text are predicted."""
     # Without a start token nothing predicts the first token.
     starts_at_once = len(sequence.pieces) > 0 and sequence.pieces[0, 0] == 0
@@ -137,11 +139,25 @@ class _Silent:
         pass
 
 
-def _windows(ids: np.ndarray, counted: np.ndarray, limit: int | None) -> Iterator[_Window]:
+def windows_of_text(sequence: Sequence, limit: int | None) -> list[Window]:
+    """Return the windows in which the trained text of a document is scored; none if there is nothing to score."""
+    counted = sequence.trained & sequence.spells
+    stop = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
+    return list(windows_of(sequence.ids[:stop], counted[:stop], limit)) if stop else []
+
+
+def windows_of(ids: np.ndarray, counted: np.ndarray, limit: int | None) -> Iterator[Window]:
+    """Yield the windows of a document; the first one is its beginning.
+
+    Args:
+        ids: int32 [T].
+        counted: bool [T], the tokens that are scored; each is in one window.
+        limit: of a window; None: the document is one.
+    """
     if limit is None or len(ids) <= limit:
-        yield _Window(ids, counted)
+        yield Window(ids, counted)
         return
-    yield _Window(ids[:limit], counted[:limit])
+    yield Window(ids[:limit], counted[:limit])
     stride = max(1, limit // 2)
     done = limit
     while done < len(ids):
@@ -149,11 +165,11 @@ def _windows(ids: np.ndarray, counted: np.ndarray, limit: int | None) -> Iterato
         start = stop - limit
         fresh = counted[start:stop].copy()
         fresh[: done - start] = False
-        yield _Window(ids[start:stop], fresh)
+        yield Window(ids[start:stop], fresh)
         done = stop
 
 
-def _batches(windows: list[_Window], tokens: int) -> Iterator[list[_Window]]:
+def _batches(windows: list[Window], tokens: int) -> Iterator[list[Window]]:
     ordered = sorted(windows, key=lambda window: -len(window.ids))
     start = 0
     while start < len(ordered):
@@ -162,7 +178,7 @@ def _batches(windows: list[_Window], tokens: int) -> Iterator[list[_Window]]:
         start += size
 
 
-def _score(model: Cut, batch: list[_Window]) -> float:
+def _score(model: Cut, batch: list[Window]) -> float:
     """Return the bits of the counted tokens of a batch."""
     longest = len(batch[0].ids)
     ids = torch.zeros(len(batch), longest, dtype=torch.int64)
@@ -174,15 +190,5 @@ def _score(model: Cut, batch: list[_Window]) -> float:
     device = next(model.parameters()).device
     targets = ids.flatten()[places].to(device)
     states = model(ids.to(device)).flatten(0, 1)[(places - 1).to(device)]
-    return -_logprobs(model, states, targets) / math.log(2)
-
-
-def _logprobs(model: Cut, states: Tensor, targets: Tensor) -> float:
-    chunk = rows_in_a_chunk(model.head.width_of(states))
-    logits_of = LogitsOfRows(model.head, states, chunk)
-    total = 0.0
-    for start in range(0, len(states), chunk):
-        logits = logits_of(states[start : start + chunk])
-        actual = logits.gather(1, targets[start : start + chunk, None])[:, 0]
-        total += float((actual.double() - logits.logsumexp(1).double()).sum())
-    return total
+    logprobs, _ = read_rows(states, model.head, targets)
+    return -float(logprobs.sum()) / math.log(2)

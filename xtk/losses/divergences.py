@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup
-from xtk.losses.options import filled, names_of
+from xtk.options import filled, names_of
 
 DIVERGENCES = {
     "forward-kl": "xtk.losses.divergences:ForwardKL",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup, unknown
-from xtk.losses.options import filled, names_of
+from xtk.options import filled, names_of, positive
 
 if TYPE_CHECKING:
     from xtk.losses.cells import Loss
@@ -97,19 +97,10 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpecification]:
         pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
         weights = [value for key, value in pairs if key == "weight"]
         others = {key.replace("_", "-"): value for key, value in pairs if key != "weight"}
-        loss = LossSpecification(name, _positive(weights[-1], name) if weights else 1.0, tuple(sorted(others.items())))
+        weight = positive(weights[-1], name, "loss") if weights else 1.0
+        loss = LossSpecification(name, weight, tuple(sorted(others.items())))
         if others:
             loss.divergence()  # what is wrong with it is told now
             loss.rule()
         results.append(loss)
     return results
-
-
-def _positive(value: str, name: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = float("nan")
-    if not 0 < number < float("inf"):
-        raise XtkError(f"the weight of the loss {name} is {value!r}", hint=f"--loss {name}:weight=0.5")
-    return number

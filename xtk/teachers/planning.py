@@ -90,17 +90,20 @@ class Plan:
 
     def add(self, document: int, piece: int, sequence: Sequence) -> None:
         """Deal the next piece to a shard: as many as fit its tokens, at least one."""
-        size = len(sequence)
+        self.deal(document, piece, len(sequence))
+        np.add.at(self.counts, sequence.ids, 1)
+        self.positions += int(sequence.trained.sum())
+
+    def deal(self, document: int, piece: int, size: int) -> None:
+        """Deal a piece of which only the number of its tokens is known."""
         if self.shards and self.shards[-1].tokens + size <= self.shard_tokens:
             shard = self.shards[-1]
             self.shards[-1] = PlannedShard(shard.first, document, shard.skipped, shard.pieces + 1, shard.tokens + size)
         else:
             self.shards.append(PlannedShard(document, document, piece, 1, size))
-        np.add.at(self.counts, sequence.ids, 1)
         self.pieces += 1
         self.tokens += size
         self.longest = max(self.longest, size)
-        self.positions += int(sequence.trained.sum())
 
 
 def make_plan(
@@ -108,6 +111,7 @@ def make_plan(
     corpus: Corpus,
     tokenizer: Tokenizer,
     show: Callable[[Document, Sequence], None] | None = None,
+    who: str = "cache-teacher",
 ) -> Plan:
     """Read the data once: deal it to shards, and tell what a user should know before the teacher starts.
 
@@ -116,6 +120,7 @@ def make_plan(
         corpus: the data.
         tokenizer: the teacher's.
         show: is called with every document as it will be cached.
+        who: tells it: the command; "": nobody, who has told it before.
 
     Raises:
         XtkError: the data is empty or too long for the teacher.
@@ -128,7 +133,9 @@ def make_plan(
     empty = 0
     lost = Rewriting(tokenizer.name)
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
-        if document.conversation is not None and len(rewritten) < LOOKED_AT:
+        if not who:
+            pass
+        elif document.conversation is not None and len(rewritten) < LOOKED_AT:
             rewritten.append(left_out(document, tokens))
         elif document.undivided is None and plan.documents < LOOKED_AT and len(tokens.pieces):
             lost += rewriting(tokenizer, [document.text], [tokens.piece(0)])
@@ -144,19 +151,19 @@ def make_plan(
         plan.documents += 1
     plan.fingerprint = str(fingerprint)
     if plan.too_long:
-        _tell_too_long(dealing, corpus, plan, *longest)
-    if empty:
-        terminal.note(f"cache-teacher: {empty:,} of {plan.documents:,} documents are empty; nothing of them is trained")
+        _tell_too_long(dealing, corpus, plan, *longest, who)
+    if empty and who:
+        terminal.note(f"{who}: {empty:,} of {plan.documents:,} documents are empty; nothing of them is trained")
     if warning := lost.warning():
-        terminal.note(f"cache-teacher: {warning}")
+        terminal.note(f"{who}: {warning}")
     if sum(rewritten):
-        terminal.note("cache-teacher: " + told_rewritten(rewritten))
+        terminal.note(f"{who}: {told_rewritten(rewritten)}")
     if empty == plan.documents or not plan.pieces:
         raise XtkError("there is no text in this corpus", where=corpus.name)
     return plan
 
 
-def _tell_too_long(dealing: Dealing, corpus: Corpus, plan: Plan, length: int, number: int) -> None:
+def _tell_too_long(dealing: Dealing, corpus: Corpus, plan: Plan, length: int, number: int, who: str) -> None:
     counted = f"{plan.too_long:,} of {plan.documents:,} documents are longer than " + (
         f"the {dealing.limit:,} tokens that the teacher reads"
         if dealing.max_length is None
@@ -168,7 +175,8 @@ def _tell_too_long(dealing: Dealing, corpus: Corpus, plan: Plan, length: int, nu
             where=f"{corpus.name}; the longest is document {number} with {length:,} tokens",
             hint="--long-documents split, truncate or skip",
         )
-    terminal.note(f"cache-teacher: {counted}: --long-documents {dealing.long_documents}")
+    if who:
+        terminal.note(f"{who}: {counted}: --long-documents {dealing.long_documents}")
 
 
 def read_shards(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 SECONDS_TO_END = 3.0  # of a worker that is told to
 SECONDS_TO_LEAVE = 30.0  # of one that is done
+# What a launcher tells a process of a distributed run: it is about that process, not about those that it starts.
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
+                 "MASTER_", "TORCHELASTIC_")  # fmt: skip
 # A parent that ends while its processes start is no mistake of theirs.
 PROGRAM = """
 import sys
@@ -204,7 +207,7 @@ def _environments(count: int, *, on_devices: bool) -> list[dict[str, str]]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    common = {**os.environ}
+    common = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     if not on_devices or not torch.cuda.is_available():
         return [dict(common) for _ in range(count)]

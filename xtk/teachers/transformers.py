@@ -88,6 +88,7 @@ class TransformersTeacher:
             self._run = self._cut = Cut(model.eval().requires_grad_(False))
         self.model = self._cut.model
         self.device = self.model.device
+        self._placed = bool(PLACES & engine.keys() or getattr(self.model, "quantization_method", None))
         self.support, self.batch_tokens = request.support, request.batch_tokens
 
     @classmethod
@@ -104,6 +105,21 @@ class TransformersTeacher:
     def width(self) -> int:
         """U, the columns of its logits."""
         return int(self.model.get_input_embeddings().weight.shape[0])
+
+    def rest(self) -> bool:
+        """Leave the device for the memory of the CPU.
+
+        Returns:
+            Whether that can be; weights that were placed, cut or quantised stay where they are.
+        """
+        if self._run is not self._cut or self._placed:
+            return False
+        self.model.to("cpu")
+        return True
+
+    def wake(self) -> None:
+        """Come back to the device."""
+        self.model.to(self.device)
 
     @torch.inference_mode()
     def score(

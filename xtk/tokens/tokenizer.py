@@ -11,7 +11,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +124,10 @@ class Tokenizer:
         self.roles = {role: int(number) for role, number in numbers.items() if number is not None}
         self.width = max(len(self.vocabulary), width or _embedding_rows(self.folder))
         self._raw = raw
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel to another process as a folder, and be read there."""
+        return partial(Tokenizer, self.folder, name=self.name, width=self.width), ()
 
     def __len__(self) -> int:
         return len(self.vocabulary)

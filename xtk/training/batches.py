@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.evaluation.agreement import Likeliest
 from xtk.losses.cells import Example, Ground, Loss, join_examples
 from xtk.losses.divergences import Divergence
 from xtk.losses.head import Term
@@ -81,6 +82,8 @@ class MicroBatch:
         silent: positions at which a teacher said NaN, which are left out.
         tallies: float64 [teachers, 3], what teachers score in the whole batch, for weights that are a step's.
         shares: float64 [teachers], the sum over rows of the weights of teachers, where they are not a step's.
+        spells: bool [N], whether the token that each row predicts is text.
+        likeliest: of each teacher, where they are asked for, the tokens that it finds likeliest.
     """
 
     input_ids: NDArray[np.int64]
@@ -93,6 +96,14 @@ class MicroBatch:
     silent: int
     tallies: NDArray[np.float64]
     shares: NDArray[np.float64]
+    spells: NDArray[np.bool_]
+    likeliest: tuple[Likeliest, ...] = ()
+
+    @property
+    def counts(self) -> NDArray[np.float64]:
+        """What adds up over the micro-batches of a step: rows, items of terms, shares and tallies of teachers."""
+        items = [term.count for term in self.terms]
+        return np.concatenate([[self.rows], items, self.shares, self.tallies.reshape(-1)])
 
 
 class BatchMaker:
@@ -106,6 +117,7 @@ class BatchMaker:
         weighing: how weights of teachers come from what they say; None: they do not.
         teachers: how metrics call them; needed for several.
         packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+        likeliest: whether the tokens that teachers find likeliest are told too.
     """
 
     def __init__(
@@ -117,7 +129,10 @@ class BatchMaker:
         weighing: Weighing | None = None,
         teachers: Sequence[str] = ("teacher",),
         packing: int = 0,
+        *,
+        likeliest: bool = False,
     ) -> None:
+        self._likeliest = likeliest
         self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
         self._limit, self.weighing, self._packing = limit, weighing, packing
         self.teachers = tuple(teachers) if any(objective.distils for objective in objectives) else ()
@@ -178,7 +193,7 @@ class BatchMaker:
         rows = np.array([len(example.rows) for example in alone], np.int64)
         counts = np.repeat([document.weight for document in documents], rows)
         factors, tallies = self._weigh(list(zip(*told, strict=True)), students, documents)
-        ids, starts, lengths = self._laid_out(students)
+        ids, starts, lengths = laid_out([student.ids for student in students], self._packing)
         return MicroBatch(
             input_ids=ids,
             lengths=lengths,
@@ -198,23 +213,14 @@ class BatchMaker:
             silent=silent,
             tallies=tallies,
             shares=np.zeros(self._teachers) if factors is None else factors @ counts,
+            spells=np.concatenate(
+                [
+                    np.zeros(0, np.bool_),
+                    *(one.spells[example.rows + 1] for one, example in zip(students, alone, strict=True)),
+                ]
+            ),
+            likeliest=tuple(map(Likeliest.of, joined[self._drawn[0]])) if self._likeliest and self._drawn else (),
         )
-
-    def _laid_out(
-        self, students: list[TokenSequence]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...] | None]:
-        """Return the tokens, where each document begins among them, and the lengths of documents in one row."""
-        sizes = [len(student) for student in students]
-        if self._packing:
-            fill = -sum(sizes) % self._packing or (0 if sizes else self._packing)
-            ids = np.concatenate([*(student.ids for student in students), np.zeros(fill)]).astype(np.int64)
-            lengths = (*(size for size in sizes if size), *([fill] if fill else []))
-            return ids[None], np.cumsum([0, *sizes])[:-1], lengths
-        longest = max([1, *sizes])
-        ids = np.zeros((max(1, len(students)), longest), np.int64)
-        for at, student in enumerate(students):
-            ids[at, : len(student)] = student.ids
-        return ids, np.arange(len(students)) * longest, None
 
     def _term(
         self,
@@ -289,6 +295,31 @@ def _unaligned(examples: Sequence[Example | None]) -> tuple[int, int]:
     heard = [example for example in examples if example is not None]
     tokens = sum(len(example.rows) for example in heard)
     return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in heard), tokens
+
+
+def laid_out(
+    several: Sequence[NDArray[np.int32]], packing: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...] | None]:
+    """Lay documents out for one forward pass.
+
+    Args:
+        several: int32 [T] each.
+        packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+
+    Returns:
+        The tokens, where each document begins among them, and the lengths of documents in one row.
+    """
+    sizes = [len(ids) for ids in several]
+    if packing:
+        fill = -sum(sizes) % packing or (0 if sizes else packing)
+        row = np.concatenate([*several, np.zeros(fill)]).astype(np.int64)
+        lengths = (*(size for size in sizes if size), *([fill] if fill else []))
+        return row[None], np.cumsum([0, *sizes])[:-1], lengths
+    longest = max([1, *sizes])
+    padded = np.zeros((max(1, len(several)), longest), np.int64)
+    for at, ids in enumerate(several):
+        padded[at, : len(ids)] = ids
+    return padded, np.arange(len(several)) * longest, None
 
 
 def grouped(sizes: Sequence[int], most: int, *, padded: bool) -> list[list[int]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, Fingerprint
@@ -17,7 +18,7 @@ from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
-from xtk.artifacts.teacher_cache import is_cache
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES
@@ -28,6 +29,7 @@ from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
 from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
+from xtk.training.live import LiveSource, blocks_of, read_for
 from xtk.training.metrics import metric
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
@@ -36,9 +38,11 @@ from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 if TYPE_CHECKING:
     from xtk.models.causal_lm import Cut
     from xtk.models.preparation import Origin
+    from xtk.training.held_out import HeldOut
     from xtk.training.layout import Layout
 
 LOOKED_AT = 1000
+TRACKERS = "trackers"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Inputs:
         teachers: how metrics call them.
         weighing: how weights of teachers come from what they say; None: they do not.
         chosen: what `--loss auto` took and why; "": nothing was left to it.
+        held_out: what the student is asked about held-out documents of caches; None: there are none.
         origin: what the student comes from.
     """
 
@@ -63,6 +68,7 @@ class Inputs:
     teachers: tuple[str, ...] = ()
     weighing: Weighing | None = None
     chosen: str = ""
+    held_out: HeldOut | None = None
     origin: Lineage = field(default_factory=Lineage)
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
@@ -82,39 +88,102 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         XtkError: one of them cannot be read, or they do not fit each other.
     """
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
-    for path in (places.student, *([places.adapter] if places.adapter else []), *local, *places.projections):
+    models = [places.student, *(teacher.request.teacher for teacher in places.teachers)]
+    models += [places.adapter] if places.adapter else []
+    for path in (*models, *local, *places.projections):
         if places.output.resolve() in (path.resolve(), *path.resolve().parents):
             raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if places.adapter:
         student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
-    plain = alone and not any(is_cache(cache) for cache in places.caches)
-    combination = read_combination(recipe.teachers, recipe.teacher_weights, 1 if plain else len(places.caches))
+    live = places.teachers
+    plain = alone and not live and not any(is_cache(cache) for cache in places.caches)
+    speakers = 1 if plain else len(live or places.caches)
+    combination = read_combination(recipe.teachers, recipe.teacher_weights, speakers)
+    if plain and places.eval_caches:
+        raise XtkError(
+            "held-out caches are for losses that are about teachers", where=places.eval_caches[0],
+            hint="--eval-data with the documents themselves",
+        )  # fmt: skip
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
-    if "weight" in places.columns:
-        raise XtkError(
-            "a cache has the weights of its documents from cache-teacher; --weight-column is for plain data",
-            where=places.caches[0],
-            hint="xtk cache-teacher ... --weight-column " + places.columns["weight"],
-        )
-    teachers = open_teachers(places.caches, places.projections, tokenizer)
+    if live:
+        _check_live(places, alone=alone)
+        corpus = Corpus(list(places.caches), places.columns)
+        documents, sizes = read_for(live, corpus, routed=combination.way == "route")
+    else:
+        _check_caches(places)
+    teachers = open_teachers(places.caches, places.projections, tokenizer, live)
     taken, chosen = take_losses(recipe.losses, teachers)
     _check_balance(recipe, taken)
-    source, names = _combined(combination, teachers)
+    if combination.way == "mixture":
+        _check_mixable(teachers)
+    names = _names(combination, teachers)
+    source = (
+        LiveSource(documents, live, sizes, places.columns, lambda caches, rows: _joined(combination, caches, rows))
+        if live
+        else _of_caches(combination, teachers)
+    )
     if combination.way == "mixture":
         taken = _of_mixture(taken, teachers)
+    objectives = tuple(_objective(one, combination, teachers, names) for one in taken)
+    held_out = None
+    if places.eval_caches:
+        held_out = _held_out(places, combination, teachers, taken, objectives, tokenizer)
     return Inputs(
         source,
         tokenizer,
-        tuple(_objective(one, combination, teachers, names) for one in taken),
+        objectives,
         {"losses": [_told(one, names) for one in taken], "inputs": {"student": student, **_read(taken, teachers)}},
         names,
         combination.weighing,
         chosen,
+        held_out,
         Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
     )
+
+
+def _held_out(
+    places: Places,
+    combination: Combination,
+    teachers: Sequence[Teacher],
+    taken: Sequence[Taken],
+    objectives: tuple[Objective, ...],
+    tokenizer: Tokenizer,
+) -> HeldOut:
+    """Open the caches of held-out documents: one of each teacher, in their order.
+
+    Raises:
+        XtkError: they are of other teachers, or a loss cannot be computed from one.
+    """
+    from xtk.training.held_out import HeldOut
+
+    if len(places.eval_caches) != len(teachers):
+        raise XtkError(
+            f"there are {len(places.eval_caches)} held-out caches of {len(teachers)} teachers",
+            where="--eval-data " + ", ".join(places.eval_caches),
+            hint="one for each, in the order of the caches to train from",
+        )
+    held = open_teachers(places.eval_caches, (), tokenizer)
+    for ours, theirs in zip(teachers, held, strict=True):
+        if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "width")):
+            raise Mismatch(
+                "a held-out cache is of another teacher, with another vocabulary",
+                where=f"{theirs.place} is from {theirs.name}; {ours.place} from {ours.name}",
+                hint="xtk cache-teacher with the same teacher; caches in the same order",
+            )
+    for number, theirs in enumerate(held):
+        refusals = [theirs.refusal(one.loss) for one in taken if one.teacher == number]
+        if refusal := next(filter(None, refusals), None):
+            raise refusal
+    by_name = _names(combination, teachers)
+    meetings = tuple(
+        ours.meeting({one.rule.ground for one in taken if one.teacher == number}) if theirs.tells_likeliest else None
+        for number, (ours, theirs) in enumerate(zip(teachers, held, strict=True))
+    )
+    source = _of_caches(combination, held)
+    return HeldOut(source, objectives, by_name, combination.weighing, meetings[: len(by_name)])
 
 
 def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
@@ -136,15 +205,29 @@ def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dic
     return Inputs(TextSource(documents), tokenizer, objectives, identity, origin=origin)
 
 
-def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[Source, tuple[str, ...]]:
-    """Return the documents of all teachers, and how metrics call who speaks about them."""
-    caches, names = [teacher.cache for teacher in teachers], tuple(teacher.name for teacher in teachers)
-    if len(teachers) == 1:
-        return CacheSource(*caches), names
+def _of_caches(combination: Combination, teachers: Sequence[Teacher]) -> Source:
+    """Return the documents of all caches."""
+    caches = [teacher.cache for teacher in teachers if isinstance(teacher.cache, TeacherCache)]
+    if len(caches) == 1:
+        return CacheSource(*caches)
     if combination.way == "route":
-        return CacheSource(*caches, rows=routed(caches, names)), names
-    if combination.way != "mixture":
-        return CacheSource(*caches, rows=matched(caches)), names
+        return CacheSource(*caches, rows=routed(caches, [teacher.name for teacher in teachers]))
+    return _joined(combination, caches, matched(caches))
+
+
+def _names(combination: Combination, teachers: Sequence[Teacher]) -> tuple[str, ...]:
+    """Return how metrics call who speaks."""
+    return ("mixture",) if combination.way == "mixture" else tuple(teacher.name for teacher in teachers)
+
+
+def _joined(combination: Combination, caches: Sequence[TeacherCache], rows: NDArray[np.int64]) -> Source:
+    """Return the documents of caches, by where each holds them."""
+    if combination.way == "mixture":
+        return MixtureSource(*caches, rows=rows, weights=combination.weights)
+    return CacheSource(*caches, rows=rows)
+
+
+def _check_mixable(teachers: Sequence[Teacher]) -> None:
     first, *others = teachers
     for other in others:
         if other.identity["tokenizer"] != first.identity["tokenizer"]:
@@ -153,7 +236,30 @@ def _combined(combination: Combination, teachers: Sequence[Teacher]) -> tuple[So
                 where=f"{first.place} and {other.place}",
                 hint="--teachers sum, which compares each with the student",
             )
-    return MixtureSource(*caches, rows=matched(caches), weights=combination.weights), ("mixture",)
+
+
+def _check_caches(places: Places) -> None:
+    """Refuse columns that caches have of their own."""
+    for name in ("weight", "route"):
+        if name in places.columns:
+            raise XtkError(
+                f"a cache has the {name}s of its documents from cache-teacher; --{name}-column is for plain data",
+                where=places.caches[0],
+                hint=f"xtk cache-teacher ... --{name}-column {places.columns[name]}",
+            )
+
+
+def _check_live(places: Places, *, alone: bool) -> None:
+    """Refuse live teachers of whom nothing is asked, or beside caches."""
+    if alone:
+        raise XtkError("none of the losses is about a teacher", hint="no --teacher, or --loss auto")
+    for place in places.caches:
+        if is_cache(place):
+            raise XtkError(
+                "--teacher scores plain data, and this is a cache",
+                where=place,
+                hint="the data that the cache was made from; or the cache, without --teacher",
+            )
 
 
 def _of_mixture(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> list[Taken]:
@@ -194,16 +300,17 @@ def _told(one: Taken, names: tuple[str, ...]) -> str:
 
 
 def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]:
-    """Return the fingerprints of caches, and of projections that were named or are needed."""
+    """Return the fingerprints of caches (or of who is in their place), and of projections named or needed."""
     needed = {one.teacher for one in taken if one.rule.ground == "projection"}
     caches = [sha256(canonical_json(teacher.cache.manifest)) for teacher in teachers]
+    kind = "teacher" if any(teacher.live for teacher in teachers) else "cache"
     projections = [
         _fingerprint(teacher.projection) if number in needed or teacher.named_projection else None
         for number, teacher in enumerate(teachers)
     ]
     if len(teachers) == 1:
-        return {"cache": caches[0], "projection": projections[0]}
-    return {"caches": caches, "projections": projections}
+        return {kind: caches[0], "projection": projections[0]}
+    return {f"{kind}s": caches, "projections": projections}
 
 
 def _data_of(teachers: Sequence[Teacher]) -> list[str]:
@@ -234,13 +341,14 @@ def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Repo
     """
     held_out: dict[str, Any] = {}
     if recipe.early_stopping_patience:
-        if not (reporting.eval_documents and reporting.eval_steps):
+        if not ((reporting.eval_documents or inputs.held_out) and reporting.eval_steps):
             raise XtkError(
                 "--early-stopping-patience counts evaluations, and there are none",
                 hint="--eval-data DATA --eval-steps N",
             )
         fingerprint = Fingerprint()
-        for document in reporting.eval_documents:
+        caches = None if inputs.held_out is None else inputs.held_out.source
+        for document in reporting.eval_documents if caches is None else map(caches.document, range(len(caches))):
             fingerprint.add(document)
         held_out = {"eval_documents": str(fingerprint), "eval_steps": reporting.eval_steps}
     return {**recipe.identity(data_ranks), **inputs.identity, **held_out}
@@ -259,10 +367,13 @@ def distill(
     from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.models.preparation import Origin, can_be_merged
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
+    from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
     from xtk.training.processes import told_of_others
     from xtk.training.student import shared
+    from xtk.training.trackers import start_trackers
 
     quieten_transformers()
     accelerator = _start(places, recipe, reporting)
@@ -291,8 +402,14 @@ def distill(
             begin_run(places.output, identity, force=force)
         accelerator.wait_for_everyone()
         if reporting.report_to:
-            accelerator.init_trackers("xtk", config={"recipe": canonical_json(identity)})
+            start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        packing = layout.multiple if packed else 0
+        asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
+        evaluation = None
+        if len(asked.source):
+            context = context_length(cut.model.config)
+            evaluation = Evaluation(asked, trained, inputs.tokenizer, context, packing, layout, accelerator.device)
         run = Run(
             accelerator=accelerator,
             layout=layout,
@@ -300,23 +417,27 @@ def distill(
             model=trained,
             parameters=parameters,
             tokenizer=inputs.tokenizer,
-            maker=inputs.maker(limit, layout.multiple if packed else 0),
+            maker=inputs.maker(limit, packing),
             order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
             recipe=recipe,
             reporting=reporting,
             steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
+            evaluation=evaluation,
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
+        if places.teachers and reporting.dataloader_num_workers:
+            raise XtkError("batches of live teachers are made by a thread", hint="--dataloader-num-workers 0")
+        run.blocks = blocks_of(inputs.source, run.order, run.steps, recipe.teacher_steps, places.output, accelerator)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         terminal.note(
             f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
-        with told_of_others():
+        with killed_ones_told(), told_of_others():
             return train(run, identity)
 
 
@@ -328,23 +449,19 @@ def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
     """
     import torch
     from accelerate import Accelerator
-    from accelerate.tracking import get_available_trackers
     from accelerate.utils import InitProcessGroupKwargs
 
     from xtk.training.processes import join_after_a_restart
+    from xtk.training.trackers import check_trackers
 
-    for name in reporting.report_to:
-        if name not in {str(tracker.value) for tracker in get_available_trackers()}:
-            raise XtkError(
-                f"there is no tracker called {name} here", hint=f"pip install {name}, or another --report-to"
-            )
+    check_trackers(reporting.report_to)
     timeout = timedelta(seconds=reporting.ddp_timeout)
     join_after_a_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
         log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / "trackers") if reporting.report_to else None,
+        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     kind = str(accelerator.distributed_type.value)

@@ -15,21 +15,22 @@ from torch import nn
 
 from xtk import terminal
 from xtk.errors import Stopped
-from xtk.evaluation.bits import bits_per_byte
-from xtk.models.attention import Row
 from xtk.models.causal_lm import Cut
 from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.average import Average
-from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
+from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.card import Lineage, model_card
 from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
+from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
-from xtk.training.metrics import MetricsFile, first_values, last_values, metric
+from xtk.training.live import Blocks
+from xtk.training.loader import StepBatches, made_ahead
+from xtk.training.metrics import MetricsFile, first_values, highest_memory, last_values, metric
 from xtk.training.recipe import Recipe, Reporting
 from xtk.training.standing import Standing, is_finite
 from xtk.training.stopping import Stop
-from xtk.training.student import clip, reshard
+from xtk.training.student import clip, read_student, reshard
 from xtk.training.whole_step import WholeStep
 
 
@@ -51,8 +52,10 @@ class Run:
         steps: optimisation steps in all.
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
+        evaluation: of held-out documents; None: there are none.
         origin: what the student comes from, for its card.
         merge: as `Saver` has it.
+        blocks: of steps, before each of which live teachers speak; None: there are none.
     """
 
     accelerator: Any
@@ -68,8 +71,10 @@ class Run:
     steps: int
     output: Path
     tokenizer_folder: Path
+    evaluation: Evaluation | None = None
     origin: Lineage = field(default_factory=Lineage)
     merge: Callable[[Path, Path], None] | None = None
+    blocks: Blocks | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -94,8 +99,11 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     )
     done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
-    batches = ahead(lambda step: _micro_batches(run, step), range(done, run.steps))
     meter = _Meter(run, standing.tokens)
+    batches = meter.waited_for(_batches(run, range(done, run.steps), meter))
+    if run.evaluation is not None and run.reporting.eval_on_start and not done:
+        with meter.paused():
+            _log(run, metrics, {"step": 0, **run.evaluation()})
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
         for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
             learning_rate = recipe.learning_rate_at(step, run.steps)
@@ -112,15 +120,16 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read() | {"skipped_steps": standing.skipped_steps}
-            if _due(step + 1, run.reporting.eval_steps, last) and run.reporting.eval_documents:
+                if run.blocks is not None:
+                    record["teacher_seconds"] = round(run.blocks.seconds, 3)
+            if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
                 with meter.paused(), average.in_place(run.model):
-                    record["eval_bits_per_byte"] = _evaluate(run)
+                    record |= run.evaluation()
                     if standing.evaluated(step + 1, record["eval_bits_per_byte"]) and recipe.early_stopping_patience:
                         saver.write_best(run.output, step + 1)
                 last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_since
-            if metrics is not None and ("tokens_per_second" in record or "eval_bits_per_byte" in record):
-                metrics.write(record)
-                accelerator.log({key: value for key, value in record.items() if key != "step"}, step=step + 1)
+            if "tokens_per_second" in record or "eval_bits_per_byte" in record:
+                _log(run, metrics, record)
             stopped = stop.agreed(accelerator.device)
             due = stopped or (run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0)
             if due and not last:
@@ -128,7 +137,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                     standing.tokens = meter.total()
                     _save(run, saver, step + 1, standing)
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
-            progress.advance(1, f"{shown}  {meter.rate:,.0f} tokens/s")
+            progress.advance(1, f"{shown}  {meter.told}")
             if last:
                 break
             if stopped:
@@ -185,16 +194,12 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
             terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-            row = None
-            if batch.lengths is not None:
-                group = layout.group("cp") if layout.cp > 1 else None
-                row = Row(batch.lengths, group, layout.cp, layout.rank("cp"))
             # Weights that are shared out are gathered and given back each pass, gradients with them.
             with contextlib.nullcontext() if last or layout.sharded else accelerator.no_sync(run.model):
-                total, parts = run.model(torch.from_numpy(batch.input_ids).to(device), batch.places, terms, row)
+                total, parts = read_student(run.model, batch, terms, layout, device)
                 if backward:
                     # Gradients are averaged over copies, and the scales are already those of the whole step.
-                    (total * layout.copies).backward()
+                    torch.autograd.backward(total * layout.copies)
             sums += parts.double()
     if not backward:
         reshard(run.model)
@@ -212,13 +217,37 @@ def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 
+def _batches(run: Run, steps: range, meter: _Meter) -> Iterator[list[MicroBatch]]:
+    """Yield what each step takes, made ahead; what live teachers take is no training."""
+    blocks = iter([steps]) if run.blocks is None else run.blocks(steps)
+    while True:
+        with meter.taught():
+            block = next(blocks, None)
+        if block is None:
+            return
+        yield from made_ahead(_maker(run), block, run.reporting.dataloader_num_workers)
+
+
+def _maker(run: Run) -> StepBatches:
+    """Return what makes the micro-batches of this process."""
+    recipe, layout = run.recipe, run.layout
+    return StepBatches(run.maker, run.order, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
+                       layout.data_rank, layout.data_ranks)  # fmt: skip
+
+
 def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
-    layout, draw, most = run.layout, run.order.epoch(step), run.recipe.max_batch_tokens
-    if most:
-        numbers = run.order.dealt(step, layout.data_rank, layout.data_ranks)
-        return run.maker.within(numbers, most, draw) or [run.maker.make([], draw)]
-    shares = run.order.share(step, layout.data_rank, layout.data_ranks, run.recipe.per_device_train_batch_size)
-    return [run.maker.make(numbers, draw) for numbers in shares]
+    return _maker(run)(step)
+
+
+def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
+    """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
+    found = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith("eval_")]
+    if found:
+        terminal.note(f"distill: step {record['step']}: {'  '.join(found)}")
+    if metrics is not None:
+        metrics.write(record)
+        values = {key: value for key, value in record.items() if key != "step"}
+        run.accelerator.log(values, step=record["step"])
 
 
 def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
@@ -237,14 +266,6 @@ def _save(run: Run, saver: Saver, step: int, standing: Standing) -> None:
     if run.accelerator.is_main_process:
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
     run.accelerator.wait_for_everyone()
-
-
-def _evaluate(run: Run) -> float:
-    """Return held-out bits per byte, computed by the first process while the others wait."""
-    value = torch.zeros(1, dtype=torch.float64, device=run.accelerator.device)
-    if run.accelerator.is_main_process:
-        value[0] = bits_per_byte(run.cut, run.tokenizer, run.reporting.eval_documents).bits_per_byte
-    return float(run.accelerator.reduce(value, "sum"))
 
 
 def _due(step: int, every: int, last: bool) -> bool:
@@ -266,7 +287,16 @@ class _Meter:
         self._unaligned = np.zeros((len(self._teachers), 2))
         self._all_tokens = tokens
         self._since = self._begun = time.monotonic()
-        self.rate = 0.0
+        self._waited = 0.0
+        self.told = ""
+
+    def waited_for(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+        """Yield batches, and count the time until each is there."""
+        started = time.monotonic()
+        for batch in batches:
+            self._waited += time.monotonic() - started
+            yield batch
+            started = time.monotonic()
 
     def count(self, batches: list[MicroBatch]) -> None:
         """Count what a step took."""
@@ -286,22 +316,35 @@ class _Meter:
         yield
         self._since += time.monotonic() - started
 
+    @contextlib.contextmanager
+    def taught(self) -> Iterator[None]:
+        """Leave what live teachers take out of the rate, and out of the time that was waited for a batch."""
+        started = time.monotonic()
+        with self.paused():
+            yield
+        self._waited -= time.monotonic() - started
+
     def read(self) -> dict[str, float]:
         """Return rates over all processes, and begin anew; every process has to call it."""
         counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
         tokens, silent, *unaligned = self._layout.add(counts.to(self._device), "data").tolist()
         now = time.monotonic()
-        self.rate = tokens / max(now - self._since, 1e-9)
+        seconds = max(now - self._since, 1e-9)
+        waiting = min(1.0, self._layout.highest(round(1e6 * self._waited), self._device) / 1e6 / seconds)
+        memory = self._layout.highest(highest_memory(self._device), self._device) / 2**30
+        self.told = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  waiting {waiting:.1%}"
         self._all_tokens += int(tokens)
-        self._tokens = 0
+        self._tokens, self._waited = 0, 0.0
         self._unaligned[:] = 0
         self._since = now
         if silent:
             terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
         return {
             "tokens": self._all_tokens,
-            "tokens_per_second": round(self.rate, 1),
+            "tokens_per_second": round(tokens / seconds, 1),
             "seconds": round(now - self._begun, 3),
+            "waiting": round(waiting, 6),
+            "memory": round(memory, 3),
             **{
                 metric("unaligned", name, self._teachers): round(missed / max(rows, 1), 6)
                 for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import resource
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 
 def metric(name: str, teacher: str, teachers: Sequence[str]) -> str:
     """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
     return name if len(teachers) == 1 else f"{name}/{teacher}"
+
+
+def highest_memory(device: torch.device) -> int:
+    """Return the most bytes that this process has had: of the device's memory, or on a CPU of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 class MetricsFile:

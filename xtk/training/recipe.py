@@ -12,6 +12,7 @@ from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
 from xtk.models.preparation import Preparation
+from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
 from xtk.training.schedules import SCHEDULES, factor
 
@@ -24,7 +25,7 @@ LATER = (
 )  # fmt: skip
 # How the work is cut, which does not change the result.
 SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
-           "max_batch_tokens", "parallel", "fsdp_offload")  # fmt: skip
+           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Recipe:
         max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
         parallel: how processes share the work: `fsdp=2,tp=2`.
         fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
+        teacher_steps: steps whose documents live teachers score at a time; 0: as many as fit.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
         preparation: how the model is loaded, and what of it is trained.
     """
@@ -79,6 +81,7 @@ class Recipe:
     max_batch_tokens: int = 0
     parallel: str = ""
     fsdp_offload: bool = False
+    teacher_steps: int = 0
     balance: str = "none"
     warmup_steps: int = 0
     min_lr_rate: float = 0.1
@@ -119,6 +122,8 @@ class Recipe:
                 )
         if self.max_batch_tokens < 0:
             raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
+        if self.teacher_steps < 0:
+            raise XtkError(f"--teacher-steps is {self.teacher_steps}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not 0 <= self.ema_decay < 1:
@@ -173,8 +178,10 @@ class Reporting:
         save_steps: steps between two checkpoints; 0: none.
         save_total_limit: checkpoints kept.
         report_to: names of trackers that Accelerate knows.
-        eval_documents: held-out documents, read before the start; without any there is no evaluation.
+        eval_documents: held-out documents of plain data, read before the start. Caches are among the inputs.
         eval_steps: steps between two evaluations.
+        eval_on_start: evaluate before the first step too.
+        dataloader_num_workers: processes that make batches ahead; 0: a thread does.
         max_skipped_steps: in a row whose loss or gradient is no number; more end the run.
         deadline: of `time.monotonic()`, after which the run saves and ends.
         ddp_timeout: seconds after which a process that waits for another one gives up.
@@ -186,6 +193,8 @@ class Reporting:
     report_to: tuple[str, ...] = ()
     eval_documents: tuple[Document, ...] = ()
     eval_steps: int = 0
+    eval_on_start: bool = False
+    dataloader_num_workers: int = 0
     max_skipped_steps: int = 10
     deadline: float = math.inf
     ddp_timeout: int = 600
@@ -198,10 +207,12 @@ class Places:
     Attributes:
         student: a local model folder.
         adapter: the folder of an adapter of this model that is trained on; None: there is none.
-        caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher.
+        caches: of teachers, each a folder or a URL; or plain data, for losses that need no teacher and for live ones.
         projections: projection files; those that losses need beside them are built.
         output: the run's folder.
         columns: names of the columns of plain data.
+        eval_caches: of the same teachers on held-out documents, each a folder or a URL.
+        teachers: who score the data while the student trains, in the place of caches.
     """
 
     student: Path
@@ -210,3 +221,5 @@ class Places:
     output: Path
     columns: Mapping[str, str] = field(default_factory=dict)
     adapter: Path | None = None
+    eval_caches: tuple[str, ...] = ()
+    teachers: tuple[LiveTeacher, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,16 @@ from xtk.losses.context import RowExchange
 from xtk.losses.head import Term, fused_loss
 from xtk.models.attention import Row
 from xtk.models.causal_lm import Cut
-from xtk.models.head import rows_in_a_chunk
+from xtk.models.head import Head, rows_in_a_chunk
 from xtk.models.parallel import share_weights
 from xtk.training.layout import Layout
+
+
+class Look(Protocol):
+    """What is done with hidden states beside the losses, where weights are whole."""
+
+    def __call__(self, states: Tensor, here: NDArray[np.int64], head: Head) -> None:
+        """Look at states [n, H]; `here` [n] tells which of the rows that are compared they are."""
 
 
 class Student(nn.Module):
@@ -29,7 +36,12 @@ class Student(nn.Module):
         self.cut = cut
 
     def forward(
-        self, input_ids: Tensor, places: NDArray[np.int64], terms: Sequence[Term], row: Row | None = None
+        self,
+        input_ids: Tensor,
+        places: NDArray[np.int64],
+        terms: Sequence[Term],
+        row: Row | None = None,
+        look: Look | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the scaled total and each term's sum over its items; of this process's items, if others have some.
 
@@ -38,25 +50,79 @@ class Student(nn.Module):
             places: [N], rows of the flattened hidden states [B * T, H] that are compared.
             terms: the losses.
             row: the documents, where they stand in one row.
+            look: gets the states of the places that this process has.
         """
-        states, terms = self.states(input_ids, places, terms, row)
+        states, compared, here = self._states(input_ids, places, row)
         head = self.cut.head
+        if look is not None:
+            look(states, here, head)
+        if not terms:
+            return states.new_zeros(()), states.new_zeros(0)
+        if row is not None and row.ranks > 1:
+            plan = RowExchange.plan(compared, terms, row.group)
+            states, terms = plan.rows(states), plan.terms(terms)
         return fused_loss(states, head, terms, rows_in_a_chunk(head.width_of(states)))
 
-    def states(
-        self, input_ids: Tensor, places: NDArray[np.int64], terms: Sequence[Term], row: Row | None
-    ) -> tuple[Tensor, Sequence[Term]]:
-        """Return the hidden states [n, H] that are compared here, and the losses on them."""
+    def _states(
+        self, input_ids: Tensor, places: NDArray[np.int64], row: Row | None
+    ) -> tuple[Tensor, list[NDArray[np.int64]], NDArray[np.int64]]:
+        """Return the hidden states [n, H] of the places that are here, and which places each process of a row has."""
         if row is None or row.ranks == 1:
             found = self.cut(input_ids, row).flatten(0, 1)
-            return found.index_select(0, torch.from_numpy(places).to(found.device)), terms
+            everything = np.arange(len(places))
+            return found.index_select(0, torch.from_numpy(places).to(found.device)), [everything], everything
         held = [row.held(rank) for rank in range(row.ranks)]
         mine = torch.from_numpy(held[row.rank]).to(input_ids.device)
         found = self.cut(input_ids.index_select(1, mine), row).flatten(0, 1)
         compared = [np.flatnonzero(np.isin(places, some)) for some in held]
         here = np.searchsorted(held[row.rank], places[compared[row.rank]])
-        plan = RowExchange.plan(compared, terms, row.group)
-        return plan.rows(found.index_select(0, torch.from_numpy(here).to(found.device))), plan.terms(terms)
+        states = found.index_select(0, torch.from_numpy(here).to(found.device))
+        return states, compared, compared[row.rank]
+
+
+def read_student(
+    model: nn.Module,
+    batch: Rows,
+    terms: Sequence[Term],
+    layout: Layout,
+    device: torch.device,
+    look: Look | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Take tokens through the student, wrapped as it is; every process has to call it.
+
+    Args:
+        model: what `shared` returned.
+        batch: the tokens.
+        terms: the losses, on the device.
+        layout: of the processes.
+        device: of this one.
+        look: as in `Student.forward`.
+
+    Returns:
+        What `Student.forward` does.
+    """
+    row = None
+    if batch.lengths is not None:
+        row = Row(batch.lengths, layout.group("cp") if layout.cp > 1 else None, layout.cp, layout.rank("cp"))
+    input_ids = torch.from_numpy(batch.input_ids).to(device)
+    found: tuple[Tensor, Tensor] = model(input_ids, batch.places, terms, row, look)
+    return found
+
+
+class Rows(Protocol):
+    """Tokens on their way into the student; see `MicroBatch`."""
+
+    @property
+    def input_ids(self) -> NDArray[np.int64]:
+        """[B, T], or [1, T], documents one behind the other."""
+
+    @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Of the documents in one row."""
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """[N], the rows of the flattened hidden states that are compared."""
 
 
 def shared(

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import next_bytes_for, projection_for
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
+from xtk.evaluation.agreement import SUPPORTS, ByImage, BySpelling, Meeting
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES, LossSpecification, parse_losses
 from xtk.losses.cells import Ground, Loss
 from xtk.projection.build import identity
 from xtk.projection.projection import SIDE, Projection, named
+from xtk.teachers.live import LiveTeacher
 from xtk.tokens.tokenizer import Tokenizer
 
 METHOD = "multitoken"  # of projections that nobody named
@@ -37,28 +41,38 @@ class Teacher:
 
     Attributes:
         name: how metrics and routes call it.
-        place: where its cache lies.
-        cache: what it said.
+        place: where its cache lies, or it itself.
+        cache: what it said, or who says it while the student trains.
         student: the student's tokenizer.
         named_projection: the projection that the user named for it, if any, and its path.
     """
 
     name: str
     place: str
-    cache: TeacherCache
+    cache: TeacherCache | LiveTeacher
     student: Tokenizer
     named_projection: tuple[Path, Projection] | None = None
     _grounds: dict[str, Ground] = field(default_factory=dict)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What its cache tells of it."""
+        """What is known of it without its weights."""
         return dict(self.cache.header["teacher"])
 
     @property
+    def live(self) -> bool:
+        """Whether it scores while the student trains."""
+        return isinstance(self.cache, LiveTeacher)
+
+    @property
     def support(self) -> str:
-        """Which tokens its cache holds."""
+        """Which tokens of its distributions there are."""
         return str(self.cache.header["options"].get("support"))
+
+    @property
+    def tells_likeliest(self) -> bool:
+        """Whether its cache holds the likeliest tokens for certain."""
+        return self.support in SUPPORTS
 
     @property
     def has_students_tokenizer(self) -> bool:
@@ -67,7 +81,7 @@ class Teacher:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer, from its cache."""
+        """Its tokenizer."""
         return self.cache.teacher
 
     @cached_property
@@ -83,29 +97,39 @@ class Teacher:
         if rule.ground == "tokens" and not self.has_students_tokenizer:
             return Mismatch(
                 f"the loss {loss.name} is for a teacher with the student's own tokenizer",
-                where=f"{self.student.name} has {self.student.fingerprint[:15]}; "
-                f"the cache {self.place} is from {_short(self.identity)}",
+                where=f"{self.student.name} has {self.student.fingerprint[:15]}; {self.told_of}",
                 hint="--loss byte-kl, p-kl or boundary-kl",
             )
-        if rule.asks == "ranks" and self.support not in ("top-k", "top-p", "top-k+sample"):
+        if rule.asks == "ranks" and not self.tells_likeliest:
             return XtkError(
                 f"the loss {loss} asks for the likeliest tokens, with their exact probabilities",
                 where=where,
-                hint="a cache with --support top-k+sample, top-k or top-p",
+                hint=self._other("top-k+sample, top-k or top-p"),
             )
         if rule.asks == "distribution" and self.support == "none":
             return XtkError(
                 f"the loss {loss} asks for distributions, not only for the tokens that stand there",
                 where=where,
-                hint="a cache with --support top-k+sample or top-k, or --loss alm",
+                hint=self._other("top-k+sample or top-k") + ", or --loss alm",
             )
         if self.support == "sample" and rule.asks == "distribution" and not loss.divergence().linear:
             return XtkError(
                 f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
                 where=where,
-                hint="a cache with --support top-k+sample or top-k, or the divergence forward-kl",
+                hint=self._other("top-k+sample or top-k") + ", or the divergence forward-kl",
             )
         return None
+
+    @property
+    def told_of(self) -> str:
+        """Where it is, and who."""
+        of_cache = f"the cache {self.place} is from {_short(self.identity)}"
+        return f"{self.place} has {_short(self.identity)}" if self.live else of_cache
+
+    def _other(self, supports: str) -> str:
+        """Say what would have another support."""
+        live = f"--teacher {self.place}:support=..., {supports}"
+        return live if self.live else f"a cache with --support {supports}"
 
     def ground(self, kind: str) -> Ground:
         """Return what a loss stands on, a key of `GROUNDS`; each is made once."""
@@ -125,10 +149,22 @@ class Teacher:
             return Projection.identity(len(self.student)).columns.widened(width)
         return self.projection.columns.widened(width)
 
+    def meeting(self, grounds: Collection[str]) -> Meeting:
+        """Return how its tokens can be those of the student.
+
+        Args:
+            grounds: of the losses that are about it: without a projection that is named or needed, none is made.
+        """
+        if self.has_students_tokenizer:
+            return ByImage(np.arange(max(self.student.width, int(self.identity["width"])), dtype=np.int32))
+        if self.named_projection is not None or "projection" in grounds:
+            return ByImage.of(self.projection)
+        return BySpelling.of(self.student, self.tokenizer)
+
     def chosen(self) -> tuple[list[str], str]:
         """Return what `--loss auto` takes, and why."""
         if self.support == "none":
-            return CHOSEN["realised"], f"the cache of {self.name} holds the tokens of the text alone"
+            return CHOSEN["realised"], f"of {self.name} there are the tokens of the text alone"
         if self.named_projection is not None:
             return CHOSEN["projection"], f"a projection to {self.name} is named"
         if self.has_students_tokenizer:
@@ -138,15 +174,27 @@ class Teacher:
         return CHOSEN["bytes"], f"{self.name} has another tokenizer, with {share:.0%} of the student's tokens"
 
 
-def open_teachers(places: Sequence[str], projections: Sequence[Path], student: Tokenizer) -> list[Teacher]:
+def open_teachers(
+    places: Sequence[str],
+    projections: Sequence[Path],
+    student: Tokenizer,
+    live: Sequence[LiveTeacher] = (),
+) -> list[Teacher]:
     """Open the caches of a run, and deal the projections to the teachers that they were built for.
+
+    Args:
+        places: of caches.
+        projections: that were named.
+        student: its tokenizer.
+        live: teachers that need no caches, which have read the data; then `places` are none.
 
     Raises:
         XtkError: one of them cannot be read, or a projection belongs to no teacher.
     """
-    caches = [TeacherCache(place) for place in places]
-    names = _distinct([str(cache.header["teacher"]["name"]) for cache in caches])
-    teachers = [Teacher(*three, student) for three in zip(names, places, caches, strict=True)]
+    caches: list[TeacherCache | LiveTeacher] = [*(live or map(TeacherCache, places))]
+    named_places = [teacher.request.name for teacher in live] or places
+    names = distinct([str(cache.header["teacher"]["name"]) for cache in caches])
+    teachers = [Teacher(*three, student) for three in zip(names, named_places, caches, strict=True)]
     for path in projections:
         projection = read_projection(path)
         refusals = [_misfit(path, projection, teacher) for teacher in teachers]
@@ -159,7 +207,7 @@ def open_teachers(places: Sequence[str], projections: Sequence[Path], student: T
     return teachers
 
 
-def _distinct(names: list[str]) -> list[str]:
+def distinct(names: list[str]) -> list[str]:
     """Return names with a number behind those that come more than once: name-1, name-2."""
     return [
         name if names.count(name) == 1 else f"{name}-{names[: at + 1].count(name)}" for at, name in enumerate(names)
@@ -181,7 +229,7 @@ def _misfit(path: Path, projection: Projection, teacher: Teacher) -> Mismatch | 
     if any(built_for.get(key) != teacher.identity[key] for key in ("tokenizer", "roles") if key in teacher.identity):
         return Mismatch(
             "this projection was built for another teacher",
-            where=f"{path} is for {named(built_for)}; the cache {teacher.place} is from {_short(teacher.identity)}",
+            where=f"{path} is for {named(built_for)}; {teacher.told_of}",
             hint=hint,
         )
     return None

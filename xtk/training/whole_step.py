@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from xtk.training.batches import MicroBatch, Objective
+from xtk.training.batches import Objective
 from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
+
+
+class Counted(Protocol):
+    """A micro-batch, or what is known of one."""
+
+    @property
+    def counts(self) -> NDArray[np.float64]:
+        """As in `MicroBatch`."""
 
 
 class WholeStep:
@@ -29,18 +39,13 @@ class WholeStep:
         objectives: Sequence[Objective],
         weighing: Weighing | None,
         names: Sequence[str],
-        micro_batches: Sequence[MicroBatch],
+        micro_batches: Sequence[Counted],
         layout: Layout,
         device: torch.device,
     ) -> None:
         self._objectives, self._names = objectives, names
-        told = [
-            np.concatenate(
-                [[batch.rows], [term.count for term in batch.terms], batch.shares, batch.tallies.reshape(-1)]
-            )
-            for batch in micro_batches
-        ]
-        rows, *rest = layout.add(torch.from_numpy(np.sum(told, axis=0)).to(device), "data").tolist()
+        told = np.sum([batch.counts for batch in micro_batches], axis=0)
+        rows, *rest = layout.add(torch.from_numpy(told).to(device), "data").tolist()
         counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
         teachers = len(others) // 4
         shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
@@ -79,7 +84,7 @@ class WholeStep:
         return float(ce) * weight / distilled if distilled > 0 else 1.0
 
     def losses(self, sums: Sequence[float], balance: float) -> dict[str, float]:
-        """Return the total, the mean of each term, and that of the weights of teachers.
+        """Return the total, the mean of each term, the weighted sum of those about teachers, and the teachers' weights.
 
         Args:
             sums: [terms], over items.
@@ -92,7 +97,7 @@ class WholeStep:
             "loss": float((weighted * np.where(self._distils, balance, 1.0)).sum()),
             **dict(zip(names, means.tolist(), strict=True)),
         }
-        if self._distils.sum() > 1:
+        if self._distils.any():
             told["kd"] = float(weighted[self._distils].sum())
         if self.teachers is not None:
             told |= {f"weight/{name}": float(share) for name, share in zip(self._names, self.teachers, strict=True)}

@@ -1,0 +1,182 @@
+"""exact, boxed, regex, json and functions: pairs judged by hand, and all of GSM8K."""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.rewards import REWARDS
+from xtk.rewards.answers import last_boxed, number
+from xtk.rewards.specification import Rewards, RewardSpecification, parse_reward
+
+needs_data = pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
+
+SAME = [
+    ("18", "18"), ("$18", "18.00"), ("18.", "18"), ("1,234", "1234"), ("$1,234,567.50", "1234567.5"), ("0.5", "1/2"),
+    ("1 1/2", "1.5"), ("10%", "10"), ("10\\%", "10"), ("-3", "−3"), ("-$5", "-5"), ("5 apples", "5"), ("2e3", "2000"),
+    (".5", "0.50"), ("**42**", "42"), ("\\$7", "7"), ("1/3", "2/6"), ("60 miles per hour", "60"), ("Paris.", "paris"),
+    ("1,000,000", "1000000.0"), ("+4", "4"), ("007", "7"), ("\\frac{1}{2}", "0.5"), ("\\frac12", "1/2"), ("18€", "18"),
+]  # fmt: skip
+OTHER = [
+    ("18", "19"), ("1,234", "1.234"), ("0.5", "1/3"), ("10%", "0.1"), ("3", "-3"), ("", "18"), ("18 or 19", "18"),
+    ("Paris", "London"), ("1/0", "0"), ("12,34", "1234"), ("--3", "3"), ("0.333", "1/3"), ("eighteen", "18"),
+    ("1 2", "12"), ("18 + 1", "18"), ("nan", "18"), ("inf", "18"),
+]  # fmt: skip
+
+
+def one(text, completion, row, prompt=""):
+    return Rewards([parse_reward(text)])(completion, prompt, row)[0]
+
+
+@pytest.mark.parametrize(("answer", "reference"), SAME)
+def test_the_same_answer_written_otherwise(answer, reference):
+    assert one("exact", f"So it is\n#### {answer}\n", {"answer": f"because\n#### {reference}"}) == 1
+    assert one("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": f"#### {reference}"}) == 1
+
+
+@pytest.mark.parametrize(("answer", "reference"), OTHER)
+def test_another_answer(answer, reference):
+    assert one("exact", f"So it is\n#### {answer}\n", {"answer": reference}) == 0
+    assert one("boxed:compare=strings", f"So \\boxed{{{answer}}}.", {"answer": reference}) == 0
+
+
+def test_where_the_answer_stands():
+    row = {"answer": "#### 18"}
+    assert one("exact", "the answer is 18", row) == 0
+    assert one("exact:anywhere=true", "it costs 3, so the answer is $18.", row) == 1
+    assert one("exact", "#### 3\n#### 18 dollars\n", row) == 1
+    assert one("exact:column=gold", "#### 5", {"gold": 5}) == 1
+    assert math.isnan(one("exact", "#### 5", {}))
+    assert math.isnan(one("boxed:compare=strings", "\\boxed{5}", {"answer": None}))
+    assert last_boxed(r"\boxed{1} then \fbox{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed(r"$\boxed 7$") == "7"
+    assert last_boxed(r"\boxed{12} and \boxed{3") == "12"
+    assert last_boxed("no box") is None
+    assert number("1" * 1000) is None
+
+
+def test_long_answers_are_judged_in_time():
+    started = time.monotonic()
+    for text in ("1," * 50_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 20_000, "a " * 50_000):
+        assert one("exact:anywhere=true", "#### " + text, {"answer": "18"}) == 0
+        assert one("boxed:compare=strings", "\\boxed{" + text + "}", {"answer": "18"}) == 0
+    assert time.monotonic() - started < 20
+
+
+@needs_data
+def test_every_reference_of_gsm8k_is_right():
+    answers = [
+        json.loads(line)["answer"]
+        for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl")
+        for line in Path(os.environ["XTK_DATA"], "corpora", name).read_text(encoding="utf-8").splitlines()
+    ]
+    rewards = Rewards([parse_reward("exact"), parse_reward("boxed:compare=strings,weight=2")])
+    assert len(answers) == 8792
+    for answer in answers:
+        final = answer.rpartition("#### ")[2]
+        assert rewards(f"{answer}\nThat is $\\boxed{{{final}}}$.", "", {"answer": answer})[0] == 3.0
+        assert number(final) is not None
+        wrong = f"#### {number(final) + 1}\n\\boxed{{{number(final) + 1}}}"
+        assert rewards(wrong, "", {"answer": answer})[0] == 0.0
+
+
+def test_formulas_are_compared_as_mathematics():
+    pytest.importorskip("math_verify")
+    reward = parse_reward("boxed:seconds=10").reward()
+    for answer, reference in [
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"x^2+2x+1", r"(x+1)^2"), (r"\{1,2\}", r"\{2, 1\}"),
+        (r"2\pi", r"\pi \cdot 2"), (r"\dfrac{3}{4}", "0.75"), (r"(1, 2)", r"\left(1,2\right)"),
+    ]:  # fmt: skip
+        assert reward(f"so $\\boxed{{{answer}}}$", "", {"answer": reference}) == 1, (answer, reference)
+    for answer, reference in [(r"x^2+2x", r"(x+1)^2"), (r"(1,2)", r"(2,1)"), (r"\sqrt{3}", r"\sqrt{2}"), ("x", "5")]:
+        assert reward(f"so $\\boxed{{{answer}}}$", "", {"answer": reference}) == 0, (answer, reference)
+
+
+def test_a_formula_that_takes_for_ever_is_given_up():
+    pytest.importorskip("math_verify")
+    reward = parse_reward("boxed:seconds=2").reward()
+    assert reward(r"\boxed{x}", "", {"answer": "x"}) == 1
+    assert reward(r"\boxed{\sqrt{4}}", "", {"answer": "2"}) == 1
+    started = time.monotonic()
+    assert reward(r"\boxed{9^{9^{9^{9}}} + x}", "", {"answer": r"8^{9^{9^{9}}} + x"}) == 0
+    assert time.monotonic() - started < 15
+    assert reward(r"\boxed{\sqrt{4}}", "", {"answer": "2"}) == 1
+
+
+def test_patterns():
+    form = r"regex:match=full,pattern=<think>.{1,9}</think>\s*<answer>(?P<it>\d+)</answer>"
+    good = "<think>a\nb</think>\n<answer>18</answer>\n"
+    assert parse_reward(form).options == (("match", "full"), ("pattern", form.partition("pattern=")[2]))
+    assert one(form, good, {}) == 1
+    assert one(form, good + "and more", {}) == 0
+    assert one(form.replace("match=full,", ""), good + "and more", {}) == 1
+    assert one(form + ",group=it,column=gold", good, {"gold": 18}) == 1
+    assert one(form + ",group=it,column=gold", good, {"gold": 19}) == 0
+    assert math.isnan(one(form + ",group=1,column=gold", good, {}))
+
+
+def test_json(tmp_path):
+    for text in ('{"a": 1}', " [1, 2]\n", "null", '```json\n{"a": 1}\n```'):
+        assert one("json", text, {}) == 1
+    for text in ("{'a': 1}", "{", "", "NaN", '{"a": 1} and more', "[" * 100_000):
+        assert one("json", text, {}) == 0
+    pytest.importorskip("jsonschema")
+    schema = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    assert one(f"json:schema={tmp_path}/s.json", '{"a": 1}', {}) == 1
+    assert one(f"json:schema={tmp_path}/s.json", '{"a": "1"}', {}) == 0
+    assert one("json:column=schema", '{"a": 1}', {"schema": json.dumps(schema)}) == 1
+    assert one("json:column=schema", '{"b": 1}', {"schema": schema}) == 0
+    assert math.isnan(one("json:column=schema", "{}", {}))
+    assert math.isnan(one("json:column=schema", "{}", {"schema": {"type": "no such type"}}))
+
+
+def test_functions_and_sums(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def short(completion, prompt, row):\n    return None if not completion else len(completion) < row['most']\n"
+        "def fails(completion, prompt, row):\n    return row['nothing']\n"
+    )
+    rewards = Rewards([parse_reward(f"{file}:short:weight=0.5"), parse_reward("exact")])
+    total, values = rewards("#### 5", "", {"most": 10, "answer": 5})
+    assert total == 1.5
+    assert list(values) == [f"{file}:short:weight=0.5", "exact"]
+    assert rewards("#### 5", "", {"most": 10})[0] == 0.5
+    assert math.isnan(rewards("", "", {"most": 10})[0])
+    assert rewards.unjudged == {"exact": 2, f"{file}:short:weight=0.5": 1}
+    with pytest.raises(XtkError, match="failed: KeyError"):
+        one(f"{file}:fails", "x", {})
+    with pytest.raises(XtkError, match="did you mean short"):
+        one(f"{file}:shot", "x", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("exakt", "did you mean exact"),
+        ("exact:colum=answer", "did you mean column"),
+        ("exact:weight=-1", "weight of the reward"),
+        ("exact:anywhere=maybe", "anywhere of the reward exact"),
+        ("regex", "has no pattern"),
+        ("regex:pattern=(", "is none"),
+        ("regex:pattern=a,group=2", "no group '2'"),
+        ("boxed:compare=letters", "no comparison"),
+        ("json:schema=/no/such/file", "cannot be read"),
+        ("/no/such/file.py:score", "no such file"),
+        ("tests:seconds=0", "positive"),
+    ],
+)
+def test_what_makes_no_sense_is_told(text, message):
+    with pytest.raises(XtkError, match=message):
+        parse_reward(text).reward()
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_specification_reads_what_it_writes(name):
+    wanted = RewardSpecification(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())
+    assert parse_reward(str(wanted)) == wanted

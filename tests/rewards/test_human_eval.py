@@ -1,0 +1,67 @@
+"""tests: HumanEval and rows of MBPP's form, run in the sandbox."""
+
+import gzip
+import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.rewards.sandbox import Sandbox
+from xtk.rewards.specification import parse_reward
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _walls():
+    try:
+        Sandbox().close()
+    except XtkError as error:
+        pytest.skip(f"no sandbox here: {error.where}")
+
+
+@pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
+def test_the_solutions_of_human_eval_are_right_and_broken_ones_wrong():
+    path = Path(os.environ["XTK_DATA"], "corpora", "HumanEval.jsonl.gz")
+    rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    reward = parse_reward("tests:seconds=60").reward()
+    assert reward(rows[0]["canonical_solution"], rows[0]["prompt"], rows[0]) == 1
+    with ThreadPoolExecutor(4) as pool:
+        right = list(pool.map(lambda row: reward(row["canonical_solution"], row["prompt"], row), rows))
+        wrong = list(pool.map(lambda row: reward("    return None\n", row["prompt"], row), rows))
+    assert [row["task_id"] for row, value in zip(rows, right, strict=True) if value != 1] == []
+    assert [row["task_id"] for row, value in zip(rows, wrong, strict=True) if value != 0] == []
+    assert len(rows) == 164
+
+
+ADD = {"prompt": 'def add(a, b):\n    """Add."""\n', "entry_point": "add", "test": "def check(candidate):\n"
+       "    assert True\n    for n in range(4):\n        assert candidate(n, 1) == n + 1\n"}  # fmt: skip
+MBPP = {
+    "text": "Add.",
+    "test_imports": ["import math"],
+    "test_setup_code": "two = 2",
+    "test_list": ["assert add(1, two) == 3", "assert math.isclose(add(0.1, 0.2), 0.3)", "assert add(1, 1) == 2"],
+}
+
+
+def test_completions_and_rows_of_every_form():
+    whole, partial = parse_reward("tests").reward(), parse_reward("tests:partial=true").reward()
+    function = "def add(a, b):\n    return a + b\n"
+    for completion in (
+        "    return a + b\n",
+        function,
+        f"Here it is:\n```python\n{function}```\nIt adds.",
+        "```\n" + function,
+    ):
+        assert whole(completion, ADD["prompt"], ADD) == 1, completion
+    for completion in ("    return a - b\n", "I cannot.", "", "```python\n```", "    return a + b +\n"):
+        assert whole(completion, ADD["prompt"], ADD) == 0, completion
+        assert partial(completion, ADD["prompt"], ADD) == 0, completion
+    assert partial("    return a + b if a < 3 else 0\n", ADD["prompt"], ADD) == 0.75
+    assert whole(function, "", MBPP) == partial(function, "", MBPP) == 1
+    assert partial("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == pytest.approx(2 / 3)
+    assert whole("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
+    assert math.isnan(whole(function, "", {"text": "no tests"}))
+    assert math.isnan(whole(function, "", {"test_list": ["assert add(1,"]}))

@@ -1,0 +1,336 @@
+"""What the sandbox stops, with real code that tries."""
+
+import os
+import socket
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.rewards.sandbox import Limits, Sandbox
+
+TESTS = "assert f(1) == 2\nassert f(2) == 3\nassert f([1]) == 4"
+GOOD = "def f(x): return x + 1 if isinstance(x, int) else 4"
+
+
+def start(weaker=False, **limits):
+    try:
+        return Sandbox(Limits(**limits), weaker)
+    except XtkError as error:
+        pytest.skip(f"no sandbox here: {error.where}")
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    with start(seconds=20, memory=300 << 20, disk=8 << 20) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def hasty():
+    with start(seconds=2, memory=300 << 20, disk=8 << 20) as made:
+        yield made
+
+
+def children_of(process):
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+def none_left(sandbox):
+    for _ in range(100):
+        if not children_of(sandbox._process.pid):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_program_runs_and_its_end_is_told(sandbox):
+    done = sandbox.run("import json\nprint(json.dumps([1]))\nopen('own', 'w').write('x')\nraise SystemExit(3)")
+    assert (done.end, done.code, done.output) == ("ended", 3, "[1]\n")
+    again = sandbox.run("import os\nprint(os.listdir())\n1 / 0")
+    assert (again.code, again.output) == (1, "[]\nZeroDivisionError: division by zero\n")
+
+
+def test_an_endless_loop_is_killed(hasty):
+    started = time.monotonic()
+    assert hasty.run("while True: pass").end == "time"
+    assert hasty.run("import time, signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(99)").end == "time"
+    assert time.monotonic() - started < 20
+
+
+def test_a_fork_bomb_is_small_and_leaves_nobody(hasty):
+    bomb = """
+        import os, time
+        made = 0
+        try:
+            while made < 200:
+                if os.fork() == 0:
+                    time.sleep(60)
+                made += 1
+        except OSError as error:
+            print(made < 16, type(error).__name__, flush=True)
+            time.sleep(60)
+        print("no end of it", flush=True)
+    """
+    done = hasty.run(textwrap.dedent(bomb))
+    assert (done.end, done.output) == ("time", "True BlockingIOError\n")
+    assert none_left(hasty)
+
+
+def test_who_lingers_ends_with_the_program(sandbox):
+    done = sandbox.run(
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nprint('bye', flush=True)"
+    )
+    assert (done.end, done.code, done.output) == ("ended", 0, "bye\n")
+    assert done.seconds < 15
+    assert none_left(sandbox)
+
+
+def test_memory_is_limited_for_one_and_for_all_together(sandbox):
+    assert "MemoryError" in sandbox.run("x = bytearray(10 * 2**30)").output
+    assert "MemoryError" in sandbox.run("x = []\nwhile True: x.append(bytearray(2**24))").output
+    together = """
+        import os, time
+        for _ in range(5):
+            if os.fork() == 0:
+                break
+        x = bytearray(b"1") * (150 * 2**20)
+        time.sleep(60)
+    """
+    assert sandbox.run(textwrap.dedent(together)).end == "memory"
+
+
+def test_nothing_outside_is_seen_or_written(sandbox, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("the key")
+    places = [str(tmp_path), str(Path.home()), str(Path(__file__)), "/etc/passwd", "/proc/self", "/sys", "/home"]
+    code = f"""
+        import os
+        for place in {places!r}:
+            print(os.path.exists(place))
+        for place in ("/new", "/tmp/new", os.__file__, "/dev/new", "/work/../new", {str(secret)!r}):
+            try:
+                open(place, "a")
+                print("open")
+            except OSError:
+                print("closed")
+    """
+    done = sandbox.run(textwrap.dedent(code))
+    home = "True\n" if os.path.commonpath([os.__file__, Path.home()]) == str(Path.home()) else "False\n"
+    assert done.output == "False\n" + home + 5 * "False\n" + 6 * "closed\n"
+    assert secret.read_text() == "the key"
+
+
+def test_files_are_small(sandbox):
+    code = """
+        import os, signal
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with open("big", "wb") as file:
+            try:
+                for _ in range(10 * 1024):
+                    file.write(bytes(2**20))
+                    file.flush()
+            except OSError as error:
+                print(os.strerror(error.errno))
+        os.truncate("big", 2**20)
+        try:
+            for number in range(100):
+                open(str(number), "wb").write(bytes(2**20))
+        except OSError as error:
+            print(number < 8, os.strerror(error.errno))
+    """
+    done = sandbox.run(textwrap.dedent(code))
+    assert done.output.splitlines()[0] in ("File too large", "No space left on device"), done
+    assert done.output.splitlines()[1] == "True No space left on device"
+
+
+def test_the_network_is_not_there(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        code = f"import socket\nsocket.create_connection(('127.0.0.1', {server.getsockname()[1]}), 2)"
+        assert "Error" in sandbox.run(code).output
+        with pytest.raises(TimeoutError):
+            server.accept()
+    assert "PermissionError" in sandbox.run("import socket\nsocket.socket(socket.AF_UNIX)").output
+
+
+def test_system_calls_that_reach_out_are_refused(sandbox):
+    code = """
+        import ctypes, os
+        libc = ctypes.CDLL(None, use_errno=True)
+        print(libc.unshare(0x10000000), libc.mount(b"a", b"/work", b"tmpfs", 0, None), libc.ptrace(0, 1, 0, 0))
+        print(libc.setns(0, 0), libc.syscall(425, 1, 0), libc.syscall(435, 0, 0))
+        print(os.getpid() > 1)
+        try:
+            os.kill(1, 9)
+        except OSError:
+            pass
+        print("here")
+    """
+    assert sandbox.run(textwrap.dedent(code)).output == "-1 -1 -1\n-1 -1 -1\nTrue\nhere\n"
+
+
+def test_no_variable_is_inherited(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "the key")
+    with start() as sandbox:
+        assert sandbox.run("import os\nprint(sorted(os.environ))").output == "['HOME', 'OMP_NUM_THREADS', 'TMPDIR']\n"
+        held = "import ctypes\nget = ctypes.CDLL(None).getenv\nget.restype = ctypes.c_char_p\nprint(get(b'HF_TOKEN'))"
+        assert sandbox.run(held).output == "None\n"
+
+
+def test_deep_recursion_and_crashes_are_told(sandbox):
+    assert "RecursionError" in sandbox.run("def f(): return f()\nf()").output
+    deep = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f([x])]\nf(0)"
+    assert sandbox.run(deep).code != 0
+    assert sandbox.run("import ctypes\nctypes.string_at(0)").code == -11
+    assert sandbox.run("import os\nos.abort()").code == -6
+
+
+def test_output_is_cut(sandbox):
+    done = sandbox.run("import sys\nfor _ in range(2000): sys.stdout.write('x' * 10_000)")
+    assert (done.end, done.code, done.output) == ("ended", 0, "x" * 10_000)
+
+
+CHEATS = {
+    "prints a result": GOOD.replace("4", "5") + "\nprint('passed', '+++.')",
+    "leaves early": "import os\nos._exit(0)",
+    "leaves early by exit": "raise SystemExit(0)",
+    "leaves in the call": "import os\ndef f(x): os._exit(0)",
+    "equals everything": "class A:\n    __eq__ = lambda s, o: True\n    __hash__ = None\ndef f(x): return A()",
+    "a number that equals everything": "class A(int):\n    __eq__ = lambda s, o: True\ndef f(x): return A()",
+    "a list that equals everything": "class A(list):\n    __eq__ = lambda s, o: True\ndef f(x): return A()",
+    "no asserts": "import builtins\nbuiltins.AssertionError = None\ndef f(x): return None",
+    "all is true": "import builtins\nbuiltins.bool = lambda x: True\nbuiltins.isinstance = lambda *x: True\n"
+    "def f(x): return 0",
+    "writes to all files": "import os\nfor n in range(64):\n"
+    "    try: os.write(n, b'3\\n+++.')\n    except OSError: pass\n"
+    "def f(x): return None",
+    "answers before it is asked": "import os\nfor _ in range(9):\n"
+    '    os.write(3, b\'["tuple", [true, ["int", "0x2"], null]]\\n\')\ndef f(x): return None',
+    "patches the runner": "import sys, gc\n"
+    "for name, module in list(sys.modules.items()):\n"
+    "    if name.startswith('xtk'):\n"
+    "        for key in list(vars(module)):\n"
+    "            if callable(vars(module)[key]): setattr(module, key, lambda *a, **k: b'+++.')\n"
+    "def f(x): return None",
+    "raises what the tests raise": "def f(x): raise AssertionError",
+    "forks another that answers": "import os\nos.fork()\ndef f(x): return None",
+    "returns too much": "def f(x): return 'x' * 10**8",
+    "returns too deep": "def f(x):\n    y = []\n    for _ in range(10**5): y = [y]\n    return y",
+    "changes the arguments": "def f(x):\n    if isinstance(x, list): x.append(1)\n    return None",
+    "has no function": "g = 1",
+    "is no program": "def f(x)",
+}
+
+
+@pytest.mark.parametrize("name", CHEATS)
+def test_a_verdict_cannot_be_faked(sandbox, name):
+    verdict = sandbox.test([CHEATS[name]], TESTS)
+    assert verdict.good is False, verdict
+    assert sandbox.test([CHEATS[name]], TESTS, partial=True).passed < 3
+
+
+def test_the_tests_call_the_code(sandbox):
+    assert sandbox.test([GOOD], TESTS).good is True
+    half = sandbox.test(["def f(x): return x + 1"], TESTS, partial=True)
+    assert (half.good, half.passed, half.asserts) == (False, 2, 3)
+    assert sandbox.test([GOOD], "assert f(1) == 2\nassert f(object()) == 4").good is None
+    assert sandbox.test([GOOD], "assert f(1) ==").good is None
+    assert sandbox.test([GOOD], "assert 1 + 1 == 2").good is None
+    assert sandbox.test([GOOD], "import no_such_module").good is None
+
+
+def test_plain_values_pass_both_ways(sandbox):
+    tests = """
+        from collections import Counter, deque
+        from decimal import Decimal
+        values = [None, True, 2**5000, -1, 0.1, float("inf"), 1j, "é\\ud800", b"x", [1, [2]], (1, (2,)), {1: (2,)},
+                  {1, 2}, frozenset([1]), deque([1]), range(3), Decimal("1.10")]
+        for value in values:
+            got = same(value)
+            assert got == value and type(got) is type(value)
+        assert list(same(iter([1, 2]))) == [1, 2]
+        assert same(Counter("aab")) == {"a": 2, "b": 1}
+        changed = [3, 1, 2]
+        assert sort(changed) is None and changed == [1, 2, 3]
+        try:
+            fail(1, key=2)
+            assert False
+        except KeyError:
+            pass
+        try:
+            own(1)
+            assert False
+        except ValueError:
+            pass
+    """
+    code = """
+        class Own(ValueError): pass
+        def same(x): return x
+        def sort(x): x.sort()
+        def fail(x, key): return {}[key]
+        def own(x): raise Own("x")
+    """
+    verdict = sandbox.test([textwrap.dedent(code)], textwrap.dedent(tests), partial=True)
+    assert verdict.good is True, verdict
+    assert verdict.passed == 17 + 3
+
+
+def test_code_that_hangs_fails_what_is_left(hasty):
+    code = "def f(x):\n    while x == 2: pass\n    return x + 1"
+    verdict = hasty.test([code], TESTS, partial=True)
+    assert (verdict.good, verdict.passed, verdict.code.end) == (False, 1, "time")
+    assert hasty.test(["while True: pass"], TESTS).good is False
+    assert none_left(hasty)
+
+
+def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeypatch):
+    monkeypatch.setattr(Sandbox, "_start", refuse_namespaces(Sandbox._start))
+    with pytest.raises(XtkError, match="no namespaces"):
+        Sandbox()
+    (tmp_path / "f").write_text("text")
+    with start(weaker=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        code = f"""
+            import os, socket, subprocess, threading
+            def tried(what):
+                try:
+                    what()
+                    print("done")
+                except OSError as error:
+                    print(os.strerror(error.errno))
+            tried(lambda: socket.create_connection(("127.0.0.1", {server.getsockname()[1]}), 2))
+            tried(lambda: open({str(tmp_path / "f")!r}, "w"))
+            tried(lambda: os.unlink({str(tmp_path / "f")!r}))
+            tried(lambda: os.mkdir({str(tmp_path / "new")!r}))
+            tried(lambda: os.fork())
+            tried(lambda: os.kill({os.getpid()}, 0))
+            tried(lambda: subprocess.run(["/bin/true"]))
+            tried(lambda: os.execv("/bin/true", ["true"]))
+            thread = threading.Thread(target=print, args=("thread",))
+            thread.start()
+            thread.join()
+        """
+        assert sandbox.run(textwrap.dedent(code)).output == 8 * "Operation not permitted\n" + "thread\n"
+        with pytest.raises(TimeoutError):
+            server.accept()
+        assert (tmp_path / "f").read_text() == "text"
+        assert sandbox.test([GOOD], TESTS).good is True
+        assert sandbox.test(["import os\nos._exit(0)"], TESTS).good is False
+        assert sandbox.run("while True: pass").end == "time"
+        assert none_left(sandbox)
+
+
+def refuse_namespaces(begin):
+    """As on a machine that forbids them."""
+    return lambda self, walled: "unshare: Operation not permitted" if walled else begin(self, walled)
+
+
+def test_the_sandbox_ends_with_the_one_who_asked():
+    with start() as sandbox:
+        process = sandbox._process
+    assert process.poll() is not None
+    with pytest.raises(XtkError, match="sandbox has ended"):
+        sandbox.run("")

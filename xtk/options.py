@@ -1,0 +1,59 @@
+"""`NAME:key=value,...`: options of losses, divergences and rewards, as the fields of a dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from xtk.errors import XtkError
+
+
+def names_of(rule: type) -> list[str]:
+    """Return the options of a variant: the fields of its dataclass, if it is one."""
+    return [field.name for field in dataclasses.fields(rule) if field.init] if dataclasses.is_dataclass(rule) else []
+
+
+def filled(rule: type, options: dict[str, str], place: str, noun: str = "loss") -> Any:
+    """Return a variant with its options.
+
+    Args:
+        rule: the class.
+        options: some of its fields, as they were written.
+        place: how the whole was written, for messages.
+        noun: what it is a variant of, for messages.
+
+    Raises:
+        XtkError: a value is not what the field wants.
+    """
+    fields = {field.name: field for field in dataclasses.fields(rule)} if options else {}
+    return rule(**{key: _value(f"{noun} {place}", key, text, fields[key].default) for key, text in options.items()})
+
+
+def _value(place: str, key: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise XtkError(f"{key} of the {place} is {text!r}", hint="true or false")
+    if isinstance(default, str):
+        return text
+    whole = isinstance(default, int)
+    try:
+        return int(text) if whole else float(text)
+    except ValueError:
+        example = "a number" if default is None else f"a {'whole ' * whole}number, such as {key}={default}"
+        raise XtkError(f"{key} of the {place} is {text!r}", hint=example) from None
+
+
+def positive(value: str, name: str, noun: str) -> float:
+    """Read the weight of a variant.
+
+    Raises:
+        XtkError: it is no positive number.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = float("nan")
+    if not 0 < number < float("inf"):
+        raise XtkError(f"the weight of the {noun} {name} is {value!r}", hint=f"--{noun} {name}:weight=0.5")
+    return number

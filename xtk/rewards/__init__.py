@@ -1,0 +1,16 @@
+"""Rewards: what a completion is worth, judged by a rule. `REWARDS` lists them.
+
+A reward is called with `(completion, prompt, row)`: the text that the student wrote, the text before it, and the
+fields of the row of data. It returns a number, best between 0 and 1, or nan where it cannot judge: the row lacks what
+it needs.
+"""
+
+from __future__ import annotations
+
+REWARDS = {
+    "exact": "xtk.rewards.exact:Exact",
+    "boxed": "xtk.rewards.boxed:Boxed",
+    "regex": "xtk.rewards.formats:Regex",
+    "json": "xtk.rewards.formats:Json",
+    "tests": "xtk.rewards.tests:Tests",
+}

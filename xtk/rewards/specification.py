@@ -1,0 +1,149 @@
+"""`--reward NAME:key=value,...` or `--reward FILE.py:FUNCTION`: which rewards, with which weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.lookup import lookup, unknown
+from xtk.options import filled, names_of, positive
+from xtk.rewards import REWARDS
+
+Reward = Callable[[str, str, Mapping[str, Any]], float]
+
+_FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RewardSpecification:
+    """One reward.
+
+    Attributes:
+        name: a name of the table, or `FILE.py:FUNCTION`.
+        weight: its factor in the sum.
+        options: its own.
+    """
+
+    name: str
+    weight: float = 1.0
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
+        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
+        return f"{self.name}:{told}" if told else self.name
+
+    def reward(self) -> Reward:
+        """Return what judges. A function of the user's is imported here.
+
+        Raises:
+            XtkError: an option's value makes no sense, a library is missing, or the function is not there.
+        """
+        if self.name not in REWARDS:
+            return _function(self.name)
+        rule = lookup(REWARDS, self.name, "reward")
+        reward: Reward = filled(rule, dict(self.options), str(self), "reward")
+        return reward
+
+
+def parse_reward(text: str) -> RewardSpecification:
+    """Read `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
+
+    A comma begins another option only before the name of one and `=`, so patterns may have commas.
+
+    Raises:
+        XtkError: an unknown reward or option, or a weight that is no positive number.
+    """
+    own = _FUNCTION.fullmatch(text)
+    name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
+    if not own and name not in REWARDS:
+        raise unknown("reward", name, [*REWARDS, "FILE.py:FUNCTION"])
+    known = ["weight", *([] if own else names_of(lookup(REWARDS, name, "reward")))]
+    pairs: dict[str, str] = {}
+    for option in filter(None, re.split(rf",(?=(?:{'|'.join(known)})=)", options)):
+        key, _, value = option.partition("=")
+        if key not in known:
+            raise unknown(f"option of the reward {name}", key, known)
+        pairs[key] = value
+    weight = positive(pairs.pop("weight"), name, "reward") if "weight" in pairs else 1.0
+    return RewardSpecification(name, weight, tuple(sorted(pairs.items())))
+
+
+@dataclass
+class Rewards:
+    """Several rewards, added up with their weights.
+
+    Attributes:
+        specifications: which.
+        unjudged: how many completions each of them could not judge.
+    """
+
+    specifications: Sequence[RewardSpecification]
+    unjudged: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rewards = [(specification, specification.reward()) for specification in self.specifications]
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Judge a completion.
+
+        Returns:
+            The weighted sum of those that could be judged, nan if none could; and each of them.
+
+        Raises:
+            XtkError: a function of the user's fails, or returns what is no number.
+        """
+        values: dict[str, float] = {}
+        for specification, reward in self._rewards:
+            values[str(specification)] = value = _number(reward, specification, completion, prompt, row)
+            if math.isnan(value):
+                self.unjudged[str(specification)] = self.unjudged.get(str(specification), 0) + 1
+        judged = [
+            specification.weight * value
+            for (specification, _), value in zip(self._rewards, values.values(), strict=True)
+            if not math.isnan(value)
+        ]
+        return sum(judged) if judged else math.nan, values
+
+
+def _number(
+    reward: Reward, specification: RewardSpecification, completion: str, prompt: str, row: Mapping[str, Any]
+) -> float:
+    try:
+        value = reward(completion, prompt, row)
+        return math.nan if value is None else float(value)
+    except XtkError:
+        raise
+    except Exception as error:
+        raise XtkError(
+            f"the reward {specification} failed: {type(error).__name__}: {error}",
+            where=f"completion {completion[:80]!r}",
+            hint="return nan or None for what cannot be judged",
+        ) from error
+
+
+def _function(place: str) -> Reward:
+    """Import a function from a file."""
+    path, _, name = place.rpartition(":")
+    if not Path(path).is_file():
+        raise XtkError("no such file or folder", where=path, hint="--reward FILE.py:FUNCTION")
+    module_specification = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert module_specification is not None
+    assert module_specification.loader is not None
+    module = importlib.util.module_from_spec(module_specification)
+    try:
+        module_specification.loader.exec_module(module)
+    except Exception as error:
+        raise XtkError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown(f"function in {path}", name, functions)
+    reward: Reward = function
+    return reward
