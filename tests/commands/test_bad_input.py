@@ -293,7 +293,7 @@ def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, project
         ((*train, "--learning-rate", "0"), "--learning-rate"),
         ((*train, "--num-train-epochs", "inf"), "--num-train-epochs"),
         ((*train, "--weight-decay", "-1"), "--weight-decay"),
-        ((*train, "--report-to", "nobody"), "no tracker called nobody"),
+        ((*train, "--report-to", "nobody"), "no tracker called 'nobody'"),
         ((*train, "--eval-data", "nowhere.jsonl"), "nowhere.jsonl"),
         (("cache-teacher", pair.teacher, corpus, "--max-length", "-5", "-o", "c"), "--max-length"),
         (("build-projection", pair.student, pair.teacher, "--method", "multi", "-o", "p"), "multitoken"),
