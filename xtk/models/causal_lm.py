@@ -226,7 +226,7 @@ class Cut(nn.Module):
         """The head, as parameters."""
         if self._after is None:
             return Head(None)
-        found = _parts_of(self._inner.get_output_embeddings())
+        found = _parts_of(self._inner.get_output_embeddings(), shared=True)
         assert found is not None
         linear, adapters = found
         bias = None if linear.bias is None else local_part(linear.bias)
@@ -355,10 +355,14 @@ def _near(found: Tensor, expected: Tensor) -> bool:
     return found.shape == expected.shape and bool((found - expected).abs().max() <= TOLERANCE * scale)
 
 
-def _parts_of(head: Any) -> tuple[nn.Linear, list[Adapter]] | None:
+def _parts_of(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Adapter]] | None:
     """Take a head apart, into its matrix and what LoRA adds to it; None for what is neither.
 
     A matrix that is offloaded, quantised or sharded is none, nor is LoRA in one of its variants.
+
+    Args:
+        head: a module.
+        shared: whether it was taken apart before its matrix was shared by processes, by xtk.
     """
     if type(head).__name__ == "ModulesToSaveWrapper":
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
@@ -375,6 +379,6 @@ def _parts_of(head: Any) -> tuple[nn.Linear, list[Adapter]] | None:
         head = head.base_layer
     if type(head) is not nn.Linear or head.weight.device.type == "meta":
         return None
-    if type(head.weight) is not nn.Parameter and not hasattr(head.weight, "to_local"):
+    if type(head.weight) is not nn.Parameter and not (shared and hasattr(head.weight, "to_local")):
         return None
     return head, adapters
