@@ -104,6 +104,7 @@ def test_killed_while_a_shard_is_sent_the_same_command_ends_with_the_same_cache(
     assert stored(place) == files_of(cache)
 
 
+@pytest.mark.long
 def test_a_second_writer_is_refused_and_the_first_one_ends_well(run, store, pair, corpus, cache, tmp_path):
     place = f"s3://bucket/{tmp_path.name}"
     # The second looks at the empty folder, and meets the first one's shards when it sends its own.

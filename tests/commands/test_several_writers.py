@@ -72,6 +72,7 @@ def test_two_processes_and_a_pipe_write_the_cache_of_one(run, pair, corpus, cach
     assert json.loads(line)["documents"] == 40
 
 
+@pytest.mark.long
 def test_what_goes_wrong_in_a_process_is_told_as_it_is_without_it(run, pair, corpus, tmp_path):
     broken = material.make_teacher(tmp_path / "broken")
     weights = broken / "model.safetensors"

@@ -6,6 +6,7 @@ import tracemalloc
 from pathlib import Path
 
 import material
+import pytest
 
 from xtk.artifacts.corpus import Corpus
 from xtk.teachers.planning import make_plan
@@ -24,6 +25,7 @@ def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_planning_ten_times_the_documents_takes_no_more_memory(pair, tmp_path):
     request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4))
     tokenizer = Tokenizer(pair.teacher)

@@ -58,6 +58,7 @@ def test_one_process_reads_what_two_wrote_to_the_bit(written, name):
     checkpoint_processes.read(written, name, "dp")
 
 
+@pytest.mark.long
 def test_three_processes_read_what_two_wrote_to_the_bit(written):
     act(3, written, "read:fsdp:tp-2", "read:dp:fsdp-2")
 

@@ -255,6 +255,7 @@ def test_what_a_worker_meets_is_told_as_its_own(run, arguments, cache, tmp_path)
     assert errors[0] == errors[1] != []
 
 
+@pytest.mark.long
 def test_workers_end_with_the_run_and_a_killed_one_ends_it(arguments, tmp_path):
     """The run of a killed worker says so; the workers of a killed run leave."""
     for victim, expected in (("worker", 1), ("run", -signal.SIGKILL)):

@@ -182,6 +182,7 @@ def kill_at_random_instants(arguments: list[object], whole: Path, folder: Path, 
             shutil.rmtree(output)
 
 
+@pytest.mark.long
 def test_killed_at_random_instants_the_curve_is_that_of_the_whole_run(arguments, whole, tmp_path):
     kill_at_random_instants(arguments, whole, tmp_path, 3)
 

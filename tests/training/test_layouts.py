@@ -26,33 +26,28 @@ LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:we
 WAYS = {1: ["8:2", "5:5"], 2: ["8:4", "5:5"], 3: ["5:2"], 4: ["8:2", "5:2"], 8: ["8:2"]}
 LIKE_ONE = {
     # A budget of 10 is less than any document has.
-    1: [
-        {},
-        {"max_batch_tokens": 100},
-        {"max_batch_tokens": 10},
-        {"max_batch_tokens": 100, "packing": False},
-        {"gradient_checkpointing": True},
-    ],
+    1: [{}, {"max_batch_tokens": 100}, {"max_batch_tokens": 10}, {"max_batch_tokens": 100, "packing": False},
+        {"gradient_checkpointing": True}],
     2: [
         {"parallel": "fsdp=2"},
         {"parallel": "fsdp=2", "fsdp_offload": True, "max_batch_tokens": 70},
         {"parallel": "tp=2"},
-        {"parallel": "cp=2"},
         {"parallel": "cp=2", "max_batch_tokens": 90, "gradient_checkpointing": True},
     ],
+    4: [{"parallel": "tp=2,cp=2", "max_batch_tokens": 90}, {"parallel": "fsdp=2,tp=2"}],
+}  # fmt: skip
+LIKE_ONE_LONG = {
+    2: [{"parallel": "cp=2"}],
+    3: [{"parallel": "cp=3"}, {"parallel": "fsdp=3"}],
     4: [
-        {"parallel": "tp=2,cp=2", "max_batch_tokens": 90},
         {"parallel": "dp=2,tp=2", "gradient_checkpointing": True},
-        {"parallel": "fsdp=2,tp=2"},
         {"parallel": "dp=2,fsdp=2"},
         {"parallel": "fsdp=2,cp=2"},
         {"parallel": "cp=2"},
     ],
-    3: [{"parallel": "cp=3"}, {"parallel": "fsdp=3"}],
     8: [{"parallel": "dp=2,tp=2,cp=2"}, {"parallel": "fsdp=2,tp=2,cp=2"}, {"parallel": "dp=2,fsdp=2,cp=2"}],
 }
 STUDENTS = ("llama", "tied")
-LONG = {3, 8}
 CONTEXT = 24  # tokens, of held-out documents, some of which have more
 
 
@@ -93,16 +88,16 @@ def name_of(student: str, options: dict[str, object]) -> str:
 @pytest.fixture(scope="module")
 def dump(cache, students, tmp_path_factory):
     """What so many processes got, in all their ways; they are started once."""
-    known: dict[int, tuple[Path, dict[str, dict[str, dict[str, object]]]]] = {}
+    known: dict[tuple[int, bool], tuple[Path, dict[str, dict[str, dict[str, object]]]]] = {}
 
-    def of(processes: int):
-        if processes not in known:
+    def of(processes: int, long: bool = False):
+        if (processes, long) not in known:
             folder = tmp_path_factory.mktemp(f"of-{processes}")
             cases = [
                 {"name": name_of(student, options), "student": str(students[student]), "options": options, "ways": ways}
                 for student in STUDENTS
                 for options, ways in [
-                    *((options, WAYS[processes]) for options in LIKE_ONE[processes]),
+                    *((options, WAYS[processes]) for options in (LIKE_ONE_LONG if long else LIKE_ONE)[processes]),
                     *([({"packing": False}, ["8:8", "5:5"])] if processes == 1 else []),
                 ]
             ]
@@ -123,27 +118,28 @@ def dump(cache, students, tmp_path_factory):
                 check=False,
             )  # fmt: skip
             assert done.returncode == 0, done.stderr[-4000:]
-            known[processes] = (folder, json.loads((folder / "told.json").read_text()))
-        return known[processes]
+            known[processes, long] = (folder, json.loads((folder / "told.json").read_text()))
+        return known[processes, long]
 
     return of
 
 
 CASES = [
     pytest.param(
-        processes, student, options, id=f"{processes} {name_of(student, options)}",
-        marks=[pytest.mark.long] * (processes in LONG),
+        processes, student, options, long, id=f"{processes} {name_of(student, options)}",
+        marks=[pytest.mark.long] * long,
     )
-    for processes, several in LIKE_ONE.items()
+    for long, table in enumerate((LIKE_ONE, LIKE_ONE_LONG))
+    for processes, several in table.items()
     for student in STUDENTS
     for options in several
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("processes", "student", "options"), CASES)
-def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, student, options):
+@pytest.mark.parametrize(("processes", "student", "options", "long"), CASES)
+def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, student, options, long):
     alone, expected_told = dump(1)
-    folder, told = dump(processes)
+    folder, told = dump(processes, bool(long))
     name, plain = name_of(student, options), name_of(student, {"packing": False})
     for way in WAYS[processes]:
         documents = way.split(":")[0]
@@ -161,11 +157,11 @@ def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, stude
             assert one == pytest.approx(other, rel=2e-6)
 
 
-@pytest.mark.parametrize(("processes", "student", "options"), CASES)
-def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes, student, options):
+@pytest.mark.parametrize(("processes", "student", "options", "long"), CASES)
+def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes, student, options, long):
     """Nothing is moved by the steps, so before, between and after them it is the same too."""
     expected = dump(1)[1][name_of(student, {"packing": False})]["8:8"]["held_out"][0]
-    for way in dump(processes)[1][name_of(student, options)].values():
+    for way in dump(processes, bool(long))[1][name_of(student, options)].values():
         assert len(way["held_out"]) == 3
         for found in way["held_out"]:
             assert found == pytest.approx(expected, rel=2e-6)
@@ -189,6 +185,7 @@ def test_a_budget_of_tokens_makes_more_passes_of_the_same_step(dump):
 # --- through the command: checkpoints of one layout, read by another
 
 
+@pytest.mark.long
 def test_a_run_goes_on_in_another_layout(run, cache, students, tmp_path):
     def train(name: str, batch: int, *options: object) -> dict[str, torch.Tensor]:
         losses = ("--loss", "ce", "--loss", "byte-kl", "--ema-decay", 0.5, "--learning-rate", 1e-3)

@@ -211,6 +211,7 @@ def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
         assert float((found.weights[name] - weight).abs().max()) <= 1e-5 * float(weight.abs().max()), name
 
 
+@pytest.mark.long
 def test_the_weights_do_not_depend_on_the_number_of_processes(trained):
     one = trained("one", [], *batch(8))
     two = trained("two", [], *batch(4), "--num-processes", 2)
