@@ -428,8 +428,6 @@ def distill(
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
-        if places.teachers and reporting.dataloader_num_workers:
-            raise XtkError("batches of live teachers are made by a thread", hint="--dataloader-num-workers 0")
         run.blocks = blocks_of(inputs.source, run.order, run.steps, recipe.teacher_steps, places.output, accelerator)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
@@ -445,7 +443,8 @@ def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
     """Meet the other processes; return Accelerate's accelerator.
 
     Raises:
-        XtkError: a tracker is not there, or Accelerate was told to do what `--parallel` does.
+        XtkError: a tracker is not there, Accelerate was told to do what `--parallel` does, or processes are to make
+            the batches of live teachers.
     """
     import torch
     from accelerate import Accelerator
@@ -455,6 +454,8 @@ def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
     from xtk.training.trackers import check_trackers
 
     check_trackers(reporting.report_to)
+    if places.teachers and reporting.dataloader_num_workers:
+        raise XtkError("batches of live teachers are made by a thread", hint="--dataloader-num-workers 0")
     timeout = timedelta(seconds=reporting.ddp_timeout)
     join_after_a_restart(timeout)
     accelerator = Accelerator(
