@@ -8,6 +8,26 @@ from typing import Any
 from xtk.errors import XtkError
 
 
+@dataclasses.dataclass(frozen=True)
+class Specification:
+    """One of several that are added up, as it was written.
+
+    Attributes:
+        name: of the variant.
+        weight: its factor in the sum.
+        options: its own.
+    """
+
+    name: str
+    weight: float = 1.0
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
+        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
+        return f"{self.name}:{told}" if told else self.name
+
+
 def names_of(rule: type) -> list[str]:
     """Return the options of a variant: the fields of its dataclass, if it is one."""
     return [field.name for field in dataclasses.fields(rule) if field.init] if dataclasses.is_dataclass(rule) else []

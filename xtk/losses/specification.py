@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup, unknown
-from xtk.options import filled, names_of, positive
+from xtk.options import Specification, filled, names_of, positive
 
 if TYPE_CHECKING:
     from xtk.losses.cells import Loss
@@ -22,7 +22,7 @@ AUTO = "auto"  # in the place of a loss: one that suits the pair and the cache
 
 
 @dataclass(frozen=True)
-class LossSpecification:
+class LossSpecification(Specification):
     """One term of the total.
 
     Attributes:
@@ -30,15 +30,6 @@ class LossSpecification:
         weight: its factor in the sum.
         options: its own, those of its divergence, and the divergence's name where the loss is not called after it.
     """
-
-    name: str
-    weight: float = 1.0
-    options: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
-        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
-        return f"{self.name}:{told}" if told else self.name
 
     def rule(self) -> Loss:
         """Return the loss, with its own options.

@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup, unknown
-from xtk.options import filled, names_of, positive
+from xtk.options import Specification, filled, names_of, positive
 from xtk.rewards import REWARDS
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
@@ -21,7 +21,7 @@ _FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DO
 
 
 @dataclass(frozen=True)
-class RewardSpecification:
+class RewardSpecification(Specification):
     """One reward.
 
     Attributes:
@@ -29,15 +29,6 @@ class RewardSpecification:
         weight: its factor in the sum.
         options: its own.
     """
-
-    name: str
-    weight: float = 1.0
-    options: tuple[tuple[str, str], ...] = ()
-
-    def __str__(self) -> str:
-        weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
-        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
-        return f"{self.name}:{told}" if told else self.name
 
     def reward(self) -> Reward:
         """Return what judges. A function of the user's is imported here.
