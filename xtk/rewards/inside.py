@@ -146,8 +146,8 @@ def _first(job: dict[str, Any], given: list[int], output: int, folder: str | Non
         limits = job["limits"]
         if folder is None:
             options = f"size={limits['disk']},nr_inodes=1024,mode=700"
-            walls.mount("tmpfs", "/work", "tmpfs", walls.MS_NOSUID | walls.MS_NODEV, options)
-        os.chdir(folder or "/work")
+            walls.mount("tmpfs", "/own", "tmpfs", walls.MS_NOSUID | walls.MS_NODEV, options)
+        os.chdir(folder or "/own")
         nothing = os.open("/dev/null", os.O_RDONLY)
         kept = [os.dup2(file, 20 + place) for place, file in enumerate([nothing, output, output, *given])]
         for place, file in enumerate(kept):
@@ -177,7 +177,7 @@ def _run(job: dict[str, Any], folder: str | None) -> None:
     try:
         limits = job["limits"]
         os.environ.clear()
-        os.environ.update({"HOME": folder or "/work", "TMPDIR": folder or "/work", "OMP_NUM_THREADS": "1"})
+        os.environ.update({"HOME": folder or "/own", "TMPDIR": folder or "/own", "OMP_NUM_THREADS": "1"})
         tempfile.tempdir = None
         walls.limit(limits["seconds"], limits["memory"], limits["processes"], limits["disk"], limits["files"])
         if folder is None:
