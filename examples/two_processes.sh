@@ -1,23 +1,13 @@
 #!/usr/bin/env bash
-# One student in two processes on this machine, on the quickstart's kind of models, untrained: the plumbing in a minute.
+# One student in two processes on this machine, each with documents of its own; --parallel fsdp=2 would share the
+# weights between them too, and give the same student.
 #
 #   examples/two_processes.sh FOLDER
 set -euo pipefail
+models=$(cd "$(dirname "$0")" && pwd)/models.py
 mkdir -p "$1"
 cd "$1"
-
-python - <<'PYTHON'
-import json
-from pathlib import Path
-
-from xtk.quickstart.corpus import documents
-from xtk.quickstart.models import make_student, make_teacher
-
-texts = [text for _, text in documents()]
-make_student(Path("student"), texts, seed=0)
-make_teacher(Path("teacher"), texts, seed=1)
-Path("corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:64]))
-PYTHON
+python "$models"
 
 xtk build-projection student teacher -o p
 xtk cache-teacher teacher corpus.jsonl --top-k 64 -o cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,28 @@ import torch
 from accelerate import Accelerator
 
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.models.causal_lm import Cut
+from xtk.models.preparation import Origin, Preparation, load_student
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import Order
 from xtk.training.distill import Inputs, open_inputs
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import read_layout
-from xtk.training.loop import Run, _micro_batches, _step
+from xtk.training.loop import Run, _micro_batches, _optimizer, _step
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.student import shared
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all of a tensor, which processes may share."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 class Recorder(torch.optim.SGD):
     """Keeps the gradient of each step, and moves nothing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        named = list(model.named_parameters())
+        named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
         super().__init__([parameter for _, parameter in named], lr=0.0)
         self.names = [name for name, _ in named]
         self.gradients: dict[str, torch.Tensor] = {}
@@ -35,18 +42,20 @@ class Recorder(torch.optim.SGD):
         """Take note."""
         for name, parameter in zip(self.names, self.param_groups[0]["params"], strict=True):
             gradient = parameter.grad
-            whole = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
-            self.gradients[f"{self.steps}.{name}"] = whole
+            self.gradients[f"{self.steps}.{name}"] = whole(gradient).clone()
         self.steps += 1
 
 
 def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> Recipe:
-    """Return a recipe that clips nothing."""
+    """Return a recipe that clips nothing; options are those of a recipe or of a preparation."""
+    names = {field.name for field in fields(Preparation)} & options.keys()
+    preparation = Preparation(**{name: options.pop(name) for name in names})
     return Recipe(
         losses=tuple(parse_losses(losses)),
         per_device_train_batch_size=batch,
         max_steps=2,
         max_grad_norm=1e9,
+        preparation=preparation,
         **options,
     )
 
@@ -65,6 +74,19 @@ def inputs_of(
     return open_inputs(places, recipe, Tokenizer(student))
 
 
+def prepared(student: Path, recipe: Recipe, inputs: Inputs) -> Any:
+    """Load a model as `distill` does; adapters begin with numbers instead of zeros, so that all of them matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        model = load_student(
+            Origin(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
+        )
+        for name, parameter in model.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
 def take_steps(
     accelerator: Accelerator,
     student: Path,
@@ -73,12 +95,14 @@ def take_steps(
     documents: int,
     steps: int = 2,
     context: int = 256,
+    moved: int = 0,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Take steps of so many documents; return the gradients by step and parameter, and what was told.
 
-    Held-out documents, if there are some, are evaluated in a context before, between and after the steps.
+    Held-out documents, if there are some, are evaluated in a context before, between and after the steps. After so many
+    more steps, `moved`, with the loop's own optimizer, the weights stand among the gradients, as of step "weights".
     """
-    model = load_causal_lm(student)
+    model = prepared(student, recipe, inputs)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     cut = Cut(model)
@@ -112,6 +136,14 @@ def take_steps(
     for micro_batches in made:
         results.append(_step(run, recorder, micro_batches))
         held_out.append(ask())
+    optimizer = _optimizer(cut, recipe)
+    for step in range(moved):
+        _step(run, optimizer, _micro_batches(run, step))
+    if moved:
+        recorder.gradients |= {
+            f"weights.{name}": whole(one.detach()).clone()
+            for name, one in zip(recorder.names, recorder.param_groups[0]["params"], strict=True)
+        }
     empty = torch.tensor(sum(batch.tokens == 0 for step in made for batch in step))
     return recorder.gradients, {
         "losses": [loss for loss, _ in results],

@@ -7,9 +7,15 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+# What a launcher tells a process of a distributed run: it is about that process, not about those that it starts.
+OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
+                 "MASTER_", "TORCHELASTIC_")  # fmt: skip
+# The variable that names a launcher's folder, in which its workers note what one of them has told.
+TOLD = "XTK_TOLD"
 
 
 def die_with(parent: int | None = None, number: int = signal.SIGTERM) -> None:
@@ -37,3 +43,29 @@ def children_with(variable: str) -> list[int]:
                 if any(word.startswith(variable.encode() + b"=") for word in words):
                     found.append(int(folder.name))
     return found
+
+
+def environment_without_launcher() -> dict[str, str]:
+    """Return the environment without what tells this process its place in a distributed run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
+
+
+@contextlib.contextmanager
+def without_interrupts() -> Iterator[None]:
+    """Start processes that Ctrl-C does not reach: the one that watches them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def visible(devices: Sequence[int]) -> dict[str, str]:
+    """Return the environment in which a process sees these devices alone.
+
+    Args:
+        devices: their numbers among those that this process sees.
+    """
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    names = [named[number] if number < len(named) else str(number) for number in devices]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}

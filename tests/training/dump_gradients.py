@@ -4,9 +4,9 @@
 
 CASES is JSON: `student`, `output`, and `cases`, each with a `name`, `caches`, `projections`, `losses`, `options` of the
 recipe and `ways`, and perhaps a `student` of its own, and caches `held_out` that are evaluated in a `context` of so
-many tokens. Each way, DOCUMENTS:BATCH, takes two steps of so many documents,
-over all processes, in forward passes of so many. The first process writes OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and
-OUTPUT/told.json.
+many tokens. Each way, DOCUMENTS:BATCH, takes two steps of so many documents, over all processes, in forward passes of
+so many; those of `moved` documents then take five steps that move the weights. The first process writes
+OUTPUT/NAME-DOCUMENTS-BATCH.safetensors and OUTPUT/told.json.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def main() -> None:
         )
         for way in case["ways"]:
             documents, batch = map(int, way.split(":"))
-            recipe = recipe_of(case["losses"], batch, **case["options"])
+            recipe = recipe_of(case["losses"], batch, learning_rate=1e-3, **case["options"])
             gradients, results = take_steps(
-                accelerator, student, inputs, recipe, documents, context=case.get("context", 256)
-            )
+                accelerator, student, inputs, recipe, documents, context=case.get("context", 256),
+                moved=5 * (documents == case.get("moved")),
+            )  # fmt: skip
             told.setdefault(case["name"], {})[way] = results
             if accelerator.is_main_process:
                 save_file(gradients, output / f"{case['name']}-{documents}-{batch}.safetensors")

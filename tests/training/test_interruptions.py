@@ -126,7 +126,7 @@ def test_a_process_that_hangs_ends_the_run_after_the_timeout(arguments, tmp_path
     os.kill(worker(output, rank=1), signal.SIGSTOP)
     stopped = time.monotonic()
     code, stderr = ended(process, output)
-    assert time.monotonic() - stopped < 30
+    assert time.monotonic() - stopped < 45  # it takes 38 s (docs/explanation/decisions.md)
     assert code == 1
     assert "another process did not answer in time" in stderr
     assert_none_left(output)

@@ -200,8 +200,8 @@ def batch(documents: int, passes: int = 1) -> list[object]:
     return ["--per-device-train-batch-size", documents, "--gradient-accumulation-steps", passes]
 
 
-def assert_same_run(found: Trained, expected: Trained, processes: int) -> None:
-    told = "1 process" if processes == 1 else f"{processes} processes: {processes} replicas"
+def assert_same_run(found: Trained, expected: Trained, processes: int, shared: str = "replicas") -> None:
+    told = "1 process" if processes == 1 else f"{processes} processes: {processes} {shared}"
     assert f"{STEPS} steps of 8 documents, 40 documents, {told} on cpu" in found.stderr
     assert found.stdout == "out\n"
     for one, other in zip(found.metrics, expected.metrics, strict=True):
@@ -231,6 +231,16 @@ def test_the_weights_do_not_depend_on_processes_and_accumulation_together(traine
     one = trained("one", [], *batch(8))
     both = trained("both", [], *batch(2, 2), "--num-processes", 2)
     assert_same_run(both, one, processes=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "documents", "told"), [("cp", 8, "pieces of each row"), ("fsdp", 4, "shards of the weights")]
+)
+def test_the_weights_do_not_depend_on_how_rows_or_weights_are_shared(trained, name, documents, told):
+    one = trained("one", [], *batch(8))
+    two = trained(name, [], *batch(documents), "--num-processes", 2, "--parallel", f"{name}=2")
+    assert_same_run(two, one, processes=2, shared=told)
 
 
 @pytest.mark.long

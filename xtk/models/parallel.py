@@ -89,7 +89,10 @@ def share_weights(student: nn.Module, model: Any, mesh: Any, *, bf16: bool, offl
 
     settings: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # torch would cast what stands in the arguments too, within dataclasses: the teacher's probabilities.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         if bf16
         else MixedPrecisionPolicy(),
         "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy(),

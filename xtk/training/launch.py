@@ -6,12 +6,13 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from xtk import terminal
-from xtk.children import children_with
+from xtk.children import TOLD, children_with
 from xtk.errors import XtkError
 
 # Those that are left when one has failed. Asked to stop by a user or a scheduler, they have all the time they need.
@@ -92,7 +93,8 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells is told here
     terminal.release_stdout()  # the first worker owns it
     try:
-        run(get_args_parser().parse_args([*command, "-m", "xtk", *arguments]))  # type: ignore[no-untyped-call]
+        with tempfile.TemporaryDirectory(prefix="xtk-told-") as os.environ[TOLD]:
+            run(get_args_parser().parse_args([*command, "-m", "xtk", *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         rank, code = _cause(failed.failures)
         if code > 0:  # it has told why itself

@@ -148,3 +148,32 @@ def read_layout(text: str, processes: int) -> Layout:
             hint=f"--num-processes {layout.processes}, or other sizes",
         )
     return layout
+
+
+ROLES = {"rollout": "who writes for the student", "teacher": "who scores"}
+
+
+def read_placement(text: str) -> dict[str, tuple[int, ...]]:
+    """Read `rollout=2+3,teacher=1`: the devices of each of `ROLES`; none of one that shares those of the student.
+
+    Raises:
+        XtkError: a role is unknown, a device no number, or two roles have the same.
+    """
+    devices: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, ())
+    for part in filter(None, text.split(",")):
+        role, _, value = part.strip().partition("=")
+        if role not in ROLES:
+            raise unknown("role", role, list(ROLES))
+        numbers = value.split("+")
+        if not all(number.isdecimal() for number in numbers) or devices[role]:
+            raise XtkError(
+                f"--placement {text}: {part.strip()!r} is not ROLE=N+N, each role once", hint="rollout=2+3,teacher=1"
+            )
+        devices[role] = tuple(map(int, numbers))
+    taken = [number for numbers in devices.values() for number in numbers]
+    there = torch.cuda.device_count()
+    if len(set(taken)) < len(taken):
+        raise XtkError(f"--placement {text}: a device has two roles", hint="roles that are not named take turns")
+    if there and max(taken, default=0) >= there:
+        raise XtkError(f"--placement {text}: this machine has the devices 0 to {there - 1}")
+    return devices

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from xtk.artifacts.files import canonical_json
 from xtk.errors import Damaged, XtkError
+from xtk.training import processes
 
 HEADER = "xtk"
 
@@ -116,7 +117,7 @@ class Share:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         held = [box for name, tensor in tensors.items() for box, _ in boxes(name, tensor)]
         holders: dict[Box, list[int]] = {}
-        for rank, of_rank in enumerate(_told_by_all(held)):
+        for rank, of_rank in enumerate(processes.told_by_all(held)):
             for box in of_rank:
                 holders.setdefault(box, []).append(rank)
         here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -131,14 +132,6 @@ class Share:
     def first(self, name: str, dimensions: int) -> bool:
         """Say whether this process writes what stands beside a tensor and is the same for all."""
         return any(box.name == name and box.start == (0,) * dimensions for box in self._mine)
-
-
-def _told_by_all(held: list[Box]) -> list[list[Box]]:
-    if not torch.distributed.is_initialized():
-        return [held]
-    told: list[list[Box]] = [[] for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather_object(told, held)
-    return told
 
 
 def write_pieces(

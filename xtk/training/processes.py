@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from xtk.errors import XtkError
+
+T = TypeVar("T")
 
 # How gloo and NCCL call it when another process has ended, or does not answer in time.
 GONE = (
@@ -54,6 +57,15 @@ def highest(value: int, device: torch.device) -> int:
     values = torch.tensor(value, device=device)
     torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX)
     return int(values)
+
+
+def told_by_all(here: T) -> list[T]:
+    """Return what each process gives, by rank; every process has to call it."""
+    if number() == 1:
+        return [here]
+    told: list[Any] = [None] * number()
+    torch.distributed.all_gather_object(told, here)
+    return told
 
 
 def join_after_a_restart(timeout: timedelta) -> None:

@@ -64,13 +64,15 @@ class Stop:
         elif now - self._since > SECONDS_OF_ONE_ASKING:
             sys.exit(128 + number)
 
-    def agreed(self, device: torch.device) -> str:
+    def agreed(self, device: torch.device, *, by_signals: bool = False) -> str:
         """Return why all processes stop now, "" if they go on; every process has to call it.
 
         Args:
             device: on which processes meet.
+            by_signals: heed these alone. A time limit is for after a step, so that each start takes one at least.
         """
-        here = self._signal or (TIME_IS_UP if time.monotonic() >= self._deadline else NOTHING)
+        time_is_up = not by_signals and time.monotonic() >= self._deadline
+        here = self._signal or (TIME_IS_UP if time_is_up else NOTHING)
         highest = processes.highest(here, device)
         if highest == NOTHING:
             return ""

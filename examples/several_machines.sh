@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Two launchers, as on two machines that share this folder: the same command with two ranks, here on one address.
+#
+#   examples/several_machines.sh FOLDER
+set -euo pipefail
+models=$(cd "$(dirname "$0")" && pwd)/models.py
+mkdir -p "$1"
+cd "$1"
+python "$models"
+
+port=$(python -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
+machine() {
+  xtk distill student corpus.jsonl --teacher teacher --max-steps 4 --per-device-train-batch-size 4 -o distilled \
+    --num-machines 2 --machine-rank "$1" --main-process-ip 127.0.0.1 --main-process-port "$port"
+}
+machine 1 &
+machine 0
+wait $!
+xtk inspect distilled

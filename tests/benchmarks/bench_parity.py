@@ -1,0 +1,89 @@
+"""The table of layouts: by how much losses, gradients and weights differ from those of one process.
+
+    python tests/benchmarks/bench_parity.py [--processes 1 2 3 4 8]
+
+On a CPU with gloo, fp32, a Llama and a Qwen3 whose head is its embedding, of 657 vocabulary rows, eight losses at once
+from the cache of a teacher with another tokenizer, documents of unequal length. A row is the worst of both students, of
+steps of eight and of five documents (the last process of some has none), cut into the passes that
+tests/training/layouts.py names. Weights are those after five steps of AdamW at 1e-3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import ROOT, machine
+
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
+
+import material  # noqa: E402
+from layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
+
+from xtk.training.layout import read_layout  # noqa: E402
+
+NAMES = {
+    "max_batch_tokens": "passes of {} tokens", "packing": "padded", "gradient_checkpointing": "checkpointed gradients",
+    "fsdp_offload": "offloaded", "lora_r": "LoRA",
+}  # fmt: skip
+
+
+def called(processes: int, options: dict[str, object]) -> str:
+    """Return how the table calls a layout."""
+    parts = ["one process" if processes == 1 else str(read_layout(str(options.get("parallel", "")), processes))]
+    parts += [NAMES[name].format(value) for name, value in options.items() if name != "parallel"]
+    return ", ".join(parts)
+
+
+def worst(found: list[Difference]) -> str:
+    """Return the columns of a row."""
+    names = ("loss", "gradient", "norm", "weights")
+    return " | ".join(f"{max(getattr(one, name) or 0 for one in found):.0e}" for name in names)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--processes", type=int, nargs="+", default=sorted(WAYS))
+    chosen = parser.parse_args().processes
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        students = make_students(folder)
+        material.make_teacher(folder / "teacher")
+        material.write_jsonl(folder / "data.jsonl", material.sentences(10, seed=8))
+        subprocess.run(
+            [sys.executable, "-m", "xtk", "cache-teacher", "teacher", "data.jsonl", "--top-k", "16", "--precision",
+             "float32", "--quiet", "-o", "cache"],
+            cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        os.environ["PYTHONPATH"] = str(ROOT)
+        lines = [f"\n`bench_parity.py` on {machine()}\n"]
+        lines += [
+            "| processes | layout | loss | gradient | its norm | weights |",
+            "| --- | --- | --- | --- | --- | --- |",
+        ]
+        alone: Taken | None = None
+        for processes in sorted({1, *chosen}):
+            layouts = [*LIKE_ONE.get(processes, []), *LIKE_ONE_LONG.get(processes, [])]
+            place = folder / f"of-{processes}"
+            place.mkdir()
+            wanted = cases(layouts) + (references() if processes == 1 else [])
+            taken = take(processes, wanted, folder / "cache", students, place)
+            alone = alone or taken
+            for options in layouts:
+                found = [
+                    taken.difference(student, other, way, alone)
+                    for student, other in cases(layouts)
+                    if other == options
+                    for way in WAYS[processes]
+                ]
+                lines.append(f"| {processes} | {called(processes, options)} | {worst(found)} |")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
