@@ -172,7 +172,12 @@ def test_a_file_that_is_no_tokenizer_is_named(models, tmp_path, prepare, what):
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("llama3", "tokenizer.model"), ("qwen", "qwen.tiktoken"), ("gpt2", "gpt2.tiktoken")]
+    ("name", "file"),
+    [
+        pytest.param("llama3", "tokenizer.model", marks=pytest.mark.long),
+        pytest.param("qwen", "qwen.tiktoken", marks=pytest.mark.long),
+        ("gpt2", "gpt2.tiktoken"),
+    ],
 )
 def test_the_rank_files_of_real_tokenizers_give_the_ids_of_their_tokenizer_json(real_data, tmp_path, name, file):
     expected = Tokenizer(real_data / "tokenizers" / name)

@@ -58,10 +58,19 @@ class Corpus:
         return Corpus, (self.sources, self.columns, self._piped)
 
     def __iter__(self) -> Iterator[Document]:
+        for record, where in self.records():
+            yield document_of(record, self.columns, where)
+
+    def records(self) -> Iterator[tuple[Record, str]]:
+        """Yield what the data holds, as it is: {column: value}, and which record it is, for messages.
+
+        Raises:
+            XtkError: there is none.
+        """
         count = 0
         for name, read in self._readers:
             for number, record in enumerate(read()):
-                yield document_of(record, self.columns, f"{name}, document {number}")
+                yield record, f"{name}, document {number}"
                 count += 1
         if not count:
             raise XtkError(
@@ -163,6 +172,8 @@ def _beside(document: Document) -> dict[str, bytes]:
         found["weight"] = repr(document.weight).encode()
     if document.route:
         found["route"] = document.route.encode()
+    if document.drawn is not None:
+        found["student_ids"] = document.drawn.to_bytes()
     return found
 
 

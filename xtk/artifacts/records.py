@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.document import MARKS, Document, readable
+from xtk.tokens.document import MARKS, Conversation, Document, Segment, readable
+from xtk.tokens.ids import DrawnTokens
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # names of TRL, of transformers, and of other trainers
 FIELDS = (
     "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
-    "input_ids", "attention_mask", "labels", *MASKS, "given_ids",
+    "input_ids", "attention_mask", "labels", *MASKS, "given_ids", "segments",
+    "student_ids", "student_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "ends",
 )  # fmt: skip
 ASKED = ("weight", "route")  # read from the columns that they are given, and from no other
 CONTENTS = {
     "messages": ("messages",),
+    "segments": ("segments",),
     "text": ("text",),
     "prompt and completion": ("prompt", "completion"),
     "input_ids": ("input_ids",),
@@ -49,11 +52,60 @@ def document_of(record: Record, columns: Mapping[str, str], where: str) -> Docum
     try:
         if content == "input_ids":
             document = Document.of_ids(*_ids_and_training(row))
+        elif content == "segments":
+            document = Document(tuple(_segments(row["segments"])))
         else:
             document = _text_or_talk([row[field] for field in CONTENTS[content]], row, CONTENTS[content])
-        return _with_training(_with_given_ids(_with_teacher_prompt(document, row), row), row)
+        document = _with_given_ids(_with_teacher_prompt(document, row), row)
+        return _with_drawn_tokens(_with_training(document, row), row)
     except ValueError as wrong:
         raise XtkError(str(wrong), where=where) from None
+
+
+def prompt_of(record: Record, columns: Mapping[str, str], where: str) -> Document:
+    """Make a document of what a record has for a student to go on from; none of it is trained.
+
+    That is its `prompt`, whatever stands beside it; or its `messages` up to the assistant's last one, if it ends with
+    that, and else all of them; or its `text`.
+
+    Args:
+        record: {column: value}.
+        columns: {field: column} where a field has another name.
+        where: which record it is, for messages.
+
+    Raises:
+        XtkError: it has none of these, or a column is not what its field is.
+    """
+    row = _Row(record, columns, where)
+    fields = [field for field in ("prompt", "messages", "text") if field in row and row[field] is not None]
+    asked = [field for field in ("prompt", "messages", "text") if field in columns]
+    if not (asked or fields) or (asked and asked[0] not in row):
+        raise XtkError(
+            f"a record has no prompt, nor messages, nor text; it has {', '.join(map(str, record)) or 'nothing'}",
+            where=where,
+            hint="--columns prompt=COLUMN, or messages=COLUMN, or text=COLUMN",
+        )
+    field = (asked or fields)[0]
+    try:
+        document = _text_or_talk([row[field]], row, (field,))
+        if document.conversation is None:
+            document = Document((Segment("prompt", document.text, False),))
+        else:
+            document = _unanswered(document, document.conversation)
+        return _with_training(_with_teacher_prompt(document, row), row)
+    except ValueError as wrong:
+        raise XtkError(str(wrong), where=where) from None
+
+
+def _unanswered(document: Document, conversation: Conversation) -> Document:
+    """Return a conversation without an answer at its end, nothing of it trained."""
+    messages = list(conversation.messages)
+    if messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise ValueError("a conversation holds no message to answer")
+    segments = tuple(replace(segment, train=False) for segment in document.segments[: len(messages)])
+    return Document(segments, conversation=replace(conversation, messages=tuple(messages)))
 
 
 class _Row:
@@ -154,6 +206,41 @@ def _with_given_ids(document: Document, row: _Row) -> Document:
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
         raise ValueError(f"{row.name('given_ids')} is no list of lists of ids, one for each trained token")
     return document.with_given_ids(lists)
+
+
+def _segments(parts: Any) -> Iterator[Segment]:
+    """Yield the stretches of a text, some trained and some not."""
+    if not isinstance(parts, list) or not parts:
+        raise ValueError('segments is no list of {"role": ..., "text": ..., "train": true}')
+    for part in parts:
+        role, text, train = (
+            (part.get(key) for key in ("role", "text", "train")) if isinstance(part, dict) else [None] * 3
+        )
+        if not isinstance(role, str) or not isinstance(text, str) or not isinstance(train, bool):
+            raise ValueError(f'a segment is {{"role": ..., "text": ..., "train": true}}, and one is {part!r}')
+        yield Segment(readable(role), readable(text), train)
+
+
+def _with_drawn_tokens(document: Document, row: _Row) -> Document:
+    """Return the document with the tokens as which a student wrote it."""
+    if "ends" in row and isinstance(row["ends"], bool):
+        document = replace(document, ends=row["ends"])
+    if row.get("student_ids") is None:
+        return document
+    parts = {name: row.get(name) for name in ("student_mask", "student_logprobs", "student_tokenizer")}
+    for name, value in parts.items():
+        if not isinstance(value, str if name == "student_tokenizer" else list):
+            raise ValueError(f"{row.name('student_ids')} has no {row.name(name)} beside it")
+    template, advantage = row.get("student_template") or "", row.get("advantage")
+    drawn = DrawnTokens.of(
+        row["student_ids"],
+        parts["student_mask"],
+        parts["student_logprobs"],
+        str(parts["student_tokenizer"]),
+        str(template),
+        0.0 if advantage is None else float(advantage),
+    )
+    return replace(document, drawn=drawn)
 
 
 def _with_training(document: Document, row: _Row) -> Document:

@@ -22,6 +22,7 @@ from xtk.artifacts.ranks import FindRanks, Ranks
 from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
 from xtk.tokens.document import Conversation, Document, Segment
+from xtk.tokens.ids import DrawnTokens
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores, Signal, divergence
 
@@ -44,7 +45,7 @@ SCHEMA = pa.schema(
     ]
 )
 # Of the documents of caches that were asked for them: `header["data"]["asked"]`.
-ASKED_COLUMNS = {"weight": pa.float64(), "route": pa.string()}
+ASKED_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "drawn": pa.binary()}
 LISTS = ("trained", "pieces", "closers")
 BLOBS = ("tokens", "signal")
 BYTES = ("conversation", *BLOBS)
@@ -103,7 +104,7 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
         "tokens": _blobs(tokens),
         "signal": _blobs(signals),
         **{
-            name: pa.array([getattr(row.document, name) for row in rows], ASKED_COLUMNS[name])
+            name: pa.array([_asked(row.document, name) for row in rows], ASKED_COLUMNS[name])
             for name in asked_of(header)
         },
     }
@@ -117,6 +118,13 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
     batch = pa.RecordBatch.from_arrays([*columns.values(), pa.array(checksums, pa.uint64())], schema=schema)
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
         writer.write_batch(batch)
+
+
+def _asked(document: Document, name: str) -> Any:
+    """Return what one of `ASKED_COLUMNS` holds of a document."""
+    if name == "drawn":
+        return b"" if document.drawn is None else document.drawn.to_bytes()
+    return getattr(document, name)
 
 
 def asked_of(header: dict[str, Any]) -> list[str]:
@@ -298,6 +306,7 @@ class StoredRow:
             conversation=_conversation_of(written, [segment.text for segment in segments]),
             weight=float(self._columns.weights[self._number]),
             route=self._columns.route(self._number),
+            drawn=self._columns.drawn(self._number),
         )
 
     @cached_property
@@ -372,7 +381,8 @@ class _Columns:
         asked = set(batch.schema.names)
         self._asked = [name for name in ASKED_COLUMNS if name in asked]
         self.weights = batch.column("weight").to_numpy() if "weight" in asked else np.ones(batch.num_rows)
-        self._routes = _string_column(batch.column("route")) if "route" in asked else None
+        names = [name for name in ("route", "drawn") if name in asked]
+        self._beside = {name: _string_column(batch.column(name)) for name in names}
 
     def segments(self, number: int) -> tuple[Segment, ...]:
         first, stop = self._bounds[number, :2].tolist()
@@ -387,12 +397,16 @@ class _Columns:
         )
 
     def route(self, number: int) -> str:
-        return str(self._route(number), "utf-8")
+        return str(self._of("route", number), "utf-8")
 
-    def _route(self, number: int) -> memoryview:
-        if self._routes is None:
+    def drawn(self, number: int) -> DrawnTokens | None:
+        content = self._of("drawn", number)
+        return DrawnTokens.of_bytes(bytes(content)) if len(content) else None
+
+    def _of(self, name: str, number: int) -> memoryview:
+        if name not in self._beside:
             return memoryview(b"")
-        ends, values = self._routes
+        ends, values = self._beside[name]
         return values[ends[number] : ends[number + 1]]
 
     def text_bytes(self) -> NDArray[np.int64]:
@@ -414,8 +428,8 @@ class _Columns:
         self._hash_parts(hashed, number, len(self._hashed))
         if "weight" in self._asked:
             hashed.update(self.weights[number].tobytes())
-        if "route" in self._asked:
-            hashed.update(self._route(number))
+        for name in self._beside:
+            hashed.update(self._of(name, number))
         return int(hashed.intdigest())
 
     def fingerprint(self, number: int) -> int:
@@ -423,6 +437,7 @@ class _Columns:
         hashed = xxhash.xxh3_64(b"\1" if self.ends[number] else b"\0")
         self._hash_parts(hashed, number, SEGMENT_PARTS)
         hashed.update(self.blob("conversation", number))
+        hashed.update(self._of("drawn", number))
         return int(hashed.intdigest())
 
     def _hash_parts(self, hashed: Any, number: int, count: int) -> None:

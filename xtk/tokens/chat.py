@@ -72,35 +72,44 @@ class ChatTemplate:
         except jinja2.TemplateError as wrong:
             raise XtkError(f"this chat template cannot be read: {wrong}", where=where) from None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **arguments: Any
+    ) -> str:
         """Return a conversation as text.
+
+        Args:
+            messages: each with a role and a content.
+            tools: what the assistant may call.
+            arguments: what the template is told beside them: `add_generation_prompt=True` has it begin an answer.
 
         Raises:
             XtkError: the template refuses it (roles that do not alternate, say).
         """
         try:
             text: str = self._template.render(
-                messages=list(messages), tools=tools, documents=None, add_generation_prompt=False, **self._tokens
+                messages=list(messages),
+                tools=tools,
+                **{"documents": None, "add_generation_prompt": False, **self._tokens, **arguments},
             )
         except Exception as wrong:  # a template is a program of its own
             raise XtkError(f"the chat template refuses a conversation: {wrong}", where=self.where) from None
         return text
 
-    def place(self, conversation: Conversation) -> Rendering:
-        """Render a conversation and find where its contents stand."""
+    def place(self, conversation: Conversation, **arguments: Any) -> Rendering:
+        """Render a conversation, with `arguments` as in `render`, and find where its contents stand."""
         messages, tools = conversation.messages, conversation.tools
-        text = self.render(messages, tools)
+        text = self.render(messages, tools, **arguments)
         contents = [message["content"] for message in messages]
         mark = _unused_mark(contents)
         marked = [mark + str(number) + mark for number in range(len(messages))]
-        skeleton = self.render(_with_contents(messages, dict(enumerate(marked))), tools)
+        skeleton = self.render(_with_contents(messages, dict(enumerate(marked))), tools, **arguments)
         for written in (contents, [content.strip() for content in contents]):
             starts = _filled(skeleton, marked, written)
             if starts is not None and _joined(skeleton, marked, written) == text:
                 parts = zip(contents, written, starts, strict=True)
                 return Rendering(text, tuple(_place_of(*part) for part in parts))
         regions = [
-            self._region(text, messages, tools, number, sign) if contents[number] else None
+            self._region(text, conversation, number, sign, arguments) if contents[number] else None
             for number, sign in enumerate(marked)
         ]
         found = [
@@ -109,11 +118,46 @@ class ChatTemplate:
         ]
         return Rendering(text, _in_order(found))
 
+    def between_turns(
+        self, conversation: Conversation, message: Mapping[str, Any], **arguments: Any
+    ) -> tuple[str, tuple[int, int]]:
+        """Return what the template writes from the end of the last message to the beginning of the next answer.
+
+        Args:
+            conversation: its last message is the assistant's.
+            message: what it is answered.
+            arguments: as in `render`.
+
+        Returns:
+            The text, and the characters `[start, stop)` of it that are the content of `message`.
+
+        Raises:
+            XtkError: the template refuses it, or what it writes is not told apart from what was said.
+        """
+        said = [*conversation.messages, message]
+        mark = _unused_mark([one["content"] for one in said])
+        spoken = {**said[-2], "content": mark}
+        arguments = {"add_generation_prompt": True, **arguments}
+
+        def after(content: str) -> str:
+            answered = {**message, "content": content}
+            text = self.render([*said[:-2], spoken, answered], conversation.tools, **arguments)
+            if text.count(mark) != 1:
+                raise XtkError("the chat template does not write what the assistant said", where=self.where)
+            return text.partition(mark)[2]
+
+        text, other = after(message["content"]), _unused_mark([*(one["content"] for one in said), mark])
+        before, found, behind = after(other).partition(other)
+        if not found or not text.startswith(before) or not text.endswith(behind):
+            return text, (0, len(text))
+        return text, (len(before), len(text) - len(behind))
+
     def _region(
-        self, text: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, number: int, mark: str
+        self, text: str, conversation: Conversation, number: int, mark: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int] | None:
         """Find what of the text depends on one content: what is equal without it, before and after, does not."""
-        other = self.render(_with_contents(messages, {number: mark}), tools)
+        messages = _with_contents(conversation.messages, {number: mark})
+        other = self.render(messages, conversation.tools, **arguments)
         before, found, after = other.partition(mark)
         if not found:
             return None

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xtk.errors import XtkError
-from xtk.tokens.ids import IdLists, TeacherTokens
+from xtk.tokens.ids import DrawnTokens, IdLists, TeacherTokens
 
 MARKS = ("train", "weight")  # of a message: whether it is trained; the second is OpenAI's name
 SYSTEM = ("system", "developer")
@@ -61,6 +61,8 @@ class Document:
         given_ids: tokens of the teacher that its signal is to tell about, for each of its trained tokens.
         weight: how much it counts in training: 2 is as if it came twice, 0 as if it did not come.
         route: the name of the teacher that teaches it; "": it names none.
+        drawn: the document as the student wrote it, a stretch of drawn tokens for each trained segment; None: it did
+            not.
     """
 
     segments: tuple[Segment, ...]
@@ -71,6 +73,7 @@ class Document:
     given_ids: IdLists | None = None
     weight: float = 1.0
     route: str = ""
+    drawn: DrawnTokens | None = None
 
     @classmethod
     def of_text(cls, text: str) -> Document:
@@ -166,6 +169,8 @@ class Document:
             return "the turns of a conversation follow from each other"
         if self.teacher_tokens is not None:
             return "input_ids are read as they are"
+        if self.drawn is not None:
+            return "the tokens of a rollout are read as they were drawn"
         if self.teacher_prompt is not None:
             return "a teacher_prompt is about the whole of what follows it"
         return None if self.given_ids is None else "given_ids belong to the tokens of the whole document"

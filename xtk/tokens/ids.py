@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -45,6 +46,93 @@ class TeacherTokens:
     def to_bytes(self) -> bytes:
         """Return what tells these tokens from others."""
         return self.ids.astype("<i4").tobytes() + self.trained.tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class DrawnTokens:
+    """A document as the student wrote it: the tokens that it read and drew.
+
+    Attributes:
+        ids: int32 [T], of the whole document.
+        drawn: bool [T], which of them it drew; the others are prompts, templates, and what tools answered.
+        logprobs: float32 [T], natural, of the whole distribution that it drew from, before a temperature and
+            before anything was cut off; 0 where it did not draw.
+        tokenizer: fingerprint of its tokenizer.
+        template: that of its chat template, of a conversation; "" of a text.
+        advantage: by how much the document's reward is better than that of others; 0 without rewards.
+    """
+
+    ids: NDArray[np.int32]
+    drawn: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    tokenizer: str
+    template: str = ""
+    advantage: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        ids: ArrayLike,
+        drawn: ArrayLike,
+        logprobs: ArrayLike,
+        tokenizer: str,
+        template: str = "",
+        advantage: float = 0.0,
+    ) -> DrawnTokens:
+        """Return tokens from lists.
+
+        Raises:
+            ValueError: an id is no number of 32 bits, a log-probability no number up to 0, or the lists are of
+                different lengths.
+        """
+        numbers, flags = _int32(ids, "student_ids"), np.asarray(drawn)
+        said = np.asarray(logprobs, np.float64)
+        if not numbers.shape == flags.shape == said.shape:
+            raise ValueError(
+                f"there are {numbers.size:,} student_ids, {flags.size:,} in student_mask and {said.size:,} "
+                "student_logprobs, and it should be as many"
+            )
+        if not np.isin(flags, (0, 1)).all():
+            raise ValueError("student_mask holds other numbers than 0 and 1")
+        flags = flags.astype(np.bool_)
+        if not (said[flags] <= 1e-3).all():
+            raise ValueError("student_logprobs are natural logarithms of probabilities, at most 0")
+        if not np.isfinite(advantage):
+            raise ValueError(f"the advantage of a rollout is {advantage}, and is to be a number")
+        return cls(numbers, flags, np.where(flags, said, 0).astype(np.float32), tokenizer, template, float(advantage))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DrawnTokens) and self.to_bytes() == other.to_bytes()
+
+    def __hash__(self) -> int:
+        return hash(self.to_bytes())
+
+    def runs(self) -> NDArray[np.int64]:
+        """Return int64 [R, 2], the stretches `[start, stop)` that were drawn."""
+        edges = np.flatnonzero(np.diff(self.drawn.astype(np.int8), prepend=0, append=0))
+        return edges.reshape(-1, 2)
+
+    def to_bytes(self) -> bytes:
+        """Return the tokens as a cache keeps them."""
+        names = json.dumps([self.tokenizer, self.template, self.advantage.hex()]).encode()
+        front = np.array([len(names), len(self.ids)], "<u4").tobytes()
+        arrays = [self.ids.astype("<i4"), self.logprobs.astype("<f4"), self.drawn.astype("u1")]
+        return b"".join([front, names, *(array.tobytes() for array in arrays)])
+
+    @classmethod
+    def of_bytes(cls, content: bytes) -> DrawnTokens:
+        """Return what `to_bytes` wrote."""
+        size, count = np.frombuffer(content, "<u4", 2).tolist()
+        tokenizer, template, advantage = json.loads(content[8 : 8 + size])
+        at = 8 + size
+        return cls(
+            np.frombuffer(content, "<i4", count, at).astype(np.int32),
+            np.frombuffer(content, "u1", count, at + 8 * count).astype(np.bool_),
+            np.frombuffer(content, "<f4", count, at + 4 * count).astype(np.float32),
+            tokenizer,
+            template,
+            float.fromhex(advantage),
+        )
 
 
 @dataclass(frozen=True, eq=False)

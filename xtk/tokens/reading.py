@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 from xtk.tokens.document import SYSTEM, Conversation, Document, Segment
+from xtk.tokens.drawn import behind, spliced
 from xtk.tokens.ids import TeacherTokens
 from xtk.tokens.sequence import Sequence, sequences
 from xtk.tokens.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def read_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> lis
         XtkError: what `sequences` refuses; ids that are not the tokenizer's or spell no text; lists of given_ids that
             are not as many as trained tokens.
     """
-    views = [_view(document) for document in documents]
+    views = [_view(tokenizer, document) for document in documents]
     plain = [view.document for view, document in zip(views, documents, strict=True) if not document.teacher_tokens]
     read = iter(sequences(tokenizer, plain))
     results = []
@@ -47,10 +48,19 @@ def read_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> lis
         if document.teacher_tokens is not None:
             results.append(_spelled(tokenizer, document, document.teacher_tokens))
         else:
-            results.append((document, _in_terms_of(document, view, next(read))))
+            results.append((document, _as_drawn(tokenizer, document, _in_terms_of(document, view, next(read)))))
     for document, sequence in results:
         _check_given(tokenizer, document, sequence)
     return results
+
+
+def _as_drawn(tokenizer: Tokenizer, document: Document, sequence: Sequence) -> Sequence:
+    """Let a teacher with the writer's own tokenizer read the tokens that were drawn, behind its own prompt too."""
+    drawn = document.drawn
+    if drawn is None or drawn.tokenizer != tokenizer.fingerprint or np.array_equal(drawn.ids, sequence.ids):
+        return sequence
+    parts = {name: getattr(sequence, name) for name in ("ids", "ends", "trained", "pieces", "closers")}
+    return Sequence(**spliced(tokenizer, document, drawn, parts), exact=sequence.exact)
 
 
 def _check_given(tokenizer: Tokenizer, document: Document, sequence: Sequence) -> None:
@@ -89,12 +99,14 @@ class _View:
     segments: int = 0
 
 
-def _view(document: Document) -> _View:
+def _view(tokenizer: Tokenizer, document: Document) -> _View:
     prompt = document.teacher_prompt
     if prompt is None or (document.conversation is not None and not any(part.train for part in document.segments)):
         return _View(document)
     if document.conversation is None:
-        return _with_text(document, str(prompt))
+        view = _with_text(document, str(prompt))
+        drawn = behind(tokenizer, str(prompt), document)
+        return view if drawn is None else replace(view, document=replace(view.document, drawn=drawn))
     return _with_messages(document, document.conversation, prompt)
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from xtk.tokens.chat import Rendering
 from xtk.tokens.document import Document
+from xtk.tokens.drawn import drawn_by, read_drawn
 from xtk.tokens.tokenizer import Encoded, Tokenizer
 
 
@@ -75,7 +76,7 @@ class Sequence:
 
 
 def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Sequence]:
-    """Tokenise documents as a model reads them.
+    """Tokenise documents as a model reads them; what it wrote itself, it reads as it wrote it.
 
     The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start
     token the first token of a text is not predicted by anything and not trained. A conversation is rendered
@@ -84,8 +85,10 @@ def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Seq
     Raises:
         XtkError: a conversation, and the tokenizer has no chat template or one that refuses it.
     """
-    encoded = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
-    talks = [document.conversation for document in documents if document.conversation is not None]
+    own = [drawn_by(tokenizer, document) for document in documents]
+    others = [document for document, drawn in zip(documents, own, strict=True) if drawn is None]
+    encoded = iter(tokenizer.encode([document.text for document in others if document.conversation is None]))
+    talks = [document.conversation for document in others if document.conversation is not None]
     renderings = [tokenizer.chat_template.place(talk) for talk in talks]
     tokens = tokenizer.encode_rendered(
         [rendering.text for rendering in renderings],
@@ -96,10 +99,12 @@ def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Seq
     )
     rendered = zip(renderings, tokens, strict=True)
     return [
-        _of_text(tokenizer, document, next(encoded))
+        Sequence(**read_drawn(tokenizer, document, drawn))
+        if drawn is not None
+        else _of_text(tokenizer, document, next(encoded))
         if document.conversation is None
         else _of_conversation(tokenizer, document, *next(rendered))
-        for document in documents
+        for document, drawn in zip(documents, own, strict=True)
     ]
 
 
@@ -150,8 +155,8 @@ def _of_conversation(tokenizer: Tokenizer, document: Document, rendering: Render
                     trained[low:high] = segment.train
             closer = _closer(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
             closers[number] = closer
-            if closer >= 0:
-                trained[closer] = segment.train
+            if closer >= 0:  # a template ends what a student was cut off in, too
+                trained[closer] = segment.train and (document.ends or number < len(closers) - 1)
         first_byte += len(segment.text.encode())
     trained[:1] = False  # nothing predicts the first token
     return Sequence(
