@@ -156,6 +156,7 @@ def test_a_teacher_that_is_cut_over_two_processes(run, even, corpus, tmp_path):
     assert_say_the_same([row.scores for row in two], [row.scores for row in one], 1e-4)
 
 
+@pytest.mark.long
 def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, corpus, tmp_path):
     command = [sys.executable, "-m", "xtk", "cache-teacher", even, corpus, "--top-k", "8"]
     command += ["--engine", "tp_size=2", "--shard-tokens", "200", "-o", tmp_path / "c"]

@@ -13,9 +13,9 @@ from processes_that_serve import answer_as_vllm, get_in_the_way, served
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.engines.endpoints import Patience
 from xtk.errors import XtkError
 from xtk.teachers.caching import cache_teacher
-from xtk.teachers.endpoints import Patience
 from xtk.teachers.request import CacheRequest
 from xtk.tokens.signal import Support
 

@@ -16,9 +16,9 @@ from material import Pair
 from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 
+from xtk.engines.endpoints import Patience
 from xtk.errors import Mismatch, XtkError
 from xtk.teachers import server
-from xtk.teachers.endpoints import Patience
 from xtk.teachers.server import ServerTeacher
 from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.sequence import Sequence

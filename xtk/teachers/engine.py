@@ -1,35 +1,13 @@
-"""What a backend is told beside what xtk says itself: `--engine name=value`."""
+"""What only the backend knows: options of an engine, addresses of servers, an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xtk.engines.options import engine_options
 from xtk.errors import XtkError
-
-
-def engine_options(words: Sequence[str]) -> dict[str, Any]:
-    """Read `name=value` words, values as in YAML: numbers, true, "text", {"a": 1}.
-
-    Raises:
-        XtkError: a word has no "=", or comes twice.
-    """
-    import yaml
-
-    options: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        name = name.strip().removeprefix("--").replace("-", "_")
-        if not equals or not name:
-            raise XtkError(f"--engine {word!r} is no name=value", hint="--engine tensor_parallel_size=4")
-        if name in options:
-            raise XtkError(f"--engine {name} is given twice")
-        try:
-            options[name] = yaml.safe_load(value)
-        except yaml.YAMLError as wrong:
-            raise XtkError(f"--engine {name}: {value!r} is no value: {wrong}") from None
-    return options
 
 
 def backend_options(
@@ -69,19 +47,3 @@ def backend_options(
     if backend == "server":
         return {"servers": list(servers), "concurrency": concurrency}
     return {**given, **({"adapter": adapter} if adapter else {})}
-
-
-def refuse_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | None]) -> None:
-    """Refuse options that xtk says itself.
-
-    Args:
-        engine: the options.
-        reserved: their names, and where a user says them; None: nowhere.
-
-    Raises:
-        XtkError: tells where.
-    """
-    for name in engine:
-        if name in reserved:
-            instead = reserved[name]
-            raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,18 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import support_of
 from xtk.tokens.tokenizer import Tokenizer
 
+ASKED = 32
 SHARD_TOKENS = 16384  # a shard is what one process scores at once: small, so that all have some of a block
 ENGINE = "engine."
 NUMBERS = {"top_k": int, "top_p": float, "draws": int, "seed": int, "batch_tokens": int, "concurrency": int}
-WORDS = ("support", "precision", "dtype", "backend", "server")
+WORDS = ("support", "precision", "dtype", "backend", "server", "weights")
+SELF = "self"
+# Which weights of the student teach it.
+OWN = {
+    "live": "as they are when it is asked",
+    "ema": "their moving average, of --ema-decay",
+    "base": "without its adapter, of --lora-r",
+}
 ALL = "all"  # of top_k: the whole vocabulary
 _WITH_OPTIONS = re.compile(r"(?P<model>.*?)(:(?P<options>[a-z][a-z_.-]*=.*))?", re.DOTALL)
 
@@ -49,6 +57,9 @@ class LiveTeacher:
     Args:
         request: its model and options; of `seed`, those of the first epoch.
         tokenizer: its own.
+        asked: of the support `given`, about how many tokens it is asked at each place where a student wrote.
+        weights: of the student, if it is its own teacher: a key of `OWN`. "": it is a model of its own.
+        devices: of its own, on this machine; none: it takes turns with the student on its devices.
 
     Attributes:
         header: what a cache of all that it reads would tell of itself; there once it has read.
@@ -57,8 +68,11 @@ class LiveTeacher:
         XtkError: an option makes no sense, or there is no model.
     """
 
-    def __init__(self, request: CacheRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: CacheRequest, tokenizer: Tokenizer, asked: int = ASKED, weights: str = "",
+                 devices: Sequence[int] = ()) -> None:  # fmt: skip
         check_request(request)
+        self.weights, self.devices = weights, devices
+        self.asked = asked if request.support.kind == "given" else 0
         self.request, self.teacher = request, tokenizer
         self.header: dict[str, Any] = {}
         self._dealing = dealing_of(request)
@@ -68,14 +82,27 @@ class LiveTeacher:
     @property
     def manifest(self) -> dict[str, Any]:
         """What makes it another teacher than others."""
-        return {"header": self.header}
+        return {"header": self.header} | ({"weights": self.weights} if self.weights else {})
 
     @property
     def apart(self) -> bool:
         """Whether it needs a process of its own, which ends with each block: one that cannot leave the device."""
         engine = dict(self.request.backend_options.get("engine") or {})
         placed = PLACES & engine.keys() or "quantization_config" in engine or engine.get("tp_size", 1) != 1
-        return self.request.backend == "vllm" or bool(placed)
+        return self.request.backend == "vllm" or bool(placed or self.devices)
+
+    def plan(self) -> str:
+        """Say where it scores."""
+        where = "in each process, in turn with the student"
+        if self.weights:
+            where = "the student itself, " + OWN[self.weights]
+        elif self.request.backend == "server":
+            where = "at " + ", ".join(self.request.backend_options["servers"])
+        elif self.devices:
+            where = f"in a process of its own, on devices {'+'.join(map(str, self.devices))}"
+        elif self.apart:
+            where = "in a process of its own, while the others wait"
+        return f"{self.request.teacher.resolve().name} scores, {where}"
 
     @property
     def bytes_per_document(self) -> float:
@@ -135,12 +162,22 @@ class LiveTeacher:
         opening = replace(request, backend_options={**request.backend_options, "longest": whole.longest})
         return Work(opening, block, place, self._dealing, plan, header, ranks)
 
-    def fill(self, work: Work, numbers: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Write shards; as `xtk.teachers.caching.fill`."""
+    def fill(self, work: Work, numbers: list[int], own: Any = None) -> Generator[tuple[int, dict[str, Any]]]:
+        """Write shards; as `xtk.teachers.caching.fill`.
+
+        Args:
+            work: what is to be done.
+            numbers: of the shards.
+            own: the student's `Cut`, with the weights that are wanted of it, where it is its own teacher.
+        """
         if not numbers:
             return
+        if own is not None:
+            there = replace(work.request, backend_options={**work.request.backend_options, "cut": own})
+            yield from fill(work, open_teacher(there, self.teacher), self.teacher, numbers)
+            return
         if self.apart:
-            with Workers(1, work, on_devices=False) as workers:
+            with Workers(1, work, on_devices=False, devices=self.devices) as workers:
                 yield from workers.fill(numbers)
             return
         seed = work.request.support.seed
@@ -166,13 +203,20 @@ class LiveTeacher:
         return self._plan
 
 
-def read_live_teacher(text: str, *, long_documents: str, trust_remote_code: bool) -> LiveTeacher:
+def read_live_teacher(
+    text: str, *, long_documents: str, trust_remote_code: bool, student: Path | None = None,
+    devices: Sequence[int] = (),
+) -> LiveTeacher:  # fmt: skip
     """Read `MODEL`, or `MODEL:top_k=64,dtype=bfloat16`, the options being those of `cache-teacher`.
+
+    `self` is the student, as it is when it is asked; `self:weights=ema` or `weights=base` with other weights.
 
     Args:
         text: as it was written; `engine.NAME=VALUE` is `--engine NAME=VALUE`, `top_k=all` the whole vocabulary.
         long_documents: what becomes of documents that are longer than its context.
         trust_remote_code: run the model's own code.
+        student: the student's folder.
+        devices: of its own, on this machine.
 
     Raises:
         XtkError: there is no such model or option, or a value makes no sense.
@@ -186,6 +230,16 @@ def read_live_teacher(text: str, *, long_documents: str, trust_remote_code: bool
     dtype, precision = str(given.get("dtype", "float32")), str(given.get("precision", "float32"))
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     codec_of(precision)
+    weights = str(given.get("weights", "live" if model == SELF else ""))
+    if weights and (model != SELF or weights not in OWN or backend != "transformers" or student is None):
+        if weights not in OWN:
+            raise unknown("weights of the student", weights, OWN)
+        raise XtkError(
+            f"--teacher {text}: weights are of the student as its own teacher, which transformers runs",
+            hint=f"self:weights={weights}",
+        )
+    if student is not None and weights:
+        model = str(student)
     folder, adapter = with_adapter(local_folder(model, weights=backend != "server"))
     tokenizer = Tokenizer(folder, name=model)
     top_k = tokenizer.width if given.get("top_k") == ALL else given.get("top_k")
@@ -210,7 +264,7 @@ def read_live_teacher(text: str, *, long_documents: str, trust_remote_code: bool
         trust_remote_code=trust_remote_code,
         backend_options=backend_options(backend, engine, servers, given.get("concurrency", 32), adapter),
     )
-    return LiveTeacher(request, tokenizer)
+    return LiveTeacher(request, tokenizer, given.get("top_k") or ASKED, weights, () if weights else devices)
 
 
 def _options(text: str, told: str) -> tuple[dict[str, Any], list[str], list[str]]:

@@ -130,7 +130,7 @@ def make_plan(
     plan.asked = [name for name in ASKED if name in corpus.columns]
     longest = (0, 0)
     rewritten: list[int] = []
-    empty = 0
+    empty = drawn = 0
     lost = Rewriting(tokenizer.name)
     for document, tokens in _tokenised(corpus, tokenizer, fingerprint):
         if not who:
@@ -143,6 +143,7 @@ def make_plan(
             plan.too_long += 1
             longest = max(longest, (len(tokens), plan.documents))
         empty += not document.text
+        drawn += document.drawn is not None
         pieces = _within(dealing, tokenizer, document, tokens)
         for number, (cached, piece) in enumerate(pieces):
             plan.add(plan.documents, number, piece)
@@ -150,6 +151,7 @@ def make_plan(
                 show(cached, piece)
         plan.documents += 1
     plan.fingerprint = str(fingerprint)
+    plan.asked += ["drawn"] if drawn else []
     if plan.too_long:
         _tell_too_long(dealing, corpus, plan, *longest, who)
     if empty and who:

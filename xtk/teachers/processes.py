@@ -12,12 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from xtk.children import environment_without_launcher, visible, without_interrupts
 from xtk.errors import XtkError
 
 if TYPE_CHECKING:
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
 
 SECONDS_TO_END = 3.0  # of a worker that is told to
 SECONDS_TO_LEAVE = 30.0  # of one that is done
-# What a launcher tells a process of a distributed run: it is about that process, not about those that it starts.
-OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
-                 "MASTER_", "TORCHELASTIC_")  # fmt: skip
 # A parent that ends while its processes start is no mistake of theirs.
 PROGRAM = """
 import sys
@@ -121,14 +119,18 @@ class Workers:
         count: how many.
         work: what they write.
         on_devices: each takes a device of its own, where this machine has any.
+        devices: that all of them see; none: all of this machine.
 
     Raises:
         XtkError: there are fewer devices, or the teacher cannot be opened.
     """
 
-    def __init__(self, count: int, work: Work, *, on_devices: bool) -> None:
+    def __init__(self, count: int, work: Work, *, on_devices: bool, devices: Sequence[int] = ()) -> None:
         self._work = work
         self._environments = _environments(count, on_devices=on_devices)
+        if devices:
+            for environment in self._environments:
+                environment |= visible(devices)
         self._workers: list[Worker] = []
 
     def __enter__(self) -> Workers:
@@ -207,7 +209,7 @@ def _environments(count: int, *, on_devices: bool) -> list[dict[str, str]]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    common = {name: value for name, value in os.environ.items() if not name.startswith(OF_A_LAUNCHER)}
+    common = environment_without_launcher()
     common.setdefault("OMP_NUM_THREADS", str(max(1, cores // count)))
     if not on_devices or not torch.cuda.is_available():
         return [dict(common) for _ in range(count)]
@@ -217,13 +219,3 @@ def _environments(count: int, *, on_devices: bool) -> list[dict[str, str]]:
     named = [name.strip() for name in common.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = named[:devices] if len(named) >= devices else [str(number) for number in range(devices)]
     return [{**common, "CUDA_VISIBLE_DEVICES": names[number]} for number in range(count)]
-
-
-@contextlib.contextmanager
-def without_interrupts() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: the one that watches them ends them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,17 +9,27 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, Patience, Refused
+from xtk.engines.servers import (
+    ATTEMPTS_AT_FIRST,
+    COMPLETIONS,
+    chosen_model,
+    compare_tokens,
+    first_of,
+    models_of,
+    probe_of,
+    refused,
+    run,
+)
 from xtk.errors import Mismatch, XtkError
-from xtk.teachers.endpoints import BadAnswer, Endpoint, Endpoints, Patience, Refused
 from xtk.teachers.heads import (
     SUPPORTED,
     Heads,
@@ -33,22 +43,12 @@ from xtk.teachers.heads import (
 from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores
-from xtk.tokens.tokenizer import Tokenizer
 
 CONCURRENCY = 32
 BYTES_OF_AN_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
 BYTES_IN_FLIGHT = 1 << 29
-ATTEMPTS_AT_FIRST = 3  # a server that is not there when the work begins is a mistake, not an accident
 CLAMPED = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 SAME_MODEL = 0.1  # nats on average: bf16 on other GPUs or in other batches is off by a fifth of it
-COMPLETIONS = "/completions"
-PROBE = (
-    "The quick brown fox, aged 12345.67, jumps over 3 lazy dogs; isn't it?\n\n\tdef f(x):  return x**2 != 0\n"
-    "Ärger, café, naïve; Ωμέγα, привет; 日本語の文, 한국어, العربية, हिन्दी 😀👍🏽 100% €5\r\n"
-)
-WORDS_OF_THE_VOCABULARY = 256
-SHORT = 256  # tokens that any server reads
-T = TypeVar("T")
 
 
 class ServerTeacher:
@@ -83,7 +83,7 @@ class ServerTeacher:
             weight=BYTES_IN_FLIGHT,
             patience=request.options.get("patience") or Patience(),
         )
-        self._limit = _run(self._look_at_servers())
+        self._limit = run(self._look_at_servers())
         self.model = servers[0].model
 
     @classmethod
@@ -122,7 +122,7 @@ class ServerTeacher:
             XtkError: no server answers, or one answers with something that no distribution says.
         """
         refuse_longer(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
-        return _run(self._score_all(documents))
+        return run(self._score_all(documents))
 
     async def _score_all(self, documents: Sequence[TokenSequence]) -> list[Scores]:
         async with self._endpoints.opened():
@@ -130,7 +130,7 @@ class ServerTeacher:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._score(document)) for document in documents]
             except BaseExceptionGroup as several:
-                raise _first(several) from None
+                raise first_of(several) from None
         return [task.result() for task in tasks]
 
     async def _score(self, document: TokenSequence) -> Scores:
@@ -166,12 +166,12 @@ class ServerTeacher:
             for endpoint in self._endpoints.endpoints:
                 try:
                     models = await self._endpoints.ask_one(
-                        endpoint, "/models", None, _models, attempts=ATTEMPTS_AT_FIRST
+                        endpoint, "/models", None, models_of, attempts=ATTEMPTS_AT_FIRST
                     )
-                    model = _chosen(models, endpoint, self._name)
+                    model = chosen_model(models, endpoint, self._name)
                     endpoint.model = model["id"]
                     limits.append(model.get("max_model_len"))
-                    told.append(await self._told_of(_probe(self._tokenizer, limits[-1]), endpoint))
+                    told.append(await self._told_of(probe_of(self._tokenizer, limits[-1]), endpoint))
                 except Refused as wrong:
                     raise _refused(wrong, str(endpoint), self._top_k) from None
         _check_same_model(self._endpoints.endpoints, told)
@@ -199,50 +199,9 @@ class ServerTeacher:
             )
             return None
         if theirs != ids:
-            self._compare(ids, theirs, endpoint)
+            compare_tokens(ids, theirs, self._tokenizer, endpoint, "cache-teacher")
             return None
         return np.array([_logprob(entry, token) for entry, token in zip(told[1:], ids[1:], strict=False)])
-
-    def _compare(self, ours: list[int], theirs: list[int], endpoint: Endpoint) -> None:
-        """Refuse a server for which the ids stand for other tokens; note one that only cuts a text elsewhere."""
-        vocabulary = self._tokenizer.vocabulary
-        known = all(isinstance(token, int) and 0 <= token < len(vocabulary) for token in theirs)
-        if known and b"".join(map(vocabulary.spelling, theirs)) == b"".join(map(vocabulary.spelling, ours)):
-            terminal.note(
-                f"cache-teacher: {endpoint} has the tokens of {self._name} and cuts texts into other ones; "
-                "it reads those of this tokenizer"
-            )
-            return
-        at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
-        raise Mismatch(
-            "the server has another tokenizer",
-            where=f"{endpoint} makes {theirs[at : at + 5]} where {self._name} makes {ours[at : at + 5]}, "
-            f"at token {at} of a text",
-            hint="TEACHER is the folder or hub id of the model that the server has",
-        )
-
-
-def _run(work: Coroutine[Any, Any, T]) -> T:
-    found: list[T] = []
-
-    async def keep() -> None:
-        # Not returned: asyncio leaves its task in a handler of signals, whose repr Python then writes, and with it that
-        # of the result. Of arrays that takes longer than all requests.
-        found.append(await work)
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        asyncio.run(keep())
-    else:
-        with ThreadPoolExecutor(1) as other:  # inside a notebook, whose loop is running
-            other.submit(asyncio.run, keep()).result()
-    return found[0]
-
-
-def _first(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    one = several.exceptions[0]
-    return _first(one) if isinstance(one, BaseExceptionGroup) else one
 
 
 def _parameters(top_k: int) -> dict[str, Any]:
@@ -263,32 +222,6 @@ def _question(ids: list[int], top_k: int, limit: int | None) -> dict[str, Any]:
         "allowed_token_ids": ids[-1:],
         "return_tokens_as_token_ids": True,
     }
-
-
-def _models(answer: Any) -> list[dict[str, Any]]:
-    models = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(models, list) or not all(isinstance(one, dict) and "id" in one for one in models) or not models:
-        raise BadAnswer("it names no models")
-    return models
-
-
-def _chosen(models: list[dict[str, Any]], endpoint: Endpoint, name: str) -> dict[str, Any]:
-    """Return the model that is meant: the one that was named, or the only one, or the one called as the teacher is."""
-    names = ", ".join(str(one["id"]) for one in models)
-    if endpoint.wanted_model:
-        found = [one for one in models if one["id"] == endpoint.wanted_model]
-        if not found:
-            raise XtkError(f"the server has no model {endpoint.wanted_model!r}", where=str(endpoint), hint=names)
-        return found[0]
-    called_so = [one for one in models if name in (one["id"], one.get("root"))]
-    roots = {str(one.get("root") or one["id"]) for one in models}
-    if not called_so and len(roots) > 1:
-        raise XtkError(
-            f"the server has several models: {names}",
-            where=str(endpoint),
-            hint=f"name one: --server {endpoint}#{models[0]['id']}",
-        )
-    return (called_so or models)[0]
 
 
 def _choice(answer: Any) -> dict[str, Any]:
@@ -392,21 +325,6 @@ def _logprob(entry: Any, token: int) -> float:
         return float("nan")
 
 
-def _probe(tokenizer: Tokenizer, limit: int | None) -> str:
-    """Return a text in which tokenizers differ: several scripts, numbers, and words from all over the vocabulary."""
-    vocabulary = tokenizer.vocabulary
-    words = []
-    for token in range(0, len(vocabulary), max(1, len(vocabulary) // WORDS_OF_THE_VOCABULARY)):
-        word = vocabulary.spelling(token).decode(errors="replace")
-        if word.isprintable() and "\ufffd" not in word:
-            words.append(word)
-    text = PROBE + "".join(words)
-    (encoded,) = tokenizer.encode([text])
-    if len(encoded.ids) < (limit or SHORT):
-        return text
-    return text.encode()[: int(encoded.ends[(limit or SHORT) // 2])].decode(errors="ignore")
-
-
 def _check_same_model(endpoints: Sequence[Endpoint], told: Sequence[NDArray[np.float64] | None]) -> None:
     """Refuse servers that say different things of one text."""
     first = told[0]
@@ -423,14 +341,9 @@ def _check_same_model(endpoints: Sequence[Endpoint], told: Sequence[NDArray[np.f
 
 def _refused(wrong: Refused, where: str, top_k: int) -> XtkError:
     """Tell what a server refuses, and what to do about it."""
-    text = wrong.message
     hint = None
-    if wrong.status in (401, 403):
-        hint = "put its key into XTK_API_KEY (or OPENAI_API_KEY)"
-    elif wrong.status == 404:
-        hint = "the address ends with /v1: --server http://localhost:8000/v1"
-    elif "logprobs" in text and "max" in text:
+    if "logprobs" in wrong.message and "max" in wrong.message:
         hint = f"start vLLM's server with --max-logprobs {top_k}, or ask for less: --top-k"
-    elif "context length" in text or "max_tokens must be at least 1" in text:
+    elif "context length" in wrong.message or "max_tokens must be at least 1" in wrong.message:
         hint = "start vLLM's server with a larger --max-model-len, or --max-length here"
-    return XtkError(f"the server refuses: {wrong.status} {text}", where=where, hint=hint)
+    return refused(wrong, where, hint)

@@ -22,10 +22,10 @@ import torch.distributed
 from torch import Tensor
 
 from xtk import terminal
-from xtk.children import die_with
+from xtk.children import die_with, without_interrupts
 from xtk.errors import XtkError
 from xtk.models.causal_lm import Cut, load_causal_lm
-from xtk.teachers.processes import Worker, without_interrupts
+from xtk.teachers.processes import Worker
 
 SECONDS_TO_SEE = 1.0  # that another process has ended
 SECONDS_TO_TELL = 10.0  # of the first process, once another has ended

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.engines.options import refuse_reserved
 from xtk.errors import XtkError
 from xtk.models.causal_lm import DTYPES, PLACES, Cut, default_device, load_causal_lm
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
 from xtk.teachers.dense import Dense, join_dense, scores_of, trained_positions, uniforms
-from xtk.teachers.engine import refuse_reserved
 from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import SUPPORTS, Scores, Support
@@ -48,7 +48,8 @@ class TransformersTeacher:
 
     Args:
         request: the model, and what is wanted of it. Of its options `engine` goes to `from_pretrained` as it is, but
-            for `tp_size`, the processes over which the model is cut; `adapter` is a folder of peft's.
+            for `tp_size`, the processes over which the model is cut; `adapter` is a folder of peft's; `cut` is a model
+            that is there already, and stays the caller's.
 
     Raises:
         XtkError: the model cannot be loaded, or an option is none.
@@ -72,7 +73,9 @@ class TransformersTeacher:
             "options": engine,
         }
         self._run: Cut | ShardedCut
-        if parts > 1:
+        if there := request.options.get("cut"):
+            self._run = self._cut = there
+        elif parts > 1:
             if loading["adapter"]:
                 raise XtkError(
                     "an adapter is not merged into a teacher that is cut",

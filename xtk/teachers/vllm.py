@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import json
-import multiprocessing
-import os
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,11 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk import terminal
 from xtk.artifacts.hub import fingerprint_of_weights
+from xtk.engines.options import refuse_reserved
+from xtk.engines.vllm import Engine, import_vllm
 from xtk.errors import XtkError
-from xtk.lookup import did_you_mean
-from xtk.teachers.engine import refuse_reserved
 from xtk.teachers.heads import (
     SUPPORTED,
     Heads,
@@ -76,11 +70,7 @@ class VllmTeacher:
         refuse_other_supports(request)
         self._name, self._support = request.name, request.support
         self._top_k = ids_wanted(request.support, request.tokenizer.width)
-        self._vllm = _vllm()
-        others = set(multiprocessing.active_children())
-        self._engine = self._start(_settings(request, self._top_k))
-        self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
-        atexit.register(self.close)
+        self._engine = Engine(_settings(request, self._top_k), request.name, "cache-teacher")
         self._tokens_in_a_call = max(request.batch_tokens, ENTRIES // (self._top_k + 1))
 
     @classmethod
@@ -93,12 +83,12 @@ class VllmTeacher:
     @property
     def width(self) -> int:
         """U, the columns of its distributions."""
-        return int(self._engine.llm_engine.model_config.get_vocab_size())
+        return self._engine.width
 
     @property
     def limit(self) -> int:
         """Tokens of a document at most."""
-        return int(self._engine.llm_engine.model_config.max_model_len)
+        return self._engine.limit
 
     def score(
         self, documents: Sequence[TokenSequence], given: Sequence[NDArray[np.int32]] | None = None
@@ -125,22 +115,16 @@ class VllmTeacher:
 
     def close(self) -> None:
         """Stop the engine and give its memory back; nothing can be scored any more."""
-        atexit.unregister(self.close)
-        # vLLM has no public way. Left alone, Python waits at its end for the engine, which waits for work.
-        with contextlib.suppress(Exception):
-            self._engine.llm_engine.engine_core.shutdown()
-        if self._guard is not None:
-            self._guard.kill()
-            self._guard.communicate()
-            self._guard = None
+        self._engine.close()
 
     def _heads(self, documents: Sequence[TokenSequence]) -> Iterator[Heads]:
         ids = [document.ids[: tokens_read(document)].tolist() for document in documents]
         # A prompt leaves room for a token that is generated. As long as the context, a document's last one is that.
         whole = [len(tokens) < self.limit for tokens in ids]
-        outputs = self._generate(
+        outputs = self._engine.generate(
             [{"prompt_token_ids": tokens if fits else tokens[:-1]} for tokens, fits in zip(ids, whole, strict=True)],
             [self._wanted(None if fits else tokens[-1]) for tokens, fits in zip(ids, whole, strict=True)],
+            "score these documents",
         )
         for document, output, fits in zip(documents, outputs, whole, strict=True):
             told = [output.prompt_logprobs] if fits else [output.prompt_logprobs, output.outputs[0].logprobs]
@@ -149,7 +133,7 @@ class VllmTeacher:
     def _wanted(self, forced: int | None) -> Any:
         """Return vLLM's parameters for a prompt, after which `forced` is to be generated."""
         last = {} if forced is None else {"logprobs": self._top_k, "allowed_token_ids": [forced]}
-        return self._vllm.SamplingParams(
+        return import_vllm().SamplingParams(
             max_tokens=1,
             temperature=0.0,
             prompt_logprobs=self._top_k,
@@ -171,53 +155,6 @@ class VllmTeacher:
         if not np.array_equal(ids[:, 0], document.ids[at + 1]):
             raise XtkError("vLLM gives the log-probabilities of other tokens than it was given", where=self._name)
         return Heads(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0])
-
-    def _generate(self, prompts: list[dict[str, Any]], wanted: list[Any]) -> list[Any]:
-        try:
-            return list(self._engine.generate(prompts, wanted, use_tqdm=False))
-        except Exception as wrong:  # vLLM and torch raise dozens; to the user all mean that scoring failed
-            raise _failed("vLLM cannot score these documents", self._name, wrong) from wrong
-
-    def _start(self, settings: dict[str, Any]) -> Any:
-        terminal.note("cache-teacher: vLLM starts; VLLM_LOGGING_LEVEL=INFO tells what it does")
-        try:
-            return self._vllm.LLM(**settings)
-        except Exception as wrong:
-            raise _failed("vLLM cannot run this teacher", self._name, wrong) from wrong
-
-
-def _vllm() -> Any:
-    # vLLM writes its log to stdout, which carries xtk's results, unless it is told otherwise before it is imported.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Tokenizers and Arrow have threads by now; a fork would take over their locks, and not them.
-    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    try:
-        import vllm
-    except ImportError as wrong:
-        raise XtkError(
-            f"--backend vllm needs vLLM, which cannot be imported: {wrong}",
-            hint="pip install 'xtk[vllm]'; or --backend server, for a server that runs elsewhere",
-        ) from None
-    return vllm
-
-
-def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
-    """Start a shell that takes processes down when this one ends, however it ends.
-
-    vLLM's engine outlives a parent that was killed, idle and with its GPUs' memory, so that the same command could not
-    go on. The shell waits for the end of its input, which comes when the kernel closes this process's files.
-    """
-    if not processes:
-        return None
-    script = 'read -r _; kill "$@" 2>/dev/null'
-    return subprocess.Popen(
-        ["/bin/sh", "-c", script, "sh", *map(str, processes)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process
-    )
 
 
 def _settings(request: TeacherRequest, top_k: int) -> dict[str, Any]:
@@ -270,18 +207,3 @@ def _calls(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
         held += length
     if batch:
         yield batch
-
-
-def _failed(what: str, name: str, wrong: Exception) -> XtkError:
-    text = " ".join(str(wrong).split())
-    hint = None
-    if "unexpected keyword argument" in text:
-        from vllm.engine.arg_utils import EngineArgs
-
-        option = text.rpartition("argument")[2].strip(" '\"")
-        near = did_you_mean(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
-        text = f"it has no engine option {option!r}"
-        hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else None
-    elif "out of memory" in text.lower() or "Engine" in text + type(wrong).__name__:
-        hint = "the cause is above; where it is memory: --engine gpu_memory_utilization=0.8, a smaller --batch-tokens"
-    return XtkError(f"{what}: {type(wrong).__name__}: {text[:500]}", where=name, hint=hint)

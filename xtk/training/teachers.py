@@ -12,11 +12,12 @@ import numpy as np
 
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import next_bytes_for, projection_for
+from xtk.artifacts.shard import asked_of
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.evaluation.agreement import SUPPORTS, ByImage, BySpelling, Meeting
 from xtk.lookup import lookup
-from xtk.losses import AUTO, LOSSES, LossSpecification, parse_losses
+from xtk.losses import AUTO, LOSSES, SURROGATES, LossSpecification, parse_losses
 from xtk.losses.cells import Ground, Loss
 from xtk.projection.build import identity
 from xtk.projection.projection import SIDE, Projection, named
@@ -73,6 +74,11 @@ class Teacher:
     def tells_likeliest(self) -> bool:
         """Whether its cache holds the likeliest tokens for certain."""
         return self.support in SUPPORTS
+
+    @property
+    def read_rollouts(self) -> bool:
+        """Whether a student drew some of the documents that it read."""
+        return "drawn" in asked_of(self.cache.header)
 
     @property
     def has_students_tokenizer(self) -> bool:
@@ -260,15 +266,30 @@ class Taken:
         return self.loss.rule()
 
 
-def take_losses(asked: Sequence[LossSpecification], teachers: Sequence[Teacher]) -> tuple[list[Taken], str]:
+def take_losses(
+    asked: Sequence[LossSpecification], teachers: Sequence[Teacher], *, rollouts: bool = False
+) -> tuple[list[Taken], str]:
     """Deal the losses of a run to its teachers: each to all that it fits.
+
+    Args:
+        asked: as they were written.
+        teachers: of the run.
+        rollouts: whether the student is going to write what they read.
 
     Returns:
         The losses, and what `--loss auto` took and why; "" where nobody asked for it.
 
     Raises:
-        XtkError: a loss fits no teacher, or no loss fits a teacher.
+        XtkError: a loss fits no teacher, or no loss fits a teacher, or one is for what the student drew, and it drew
+            nothing.
     """
+    for loss in asked:
+        if loss.name in SURROGATES and not rollouts and not any(teacher.read_rollouts for teacher in teachers):
+            raise XtkError(
+                f"the loss {loss.name} is for documents that the student drew, and none of these was",
+                where=", ".join(teacher.place for teacher in teachers),
+                hint="rollouts of the student, through xtk rollout and xtk cache-teacher; or --loss alm",
+            )
     taken = [one for loss in asked if loss.name != AUTO for one in _taken(loss, teachers)]
     if all(loss.name != AUTO for loss in asked):
         idle = set(range(len(teachers))) - {one.teacher for one in taken}

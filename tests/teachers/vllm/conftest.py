@@ -1,31 +1,14 @@
-"""vLLM itself, on a CPU: an engine in a process of its own, and its OpenAI-compatible server."""
+"""A teacher that vLLM runs, and its server."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.error import URLError
-from urllib.request import urlopen
 
-import material
 import pytest
+from vllm_on_cpu import Server, make_llama
 
 CONTEXT = 320
-MOST = 24
-# Not needed by users: a small machine, a small model, and no compiler.
-SURROUNDINGS = {
-    **os.environ,
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-}
-ENGINE = ["enforce_eager=true", f"kv_cache_memory_bytes={128 << 20}"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,53 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Llama with the width of heads that vLLM has kernels for."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = material.make_teacher_tokenizer(tmp_path_factory.mktemp("vllm") / "teacher")
-    torch.manual_seed(3)
-    configuration = LlamaConfig(
-        vocab_size=496, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=1,
-        initializer_range=0.15,
-    )  # fmt: skip
-    LlamaForCausalLM(configuration).save_pretrained(folder)
-    return folder
-
-
-class Server:
-    """`python -m vllm.entrypoints.openai.api_server`, as users start it."""
-
-    def __init__(self, folder: Path, log: Path, *flags: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.host = f"http://127.0.0.1:{port}"
-        self.url = self.host + "/v1"
-        self.log = log
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-        command += ["--kv-cache-memory-bytes", str(128 << 20), "--max-logprobs", str(MOST), *flags]
-        with log.open("wb") as out:
-            self.process = subprocess.Popen(command, env=SURROUNDINGS, stdout=out, stderr=out, start_new_session=True)
-
-    def wait(self, seconds: float = 300) -> None:
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(URLError, OSError):
-                urlopen(self.host + "/health", timeout=5).close()
-                return
-            time.sleep(0.5)
-        raise RuntimeError("the server did not start:\n" + self.log.read_text(errors="replace")[-3000:])
-
-    def stop(self) -> None:
-        self.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(30)
-        with contextlib.suppress(ProcessLookupError):  # what it started
-            os.killpg(self.process.pid, 9)
-        self.process.wait()
+    return make_llama(tmp_path_factory.mktemp("vllm") / "teacher", context=CONTEXT)
 
 
 @pytest.fixture(scope="session")

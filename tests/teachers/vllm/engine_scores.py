@@ -19,7 +19,7 @@ def main() -> None:
     import numpy as np
     from said import documents_of
 
-    from xtk.teachers.engine import engine_options
+    from xtk.engines.options import engine_options
     from xtk.teachers.teacher import TeacherRequest
     from xtk.teachers.vllm import VllmTeacher
     from xtk.tokens.signal import Scores, Support

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vllm_on_cpu import ENGINE, SURROUNDINGS
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-
-from .conftest import ENGINE, SURROUNDINGS
 
 ASKED = ["--top-k", "8", "--shard-tokens", "400"]
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from said import assert_is_the_truth, documents_of, said_plainly
+from vllm_on_cpu import ENGINE, SURROUNDINGS
 
 from xtk.tokens.signal import Scores, Support
 
-from .conftest import CONTEXT, ENGINE, SURROUNDINGS
+from .conftest import CONTEXT
 
 SCRIPT = Path(__file__).parent / "engine_scores.py"
 
@@ -81,7 +82,7 @@ def test_the_engine_says_what_transformers_says(teacher, tmp_path, support, engi
     [
         ("tensor_paralel_size=2", "did you mean --engine tensor_parallel_size"),
         ("max_logprobs=5", "--engine max_logprobs is set by xtk: use --top-k"),
-        ("max_num_seqs=0", "vLLM cannot run this teacher"),
+        ("max_num_seqs=0", "vLLM cannot run this model"),
     ],
 )
 def test_an_engine_option_that_is_none_is_told(teacher, tmp_path, engine, said):

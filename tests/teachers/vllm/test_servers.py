@@ -12,15 +12,16 @@ import numpy as np
 import pytest
 from processes_that_serve import SPOIL, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
+from vllm_on_cpu import MOST
 
+from xtk.engines.endpoints import Patience
 from xtk.errors import XtkError
-from xtk.teachers.endpoints import Patience
 from xtk.teachers.server import ServerTeacher
 from xtk.teachers.teacher import TeacherRequest
 from xtk.tokens.signal import Support
 from xtk.tokens.tokenizer import Tokenizer
 
-from .conftest import CONTEXT, MOST
+from .conftest import CONTEXT
 
 HASTY = Patience(attempts=5, seconds=600, answer=120, connect=20, first_pause=0.02, longest_pause=0.1)
 
