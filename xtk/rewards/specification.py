@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup, unknown
-from xtk.options import Specification, filled, names_of, positive
+from xtk.options import Specification, filled, names_of, own_object, positive
 from xtk.rewards import REWARDS
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
@@ -37,10 +35,11 @@ class RewardSpecification(Specification):
             XtkError: an option's value makes no sense, a library is missing, or the function is not there.
         """
         if self.name not in REWARDS:
-            return _function(self.name)
+            reward: Reward = own_object(self.name, "--reward FILE.py:FUNCTION", "function")
+            return reward
         rule = lookup(REWARDS, self.name, "reward")
-        reward: Reward = filled(rule, dict(self.options), str(self), "reward")
-        return reward
+        judge: Reward = filled(rule, dict(self.options), str(self), "reward")
+        return judge
 
 
 def parse_reward(text: str) -> RewardSpecification:
@@ -117,24 +116,3 @@ def _number(
             where=f"completion {completion[:80]!r}",
             hint="return nan or None for what cannot be judged",
         ) from error
-
-
-def _function(place: str) -> Reward:
-    """Import a function from a file."""
-    path, _, name = place.rpartition(":")
-    if not Path(path).is_file():
-        raise XtkError("no such file or folder", where=path, hint="--reward FILE.py:FUNCTION")
-    module_specification = importlib.util.spec_from_file_location(Path(path).stem, path)
-    assert module_specification is not None
-    assert module_specification.loader is not None
-    module = importlib.util.module_from_spec(module_specification)
-    try:
-        module_specification.loader.exec_module(module)
-    except Exception as error:
-        raise XtkError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise unknown(f"function in {path}", name, functions)
-    reward: Reward = function
-    return reward

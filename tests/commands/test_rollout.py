@@ -1,0 +1,163 @@
+"""`xtk rollout`: a student writes, a teacher with another tokenizer scores it, the student learns, through pipes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.tokens.sequence import sequences
+from xtk.tokens.tokenizer import Tokenizer
+
+XTK = f"{sys.executable} -m xtk"
+OWN = """
+class Friend:
+    def reset(self, record):
+        return None
+    def step(self, text):
+        return " Bert, ", False
+    def reward(self):
+        return 0.5
+
+def long(completion, prompt, row):
+    return len(completion) if row["counted"] else None
+"""
+TEMPLATE = (
+    "{% for message in messages %}<|pad|>{{ message.role }}\n{{ message.content }}<|end_of_text|>{% endfor %}"
+    "{% if add_generation_prompt %}<|pad|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rollouts")
+    (folder / "own.py").write_text(OWN)
+    rows = [{"prompt": f"Anna has {number} apples and", "counted": number % 2, "id": number} for number in range(6)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def drawn_of(record) -> list[int]:
+    return np.array(record["student_ids"])[np.array(record["student_mask"]) == 1].tolist()
+
+
+def assert_trains_what_was_drawn(cache, student, records):
+    """The student trains the tokens that it drew, and no other; the teacher reads the same texts its own way."""
+    tokenizer, rows = Tokenizer(student), list(TeacherCache(cache))
+    assert len(rows) == len(records)
+    for row, record in zip(rows, records, strict=True):
+        (sequence,) = sequences(tokenizer, [row.document])
+        assert sequence.ids.tolist() == record["student_ids"]
+        assert sequence.ids[sequence.trained].tolist() == drawn_of(record)
+        np.testing.assert_array_equal(row.document.drawn.logprobs, np.float32(record["student_logprobs"]))
+        assert row.document.drawn.advantage == record["advantage"]
+        assert len(row.signal) == row.tokens.trained.sum()
+
+
+def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, folder):
+    line = (
+        f"{XTK} rollout {pair.student} prompts.jsonl -o r.jsonl --num-generations 3 --max-completion-length 24 --stop a"
+        " --environment own.py:Friend --max-turns 4 --reward own.py:long:weight=2 --seed 5"
+        f" | {XTK} cache-teacher {pair.teacher} - --top-k 8 -o c"
+        f" | {XTK} distill {pair.student} - --loss ce --max-steps 2 -o out --json"
+    )
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["path"] == "out"
+    assert "could not judge 9 rollouts" in done.stderr
+    assert "from tools" in done.stderr
+    records = lines_of(folder / "r.jsonl")
+    assert [(record["prompt_number"], record["sample"]) for record in records] == [
+        (prompt, sample) for prompt in range(6) for sample in range(3)
+    ]
+    assert {record["finish_reason"] for record in records} >= {"turns", "length"}
+    several = [record for record in records if record["turns"] > 1]
+    assert several
+    for record in several:
+        tools = [part["text"] for part in record["segments"] if part["role"] == "tool"]
+        assert tools == [" Bert, "] * (record["turns"] - 1)
+    for number in range(6):
+        group = [record for record in records if record["prompt_number"] == number]
+        assert abs(sum(record["advantage"] for record in group)) < 1e-9
+        assert {record["counted"] for record in group} == {number % 2}
+        assert all((record["rewards"]["own.py:long:weight=2.0"] is None) == (number % 2 == 0) for record in group)
+    assert_trains_what_was_drawn(folder / "c", pair.student, records)
+
+
+def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, folder, tmp_path):
+    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--given", 3,
+                 "--max-completion-length", 12, "--batch-tokens", 200)  # fmt: skip
+    done = run(*arguments, "-o", "r.jsonl", "--json", cwd=tmp_path)
+    first = json.loads(done.stdout)
+    assert {"path": "r.jsonl", "kind": "rollouts"}.items() <= first.items()
+    before = (tmp_path / "r.jsonl").stat()
+    content = (tmp_path / "r.jsonl").read_bytes()
+    assert json.loads(run(*arguments, "-o", "r.jsonl", "--json", cwd=tmp_path).stdout) == first
+    assert (tmp_path / "r.jsonl").stat().st_mtime_ns == before.st_mtime_ns
+    run(*arguments, "-o", "again.jsonl", cwd=tmp_path)
+    assert (tmp_path / "again.jsonl").read_bytes() == content
+    records = lines_of(tmp_path / "r.jsonl")
+    assert first["rollouts"] == len(records)
+    assert f"{12 - len(records)} rollouts are empty and were left out" in done.stderr  # they begin in mid-character
+    assert first["tokens"] == sum(len(drawn_of(record)) for record in records)
+    assert first["truncated"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
+    refused = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
+    assert "rollouts of another request" in refused.stderr
+    assert (tmp_path / "r.jsonl").read_bytes() == content
+    run(*arguments, "--seed", 1, "-o", "r.jsonl", "--force", cwd=tmp_path)
+    other = lines_of(tmp_path / "r.jsonl")
+    assert [drawn_of(record) for record in other] != [drawn_of(record) for record in records]
+    # A teacher with the student's tokenizer tells about the student's likeliest tokens.
+    run("cache-teacher", pair.student, "again.jsonl", "--support", "given", "--precision", "float32", "-o", "c",
+        cwd=tmp_path)  # fmt: skip
+    assert_trains_what_was_drawn(tmp_path / "c", pair.student, records)
+    for row, record in zip(TeacherCache(tmp_path / "c"), records, strict=True):
+        np.testing.assert_allclose(
+            row.signal.realised_logprobs, [number for number in record["student_logprobs"] if number], atol=1e-4
+        )
+        assert all(len(ids) == 3 for ids in record["given_ids"])
+
+
+def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
+    shutil.copytree(pair.student, tmp_path / "student")
+    (tmp_path / "student" / "chat_template.jinja").write_text(TEMPLATE)
+    talk = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": "No one knows."}]
+    (tmp_path / "chat.jsonl").write_text(
+        json.dumps({"messages": talk, "teacher_prompt": "It is 12.", "who": "solver"}) + "\n"
+    )
+    arguments = ("rollout", "student", "chat.jsonl", "--num-generations", 2, "--max-completion-length", 8)
+    run(*arguments, "--route-column", "who", "-o", "r.jsonl", cwd=tmp_path)
+    shutil.copytree(pair.teacher, tmp_path / "teacher")
+    template = TEMPLATE.replace("<|pad|>", "<|endoftext|>").replace("<|end_of_text|>", "<|im_end|>")
+    (tmp_path / "teacher" / "chat_template.jinja").write_text(template)
+    run("cache-teacher", "teacher", "r.jsonl", "--route-column", "who", "--top-k", 4, "-o", "c", cwd=tmp_path)
+    records = lines_of(tmp_path / "r.jsonl")
+    assert_trains_what_was_drawn(tmp_path / "c", tmp_path / "student", records)
+    assert {row.document.route for row in TeacherCache(tmp_path / "c")} == {"solver"}
+    for record in records:
+        assert [(one["role"], one["train"]) for one in record["messages"]] == [("user", False), ("assistant", True)]
+        assert record["teacher_prompt"] == "It is 12."
+    for wrong, message in (
+        (("-o", "r.json"), "-o FILE.jsonl"),
+        (("-o", "chat.jsonl", "--force"), "there is another file"),
+        (("-o", "x.jsonl", "--temperature", -1), "--temperature is -1"),
+        (("-o", "x.jsonl", "--backend", "vlm"), "did you mean vllm?"),
+        (("-o", "x.jsonl", "--chat-template-kwargs", "[1]"), "no JSON object"),
+        (("-o", "x.jsonl", "--environment", "nothing.py:A"), "no such file"),
+        (("-o", "x.jsonl", "--server", "http://localhost:1"), "--server is for"),
+    ):
+        done = run(*arguments, *wrong, cwd=tmp_path, code=1)
+        assert message in done.stderr
+        assert not (tmp_path / "x.jsonl").exists()
+    assert lines_of(tmp_path / "chat.jsonl")[0]["who"] == "solver"

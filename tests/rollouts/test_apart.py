@@ -1,0 +1,152 @@
+"""A writer in a process of its own writes as one in this process does, and its end is told."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from xtk.errors import Mismatch, XtkError
+from xtk.models.causal_lm import load_causal_lm
+from xtk.rollouts import messages
+from xtk.rollouts.apart import PREFIX, SHARED_MEMORY, Apart
+from xtk.rollouts.transformers import TransformersWriter
+from xtk.rollouts.weights import Names, save_weights
+from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
+from xtk.tokens.tokenizer import Tokenizer
+
+ASKS = [Ask(np.arange(5, 12 + at, dtype=np.int32), (3, at), None if at % 2 else 4 + at) for at in range(5)]
+SAMPLING = Sampling(0.9, 0.95, 50, 9, stop=("a", "é"), given=2)
+
+
+def request_of(folder: Path) -> WriterRequest:
+    return WriterRequest(folder, "student", Tokenizer(folder))
+
+
+def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        assert one.finish == other.finish
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        assert (one.top_ids is None) == (other.top_ids is None)
+        assert one.top_ids is None or one.top_ids.tolist() == other.top_ids.tolist()
+
+
+def runs(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_apart_it_writes_what_it_writes_here_and_takes_new_weights_and_its_end_is_told(pair, tmp_path):
+    request = request_of(pair.student)
+    here = TransformersWriter.open(request)
+    left = SHARED_MEMORY / f"{PREFIX}999999999-left"
+    if SHARED_MEMORY.is_dir():
+        left.mkdir(exist_ok=True)
+    with Apart(request, "transformers") as apart:
+        assert not left.exists(), "of a process that is no more"
+        assert apart.context == here.context
+        assert apart.write([], SAMPLING) == []
+        assert_alike(apart.write(ASKS, SAMPLING), here.write(ASKS, SAMPLING))
+        with pytest.raises(XtkError, match="leaves no room") as refused:
+            apart.write([Ask(np.ones(apart.context, np.int32), (1,))], SAMPLING)
+        assert refused.value.where is not None
+        new = copy.deepcopy(here.model)
+        with torch.no_grad():
+            new.lm_head.weight.mul_(-3)
+        new.save_pretrained(tmp_path)
+        for old, weights in ((here.model, new.state_dict().items()), (new, pair.student), (here.model, tmp_path)):
+            before = apart.write(ASKS, SAMPLING)
+            assert_alike(before, TransformersWriter(old, request.tokenizer).write(ASKS, SAMPLING))
+            apart.update(weights)
+        assert_alike(apart.write(ASKS, SAMPLING), TransformersWriter(new, request.tokenizer).write(ASKS, SAMPLING))
+        apart.rest()
+        apart.wake()
+        apart.process.send_signal(signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(XtkError, match="killed by SIGKILL"):
+                apart.write(ASKS, SAMPLING)
+    if SHARED_MEMORY.is_dir():
+        assert not list(SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
+
+
+def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
+    request = WriterRequest(tmp_path, "student", Tokenizer(pair.student))
+    with pytest.raises(XtkError) as here:
+        TransformersWriter.open(request)
+    with pytest.raises(XtkError) as apart:
+        Apart(request, "transformers")
+    assert str(apart.value) == str(here.value)
+    with pytest.raises(XtkError, match="did you mean vllm"):
+        Apart(request, "vlm")
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
+def test_it_ends_with_its_parent_that_is_killed(pair):
+    script = (
+        "import sys, time; from pathlib import Path; from xtk.rollouts.apart import Apart\n"
+        "from xtk.rollouts.writer import WriterRequest; from xtk.tokens.tokenizer import Tokenizer\n"
+        "folder = Path(sys.argv[1])\n"
+        "apart = Apart(WriterRequest(folder, 'student', Tokenizer(folder)), 'transformers')\n"
+        "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(pair.student)], stderr=subprocess.PIPE, text=True)
+    child = 0
+    for line in parent.stderr:
+        if line.strip().isdecimal():
+            child = int(line)
+            break
+    assert runs(child)
+    parent.kill()
+    parent.wait()
+    parent.stderr.close()
+    end = time.monotonic() + 30
+    while runs(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not runs(child)
+
+
+def test_messages_hold_what_they_were_given_and_nothing_that_is_run():
+    found = messages.asks_of(messages.arrays_of_asks(ASKS))
+    assert [(one.ids.tolist(), one.key, one.length) for one in found] == [
+        (one.ids.tolist(), one.key, one.length) for one in ASKS
+    ]
+    wrong = Mismatch("two things", where="here", hint="there")
+    again = messages.error_of(messages.words_of_error(wrong))
+    assert (type(again), str(again)) == (Mismatch, str(wrong))
+    assert type(messages.error_of({**messages.words_of_error(wrong), "error": "os"})) is XtkError
+
+
+def test_weights_without_one_or_of_another_model_are_refused(pair, tmp_path):
+    state = load_causal_lm(pair.student).state_dict()
+    names = Names.of(pair.student)
+    save_weights(state.items(), tmp_path)
+    names.check(Names.of(tmp_path), "there")
+    for told in (names.names - {"model.norm.weight"}, names.names | {"model.layers.9.q.weight"}):
+        with pytest.raises(Mismatch, match="weights of another model"):
+            names.check(Names(frozenset(told)), "there")
+    tied = Names(names.names, tied=True)
+    tied.check(Names(names.names - {"lm_head.weight"}), "there")
+    with pytest.raises(Mismatch):
+        names.check(Names(names.names - {"lm_head.weight"}), "there")
+
+
+def test_tied_weights_are_saved_twice(tmp_path):
+    from safetensors.torch import load_file
+
+    weight = torch.arange(6.0).reshape(2, 3)
+    save_weights([("one", weight), ("other", weight), ("part", weight[:, 1]), ("turned", weight.T)], tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert found["one"].tolist() == found["other"].tolist() == weight.tolist()
+    assert found["part"].tolist() == [1, 4]
+    assert found["turned"].tolist() == weight.T.tolist()

@@ -1,0 +1,282 @@
+"""Prompts, turns, rewards: what becomes a rollout, and which of its tokens are the student's."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scripted import ScriptedWriter
+
+from xtk.artifacts.corpus import Corpus
+from xtk.errors import XtkError
+from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rollouts.advantages import group_advantages
+from xtk.rollouts.environments import environment_of
+from xtk.rollouts.lines import json_line, line_of
+from xtk.rollouts.prompts import prompt_ids, read_prompts
+from xtk.rollouts.rollout import Rollout
+from xtk.rollouts.writer import Sampling
+from xtk.rollouts.writing import write_rollouts
+from xtk.tokens.sequence import sequences
+from xtk.tokens.tokenizer import Tokenizer
+
+CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator.py"
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|end_of_text|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|pad|>assistant\n{% if quick %}!{% endif %}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(pair, tmp_path_factory):
+    """The student's, with a chat template that begins answers."""
+    folder = tmp_path_factory.mktemp("chatting")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((pair.student / name).read_bytes())
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer(folder)
+
+
+def prompts_of(tmp_path, *records, columns=None):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return read_prompts(Corpus([str(path)], columns))
+
+
+def spelled_out(tokenizer: Tokenizer, ids) -> str:
+    names = tokenizer.control_names
+    return "".join(
+        names.get(token) or tokenizer.vocabulary.spelling(token).decode() for token in np.asarray(ids).tolist()
+    )
+
+
+def drawn_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
+    drawn = rollout.document.drawn
+    return [spelled_out(tokenizer, drawn.ids[start:stop]) for start, stop in drawn.runs().tolist()]
+
+
+def assert_read_back(tokenizer: Tokenizer, rollout: Rollout, prompt, tmp_path) -> None:
+    """The line that is written is the document that was written, and students read it as it was drawn."""
+    path = tmp_path / "line.jsonl"
+    path.write_text(json_line(line_of(rollout, prompt, {}, "r")))
+    (read,) = Corpus([str(path)])
+    assert read.drawn == rollout.document.drawn
+    assert [(part.text, part.train) for part in read.segments] == [
+        (part.text, part.train) for part in rollout.document.segments
+    ]
+    assert read.ends == rollout.document.ends
+    assert read.conversation == rollout.document.conversation
+    (sequence,) = sequences(tokenizer, [read])
+    assert np.array_equal(sequence.trained, rollout.document.drawn.drawn)
+
+
+def test_prompts_are_prompts_messages_before_the_last_answer_or_texts(tmp_path):
+    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
+    records = [
+        {"prompt": "12 and", "completion": " 3", "answer": "15"},
+        {"messages": talk, "tools": [{"name": "add"}], "teacher_prompt": "know: b"},
+        {"messages": [*talk, {"role": "user", "content": "c?"}], "text": "not this"},
+        {"prompt": talk[:1], "completion": talk[1:]},
+        {"text": "the whole"},
+    ]
+    prompts = prompts_of(tmp_path, *records)
+    assert [prompt.number for prompt in prompts] == [0, 1, 2, 3, 4]
+    assert [dict(prompt.record) for prompt in prompts] == records
+    assert [[part.text for part in prompt.document.segments] for prompt in prompts] == [
+        ["12 and"], ["a?"], ["a?", "b", "c?"], ["a?"], ["the whole"],
+    ]  # fmt: skip
+    assert not any(part.train for prompt in prompts for part in prompt.document.segments)
+    assert prompts[1].document.teacher_prompt == "know: b"
+    assert prompts[1].document.conversation.tools == ({"name": "add"},)
+    (named,) = prompts_of(tmp_path, {"q": "Q", "text": "t", "w": 2.5}, columns={"prompt": "q", "weight": "w"})
+    assert (named.document.text, named.document.weight) == ("Q", 2.5)
+    with pytest.raises(XtkError, match="no prompt, nor messages, nor text"):
+        prompts_of(tmp_path, {"completion": "x"})
+    with pytest.raises(XtkError, match="no message to answer"):
+        prompts_of(tmp_path, {"messages": talk[1:]})
+
+
+def test_a_prompt_is_read_behind_the_start_token_or_in_the_template_that_begins_an_answer(tokenizer, tmp_path):
+    odd = "say <|end_of_text|>"
+    prompts = prompts_of(tmp_path, {"prompt": odd}, {"messages": [{"role": "user", "content": odd}]})
+    documents = [prompt.document for prompt in prompts]
+    text, talk = prompt_ids(tokenizer, documents)
+    assert spelled_out(tokenizer, text) == "<|begin_of_text|>" + odd
+    assert spelled_out(tokenizer, talk) == f"<|begin_of_text|><|pad|>user\n{odd}<|end_of_text|>\n<|pad|>assistant\n"
+    assert np.isin([text, talk][1], [tokenizer.end_id]).sum() == 1  # what is spelled in a content is text
+    _, quick = prompt_ids(tokenizer, documents, {"quick": True})
+    assert spelled_out(tokenizer, quick) == spelled_out(tokenizer, talk) + "!"
+
+
+def test_rollouts_come_prompt_by_prompt_with_keys_ends_and_advantages_of_their_group(tokenizer, tmp_path):
+    def says(read, key):
+        return f" {key[2]} #### {1 if key[2] % 2 else key[1]}", key[2] != 2
+
+    writer = ScriptedWriter(tokenizer, says, context=64)
+    prompts = prompts_of(
+        tmp_path,
+        {"prompt": "one", "answer": "1"}, {"prompt": "long" * 90, "answer": "1"}, {"prompt": "two", "answer": "2"},
+        {"prompt": "none"},
+    )  # fmt: skip
+    rollouts = write_rollouts(
+        prompts, writer, tokenizer, Sampling(given=2), num_generations=4, seed=9,
+        rewards=Rewards([parse_reward("exact:weight=2")]),
+    )  # fmt: skip
+    assert [(one.prompt, one.sample) for one in rollouts] == [(p, s) for p in (0, 2, 3) for s in range(4)]
+    assert [ask.key for ask in writer.asked] == [(9, p, s, 0) for p in (0, 2, 3) for s in range(4)]
+    assert [one.document.text for one in rollouts[:2]] == ["one 0 #### 0", "one 1 #### 1"]
+    assert [one.document.ends for one in rollouts[:4]] == [True, True, False, True]
+    assert [one.finish for one in rollouts[:4]] == ["stop", "stop", "length", "stop"]
+    assert [one.reward for one in rollouts[:8]] == [0, 2, 0, 2, 2, 0, 2, 0]
+    assert all(math.isnan(one.reward) for one in rollouts[8:])
+    half = 1 / (math.sqrt(4 / 3) + 1e-4)  # rewards 0, 2, 0, 2: deviation of a sample sqrt(4 / 3)
+    np.testing.assert_allclose([one.document.drawn.advantage for one in rollouts[:4]], [-half, half, -half, half])
+    assert [one.document.drawn.advantage for one in rollouts[8:]] == [0] * 4
+    drawn = rollouts[0].document.drawn
+    assert drawn.logprobs[drawn.drawn].tolist() == [-0.125 * n for n in range(1, int(drawn.drawn.sum()) + 1)]
+    assert not drawn.logprobs[~drawn.drawn].any()
+    assert rollouts[0].top_ids[:, 0].tolist() == drawn.ids[drawn.drawn].tolist()
+    for one in rollouts:
+        assert_read_back(tokenizer, one, prompts[one.prompt], tmp_path)
+
+
+def test_advantages_leave_out_what_was_not_judged():
+    assert group_advantages([1.0]).tolist() == [0]
+    assert group_advantages([3.0, 3.0, 3.0]).tolist() == [0] * 3
+    assert group_advantages([float("nan"), 1.0]).tolist() == [0] * 2
+    assert group_advantages([0.0, float("nan"), 1.0], scale=False).tolist() == [-0.5, 0, 0.5]
+    np.testing.assert_allclose(group_advantages([0.0, 3.0, 6.0]), np.array([-3, 0, 3]) / (3 + 1e-4))
+
+
+def test_a_calculator_goes_on_with_a_text_and_only_what_the_student_drew_is_trained(tokenizer, tmp_path):
+    def step_by_step(read, key):
+        page = read.partition("clips.")[2]
+        return {"": " 48/2 =", " 48/2 =": " <<48/2=", " 48/2 = <<48/2=24>>": "24 #### 24"}[page], page.endswith(">>")
+
+    (prompt,) = prompts = prompts_of(tmp_path, {"prompt": "Half of 48 clips.", "answer": "#### 24"})
+    writer = ScriptedWriter(tokenizer, step_by_step, context=256)
+    (one,) = write_rollouts(
+        prompts, writer, tokenizer, Sampling(stop=("=",)), num_generations=1, seed=0,
+        rewards=Rewards([parse_reward("exact")]), environment=environment_of(f"{CALCULATOR}:Calculator"),
+    )  # fmt: skip
+    assert [(part.role, part.text, part.train) for part in one.document.segments] == [
+        ("prompt", "Half of 48 clips.", False),
+        ("completion", " 48/2 = <<48/2=", True),
+        ("tool", "24>>", False),
+        ("completion", "24 #### 24", True),
+    ]
+    assert drawn_texts(tokenizer, one) == [" 48/2 = <<48/2=", "24 #### 24<|end_of_text|>"]
+    assert (one.turns, one.finish, one.reward, one.document.ends) == (3, "stop", 1.0, True)
+    assert [ask.key[3] for ask in writer.asked] == [0, 1, 2]
+    assert len(writer.asked[0].ids) + writer.asked[0].length == 256
+    assert_read_back(tokenizer, one, prompt, tmp_path)
+
+
+GAME = """
+class Game:
+    role = "user"
+    def reset(self, record):
+        self.left = record["turns"]
+        return record.get("beginning")
+    def step(self, text):
+        self.said, self.left = text, self.left - 1
+        return f"again <|end_of_text|> {self.left}", self.left == 0
+    def reward(self):
+        return float(len(self.said))
+
+class Wrong(Game):
+    def step(self, text):
+        return text
+
+class Broken(Game):
+    def reset(self, record):
+        return record["missing"]
+
+class Little:
+    pass
+"""
+
+
+def test_turns_of_a_conversation_stand_in_its_template(tokenizer, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    game = environment_of(f"{tmp_path / 'game.py'}:Game")
+    talk = [{"role": "user", "content": "go"}]
+    prompts = prompts_of(tmp_path, {"messages": talk, "turns": 2}, {"messages": talk, "turns": 9, "beginning": "now"})
+    writer = ScriptedWriter(tokenizer, lambda read, key: ("ab" * (key[3] + 1), key[1:] != (0, 0, 1)))
+    first, second = write_rollouts(
+        prompts, writer, tokenizer, Sampling(), num_generations=1, seed=0, environment=game, max_turns=3,
+        template_arguments={"quick": True},
+    )  # fmt: skip
+    begin, turn, answer = (
+        "<|begin_of_text|>",
+        "<|pad|>assistant\n!",
+        "<|pad|>user\nagain <|end_of_text|> {}<|end_of_text|>\n",
+    )
+    assert spelled_out(tokenizer, first.document.drawn.ids) == (
+        f"{begin}<|pad|>user\ngo<|end_of_text|>\n{turn}ab<|end_of_text|>\n{answer.format(1)}{turn}abab"
+    )
+    assert spelled_out(tokenizer, second.document.drawn.ids) == (
+        f"{begin}<|pad|>user\ngo<|end_of_text|>\n<|pad|>user\nnow<|end_of_text|>\n{turn}ab<|end_of_text|>\n"
+        f"{answer.format(8)}{turn}abab<|end_of_text|>\n{answer.format(7)}{turn}ababab<|end_of_text|>"
+    )
+    ends = [int((one.document.drawn.ids == tokenizer.end_id).sum()) for one in (first, second)]
+    assert ends == [3, 7]  # those of the template and of the student, none that is spelled in an answer
+    assert drawn_texts(tokenizer, first) == ["ab<|end_of_text|>", "abab"]
+    assert (first.turns, first.finish, first.reward, first.rewards) == (2, "length", 4.0, {"environment": 4.0})
+    assert (second.turns, second.finish, second.reward) == (3, "turns", 6.0)
+    for one in (first, second):
+        assert_read_back(tokenizer, one, prompts[one.prompt], tmp_path)
+
+
+def test_turns_end_where_the_context_or_the_length_does(tokenizer, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    prompts = prompts_of(tmp_path, {"prompt": "go", "turns": 9})
+
+    def written(context, length):
+        writer = ScriptedWriter(tokenizer, lambda read, key: (" abc.", False), context)
+        sampling = Sampling(stop=(".",), max_completion_length=length)
+        (one,) = write_rollouts(
+            prompts, writer, tokenizer, sampling, num_generations=1, seed=0,
+            environment=environment_of(f"{tmp_path / 'game.py'}:Game"), max_turns=4,
+        )  # fmt: skip
+        return one
+
+    free = written(None, 100)
+    assert (free.turns, free.finish) == (4, "turns")
+    sizes = np.diff(free.document.drawn.runs()).ravel()
+    for context, length in ((int(free.document.drawn.runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
+        short = written(context, length)
+        assert (short.turns, short.finish) == (2, "length")
+        assert short.document.drawn.ids.tolist() == free.document.drawn.ids[: len(short.document.drawn.ids)].tolist()
+        assert len(short.document.drawn.runs()) == 2
+
+
+def test_environments_that_are_none_are_told(tokenizer, tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    for name, message in (("Nothing", "no class in"), ("Little", "no reset and no step")):
+        with pytest.raises(XtkError, match=message):
+            environment_of(f"{tmp_path / 'game.py'}:{name}")
+    prompts = prompts_of(tmp_path, {"prompt": "go", "turns": 9})
+    for name, message in (("Wrong", "step of the environment returned"), ("Broken", "reset of the environment failed")):
+        game = environment_of(f"{tmp_path / 'game.py'}:{name}")
+        writer = ScriptedWriter(tokenizer, lambda read, key: ("a", True))
+        with pytest.raises(XtkError, match=message):
+            write_rollouts(prompts, writer, tokenizer, Sampling(), num_generations=1, seed=0, environment=game)
+
+
+def test_the_calculator_calculates_and_runs_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(str(CALCULATOR.parent))
+    sys.modules.pop("calculator", None)
+    from calculator import calculated
+
+    for expression, value in (
+        ("48/2", "24"), ("1,000 + 2*3", "1006"), ("-(2+3)*.5", "-2.5"), ("1/3", "0.3333"), ("2*-3", "-6"),
+        ("1/0", "?"), ("2**9", "?"), ("__import__('os')", "?"), ("", "?"), ("(1", "?"), ("1 2", "?"), ("(" * 300, "?"),
+        ("9" * 201, "?"), ("1.2.3", "?"),
+    ):  # fmt: skip
+        assert calculated(expression) == value, expression

@@ -1,0 +1,48 @@
+"""A student whose turns are written down: it draws the tokens of a text that is chosen by what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from xtk.rollouts.stop_strings import Watch
+from xtk.rollouts.writer import Ask, Completion, Sampling
+from xtk.tokens.tokenizer import Tokenizer
+
+
+class ScriptedWriter:
+    """Says what a function of what it reads, and of the key, returns: a text, and whether an end token follows."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, says: Callable[[str, tuple[int, ...]], tuple[str, bool]], context: int | None = None
+    ) -> None:
+        self.tokenizer, self.says, self.context = tokenizer, says, context
+        self.asked: list[Ask] = []
+
+    def write(self, asks: Sequence[Ask], sampling: Sampling) -> list[Completion]:
+        self.asked += asks
+        return [self._write(ask, sampling) for ask in asks]
+
+    def _write(self, ask: Ask, sampling: Sampling) -> Completion:
+        names = self.tokenizer.control_names
+        read = b"".join(
+            names[token].encode() if token in names else self.tokenizer.vocabulary.spelling(token)
+            for token in ask.ids.tolist()
+        ).decode()
+        text, ends = self.says(read, ask.key)
+        (encoded,) = self.tokenizer.encode([text])
+        wanted = [*encoded.ids.tolist(), *([self.tokenizer.end_id] if ends else [])]
+        length = min(sampling.max_completion_length, len(wanted) if ask.length is None else ask.length)
+        watch, drawn, finish = Watch(self.tokenizer, sampling.stop), [], "length"
+        for token in wanted[:length]:
+            drawn.append(token)
+            if token in self.tokenizer.end_ids:
+                finish = "stop"
+            elif watch.ends(token):
+                finish = "stop-string"
+                break
+        ids = np.array(drawn, np.int32)
+        logprobs = -0.125 * np.arange(1, len(ids) + 1, dtype=np.float32)
+        top_ids = np.column_stack([ids, ids + 1]) if sampling.given else None
+        return Completion(ids, logprobs, finish, top_ids)

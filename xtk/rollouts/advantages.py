@@ -1,0 +1,32 @@
+"""By how much a rollout is better than the others of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPSILON = 1e-4  # TRL, GRPOTrainer
+
+
+def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray[np.float64]:
+    """Return the advantages of the rollouts of one prompt: what each is above the mean, in standard deviations.
+
+    Shao et al., "DeepSeekMath", 2024, section 4.1 (GRPO); without `scale` Liu et al., "Understanding R1-Zero-like
+    training", 2025. The deviation is that of a sample (n - 1), as in TRL.
+
+    Args:
+        rewards: [G]; nan for those that could not be judged, which get 0 and count for nothing.
+        scale: whether to divide by the standard deviation.
+
+    Returns:
+        float64 [G]. All 0 where fewer than two could be judged, or all of them are worth the same.
+    """
+    values = np.asarray(rewards, np.float64)
+    judged = np.isfinite(values)
+    found = np.zeros(len(values))
+    if judged.sum() < 2 or np.ptp(values[judged]) == 0:
+        return found
+    found[judged] = values[judged] - values[judged].mean()
+    return found / (values[judged].std(ddof=1) + EPSILON) if scale else found

@@ -1,0 +1,112 @@
+"""Environments: what a student's turns are answered with. Plain Python, one object an episode.
+
+    class Countdown:
+        role = "user"                       # of its messages in a conversation; "tool" if it says none
+
+        def reset(self, record):            # the fields of the prompt's row; a text to begin with, or None
+            self.left = int(record["left"])
+            return None
+
+        def step(self, text):               # what the student said; the answer, and whether the episode is over
+            self.left -= 1
+            return f"{self.left} left", self.left == 0
+
+        def reward(self):                   # may be left out; added to those of --reward
+            return 1.0
+
+A text goes on with what `step` answers; in a conversation it is a message, and the next turn is begun.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from xtk.errors import XtkError
+from xtk.options import own_object
+from xtk.tokens.document import readable
+
+USAGE = "--environment FILE.py:CLASS"
+Answer = TypeVar("Answer")
+
+
+class Environment(Protocol):
+    """One episode. `role: str`, of its messages, and `reward() -> float` may be left out."""
+
+    def reset(self, record: Mapping[str, Any]) -> str | None:
+        """Begin; return a text that stands behind the prompt, if there is one."""
+
+    def step(self, text: str) -> tuple[str, bool]:
+        """Read a turn of the student's; return what it is answered, and whether the episode is over."""
+
+
+def environment_of(place: str) -> Callable[[], Environment]:
+    """Return the class of `FILE.py:CLASS`.
+
+    Raises:
+        XtkError: there is none, or it has no `reset` and `step`.
+    """
+    found: Callable[[], Environment] = own_object(place, USAGE, "class")
+    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
+    if missing:
+        raise XtkError(f"{place} has no {' and no '.join(missing)}", hint="docs/how-to/tools.md tells what it needs")
+    return found
+
+
+class Played:
+    """An environment of the user's, its answers checked.
+
+    Args:
+        environment: makes it.
+        record: the fields of the prompt's row.
+
+    Raises:
+        XtkError: it cannot be made or begun.
+    """
+
+    def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
+        self._own = self._try("__init__", environment)
+        self.role = str(getattr(self._own, "role", "tool"))
+        self.beginning = self._try("reset", lambda: self._own.reset(record))
+        if not isinstance(self.beginning, str | None):
+            raise self._wrong("reset", self.beginning, "a text or None")
+        self.beginning = self.beginning and readable(self.beginning)
+
+    def step(self, text: str) -> tuple[str, bool]:
+        """Answer a turn.
+
+        Raises:
+            XtkError: it fails, or answers something else than a text and yes or no.
+        """
+        found: Any = self._try("step", lambda: self._own.step(text))
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], str):
+            raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
+        return readable(found[0]), bool(found[1])
+
+    def reward(self) -> float | None:
+        """Return what the episode is worth: nan if it cannot say, None if environments of its kind say nothing.
+
+        Raises:
+            XtkError: it fails, or returns what is no number.
+        """
+        judge = getattr(self._own, "reward", None)
+        if judge is None:
+            return None
+        value = self._try("reward", judge)
+        if value is None:
+            return math.nan
+        if not isinstance(value, int | float):
+            raise self._wrong("reward", value, "a number")
+        return float(value)
+
+    def _try(self, name: str, call: Callable[[], Answer]) -> Answer:
+        try:
+            return call()
+        except XtkError:
+            raise
+        except Exception as wrong:
+            raise XtkError(f"{name} of the environment failed: {type(wrong).__name__}: {wrong}", hint=USAGE) from wrong
+
+    def _wrong(self, name: str, value: Any, wanted: str) -> XtkError:
+        return XtkError(f"{name} of the environment returned {str(value)[:80]!r}; it returns {wanted}", hint=USAGE)

@@ -1,0 +1,124 @@
+"""Rollouts as JSON lines, which `cache-teacher` reads as any other data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xtk.artifacts.records import FIELDS
+from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.tokens.document import Document
+
+
+def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
+    """Return a rollout as a record: a document's fields, the tokens that were drawn, and what else its row held.
+
+    Args:
+        rollout: what a student wrote.
+        prompt: what it went on from.
+        columns: {field: column} where the prompt's record has another name for a field.
+        request: names what was asked for.
+    """
+    document, tokens = rollout.document, rollout.document.drawn
+    assert tokens is not None
+    taken = {*FIELDS, *(columns[name] for name in FIELDS if name in columns)}
+    record = {key: value for key, value in prompt.record.items() if key not in taken}
+    if rollout.top_ids is not None:
+        record["given_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
+    return {
+        **record,
+        **_contents(document),
+        "ends": document.ends,
+        "student_ids": tokens.ids.tolist(),
+        "student_mask": tokens.drawn.astype(int).tolist(),
+        "student_logprobs": [float(f"{logprob:.9g}") for logprob in tokens.logprobs.tolist()],
+        "student_tokenizer": tokens.tokenizer,
+        "student_template": tokens.template,
+        "advantage": tokens.advantage,
+        "prompt_number": rollout.prompt,
+        "sample": rollout.sample,
+        "finish_reason": rollout.finish,
+        "turns": rollout.turns,
+        "reward": _number(rollout.reward),
+        "rewards": {name: _number(value) for name, value in rollout.rewards.items()},
+        "request": request,
+    }
+
+
+def _contents(document: Document) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if document.teacher_prompt is not None:
+        prompt = document.teacher_prompt
+        found["teacher_prompt"] = prompt if isinstance(prompt, str) else list(prompt)
+    if document.conversation is not None:
+        found["messages"] = [
+            {**message, "train": segment.train}
+            for message, segment in zip(document.conversation.messages, document.segments, strict=True)
+        ]
+        return {
+            **found,
+            **({} if document.conversation.tools is None else {"tools": list(document.conversation.tools)}),
+        }
+    if [segment.role for segment in document.segments] == ["prompt", "completion"]:
+        return {**found, **{segment.role: segment.text for segment in document.segments}}
+    parts = [{"role": part.role, "text": part.text, "train": part.train} for part in document.segments]
+    return {**found, "segments": parts}
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """Return a record on a line; what JSON has no form for (a time of a parquet file, say) is its text."""
+    return json.dumps(record, ensure_ascii=False, default=str) + "\n"
+
+
+@dataclass
+class Figures:
+    """What rollouts were like, told when they are written.
+
+    Attributes:
+        dropped: how many were not written, by the reason.
+    """
+
+    rollouts: int = 0
+    tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    _read: int = 0
+    _turns: int = 0
+    _truncated: int = 0
+    _rewards: list[float] = field(default_factory=list)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count one line."""
+        mask = record["student_mask"]
+        self.rollouts += 1
+        self.tokens += sum(mask)
+        self._read += len(mask) - mask.index(1) - sum(mask)
+        self._turns += record["turns"]
+        self._truncated += record["finish_reason"] == "length"
+        if record["reward"] is not None:
+            self._rewards.append(record["reward"])
+
+    def of(self, records: Iterable[Mapping[str, Any]]) -> Figures:
+        """Count all of some lines."""
+        for record in records:
+            self.add(record)
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """Return them by name; lengths are tokens that were drawn, `tool_share` is of all behind the prompt."""
+        count = max(self.rollouts, 1)
+        return {
+            "rollouts": self.rollouts,
+            "tokens": self.tokens,
+            "mean_length": self.tokens / count,
+            "truncated": self._truncated / count,
+            "mean_turns": self._turns / count,
+            "tool_share": self._read / max(self.tokens + self._read, 1),
+            "mean_reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
+        }
