@@ -86,7 +86,8 @@ def batch(student: Tokenizer, teacher: Tokenizer, side: Side, rows: int) -> Exam
     for ours, theirs in pairs:
         signal = supports(draw, side, theirs.ids, frequent)
         places = np.flatnonzero(ours.trained).astype(np.int64) - 1
-        examples.append(Example(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal))
+        drawn = np.full(len(places), -2, np.float32)
+        examples.append(Example(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal, drawn))
     return join_examples(examples)
 
 

@@ -8,19 +8,24 @@ import json
 import numpy as np
 import pytest
 import torch
+from steps import inputs_of, recipe_of
 
 from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
 from xtk.lookup import lookup
-from xtk.losses import GROUNDS, LOSSES, parse_losses
+from xtk.losses import GROUNDS, LOSSES, SURROGATES, parse_losses
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKL
 from xtk.projection.next_bytes import next_bytes
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective
+from xtk.training.metrics import read_metrics
 from xtk.training.sources import CacheSource, Heard
 from xtk.training.teachers import open_teachers
 
-ACROSS = [name for name in LOSSES if lookup(LOSSES, name, "loss").ground not in ("text", "tokens")]
+ACROSS = [
+    name for name in LOSSES if name not in SURROGATES and lookup(LOSSES, name, "loss").ground not in ("text", "tokens")
+]
 
 
 def test_every_loss_stands_on_something():
@@ -30,16 +35,26 @@ def test_every_loss_stands_on_something():
 @pytest.mark.parametrize("name", ACROSS)
 def test_a_student_learns_from_a_teacher_with_another_tokenizer(run, pair, cache, tmp_path, name):
     options = ["--max-steps", 12, "--learning-rate", 0.01, "--warmup-ratio", 0, "--logging-steps", 1, "--quiet"]
-    run("distill", pair.student, cache, "--loss", name, *options, "-o", "alone", cwd=tmp_path)
-    form = name if name == "uld" else f"{name}:divergence=jsd,beta=0.7"
-    run("distill", pair.student, cache, "--loss", form, "--loss", "ce:weight=0.5",
-        *options, "-o", "both", cwd=tmp_path)  # fmt: skip
-    for output in ("alone", "both"):
-        lines = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-        values = [line[name] for line in lines if name in line]
-        assert min(values) > 0
-        if output == "alone":
-            assert np.mean(values[-3:]) < 0.9 * np.mean(values[:3])
+    run("distill", pair.student, cache, "--loss", name, *options, "-o", "out", cwd=tmp_path)
+    values = [line[name] for line in read_metrics(tmp_path / "out" / "metrics.jsonl")]
+    assert min(values) > 0
+    assert np.mean(values[-3:]) < 0.9 * np.mean(values[:3])
+
+
+def test_it_learns_from_all_of_them_at_once_in_other_forms_and_beside_ce(run, pair, cache, tmp_path):
+    """With the divergence that lies between both directions, and in the form that was published where it is another."""
+    forms = [name if name == "uld" else f"{name}:divergence=jsd,beta=0.7" for name in ACROSS]
+    published = [f"{name}:published=true" for name in ("p-kl", "gold", "h-kl")]
+    for output, losses in (("forms", forms), ("published", published)):
+        asked = [word for loss in (*losses, "ce:weight=0.5") for word in ("--loss", loss)]
+        run("distill", pair.student, cache, *asked, "--max-steps", 3, "--learning-rate", 0.01, "--warmup-ratio", 0,
+            "--logging-steps", 1, "--quiet", "-o", output, cwd=tmp_path)  # fmt: skip
+        lines = read_metrics(tmp_path / output / "metrics.jsonl")
+        assert lines[-1]["loss"] < lines[0]["loss"]
+        for loss in losses:
+            assert min(line[loss.split(":")[0]] for line in lines) > 0
+    told = json.loads((tmp_path / "published" / "xtk.json").read_text())["recipe"]["losses"]
+    assert sum("published=true" in loss for loss in told) == 3
 
 
 def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_path):
@@ -60,21 +75,15 @@ def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair,
         *(("none", name) for name in ACROSS if name != "alm"),
         *(("sample", name) for name in ("uld", "gold", "h-kl")),
     ]:
-        done = run("distill", pair.student, support, "--loss", name, "-o", "out", cwd=tmp_path, code=None)
-        assert done.returncode == 1
-        assert f"the loss {name} asks for" in done.stderr
-        assert f"has the support {support}" in done.stderr
-        assert "--support top-k" in done.stderr
+        with pytest.raises(XtkError) as refused:
+            inputs_of(pair.student, [tmp_path / support], recipe_of([name]))
+        told = str(refused.value)
+        assert f"the loss {name} asks for" in told
+        assert f"has the support {support}" in told
+        assert "--support top-k" in told
     for support in ("none", "sample"):
         options = ("--max-steps", 1, "-o", f"from-{support}")
         run("distill", pair.student, support, "--loss", "alm:divergence=jsd", *options, cwd=tmp_path)
-
-
-@pytest.mark.parametrize("name", ["p-kl", "gold", "h-kl"])
-def test_a_published_form_is_an_option(run, pair, cache, tmp_path, name):
-    run("distill", pair.student, cache, "--loss", f"{name}:published=true", "--max-steps", 2, "-o", "out", cwd=tmp_path)
-    recipe = json.loads((tmp_path / "out" / "xtk.json").read_text())["recipe"]
-    assert "published=true" in json.dumps(recipe)
 
 
 @pytest.mark.parametrize("text", ["byte-kl:divergence=jsd", "uld", "gold"])

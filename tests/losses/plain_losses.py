@@ -63,11 +63,22 @@ def plain_sum_of_cells(cells: Cells, probs_NV: Tensor, distance: Distance = kl_w
             before = math.prod(here[:links], start=before)
             here, teacher = [(before * one) ** (1 / cells.chain.root) for one in here[links:]], teacher[links:]
         rest = None if cells.rest_probs is None else float(cells.rest_probs[item])
-        if teacher:
+        if cells.surrogate is not None:
+            of_item = cells.surrogate.logprobs[item], cells.surrogate.advantages[item]
+            total = total + surrogate(here[0], *of_item, cells.surrogate.low, cells.surrogate.high)
+        elif teacher:
             total = total + cells.factor * distance(teacher, _looking_back(cells, item, here, probs_NV), rest)
         if cells.ranks is not None:
             total = total + _of_ranks(cells.ranks, item, before, probs_NV)
     return total
+
+
+def surrogate(probability: Tensor, logprob: float, advantage: float, low: float, high: float) -> Tensor:
+    """PPO, as it is published, but for ratios above e^20."""
+    ratio = probability * math.exp(-logprob)
+    if ratio > math.exp(20):
+        ratio = ratio.detach() * 0 + math.exp(20)
+    return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
 def _of_ranks(ranks: Ranks, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
@@ -160,6 +171,29 @@ def plain_alm(
         theirs = sum(float(example.signal.realised_logprobs[positions[at]]) for at in t)
         q, p = (ours / temperature).exp(), math.exp(theirs / temperature)
         items.append(temperature * distance([p], [q], 1 - p))
+    return items
+
+
+def plain_policy_gradient(
+    case: Case,
+    probs_NV: Tensor,
+    clip: float = 5.0,
+    epsilon: float = 0.2,
+    epsilon_high: float = 0.2,
+    teacher: float = 1.0,
+    reward: float = 1.0,
+) -> list[Tensor]:
+    example = case.example
+    rows, positions = _numbers(example)
+    items = []
+    for s, t in predicted_spans(example):
+        old = sum(float(example.drawn_logprobs[rows[at]]) for at in s)
+        if math.isnan(old):
+            continue
+        theirs = sum(float(example.signal.realised_logprobs[positions[at]]) for at in t)
+        advantage = teacher * min(max(theirs - old, -clip), clip) + reward * float(example.advantages[rows[s[0]]])
+        ours = math.prod(probs_NV[rows[at], int(example.student_ids[at])] for at in s)
+        items.append(surrogate(ours, old, advantage, 1 - epsilon, 1 + epsilon_high))
     return items
 
 
@@ -265,6 +299,7 @@ def plain_pairs(W: Tensor) -> dict[int, int]:
 
 PLAIN = {
     "alm": plain_alm,
+    "policy-gradient": plain_policy_gradient,
     "uld": plain_uld,
     "gold": plain_merged,
     "h-kl": functools.partial(plain_merged, weights=(1.0, 1.0)),
@@ -343,7 +378,7 @@ def draw_case(
     H: int = 5,
     bias: bool = False,
 ) -> Case:
-    """A random document: some tokens are not trained, some of the teacher's positions are missing."""
+    """A random document: some tokens are not trained or not drawn, some of the teacher's positions are missing."""
     # Words are the same for all seeds, as one student has one vocabulary.
     U, of_words = V if one_tokenizer else U, np.random.default_rng(0)
     student = draw_spellings(of_words, V)
@@ -354,7 +389,11 @@ def draw_case(
     positions = 1 + np.flatnonzero(draw.random(len(teacher_ids) - 1) < 0.95)
     logprobs = log_softmax(draw.normal(0, sharpness, (len(positions), U)))
     signal = signal_of(logprobs, positions, teacher_ids[positions], min(K, U))
-    example = Example(student_ids, np.flatnonzero(trained).astype(np.int64), table, teacher_ids, signal)
+    rows = np.flatnonzero(trained).astype(np.int64)
+    of_drawn = np.random.default_rng([seed, 1])
+    drawn = np.where(of_drawn.random(len(rows)) < 0.95, of_drawn.normal(-math.log(V), 0.5, len(rows)), np.nan)
+    advantages = np.full(len(rows), of_drawn.normal(), np.float32)
+    example = Example(student_ids, rows, table, teacher_ids, signal, drawn.astype(np.float32), advantages)
     projection = Projection.identity(V) if one_tokenizer else draw_projection(draw, V, U)
     torch.manual_seed(seed)
     return Case(
@@ -379,5 +418,7 @@ def case_of_one_model(seed: int, *, K: int, spans: int = 6, one_to_one: bool = F
     states, weight = torch.from_numpy(draw.normal(size=(T - 1, H))), torch.from_numpy(draw.normal(size=(V, H)))
     positions = np.arange(1, T)
     signal = signal_of(torch.log_softmax(states @ weight.T, 1).numpy(), positions, ids[positions], K)
-    example = Example(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal)
+    # What it drew, and nothing rewarded.
+    drawn = signal.realised_logprobs, np.zeros(T - 1, np.float32)
+    example = Example(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal, *drawn)
     return Case(example, Projection.identity(V), partition_of(spellings, spellings, V, V), states, weight)

@@ -23,7 +23,11 @@ LOSSES = {
     "uld": "xtk.losses.uld:ULD",
     "gold": "xtk.losses.gold:GOLD",
     "h-kl": "xtk.losses.h_kl:HKL",
+    "policy-gradient": "xtk.losses.policy_gradient:PolicyGradient",
 }
+
+# What learns from documents that the student drew, and has no part in others. Their values are no distances.
+SURROGATES = ("policy-gradient",)
 
 # What a loss compares on.
 GROUNDS = {
@@ -43,4 +47,4 @@ ASKS = {
     "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
 }
 
-__all__ = ["ASKS", "AUTO", "GROUNDS", "LOSSES", "LossSpecification", "parse_losses"]
+__all__ = ["ASKS", "AUTO", "GROUNDS", "LOSSES", "SURROGATES", "LossSpecification", "parse_losses"]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.cells import Cells, Chain, Example, Ground, span_ranges
+from xtk.losses.cells import Cells, Example, Ground, span_ranges, spelled_cells, sums_over
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,7 @@ class ALM:
         """Return one item a span: its last token in a cell, those before it as links."""
         ranges, signal = span_ranges(example), example.signal
         assert signal is not None
-        sizes = ranges.row_stop - ranges.row_start
-        ends = np.cumsum(sizes)
-        rows = np.arange(ends[-1] if len(ends) else 0) + np.repeat(ranges.row_start - (ends - sizes), sizes)
-        said = np.concatenate([np.zeros(1), np.cumsum(signal.realised_logprobs.astype(np.float64))])
-        log_probs = np.minimum(said[ranges.position_stop] - said[ranges.position_start], 0) / self.temperature
-        probs = np.zeros(len(rows))
-        probs[ends - 1] = np.exp(log_probs)
-        return Cells(
-            cell_offsets=np.concatenate([np.zeros(1, np.int64), ends]),
-            entry_offsets=np.arange(len(rows) + 1, dtype=np.int64),
-            teacher_probs=probs,
-            rows=rows.astype(np.int32),
-            tokens=example.student_ids[example.rows[rows] + 1],
-            log_weights=np.zeros(len(rows), np.float32),
-            item_rows=ranges.row_start.astype(np.int32),
-            chain=Chain(sizes - 1, self.temperature),
-            rest_probs=-np.expm1(log_probs),
-            factor=self.temperature,
-        )
+        said = sums_over(signal.realised_logprobs, ranges.position_start, ranges.position_stop)
+        log_probs = np.minimum(said, 0) / self.temperature
+        cells = spelled_cells(example, ranges, np.exp(log_probs), self.temperature)
+        return replace(cells, rest_probs=-np.expm1(log_probs), factor=self.temperature)

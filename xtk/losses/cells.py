@@ -36,6 +36,10 @@ class Example:
         spans: int32 [C, 4], the trained spans, in positions of both sequences.
         teacher_ids: int32 [S], the teacher's sequence; empty without a teacher.
         signal: what the teacher said; None without a teacher.
+        drawn_logprobs: float32 [N], the log-probabilities at which the student drew the tokens of the rows; nan where
+            it did not draw them. None: it drew nothing.
+        advantages: float32 [N], by how much the reward of the document of each row is better than that of others; None:
+            0.
     """
 
     student_ids: NDArray[np.int32]
@@ -43,6 +47,8 @@ class Example:
     spans: NDArray[np.int32]
     teacher_ids: NDArray[np.int32]
     signal: Signal | None
+    drawn_logprobs: NDArray[np.float32] | None = None
+    advantages: NDArray[np.float32] | None = None
 
 
 def join_examples(examples: Sequence[Example]) -> Example:
@@ -62,7 +68,22 @@ def join_examples(examples: Sequence[Example]) -> Example:
         ),
         teacher_ids=_joined([example.teacher_ids for example in examples], np.int32),
         signal=_join_signals(signals, teachers) if len(signals) == len(examples) else None,
+        drawn_logprobs=_joined_or_none([one.drawn_logprobs for one in examples], examples, np.nan),
+        advantages=_joined_or_none([one.advantages for one in examples], examples, 0.0),
     )
+
+
+def _joined_or_none(
+    parts: Sequence[NDArray[np.float32] | None], examples: Sequence[Example], missing: float
+) -> NDArray[np.float32] | None:
+    """Return numbers of rows, `missing` where a document has none; None where all have none."""
+    if all(part is None for part in parts):
+        return None
+    filled = [
+        np.full(len(example.rows), missing, np.float32) if part is None else part
+        for part, example in zip(parts, examples, strict=True)
+    ]
+    return _joined(filled, np.float32)
 
 
 def _join_signals(signals: Sequence[Signal], shifts: NDArray[np.int64]) -> Signal:
@@ -162,6 +183,24 @@ class Ranks:
     weight: float
 
 
+@dataclass(frozen=True)
+class Surrogate:
+    """What was known of items when the student drew them, each of one cell, of probability P.
+
+    In the place of a divergence stands `-min(ratio a, clip(ratio, low, high) a)`, `ratio = P / P_old`.
+
+    Attributes:
+        logprobs: float64 [C], `ln P_old`.
+        advantages: float64 [C], a; a constant.
+        low, high: where the ratio is clipped.
+    """
+
+    logprobs: NDArray[np.float64]
+    advantages: NDArray[np.float64]
+    low: float
+    high: float
+
+
 # What becomes of the mass that is in no cell.
 OUTSIDES = {
     "other": "one more cell on both sides",
@@ -190,6 +229,7 @@ class Cells:
             one; None: what they leave over.
         outside: a key of `OUTSIDES`.
         factor: of the divergence.
+        surrogate: what stands in the place of the divergence; None: nothing.
     """
 
     cell_offsets: NDArray[np.int64]
@@ -206,6 +246,7 @@ class Cells:
     rest_probs: NDArray[np.float64] | None = None
     outside: str = "other"
     factor: float = 1.0
+    surrogate: Surrogate | None = None
 
     @property
     def items(self) -> int:
@@ -274,6 +315,45 @@ def span_ranges(example: Example) -> Ranges:
     whole = (first_row >= 0) & (last_row - first_row == spans[:, 1] - 1 - spans[:, 0])
     whole &= (first_position >= 0) & (last_position - first_position == spans[:, 3] - 1 - spans[:, 2])
     return Ranges(first_row[whole], last_row[whole] + 1, first_position[whole], last_position[whole] + 1)
+
+
+def sums_over(values: NDArray[np.float32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return float64 [C], the sum of values in each range `[start, stop)`; infinite ones stay in theirs."""
+    owners = np.repeat(np.arange(len(starts)), stops - starts)
+    return np.bincount(owners, values[_within(starts, stops)], len(starts)).astype(np.float64)
+
+
+def _within(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return what is in the ranges `[start, stop)`, one range behind the other."""
+    sizes = stops - starts
+    firsts = np.cumsum(sizes) - sizes
+    within: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
+    return within
+
+
+def spelled_cells(example: Example, ranges: Ranges, probs: NDArray[np.float64], root: float = 1.0) -> Cells:
+    """Make one cell of each range: the student's own tokens, its last in a cell and those before it as links.
+
+    Args:
+        example: both sides.
+        ranges: whose rows these are.
+        probs: float64 [C], the teacher's probability of each cell.
+        root: as in `Chain`.
+    """
+    sizes = ranges.row_stop - ranges.row_start
+    ends, rows = np.cumsum(sizes), _within(ranges.row_start, ranges.row_stop)
+    teacher_probs = np.zeros(len(rows))
+    teacher_probs[ends - 1] = probs
+    return Cells(
+        cell_offsets=np.concatenate([np.zeros(1, np.int64), ends]),
+        entry_offsets=np.arange(len(rows) + 1, dtype=np.int64),
+        teacher_probs=teacher_probs,
+        rows=rows.astype(np.int32),
+        tokens=example.student_ids[example.rows[rows] + 1],
+        log_weights=np.zeros(len(rows), np.float32),
+        item_rows=ranges.row_start.astype(np.int32),
+        chain=Chain(sizes - 1, root),
+    )
 
 
 def projected_cells(example: Example, ranges: Ranges, columns: Columns, *, published: bool = False) -> Cells:

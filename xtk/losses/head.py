@@ -32,6 +32,7 @@ from xtk.losses.chains import ChainOfTerm
 from xtk.losses.divergences import Divergence
 from xtk.losses.ranks import Largest, PartOfRanks, RanksOfTerm
 from xtk.losses.softmax import OfParts, OfRanks, Part, Reading, Spoken, Window, add_up, gradient_of_logits, read
+from xtk.losses.surrogates import SurrogateOfTerm
 from xtk.models.head import Head, LogitsOfRows
 
 # Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
@@ -57,6 +58,7 @@ class Term:
         ranks: what is compared by rank beside the cells; None: nothing.
         outside: what becomes of the mass outside of the cells; a key of `OUTSIDES`.
         factor: of the divergence.
+        surrogate: what stands in the place of the divergence; None: nothing.
         weights: float32 [C], how much each item counts; None: 1.
         counts: float64 [C], how much each counts in what the loss is averaged over; None: 1.
     """
@@ -80,6 +82,7 @@ class Term:
     ranks: RanksOfTerm | None = None
     outside: str = "other"
     factor: float = 1.0
+    surrogate: SurrogateOfTerm | None = None
     weights: Tensor | None = None
     counts: Tensor | None = None
 
@@ -116,7 +119,8 @@ class Term:
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
         runs = None if self.runs is None else self.runs.to(device)
         ranks = None if self.ranks is None else self.ranks.to(device)
-        return dataclasses.replace(self, **moved, runs=runs, ranks=ranks, scale=scale)
+        surrogate = None if self.surrogate is None else self.surrogate.to(device)
+        return dataclasses.replace(self, **moved, runs=runs, ranks=ranks, surrogate=surrogate, scale=scale)
 
     def between(self, start: int, stop: int, base: int) -> Term:
         """Return the items whose first row is in `[start, stop)`, for states whose first row is `base`."""
@@ -142,6 +146,7 @@ class Term:
             runs=None if self.runs is None else self.runs.between(slice(low, high), offsets, base),
             chain=None if self.chain is None else dataclasses.replace(self.chain, links=self.chain.links[low:high]),
             ranks=None if self.ranks is None else self.ranks.between(slice(low, high), base),
+            surrogate=None if self.surrogate is None else self.surrogate.part(slice(low, high)),
             weights=None if self.weights is None else self.weights[low:high],
             counts=None if self.counts is None else self.counts[low:high],
         )
@@ -186,6 +191,7 @@ class Term:
             ranks=None if cells.ranks is None else RanksOfTerm.of(cells.ranks),
             outside=cells.outside,
             factor=cells.factor,
+            surrogate=None if cells.surrogate is None else SurrogateOfTerm.of(cells.surrogate),
         )
 
 
@@ -467,6 +473,7 @@ def _slice(term: Term, start: int, stop: int, base: int, wide: torch.dtype) -> P
         ranks=None if term.ranks is None else term.ranks.part(slice(low, high), base, wide),
         outside=term.outside,
         factor=term.factor,
+        surrogate=None if term.surrogate is None else term.surrogate.part(slice(low, high)),
         of_items=None if term.weights is None else term.weights[low:high],
     )
 
@@ -545,6 +552,9 @@ def _value(part: Part, leaves: list[Tensor], ranked: _Ranked | None) -> Tensor:
         said = part.chain.multiplied(*leaves[:2])
     else:
         said = (leaves[0], leaves[1])
+    if part.surrogate is not None:
+        values = part.surrogate.of_items(torch.cat(said))  # without any rests
+        return (values if part.of_items is None else values * part.of_items).sum()
     value = part.factor * _divergence(part, torch.cat(said))
     if ranked is None:
         return value

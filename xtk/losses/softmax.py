@@ -16,6 +16,7 @@ from xtk.losses.alternatives import PartOfRuns
 from xtk.losses.chains import PartOfChain
 from xtk.losses.divergences import Divergence
 from xtk.losses.ranks import Largest, PartOfRanks, scale
+from xtk.losses.surrogates import SurrogateOfTerm
 from xtk.models.head import Shard
 
 TINY = 1e-37
@@ -51,6 +52,7 @@ class Part:
     ranks: PartOfRanks | None
     outside: str
     factor: float
+    surrogate: SurrogateOfTerm | None
     of_items: Tensor | None
 
     @property

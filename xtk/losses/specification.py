@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from xtk.losses.cells import Loss
     from xtk.losses.divergences import Divergence
 
-# The divergence from a teacher who is certain, and a sum of differences: nothing can take their place.
-WITHOUT_DIVERGENCE = ("ce", "uld")
+# The divergence from a teacher who is certain, a sum of differences, and what is none: nothing can take their place.
+WITHOUT_DIVERGENCE = ("ce", "uld", "policy-gradient")
 
 
 AUTO = "auto"  # in the place of a loss: one that suits the pair and the cache

@@ -1,0 +1,92 @@
+"""policy-gradient: what the student drew, made likelier or less likely by what a teacher, or a reward, says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xtk.errors import XtkError
+from xtk.lookup import unknown
+from xtk.losses.cells import Cells, Example, Ground, Ranges, Surrogate, span_ranges, spelled_cells, sums_over
+from xtk.losses.divergences import DIVERGENCES
+
+REALISED = "realised"
+
+
+@dataclass(frozen=True)
+class PolicyGradient:
+    """policy-gradient: `-min(ratio a, clip(ratio, 1 - epsilon, 1 + epsilon_high) a)`, averaged over spans.
+
+    `a = c clip(ln P_t - ln P_old, -clip, clip) + r A`, a constant, and `ratio = P_s / P_old`. `P` is the product of the
+    probabilities of a span's own tokens: the teacher's, the student's, and those at which the student drew them. `A` is
+    the document's advantage, its reward beside those of its group; 0 without rewards. Spans that the student did not
+    draw are left out. The value is a surrogate and no distance: it can be negative, and its gradient is what counts.
+    Unclipped and at `ratio = 1`, A aside, that is on average the gradient of `c KL(P_s | P_t)` over what may stand in
+    the span, the text before it held fixed. A ratio above e^20 counts as that. Options: `clip`, 5 nats; `epsilon`, 0.2;
+    `epsilon-high`, the same; `teacher`, c, 1; `reward`, r, 1: `teacher=0` is GRPO; `advantage`, `realised` alone, since
+    a divergence is the same whichever token was drawn, and has no gradient on average as an advantage. PPO, Schulman et
+    al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
+    """
+
+    clip: float = 5.0
+    epsilon: float = 0.2
+    epsilon_high: float | None = None
+    teacher: float = 1.0
+    reward: float = 1.0
+    advantage: str = REALISED
+
+    ground = "spans"
+    item = "spans that the student drew"
+    unit = "nats, a surrogate"
+    asks = "realised"
+
+    def __post_init__(self) -> None:
+        """Refuse what makes no sense, and advantages that teach nothing."""
+        if not 0 < self.clip < float("inf"):
+            raise XtkError(f"clip of the loss policy-gradient is {self.clip}", hint="nats, above 0: clip=5")
+        if not 0 < self.epsilon <= 1:
+            raise XtkError(f"epsilon of the loss policy-gradient is {self.epsilon}", hint="above 0, and at most 1")
+        if not 0 < self._above < float("inf"):
+            raise XtkError(f"epsilon-high of the loss policy-gradient is {self._above}", hint="a number above 0")
+        for name, factor in (("teacher", self.teacher), ("reward", self.reward)):
+            if not 0 <= factor < float("inf"):
+                raise XtkError(f"{name} of the loss policy-gradient is {factor}", hint="0 or a number above it")
+        if self.teacher == self.reward == 0:
+            raise XtkError("teacher and reward of the loss policy-gradient are both 0", hint="one of them above 0")
+        if self.advantage != REALISED:
+            raise self._refusal()
+
+    @property
+    def _above(self) -> float:
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    def _refusal(self) -> XtkError:
+        from xtk.losses import LOSSES
+
+        if self.advantage not in {*LOSSES, *DIVERGENCES}:
+            return unknown("advantage", self.advantage, [REALISED])
+        return XtkError(
+            f"{self.advantage} cannot be an advantage: it is the same whichever token was drawn, so that its gradient, "
+            "held constant and times that of ln P, is 0 on average",
+            hint=f"--loss {self.advantage} beside --loss policy-gradient, which differentiates it",
+        )
+
+    def cells(self, example: Example, ground: Ground) -> Cells:
+        """Return one item a span that the student drew."""
+        ranges, signal = span_ranges(example), example.signal
+        assert signal is not None
+        nothing = np.zeros(len(example.rows), np.float32)
+        logprobs = nothing + np.nan if example.drawn_logprobs is None else example.drawn_logprobs
+        rewards = nothing if example.advantages is None else example.advantages
+        old = sums_over(logprobs, ranges.row_start, ranges.row_stop)
+        drawn = np.isfinite(old)
+        old, ranges = old[drawn], Ranges(*(part[drawn] for part in vars(ranges).values()))
+        theirs = sums_over(signal.realised_logprobs, ranges.position_start, ranges.position_stop)
+        advantages = self.teacher * np.clip(theirs - old, -self.clip, self.clip)
+        advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
+        return replace(
+            spelled_cells(example, ranges, np.ones(len(old))),
+            surrogate=Surrogate(old, advantages, 1 - self.epsilon, 1 + self._above),
+            outside="ignored",
+        )
