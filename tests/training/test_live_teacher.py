@@ -17,6 +17,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from command_line import run_xtk
+from interrupting import ended, start, wait_for
 from safetensors.torch import load_file
 from steps import inputs_of, recipe_of
 
@@ -34,6 +35,7 @@ from xtk.training.live import Blocks, LiveSource
 from xtk.training.metrics import read_metrics
 from xtk.training.recipe import Places
 from xtk.training.sources import Heard
+from xtk.training.stopping import Stop
 
 # A document a forward pass, so that rounding does not depend on which documents are scored together.
 ALONE = "batch_tokens=1"
@@ -66,7 +68,7 @@ def blocks_of(inputs: Inputs, folder: Path, *, steps: int, size: int = 0, per_st
 
 def all_heard(inputs: Inputs, folder: Path) -> list[tuple[Heard | None, ...]]:
     """What teachers say of all documents, scored in one block."""
-    for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1)):
+    for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1), Stop()):
         heard = [inputs.source.heard(number) for number in range(len(inputs.source))]
     return heard
 
@@ -163,6 +165,25 @@ def test_killed_in_the_midst_of_a_block_the_run_ends_bitwise_equal(pair, corpus,
     assert not list(output.glob(f"{TEMPORARY}*"))
 
 
+def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go_on_to_the_bit(
+    pair, corpus, whole, tmp_path
+):
+    output = tmp_path / "out"
+    arguments = [*command(pair, corpus), "-o"]
+    process = start([*arguments, output])
+    wait_for(output / f"{TEMPORARY}live-00002", process)  # of the second epoch, for which the teacher is opened anew
+    process.send_signal(signal.SIGTERM)
+    code, stderr = ended(process, output)
+    assert code == os.EX_TEMPFAIL, stderr
+    assert "stopped after step 5 of 10: SIGTERM" in stderr
+    assert "Traceback" not in stderr
+    assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
+    assert not list(output.glob(f"{TEMPORARY}live*"))
+    done = run_xtk(*arguments, output, "--teacher-steps", 2)
+    assert f"going on from {output}/checkpoint-5" in done.stderr
+    assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+
+
 # --- what teachers say
 
 
@@ -175,7 +196,7 @@ def test_draws_of_an_epoch_are_those_of_a_seed_further_on(pair, corpus, tmp_path
     ]  # fmt: skip
     inputs = live_inputs(pair.student, corpus, [live(pair.teacher, f"{options},seed=5")])
     blocks = blocks_of(inputs, tmp_path, steps=2, per_step=len(inputs.source))
-    for block in blocks(range(2)):
+    for block in blocks(range(2), Stop()):
         for number in range(len(inputs.source)):
             assert_same_words([inputs.source.heard(number)], [expected[block.start].heard(number)])
 
@@ -184,7 +205,7 @@ def test_blocks_begin_where_they_always_do_and_none_has_two_epochs(pair, corpus,
     inputs = live_inputs(pair.student, corpus, [live(pair.teacher, "top_k=4")])
     blocks = blocks_of(inputs, tmp_path, steps=12, size=4, per_step=16)
     assert list(blocks.cut()) == [range(3), range(3, 5), range(5, 8), range(8, 10), range(10, 12)]
-    assert list(blocks(range(6, 12))) == [range(6, 8), range(8, 10), range(10, 12)]
+    assert list(blocks(range(6, 12), Stop())) == [range(6, 8), range(8, 10), range(10, 12)]
     assert list(tmp_path.iterdir()) == []
     assert blocks_of(inputs, tmp_path, steps=12).size == 64
 
@@ -225,7 +246,7 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
         assert [name for name, word in names.items() if word is not None] == [document.route]
     assert sorted(inputs.source.weights().tolist()) == list(range(12))
     order = Order(np.arange(12), inputs.source.text_bytes(), 1, 42)  # a document a step: one teacher has no part in it
-    for block in Blocks(inputs.source, order, 1, 1, tmp_path, Accelerator(cpu=True))(range(1)):
+    for block in Blocks(inputs.source, order, 1, 1, tmp_path, Accelerator(cpu=True))(range(1), Stop()):
         heard = inputs.source.heard(order.step(block.start)[0])
         assert sorted(word is None for word in heard) == [False, True]
     with pytest.raises(XtkError, match="a document names no teacher"):

@@ -8,12 +8,16 @@ import os
 import signal
 import sys
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xtk import terminal
 from xtk.commands import options
+
+if TYPE_CHECKING:
+    from xtk.teachers.live import LiveTeacher
+    from xtk.training.on_policy import OnPolicy
 
 
 def distill(
@@ -48,7 +52,8 @@ def distill(
             help="A term of the sum, with its options: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
             "tokens. byte-kl: what both say about the next bytes; needs no projection. p-kl: projected distributions, "
             "averaged over spans. boundary-kl: only where both sides begin a token. alm: how likely each finds a "
-            "span. uld, gold, h-kl: probabilities by rank, as others do. forward-kl, reverse-kl, jsd, "
+            "span. policy-gradient: what the student drew, by how likely the teacher finds it, and rewards. uld, gold, "
+            "h-kl: probabilities by rank, as others do. forward-kl, reverse-kl, jsd, "
             "skew-forward-kl, skew-reverse-kl, tvd: a teacher with the student's tokenizer; for the others an option, "
             "divergence=jsd,beta=0.5. auto, or left out: what suits each teacher's tokenizer and cache, told as the "
             "run begins.",
@@ -61,7 +66,7 @@ def distill(
             help="A model that scores plain data while the student trains, without a cache; repeat it for several. "
             "Its options are those of cache-teacher: MODEL:top_k=64,dtype=bfloat16,batch_tokens=16384; support, top_p, "
             "draws, seed, precision, backend, server=URL, and engine.tp_size=2 as its --engine tp_size=2; top_k=all: "
-            "the whole vocabulary.",
+            "the whole vocabulary. self: the student itself, self:weights=ema or base its average or its base model.",
             metavar="MODEL[:KEY=VALUE,...]",
         ),
     ] = None,
@@ -73,6 +78,13 @@ def distill(
             min=0,
         ),
     ] = 0,
+    offload_student: Annotated[
+        bool,
+        typer.Option(
+            "--offload-student",
+            help="Of --teacher: student and optimizer leave the device while it scores. Less memory, more traffic.",
+        ),
+    ] = False,
     balance: Annotated[
         str,
         typer.Option(
@@ -102,6 +114,94 @@ def distill(
         str,
         typer.Option(help="Of --teacher and --teachers route: as that of cache-teacher.", metavar="NAME"),
     ] = "",
+    on_policy: Annotated[
+        bool,
+        typer.Option(
+            "--on-policy",
+            help="The student writes what it learns from, and --teacher scores that; CACHE is data with prompts. The "
+            "options from here to --stop-if are about this.",
+        ),
+    ] = False,
+    num_generations: Annotated[int, typer.Option(help="Completions of a prompt, all in one step.", min=1)] = 1,
+    max_completion_length: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the student's draws; 0: the likeliest token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Draws are from the fewest tokens that carry this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draws are from so many of the likeliest tokens; 0: from all.")] = 0,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends a completion; it belongs to it. Repeat it for more.", metavar="TEXT"),
+    ] = None,
+    steps_per_generation: Annotated[
+        int,
+        typer.Option(help="Steps whose completions are written at a time, by the student as it is before them.", min=1),
+    ] = 1,
+    num_iterations: Annotated[int, typer.Option(help="How often these steps are taken.", min=1)] = 1,
+    lmbda: Annotated[
+        float,
+        typer.Option(help="Share of steps that take what the student wrote; the others take completions of the data."),
+    ] = 1.0,
+    reward: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a completion is worth, for --loss policy-gradient and --reward-beta: exact, boxed, regex, json, "
+            "tests, or a function of yours. Repeat it for a sum.",
+            metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
+        ),
+    ] = None,
+    reward_beta: Annotated[
+        float,
+        typer.Option(help="Rollouts count by softmax(reward / beta) among those of their prompt; 0: all alike."),
+    ] = 0.0,
+    scale_rewards: Annotated[
+        bool,
+        typer.Option(
+            "--scale-rewards/--no-scale-rewards",
+            help="Advantages are divided by the deviation of a prompt's rewards, as in GRPO.",
+        ),
+    ] = True,
+    environment: Annotated[
+        str,
+        typer.Option(help="Who answers the student, turn by turn: a class of yours.", metavar="FILE.py:CLASS"),
+    ] = "",
+    max_turns: Annotated[int, typer.Option(help="How often the student speaks at most.", min=1)] = 8,
+    rollout_backend: Annotated[
+        str,
+        typer.Option(
+            help="Who writes for the student: itself, with transformers; vllm, told its weights before each round; a "
+            "server of vllm's, told them too.",
+            metavar="[transformers|vllm|server]",
+        ),
+    ] = "transformers",
+    rollout_engine: Annotated[
+        list[str] | None,
+        typer.Option(help="An option of vllm's engine. Repeat it for more.", metavar="NAME=VALUE"),
+    ] = None,
+    rollout_server: Annotated[
+        list[str] | None,
+        typer.Option(help="Where a server answers. Repeat it for several.", metavar="URL"),
+    ] = None,
+    rollout_dtype: Annotated[
+        str, typer.Option(help="In which vllm computes.", metavar="[float32|bfloat16|float16]")
+    ] = "float32",
+    rollout_batch_tokens: Annotated[
+        int, typer.Option(help="Tokens that the student reads and writes at a time, padding included.", min=1)
+    ] = 16384,
+    placement: Annotated[
+        str,
+        typer.Option(
+            help="Devices of their own, by their numbers on this machine: rollout=2+3,teacher=1. What is not named "
+            "takes turns with the student on its devices.",
+            metavar="ROLE=N[+N...],...",
+        ),
+    ] = "",
+    stop_if: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A sign of collapse that ends the run: entropy<0.05, repetition>0.5, truncated>0.9, length, dropped, "
+            "reward, turns. Repeat it for more.",
+            metavar="FIGURE<N|FIGURE>N",
+        ),
+    ] = None,
     max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
     per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
@@ -308,7 +408,7 @@ def distill(
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
     from xtk.training.launch import Machines, is_worker, launch, world_size
-    from xtk.training.layout import read_layout
+    from xtk.training.layout import read_layout, read_placement
     from xtk.training.recipe import Places, Recipe, Reporting
     from xtk.training.stopping import come_again_when_asked
 
@@ -324,6 +424,7 @@ def distill(
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     named = {"-": piped}
     folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
+    devices = read_placement(placement)
     places = Places(
         folder,
         tuple(named.get(path, path) for path in cache),
@@ -333,7 +434,14 @@ def distill(
         adapter,
         held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
         tuple(
-            read_live_teacher(one, long_documents=long_documents, trust_remote_code=trust_remote_code)
+            read_live_teacher(
+                one,
+                # What a student writes cannot be refused.
+                long_documents="truncate" if on_policy else long_documents,
+                trust_remote_code=trust_remote_code,
+                student=folder,
+                devices=devices["teacher"],
+            )
             for one in teacher or []
         ),
     )
@@ -352,6 +460,7 @@ def distill(
             "losses": tuple(parse_losses(loss or [AUTO])),
             "max_length": max_length or None,
             "preparation": preparation,
+            "on_policy": _on_policy(given, places.teachers, devices["rollout"]) if on_policy else None,
         }
     )
     reporting = Reporting(
@@ -378,6 +487,32 @@ def distill(
     content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
     terminal.result_artifact(
         {"path": output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]}, as_json=as_json
+    )
+
+
+def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices: tuple[int, ...]) -> OnPolicy:
+    """Return what the options say of the student's writing."""
+    from xtk.engines.options import engine_options
+    from xtk.rewards.specification import parse_reward
+    from xtk.rollouts.writer import Sampling
+    from xtk.training.on_policy import OnPolicy, parse_stop_if
+
+    asked = max((teacher.asked for teacher in teachers), default=0)
+    sampling = Sampling(**_own(Sampling, given) | {"stop": tuple(given["stop"] or ()), "given": asked})
+    return OnPolicy(
+        **_own(OnPolicy, given)
+        | {
+            "sampling": sampling,
+            "rewards": tuple(map(parse_reward, given["reward"] or [])),
+            "stop_if": tuple(map(parse_stop_if, given["stop_if"] or [])),
+            "max_turns": given["max_turns"] if given["environment"] else 1,
+            "backend": given["rollout_backend"],
+            "engine": engine_options(given["rollout_engine"] or []),
+            "server": tuple(given["rollout_server"] or ()),
+            "dtype": given["rollout_dtype"],
+            "batch_tokens": given["rollout_batch_tokens"],
+            "devices": devices,
+        }
     )
 
 

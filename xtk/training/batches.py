@@ -118,6 +118,7 @@ class BatchMaker:
         teachers: how metrics call them; needed for several.
         packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
         likeliest: whether the tokens that teachers find likeliest are told too.
+        of_data: whether losses on the student alone are about documents that it did not write itself.
     """
 
     def __init__(
@@ -131,8 +132,9 @@ class BatchMaker:
         packing: int = 0,
         *,
         likeliest: bool = False,
+        of_data: bool = False,
     ) -> None:
-        self._likeliest = likeliest
+        self._likeliest, self._of_data = likeliest, of_data
         self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
         self._limit, self.weighing, self._packing = limit, weighing, packing
         self.teachers = tuple(teachers) if any(objective.distils for objective in objectives) else ()
@@ -182,16 +184,21 @@ class BatchMaker:
     def _made(
         self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], draw: int
     ) -> MicroBatch:
-        alone = [_example(student, None) for student in students]
-        read = {drawn: self._read(numbers, students, draw if drawn else None) for drawn in self._drawn}
+        alone = [_example(student, document, None) for student, document in zip(students, documents, strict=True)]
+        read = {drawn: self._read(numbers, documents, students, draw if drawn else None) for drawn in self._drawn}
         told, silent = read[self._drawn[0]] if read else ([], 0)
         joined = {
-            drawn: [join_examples([one or _unheard(student) for student, one in zip(students, of_all, strict=True)])
-                    for of_all in of_teachers]
+            drawn: [
+                join_examples([heard or replace(own, signal=NOTHING) for own, heard in zip(alone, of_all, strict=True)])
+                for of_all in of_teachers
+            ]
             for drawn, (of_teachers, _) in read.items()
         }  # fmt: skip
         rows = np.array([len(example.rows) for example in alone], np.int64)
         counts = np.repeat([document.weight for document in documents], rows)
+        of_text = counts
+        if self._of_data:
+            of_text = np.repeat([document.weight * (document.drawn is None) for document in documents], rows)
         factors, tallies = self._weigh(list(zip(*told, strict=True)), students, documents)
         ids, starts, lengths = laid_out([student.ids for student in students], self._packing)
         return MicroBatch(
@@ -202,7 +209,7 @@ class BatchMaker:
                 self._term(
                     objective,
                     joined[objective.takes_draws][objective.teacher] if objective.distils else join_examples(alone),
-                    counts,
+                    counts if objective.distils else of_text,
                     factors,
                 )
                 for objective in self.objectives
@@ -233,7 +240,11 @@ class BatchMaker:
         return objective.term(example).weighted(None if (counts == 1).all() else counts, weigh)
 
     def _read(
-        self, numbers: Sequence[int], students: Sequence[TokenSequence], draw: int | None
+        self,
+        numbers: Sequence[int],
+        documents: Sequence[Document],
+        students: Sequence[TokenSequence],
+        draw: int | None,
     ) -> tuple[list[list[Example | None]], int]:
         """Read what teachers say of some documents.
 
@@ -245,8 +256,8 @@ class BatchMaker:
         words = [[_without_nan(of_document[teacher]) for of_document in heard] for teacher in range(self._teachers)]
         examples = [
             [
-                None if word is None else _example(student, word)
-                for student, (word, _) in zip(students, of_teacher, strict=True)
+                None if word is None else _example(student, document, word)
+                for student, document, (word, _) in zip(students, documents, of_teacher, strict=True)
             ]
             for of_teacher in words
         ]
@@ -276,18 +287,17 @@ def _without_nan(word: Heard | None) -> tuple[Heard | None, int]:
     return Heard(word.tokens, signal), len(word.signal) - len(signal)
 
 
-def _example(student: TokenSequence, word: Heard | None) -> Example:
+def _example(student: TokenSequence, document: Document, word: Heard | None) -> Example:
     rows = np.flatnonzero(student.trained).astype(np.int64) - 1
+    own: dict[str, NDArray[np.float32]] = {}
+    if (drawn := document.drawn) is not None and np.array_equal(student.ids, drawn.ids[: len(student)]):
+        own["drawn_logprobs"] = np.where(drawn.drawn[rows + 1], drawn.logprobs[rows + 1], np.float32(np.nan))
+        own["advantages"] = np.full(len(rows), drawn.advantage, np.float32)
     if word is None:
-        return Example(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None)
+        return Example(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None, **own)
     spans = align_sequences(student, word.tokens)
     spans = spans[student.trained[spans[:, 1] - 1]]
-    return Example(student.ids, rows, spans, word.tokens.ids, word.signal)
-
-
-def _unheard(student: TokenSequence) -> Example:
-    """Return a document on which a teacher said nothing."""
-    return replace(_example(student, None), signal=NOTHING)
+    return Example(student.ids, rows, spans, word.tokens.ids, word.signal, **own)
 
 
 def _unaligned(examples: Sequence[Example | None]) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
+from xtk.evaluation.results import Result, shown
 
 _OF_THE_HUB = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 # What of a recipe stands on lines of its own.
@@ -55,9 +56,10 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
         head["base_model"] = origin.student
     teachers = [f"`{teacher['name']}` (weights {_code(teacher['weights'])})" for teacher in origin.teachers]
     weights = recipe["inputs"]["student"]["weights"]
+    before_it = f"`{origin.student}` (weights {_code(weights)})" if origin.student else f"weights {_code(weights)}"
     facts = [
-        ("Student before", f"`{origin.student}` (weights {_code(weights)})"),
-        ("Teachers" if len(teachers) > 1 else "Teacher", ", ".join(teachers) or "none: it learnt from text alone"),
+        ("Student before", before_it),
+        ("Teachers" if len(teachers) > 1 else "Teacher", ", ".join(teachers) or _by_fingerprint(recipe["inputs"])),
         ("Losses", ", ".join(f"`{loss}`" for loss in recipe["losses"])),
         ("Data", ", ".join(_code(one) for one in origin.data)),
         ("Steps", f"{content['steps']:,} of {recipe['documents_per_step']:,} documents"),
@@ -73,7 +75,7 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
             yaml.safe_dump(head, sort_keys=True).strip(),
             "---",
             "",
-            f"# {origin.student.rpartition('/')[2]}, distilled",
+            f"# {origin.student.rpartition('/')[2] or 'A student'}, distilled",
             "",
             "| | |",
             "| --- | --- |",
@@ -93,6 +95,23 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
             "",
         ]
     )
+
+
+def with_evaluation(card: str, results: Sequence[Result]) -> str:
+    """Return a card with a table of evaluations before its recipe."""
+    if not results:
+        return card
+    rows = [f"| {one.data} | {one.metric} | {shown(one)} |" for one in results]
+    table = "\n".join(["## Evaluation", "", "| data | metric | value |", "| --- | --- | --- |", *rows, "", ""])
+    head, recipe, rest = card.partition("## Recipe\n")
+    return head + table + recipe + rest
+
+
+def _by_fingerprint(inputs: Mapping[str, Any]) -> str:
+    """Return what is known of teachers whose names are not."""
+    found = [inputs[key] for key in ("cache", "caches", "teacher", "teachers") if inputs.get(key)]
+    named = [one for some in found for one in (some if isinstance(some, list) else [some])]
+    return ", ".join(_code(one) for one in named) or "none: it learnt from text alone"
 
 
 def _which(content: Mapping[str, Any]) -> str:

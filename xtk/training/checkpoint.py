@@ -241,23 +241,9 @@ class Saver:
             card: of `README.md`.
             best: the step whose weights, kept by `write_best`, are the student's; 0: those that the model has.
         """
-        temporary, adapter = output / f"{TEMPORARY}final", output / f"{TEMPORARY}adapter"
-        trained = adapter if self._merge else temporary
+        temporary = output / f"{TEMPORARY}final"
+        self.write_student(temporary, output / f"best-{best}" if best else None)
         if processes.is_first():
-            for folder in (temporary, adapter):
-                shutil.rmtree(folder, ignore_errors=True)
-            if best:
-                shutil.copytree(output / f"best-{best}", trained)
-            else:
-                trained.mkdir()
-        if not best:
-            self.write_model(trained)
-        if processes.is_first():
-            if self._merge:
-                temporary.mkdir()
-                self._merge(adapter, temporary)
-                self._add_tokenizer(temporary)
-                shutil.rmtree(adapter)
             (temporary / CARD).write_text(card, encoding="utf-8")
             sync_folder(temporary)
             for path in sorted(temporary.iterdir()):
@@ -270,6 +256,30 @@ class Saver:
             for path in output.glob("best-*"):
                 shutil.rmtree(path, ignore_errors=True)
         processes.wait()
+
+    def write_student(self, folder: Path, trained: Path | None = None) -> None:
+        """Write the student as others load it, adapters merged into its weights, into a new folder.
+
+        Args:
+            folder: what lies there goes.
+            trained: what `write_best` wrote; None: the weights that the model has.
+        """
+        adapter = folder.with_name(f"{TEMPORARY}adapter")
+        place = adapter if self._merge else folder
+        if processes.is_first():
+            for one in (folder, adapter):
+                shutil.rmtree(one, ignore_errors=True)
+            if trained is not None:
+                shutil.copytree(trained, place)
+            else:
+                place.mkdir()
+        if trained is None:
+            self.write_model(place)
+        if processes.is_first() and self._merge:
+            folder.mkdir()
+            self._merge(adapter, folder)
+            self._add_tokenizer(folder)
+            shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, stream: int | None = None) -> dict[str, Any]:
         """Put back the optimizer, the averages and the random numbers of this process.

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,20 @@ from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES
 from xtk.projection.projection import Projection
+from xtk.rollouts.rollout import Prompt
+from xtk.teachers.live import LiveTeacher
+from xtk.tokens.document import Document
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import BatchMaker, Objective, Order
 from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
-from xtk.training.live import LiveSource, blocks_of, read_for
+from xtk.training.live import Blocks, LiveSource, blocks_of, read_for, read_prompts_for
 from xtk.training.metrics import metric
+from xtk.training.on_policy import OnPolicy, RoundOrder
 from xtk.training.recipe import Places, Recipe, Reporting
+from xtk.training.rounds import Rounds, RoundSource
 from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource, matched, routed
 from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
@@ -40,6 +46,7 @@ if TYPE_CHECKING:
     from xtk.models.preparation import Origin
     from xtk.training.held_out import HeldOut
     from xtk.training.layout import Layout
+    from xtk.training.loop import Run
 
 LOOKED_AT = 1000
 TRACKERS = "trackers"
@@ -59,6 +66,7 @@ class Inputs:
         chosen: what `--loss auto` took and why; "": nothing was left to it.
         held_out: what the student is asked about held-out documents of caches; None: there are none.
         origin: what the student comes from.
+        of_data: whether losses on the student alone are about documents that it did not write.
     """
 
     source: Source
@@ -70,6 +78,7 @@ class Inputs:
     chosen: str = ""
     held_out: HeldOut | None = None
     origin: Lineage = field(default_factory=Lineage)
+    of_data: bool = False
 
     def maker(self, limit: int | None, packing: int = 0) -> BatchMaker:
         """Return what makes micro-batches.
@@ -78,7 +87,10 @@ class Inputs:
             limit: tokens of a document at most.
             packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
         """
-        return BatchMaker(self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers, packing)
+        return BatchMaker(
+            self.source, self.tokenizer, self.objectives, limit, self.weighing, self.teachers, packing,
+            of_data=self.of_data,
+        )  # fmt: skip
 
 
 def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
@@ -98,6 +110,9 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         student["adapter"] = fingerprint_of_weights(places.adapter)
     alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
     live = places.teachers
+    on_policy = recipe.on_policy
+    if on_policy is not None and not live:
+        raise XtkError("nobody scores what the student writes", hint="--teacher MODEL beside --on-policy")
     plain = alone and not live and not any(is_cache(cache) for cache in places.caches)
     speakers = 1 if plain else len(live or places.caches)
     combination = read_combination(recipe.teachers, recipe.teacher_weights, speakers)
@@ -108,23 +123,28 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         )  # fmt: skip
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
-    if live:
-        _check_live(places, alone=alone)
-        corpus = Corpus(list(places.caches), places.columns)
-        documents, sizes = read_for(live, corpus, routed=combination.way == "route")
-    else:
+    corpus = Corpus(list(places.caches), places.columns) if live else None
+    if corpus is None:
         _check_caches(places)
+    else:
+        _check_live(places, alone=alone)
+        if on_policy is not None:
+            prompts = read_prompts_for(live, corpus)
+        else:
+            documents, sizes = read_for(live, corpus, routed=combination.way == "route")
     teachers = open_teachers(places.caches, places.projections, tokenizer, live)
-    taken, chosen = take_losses(recipe.losses, teachers)
+    taken, chosen = take_losses(recipe.losses, teachers, rollouts=on_policy is not None)
     _check_balance(recipe, taken)
     if combination.way == "mixture":
         _check_mixable(teachers)
     names = _names(combination, teachers)
-    source = (
-        LiveSource(documents, live, sizes, places.columns, lambda caches, rows: _joined(combination, caches, rows))
-        if live
-        else _of_caches(combination, teachers)
-    )
+    source: Source
+    if corpus is None:
+        source = _of_caches(combination, teachers)
+    elif on_policy is not None:
+        source = _of_rounds(on_policy, prompts, corpus, combination, teachers, tokenizer)
+    else:
+        source = LiveSource(documents, live, sizes, places.columns, partial(_joined, combination))
     if combination.way == "mixture":
         taken = _of_mixture(taken, teachers)
     objectives = tuple(_objective(one, combination, teachers, names) for one in taken)
@@ -135,12 +155,52 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         source,
         tokenizer,
         objectives,
-        {"losses": [_told(one, names) for one in taken], "inputs": {"student": student, **_read(taken, teachers)}},
+        {
+            "losses": [_told(one, names) for one in taken],
+            "inputs": {
+                "student": student,
+                **_read(taken, teachers),
+                **({"prompts": source.fingerprint()} if isinstance(source, RoundSource) else {}),
+            },
+        },
         names,
         combination.weighing,
         chosen,
         held_out,
         Lineage(name_of(places.student), [one.identity for one in teachers], _data_of(teachers)),
+        of_data=on_policy is not None,
+    )
+
+
+def _of_rounds(
+    on_policy: OnPolicy,
+    prompts: Sequence[Prompt],
+    corpus: Corpus,
+    combination: Combination,
+    teachers: Sequence[Teacher],
+    tokenizer: Tokenizer,
+) -> RoundSource:
+    """Return what the student writes, and, where some steps take them, the documents of the data."""
+    data: list[Document] = []
+    if on_policy.lmbda < 1:
+        data = list(corpus)
+        unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
+        if len(data) != len(prompts) or unanswered is not None:
+            raise XtkError(
+                "--lmbda below 1 takes completions of the data too, and a prompt has none",
+                where=f"{corpus.name}, document {unanswered or 0}",
+                hint="prompt and completion, or messages that end with the assistant's",
+            )
+    images = [None if one.has_students_tokenizer or one.support != "given" else one.projection for one in teachers]
+    return RoundSource(
+        prompts,
+        data,
+        on_policy.num_generations,
+        tokenizer,
+        [one.cache for one in teachers if isinstance(one.cache, LiveTeacher)],
+        [one.name for one in teachers] if combination.way == "route" else [],
+        images,
+        partial(_joined, combination),
     )
 
 
@@ -365,7 +425,7 @@ def distill(
     from accelerate.utils import set_seed
 
     from xtk.models.causal_lm import context_length, quieten_transformers
-    from xtk.models.preparation import Origin, can_be_merged
+    from xtk.models.preparation import Origin, can_be_merged, is_adapted
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
     from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
@@ -389,7 +449,8 @@ def distill(
     cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
     limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
-    documents, sizes = _documents(recipe, inputs, limit)
+    documents, sizes = _documents(recipe, inputs, limit) if recipe.on_policy is None else _prompts(inputs)
+    _check_teaching(recipe, places.teachers, layout, is_adapted(cut.model))
     packed = recipe.packing and cut.pack()
     if recipe.packing and not packed:
         terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
@@ -418,7 +479,7 @@ def distill(
             parameters=parameters,
             tokenizer=inputs.tokenizer,
             maker=inputs.maker(limit, packing),
-            order=Order(documents, sizes, recipe.documents_per_step(layout.data_ranks), recipe.seed),
+            order=_order(recipe, documents, sizes, recipe.documents_per_step(layout.data_ranks)),
             recipe=recipe,
             reporting=reporting,
             steps=recipe.steps(len(documents), layout.data_ranks),
@@ -428,7 +489,7 @@ def distill(
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
-        run.blocks = blocks_of(inputs.source, run.order, run.steps, recipe.teacher_steps, places.output, accelerator)
+        run.blocks = _blocks(run, inputs, places, trust_remote_code)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         terminal.note(
@@ -437,6 +498,74 @@ def distill(
         )
         with killed_ones_told(), told_of_others():
             return train(run, identity)
+
+
+def _check_teaching(recipe: Recipe, teachers: Sequence[LiveTeacher], layout: Layout, adapted: bool) -> None:
+    """Refuse a student that cannot write, or cannot teach itself, as it is asked to.
+
+    Raises:
+        XtkError: tells why.
+    """
+    from xtk.training.student_writer import check_writer
+
+    if recipe.on_policy is not None:
+        check_writer(recipe.on_policy, layout)
+        recipe.on_policy.check_batch(recipe.documents_per_step(layout.data_ranks))
+    if recipe.offload_student and (layout.sharded or not teachers):
+        raise XtkError(
+            "--offload-student is for a student that each process has all of, beside live teachers",
+            hint="--fsdp-offload, for one that is shared out",
+        )
+    asked = {teacher.weights for teacher in teachers} - {""}
+    if asked and layout.sharded:
+        raise XtkError(
+            f"a student that is cut over processes ({layout}) is not its own teacher",
+            hint="--teacher with its folder, for the weights that it begins with; or replicas",
+        )
+    if "ema" in asked and not recipe.ema_decay:
+        raise XtkError("--teacher self:weights=ema, and there is no average", hint="--ema-decay 0.99")
+    if "base" in asked and not adapted:
+        raise XtkError("--teacher self:weights=base, and the student has no adapter", hint="--lora-r 16")
+
+
+def _order(recipe: Recipe, documents: np.ndarray, sizes: np.ndarray, per_step: int) -> Order:
+    """Return which documents, or prompts, a step takes."""
+    if recipe.on_policy is None:
+        return Order(documents, sizes, per_step, recipe.seed)
+    return RoundOrder(documents, sizes, per_step, recipe.seed, recipe.on_policy)
+
+
+def _blocks(run: Run, inputs: Inputs, places: Places, trust_remote_code: bool) -> Blocks | None:
+    """Return the blocks of a run with live teachers, or the rounds of one that is on-policy, and tell of them."""
+    on_policy = run.recipe.on_policy
+    if on_policy is None:
+        return blocks_of(inputs.source, run.order, run.steps, run.recipe.teacher_steps, places.output, run.accelerator)
+    from xtk.rollouts.writer import WriterRequest
+    from xtk.training.student_writer import StudentWriter
+
+    assert isinstance(inputs.source, RoundSource)
+    assert isinstance(run.order, RoundOrder)
+    options: dict[str, Any] = {"adapter": places.adapter} if places.adapter else {}
+    if on_policy.backend == "server":
+        options["servers"] = list(on_policy.server)
+    elif on_policy.engine:
+        options["engine"] = dict(on_policy.engine)
+    request = WriterRequest(places.student, str(places.student), inputs.tokenizer, on_policy.dtype,
+                            on_policy.batch_tokens, trust_remote_code, options)  # fmt: skip
+    writer = StudentWriter(
+        on_policy,
+        inputs.tokenizer,
+        run.cut,
+        request,
+        lambda folder: run.saver.write_student(folder) if run.saver is not None else None,
+        places.output,
+        mixed_precision=run.recipe.mixed_precision,
+        seed=run.recipe.seed,
+    )
+    terminal.note(f"distill: {on_policy.plan(writer.plan(run.accelerator.num_processes))}")
+    for teacher in inputs.source.teachers:
+        terminal.note(f"distill: {teacher.plan()}")
+    return Rounds(inputs.source, run.order, run.steps, on_policy, places.output, run.accelerator, writer)
 
 
 def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:
@@ -547,6 +676,17 @@ def _longer_than(limit: int, inputs: Inputs, sizes: np.ndarray) -> list[tuple[in
             if len(sequence) > limit:
                 found.append((len(sequence), number))
     return found
+
+
+def _prompts(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the prompts that count, and how long each is."""
+    assert isinstance(inputs.source, RoundSource)
+    documents = [prompt.document for prompt in inputs.source.prompts]
+    sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
+    counting = np.flatnonzero([document.weight > 0 for document in documents])
+    if not len(counting):
+        raise XtkError("there is no prompt to go on from")
+    return counting, sizes
 
 
 def _documents(recipe: Recipe, inputs: Inputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:

@@ -5,15 +5,17 @@ What they said is a cache of its own for each block of steps, in the run's folde
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
 from numpy.typing import NDArray
 
 from xtk import terminal
@@ -22,11 +24,15 @@ from xtk.artifacts.files import TEMPORARY
 from xtk.artifacts.folders import folder_at
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import XtkError
+from xtk.rollouts.prompts import read_prompts
+from xtk.rollouts.rollout import Prompt
 from xtk.teachers.caching import Work
 from xtk.teachers.live import LiveTeacher, read_together
 from xtk.tokens.document import Document
+from xtk.training import processes
 from xtk.training.batches import Order
 from xtk.training.sources import NONE, Heard, Source, TextSource
+from xtk.training.stopping import Stop
 from xtk.training.teachers import distinct
 
 WHO = "distill"
@@ -122,20 +128,27 @@ class Blocks:
 
     Attributes:
         seconds: that the teachers took, so far.
+        own: lends the student's `Cut` to a teacher that is the student, with the weights of that name; the run says.
+        aside: keeps the student off its device meanwhile, if that is asked for; the run says.
     """
 
     def __init__(self, source: LiveSource, order: Order, steps: int, size: int, output: Path, accelerator: Any) -> None:
         self._source, self._order, self._steps, self._output = source, order, steps, output
         self._accelerator = accelerator
         signal = source.bytes_per_document() * len(order.step(0))
+        self.own: Callable[[str], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
+        self.aside: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.size = size or max(1, min(STEPS, int(BYTES / max(signal, 1.0))))
         self.seconds = 0.0
 
-    def __call__(self, steps: range) -> Iterator[range]:
+    def __call__(self, steps: range, stop: Stop) -> Iterator[range]:
         """Yield the steps in blocks that begin where they always do, wherever the steps begin; each is scored before.
+
+        A signal ends them, in all processes, before the block that was to be scored.
 
         Args:
             steps: those that are left.
+            stop: knows of signals.
         """
         for number, block in enumerate(self.cut()):
             if block.stop <= steps.start:
@@ -143,7 +156,8 @@ class Blocks:
             folder = self._output / f"{TEMPORARY}live-{number:05d}"
             started = time.monotonic()
             try:
-                self._score(block, folder)
+                if not self._scored(block, folder, stop):
+                    return
                 self.seconds += time.monotonic() - started
                 yield range(max(block.start, steps.start), block.stop)
             finally:
@@ -161,21 +175,35 @@ class Blocks:
             yield range(start, stop)
             start = stop
 
-    def _score(self, block: range, folder: Path) -> None:
-        """Have the documents of a block scored, each process its part, and open what was said."""
+    def told(self, step: int) -> dict[str, float]:
+        """Return what metrics tell of the blocks so far.
+
+        Args:
+            step: that was taken, counted from 0.
+        """
+        return {"teacher_seconds": round(self.seconds, 3)}
+
+    def finish(self) -> None:
+        """Leave nothing of the blocks behind; the run is done."""
+
+    def _scored(self, block: range, folder: Path, stop: Stop) -> bool:
+        """Have the documents of a block scored, each process its part, and open what was said; False: asked to stop."""
         accelerator, source = self._accelerator, self._source
         numbers = np.unique([number for step in block for number in self._order.step(step)])
         works = source.works(numbers, self._order.epoch(block.start), folder)
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
         if devices:
             torch.cuda.empty_cache()  # what the student's steps left is the teachers' now
-        with torch.random.fork_rng(devices):  # dropout is what it is without a teacher
+        # A teacher that is the student needs it where it is.
+        aside = contextlib.nullcontext if any(teacher.weights for teacher in source.teachers) else self.aside
+        with aside(), torch.random.fork_rng(devices):  # dropout is what it is without a teacher
             for teacher, work in zip(source.teachers, works, strict=True):
-                if work is not None:
-                    self._written(teacher, work)
+                if work is not None and not self._written(teacher, work, stop):
+                    return False
         source.hear(numbers, works)
+        return True
 
-    def _written(self, teacher: LiveTeacher, work: Work) -> None:
+    def _written(self, teacher: LiveTeacher, work: Work, stop: Stop) -> bool:
         accelerator = self._accelerator
         shards = len(work.plan.shards)
         writer: CacheWriter | None = None
@@ -183,19 +211,31 @@ class Blocks:
             shutil.rmtree(work.place, ignore_errors=True)
             writer = CacheWriter(folder_at(work.place), work.header, shards)
         accelerator.wait_for_everyone()
-        rank, processes = accelerator.process_index, accelerator.num_processes
+        rank, ranks = accelerator.process_index, accelerator.num_processes
         if teacher.apart:  # on all devices: one process is enough
-            rank, processes = (0, 1) if accelerator.is_main_process else (1, 1)
-        entries = list(teacher.fill(work, list(range(rank, shards, processes))))
+            rank, ranks = (0, 1) if accelerator.is_main_process else (1, 1)
+        entries = []
+        with (
+            self.own(teacher.weights) if teacher.weights else contextlib.nullcontext() as own,
+            contextlib.closing(teacher.fill(work, list(range(rank, shards, ranks)), own)) as filled,
+        ):
+            more = True
+            while more:  # all meet after each shard: whoever has none waits for a shard at most, not for a block
+                entry = next(filled, None)
+                entries += [] if entry is None else [entry]
+                if stop.agreed(accelerator.device, by_signals=True):
+                    return False
+                more = bool(processes.highest(int(entry is not None), accelerator.device))
         teacher.leave()
-        for number, entry in gather_object(entries):
+        for shard, told in itertools.chain.from_iterable(processes.told_by_all(entries)):
             if writer is not None:
-                writer.accept(number, entry)
+                writer.accept(shard, told)
         if writer is not None:
             ranks = work.ranks
             writer.write_files(teacher.teacher.files() | ({} if ranks is None else {ranks.file: ranks.content}))
             writer.finish()
         accelerator.wait_for_everyone()
+        return True
 
 
 def read_for(
@@ -240,6 +280,23 @@ def read_for(
     for number, own in enumerate(lengths):
         sizes[number, ends[number] : ends[number + 1]] = own
     return documents, sizes
+
+
+def read_prompts_for(teachers: Sequence[LiveTeacher], corpus: Corpus) -> list[Prompt]:
+    """Read the prompts of a run; of what follows them nothing is known yet.
+
+    Args:
+        teachers: of the run, which read the prompts too, so that they can tell what they are.
+        corpus: the data.
+
+    Raises:
+        XtkError: the data is empty, or a prompt is longer than a teacher reads.
+    """
+    prompts = read_prompts(corpus)
+    held = HeldCorpus([prompt.document for prompt in prompts], corpus.sources, corpus.columns)
+    for teacher in teachers:
+        teacher.read(held, "")
+    return prompts
 
 
 def names_of(teachers: Sequence[LiveTeacher]) -> list[str]:

@@ -6,8 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from xtk.errors import Stopped
 from xtk.models.causal_lm import Cut
 from xtk.models.preparation import parameter_groups
 from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.aside import set_aside
 from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.card import Lineage, model_card
@@ -56,6 +58,7 @@ class Run:
         origin: what the student comes from, for its card.
         merge: as `Saver` has it.
         blocks: of steps, before each of which live teachers speak; None: there are none.
+        saver: writes what the run changes, once it has begun.
     """
 
     accelerator: Any
@@ -75,6 +78,7 @@ class Run:
     origin: Lineage = field(default_factory=Lineage)
     merge: Callable[[Path, Path], None] | None = None
     blocks: Blocks | None = None
+    saver: Saver | None = None
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -89,23 +93,24 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     run.model.train()
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
     average = Average(run.cut.model, recipe.ema_decay)
-    saver = Saver(
-        run.cut.model,
-        optimizer,
-        run.tokenizer_folder,
-        averages=average.tensors,
-        layout=str(run.layout),
-        merge=run.merge,
-    )
+    run.saver = saver = Saver(run.cut.model, optimizer, run.tokenizer_folder, averages=average.tensors,
+                              layout=str(run.layout), merge=run.merge)  # fmt: skip
+    _lend(run, average, optimizer)
     done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
     meter = _Meter(run, standing.tokens)
-    batches = meter.waited_for(_batches(run, range(done, run.steps), meter))
     if run.evaluation is not None and run.reporting.eval_on_start and not done:
         with meter.paused():
             _log(run, metrics, {"step": 0, **run.evaluation()})
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
-        for step, micro_batches in zip(range(done, run.steps), batches, strict=True):
+        batches, kept = meter.waited_for(_batches(run, range(done, run.steps), meter, stop)), done
+        for step in range(done, run.steps):
+            micro_batches = next(batches, None)
+            if micro_batches is None:  # while teachers spoke
+                if step > kept:
+                    standing.tokens = meter.total()
+                    _save(run, saver, step, standing)
+                _stop(run, step, stop.agreed(accelerator.device, by_signals=True))
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -121,7 +126,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             if (step + 1) % run.reporting.logging_steps == 0 or step == 0 or last:
                 record |= meter.read() | {"skipped_steps": standing.skipped_steps}
                 if run.blocks is not None:
-                    record["teacher_seconds"] = round(run.blocks.seconds, 3)
+                    record |= run.blocks.told(step)
             if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
                 with meter.paused(), average.in_place(run.model):
                     record |= run.evaluation()
@@ -136,14 +141,13 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                 with meter.paused():
                     standing.tokens = meter.total()
                     _save(run, saver, step + 1, standing)
+                kept = step + 1
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.told}")
             if last:
                 break
             if stopped:
-                accelerator.end_training()
-                raise Stopped(f"stopped after step {step + 1:,} of {run.steps:,}: {stopped}", where=str(run.output),
-                              hint="run the same command again: it goes on from there")  # fmt: skip
+                _stop(run, step + 1, stopped)
     standing.tokens = meter.total()
     accelerator.wait_for_everyone()
     content = {"kind": "student", "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
@@ -154,8 +158,37 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
         saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
         remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+    if run.blocks is not None:
+        run.blocks.finish()
     accelerator.end_training()  # takes the process group down
     return content
+
+
+def _lend(run: Run, average: Average, optimizer: torch.optim.Optimizer) -> None:
+    """Let live teachers have the student, or its device, while they speak."""
+    if run.blocks is not None:
+        run.blocks.own = partial(_own_teacher, run, average)
+        if run.recipe.offload_student:
+            run.blocks.aside = partial(set_aside, run.cut.model, optimizer, torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _own_teacher(run: Run, average: Average, weights: str) -> Iterator[Cut]:
+    """Lend the student as its own teacher, with the weights of a name of `OWN`."""
+    run.cut.model.eval()
+    without = run.cut.model.disable_adapter() if weights == "base" else contextlib.nullcontext()
+    with average.in_place(run.model) if weights == "ema" else contextlib.nullcontext(), without:
+        yield run.cut
+    run.cut.model.train()
+
+
+def _stop(run: Run, done: int, why: str) -> NoReturn:
+    run.accelerator.end_training()
+    raise Stopped(
+        f"stopped after step {done:,} of {run.steps:,}: {why}" if done else f"stopped before the first step: {why}",
+        where=str(run.output),
+        hint="run the same command again: it goes on from there",
+    )
 
 
 def _step(
@@ -217,9 +250,12 @@ def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.AdamW(list(groups.values()), lr=recipe.learning_rate, fused=True)
 
 
-def _batches(run: Run, steps: range, meter: _Meter) -> Iterator[list[MicroBatch]]:
-    """Yield what each step takes, made ahead; what live teachers take is no training."""
-    blocks = iter([steps]) if run.blocks is None else run.blocks(steps)
+def _batches(run: Run, steps: range, meter: _Meter, stop: Stop) -> Iterator[list[MicroBatch]]:
+    """Yield what each step takes, made ahead; what live teachers take is no training.
+
+    It ends before the last step where live teachers were asked to stop.
+    """
+    blocks = iter([steps]) if run.blocks is None else run.blocks(steps, stop)
     while True:
         with meter.taught():
             block = next(blocks, None)

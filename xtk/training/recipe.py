@@ -14,6 +14,7 @@ from xtk.losses import LossSpecification
 from xtk.models.preparation import Preparation
 from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
+from xtk.training.on_policy import OnPolicy
 from xtk.training.schedules import SCHEDULES, factor
 
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
@@ -21,11 +22,11 @@ BALANCES = ("none", "ce")
 # Recipes of runs that were begun by those who did not know of them have none of these.
 LATER = (
     "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
-    "early_stopping_patience",
+    "early_stopping_patience", "on_policy",
 )  # fmt: skip
 # How the work is cut, which does not change the result.
 SHARING = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
-           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps")  # fmt: skip
+           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps", "offload_student")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ class Recipe:
         parallel: how processes share the work: `fsdp=2,tp=2`.
         fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
         teacher_steps: steps whose documents live teachers score at a time; 0: as many as fit.
+        offload_student: the student and its optimizer leave the device while live teachers score.
         balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
         preparation: how the model is loaded, and what of it is trained.
+        on_policy: how the student writes what it learns from; None: it learns from the data.
     """
 
     losses: tuple[LossSpecification, ...]
@@ -82,6 +85,7 @@ class Recipe:
     parallel: str = ""
     fsdp_offload: bool = False
     teacher_steps: int = 0
+    offload_student: bool = False
     balance: str = "none"
     warmup_steps: int = 0
     min_lr_rate: float = 0.1
@@ -89,6 +93,7 @@ class Recipe:
     ema_decay: float = 0.0
     early_stopping_patience: int = 0
     preparation: Preparation = field(default_factory=Preparation)
+    on_policy: OnPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
@@ -132,9 +137,11 @@ class Recipe:
             raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
 
     def steps(self, documents: int, data_ranks: int) -> int:
-        """Return the optimisation steps of the run."""
+        """Return the optimisation steps of the run, of which each prompt is as many documents as it is taken."""
         if self.max_steps:
             return self.max_steps
+        if self.on_policy is not None:
+            documents *= self.on_policy.num_generations * self.on_policy.num_iterations
         return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(data_ranks)))
 
     def documents_per_step(self, data_ranks: int) -> int:
@@ -162,6 +169,8 @@ class Recipe:
         del content["preparation"]
         if prepared := self.preparation.identity():
             content["preparation"] = prepared
+        if self.on_policy is not None:
+            content["on_policy"] = self.on_policy.identity()
         content["losses"] = [str(loss) for loss in self.losses]
         content["documents_per_step"] = self.documents_per_step(data_ranks)
         for name in SHARING:

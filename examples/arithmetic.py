@@ -1,0 +1,205 @@
+"""On-policy distillation where it can be seen: sums of two numbers, of a teacher that writes digit by digit.
+
+    python examples/arithmetic.py --output FOLDER [--steps 100] [--seeds 3]
+
+The teacher's tokenizer takes digits one by one, the student's a whole number as one token; an answer is one letter, the
+sum in base 62. The teacher learnt from texts in which every other answer is drawn by lot: what it finds likeliest is
+right, what it writes often is not.
+A student that knows how an answer looks, and nothing else, goes on in several ways, each with as many steps and as many
+of the teacher's tokens: cross-entropy on what the teacher writes, distillation on what the teacher writes, and
+distillation on what the student writes. It is asked all sums at the end, and takes its likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import string
+import subprocess
+import sys
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils import logging
+
+NUMBERS, BY_LOT = 31, 0.5
+LETTERS = string.digits + string.ascii_letters  # of base 62
+START, END = "<s>", "</s>"
+JUDGE = "regex:pattern=^(.),column=answer,group=1"
+BATCH, POINTS = 128, 4
+TRAINING = ["--learning-rate", "2e-3", "--warmup-steps", "10", "--per-device-train-batch-size", str(BATCH),
+            "--save-total-limit", "99", "--logging-steps", "20", "--quiet"]  # fmt: skip
+
+
+def make_tokenizer(words: list[str], split: str) -> Tokenizer:
+    """Return a tokenizer of whole words."""
+    vocabulary = {word: number for number, word in enumerate([START, END, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=END))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(split), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
+def make_model(folder: Path, tokenizer: Tokenizer, kind: type, configuration: type, layers: int, seed: int) -> None:
+    """Write a small model with random weights."""
+    import torch
+
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=START, eos_token=END)
+    fast.save_pretrained(folder)
+    torch.manual_seed(seed)
+    kind(
+        configuration(
+            vocab_size=len(fast),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=64,
+            tie_word_embeddings=True,
+            initializer_range=0.06,
+            bos_token_id=0,
+            eos_token_id=1,
+        )
+    ).save_pretrained(folder)
+
+
+def write_lines(path: Path, rows: list[dict[str, str]]) -> Path:
+    """Write JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def make_data(folder: Path) -> None:
+    """Write what the teacher learns from, and the sums that are asked."""
+    draw = random.Random(0)
+    pairs = [(one, two) for one in range(NUMBERS) for two in range(NUMBERS)]
+    write_lines(folder / "prompts.jsonl", [_question(*pair) for pair in pairs])
+    rows = []
+    for _ in range(80):
+        for one, two in pairs:
+            answer = draw.randrange(2 * NUMBERS - 1) if draw.random() < BY_LOT else one + two
+            rows.append({"prompt": f"{one}+{two}=", "completion": LETTERS[answer]})
+    draw.shuffle(rows)
+    write_lines(folder / "texts.jsonl", rows)
+
+
+def _question(one: int, two: int) -> dict[str, str]:
+    return {"prompt": f"{one}+{two}=", "answer": LETTERS[one + two]}
+
+
+def xtk(*arguments: object) -> str:
+    """Run a command; return what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", "xtk", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return done.stdout
+
+
+def say(line: str) -> None:
+    """Tell at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def accuracy(student: Path, questions: Path, output: Path) -> float:
+    """Return the share of sums that a model answers right, taking its likeliest tokens."""
+    told = xtk("rollout", student, questions, "--temperature", 0, "--max-completion-length", 6, "--quiet",
+               "--reward", JUDGE, "-o", output, "--force", "--json")  # fmt: skip
+    return float(json.loads(told)["mean_reward"])
+
+
+def ways(folder: Path, teacher: Path, written: Path, cache: Path, prompts: Path) -> dict[str, list[object]]:
+    """Return the ways to go on, as arguments of `xtk distill STUDENT`."""
+    live = ["--on-policy", "--teacher", f"{teacher}:top_k=64", "--max-completion-length", 6]
+    return {
+        "ce": [written, "--loss", "ce"],
+        "byte-kl": [cache, "--loss", "byte-kl"],
+        "on-policy byte-kl": [prompts, "--loss", "byte-kl", *live],
+        "on-policy policy-gradient": [prompts, "--loss", "policy-gradient", *live],
+    }
+
+
+def main() -> None:
+    """Make everything, train in all ways, print the accuracies."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--teacher-steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--ways", nargs="*")
+    given = parser.parse_args()
+    logging.set_verbosity_error()
+    folder = given.output
+    folder.mkdir(parents=True, exist_ok=True)
+    make_data(folder)
+    digits = [*LETTERS, "+", "="]
+    numbers = [*LETTERS, *map(str, range(10, NUMBERS)), "+", "="]
+    make_model(folder / "blank", make_tokenizer(digits, r"\w|\+|="), Qwen3ForCausalLM, Qwen3Config, 4, 0)
+    teacher, prompts = folder / "teacher", folder / "prompts.jsonl"
+    xtk("distill", folder / "blank", folder / "texts.jsonl", "--loss", "ce", *TRAINING,
+        "--max-steps", given.teacher_steps, "-o", teacher)  # fmt: skip
+    say(f"teacher, its likeliest answer: {accuracy(teacher, prompts, folder / 'told.jsonl'):.3f}")
+    count = given.steps * BATCH
+    written, cache = folder / "written.jsonl", folder / "cache"
+    generations = -(-count // NUMBERS**2)
+    told = xtk("rollout", teacher, prompts, "--num-generations", generations, "--max-completion-length", 6,
+               "--seed", 1, "--reward", JUDGE, "--batch-tokens", 65536, "--quiet", "-o", written,
+               "--json")  # fmt: skip
+    say(f"teacher, as it writes: {json.loads(told)['mean_reward']:.3f}")
+    xtk("cache-teacher", teacher, written, "--top-k", 64, "--batch-tokens", 65536, "--quiet", "-o", cache)
+    curves: dict[str, list[list[float]]] = {}
+    steps = [*range(0, given.steps, given.steps // POINTS), given.steps]
+    for seed in range(given.seeds):
+        place = folder / str(seed)
+        place.mkdir(exist_ok=True)
+        make_model(
+            place / "blank", make_tokenizer(numbers, r"\d+|[a-zA-Z]|\+|="), LlamaForCausalLM, LlamaConfig, 2, seed
+        )
+        student = place / "student"
+        xtk("distill", place / "blank", written, "--loss", "ce", *TRAINING, "--max-steps", 10, "--seed", seed,
+            "-o", student)  # fmt: skip
+        start = accuracy(student, prompts, place / "told.jsonl")
+        for name, arguments in ways(folder, teacher, written, cache, prompts).items():
+            if given.ways and name not in given.ways:
+                continue
+            output = place / name.replace(" ", "-")
+            xtk("distill", student, *arguments, *TRAINING, "--max-steps", given.steps, "--seed", seed,
+                "--save-steps", given.steps // POINTS, "-o", output)  # fmt: skip
+            stops = [*(output / f"checkpoint-{step}" for step in steps[1:-1]), output]
+            curve = [start, *(accuracy(stop, prompts, place / "told.jsonl") for stop in stops)]
+            curves.setdefault(name, []).append(curve)
+            say(f"{seed} {name}: {' '.join(f'{value:.3f}' for value in curve)}")
+    for name, of_seeds in curves.items():
+        last = [curve[-1] for curve in of_seeds]
+        say(f"{name}: {statistics.mean(last):.3f} ({', '.join(f'{value:.3f}' for value in last)})")
+    (folder / "curves.json").write_text(json.dumps({"steps": steps, "curves": curves}))
+    draw(folder / "curves.svg", steps, curves)
+
+
+def draw(path: Path, steps: list[int], curves: dict[str, list[list[float]]]) -> None:
+    """Draw how many sums students answer right, a line a seed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for number, (name, of_seeds) in enumerate(curves.items()):
+        for seed, curve in enumerate(of_seeds):
+            axes.plot(steps, curve, color=f"C{number}", marker="o", label=None if seed else name)
+    axes.set(xlabel=f"steps of {BATCH} answers", ylabel="sums answered right", ylim=(0, 1))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

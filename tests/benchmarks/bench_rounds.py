@@ -1,0 +1,145 @@
+"""Rounds of on-policy training: what is neither writing, nor the teacher, nor the student's step; and bytes of signal.
+
+A student with Llama 3's vocabulary writes 48 tokens behind each of 32 prompts of GSM8K, a teacher with Qwen's of four
+times its size scores that, and the student trains from it with byte-kl. Timed inside of one process: `write` of the
+writer, `score` of the teacher, the optimisation step; the rest of a round is what xtk adds. The first round, which
+compiles, is left out; median of the others. The bytes are those of the signals of a round's cache, where the teacher is
+asked about the 32 tokens that the student found likeliest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import gsm8k, model_folder, report
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from xtk import terminal
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.losses import parse_losses
+from xtk.models.causal_lm import quieten_transformers
+from xtk.rollouts.transformers import TransformersWriter
+from xtk.rollouts.writer import Sampling
+from xtk.teachers.live import read_live_teacher
+from xtk.teachers.transformers import TransformersTeacher
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training import loop, rounds
+from xtk.training.distill import distill, open_inputs
+from xtk.training.on_policy import OnPolicy
+from xtk.training.recipe import Places, Recipe, Reporting
+from xtk.training.stopping import Stop
+
+PROMPTS, TOKENS, ROUNDS = 32, 48, 6
+Seconds = dict[str, float]
+
+
+def make_models(folder: Path) -> None:
+    """Write a student, a teacher, and one with the student's tokenizer."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    for name, size in (("student", 192), ("alike", 192)):
+        shape = {"hidden_size": size, "intermediate_size": 4 * size, "num_hidden_layers": 6}
+        model_folder(folder / name, "llama3", LlamaForCausalLM(LlamaConfig(vocab_size=128256, **shape, **heads)))
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64}
+    model_folder(folder / "teacher", "qwen", Qwen3ForCausalLM(Qwen3Config(vocab_size=151936, **shape, **heads)))
+
+
+def timed(owner: Any, name: str, seconds: Seconds, label: str) -> Callable[[], None]:
+    """Count what a function takes, and return what undoes that."""
+    plain = getattr(owner, name)
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        started = time.perf_counter()
+        try:
+            return plain(*arguments, **options)
+        finally:
+            seconds[label] = seconds.get(label, 0.0) + time.perf_counter() - started
+
+    setattr(owner, name, counted)
+    return lambda: setattr(owner, name, plain)
+
+
+def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds], float]:
+    """Train some rounds; return the seconds of each by what they were for, and bytes of signal a position."""
+    student = folder / "student"
+    places = Places(student, (str(folder / "prompts.jsonl"),), (), folder / name, teachers=(
+        read_live_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
+    sampling = Sampling(max_completion_length=TOKENS, given=places.teachers[0].asked)
+    recipe = Recipe(losses=tuple(parse_losses([loss])), max_steps=ROUNDS, per_device_train_batch_size=PROMPTS,
+                    on_policy=OnPolicy(sampling=sampling))  # fmt: skip
+    seconds: Seconds = {}
+    lines: list[Seconds] = []
+    bytes_a_position: list[float] = []
+    undo = [
+        timed(TransformersWriter, "write", seconds, "writing"),
+        timed(TransformersTeacher, "score", seconds, "teacher"),
+        timed(loop, "_step", seconds, "step"),
+    ]
+    score, began = rounds.Rounds._scored, [0.0]
+
+    def scored(self: rounds.Rounds, block: range, place: Path, stop: Stop) -> bool:
+        found = score(self, block, place, stop)
+        cache = TeacherCache(next(path for path in place.iterdir() if path.is_dir()))
+        shards = list(cache.shards())
+        positions = sum(shard.figures()["positions"] for shard in shards)
+        bytes_a_position.append(sum(shard.parts()["signal"] for shard in shards) / positions)
+        return found
+
+    step = loop._step
+
+    def stepped(*arguments: Any) -> Any:
+        found = step(*arguments)
+        now = time.perf_counter()
+        if began[0]:
+            lines.append({**seconds, "all": now - began[0]})
+        seconds.clear()
+        began[0] = now
+        return found
+
+    rounds.Rounds._scored = scored  # type: ignore[method-assign]
+    loop._step = stepped
+    terminal.set_quiet(True)
+    try:
+        inputs = open_inputs(places, recipe, Tokenizer(student))
+        distill(places, recipe, Reporting(save_steps=0), inputs, force=True, trust_remote_code=False)
+    finally:
+        rounds.Rounds._scored = score  # type: ignore[method-assign]
+        loop._step = step
+        for back in undo:
+            back()
+    return lines, statistics.median(bytes_a_position)
+
+
+def main() -> None:
+    """Measure and print."""
+    quieten_transformers()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        make_models(folder)
+        rows = [{"prompt": " ".join(text.split()[:24])} for text in gsm8k(PROMPTS)]
+        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines, _ = run(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
+        shares = [1 - (line["writing"] + line["teacher"] + line["step"]) / line["all"] for line in lines]
+        parts = {key: statistics.median(line[key] for line in lines) for key in ("writing", "teacher", "step", "all")}
+        _, given = run(folder, f"{folder / 'alike'}:support=given,top_k=32", "reverse-kl", "given")
+        told = ", ".join(f"{key} {value:.2f} s" for key, value in parts.items())
+        report(
+            Path(__file__).name,
+            [
+                ("a round: time outside of writing, the teacher's pass and the step",
+                 f"{statistics.median(shares):.1%} ({told})", "5 %"),
+                ("signal a position, `given` K=32", f"{given:.0f} bytes", "160 bytes"),
+            ],
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""On-policy training: rounds in which a student writes, its teachers score, and it trains from what they said."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import material
+import numpy as np
+import pytest
+import torch
+from command_line import run_xtk
+from interrupting import start, told, wait_for
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.errors import XtkError
+from xtk.rewards.specification import parse_reward
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.metrics import read_metrics
+from xtk.training.on_policy import OnPolicy, RoundOrder, parse_stop_if, repetition, reward_weights
+
+HEADERS = (
+    "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
+    "{{ message['content'] }}<|end_of_text|>{% endfor %}"
+)
+TURNS = "{% for message in messages %}<|im_end|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+GENERATION = {
+    HEADERS: "{% if add_generation_prompt %}<|pad|>assistant<|pad|>\n\n{% endif %}",
+    TURNS: "{% if add_generation_prompt %}<|im_end|>assistant\n{% endif %}",
+}
+SIZES = np.array([5, 9, 2, 7, 4, 8, 1], np.int64)
+USABLE = np.array([0, 1, 2, 3, 5, 6])
+
+
+# --- which documents a step takes
+
+
+@pytest.mark.parametrize("lmbda", [1.0, 0.0, 0.4])
+def test_every_prompt_is_taken_as_often_as_any_other_and_all_its_completions_together(lmbda):
+    on_policy = OnPolicy(num_generations=2, steps_per_generation=3, num_iterations=2, lmbda=lmbda)
+    order = RoundOrder(USABLE, SIZES, 4, 7, on_policy)
+    steps = range(6 * 40)
+    taken: dict[int, int] = {}
+    for first in range(0, len(steps), 6):
+        # The second iteration takes the very same documents.
+        assert [order.step(step) for step in range(first, first + 3)] == [
+            order.step(step) for step in range(first + 3, first + 6)
+        ]
+    for step in steps:
+        numbers = order.step(step)
+        assert len(numbers) == 4
+        assert order.share(step, 0, 2, 2) + order.share(step, 1, 2, 2) == [numbers[:2], numbers[2:]]
+        if order.writes(step):
+            prompts = [number // 2 for number in numbers]
+            assert prompts[::2] == prompts[1::2]
+            assert [number % 2 for number in numbers] == [0, 1] * 2
+        else:
+            prompts = [number - 2 * len(SIZES) for number in numbers]
+        assert set(prompts) <= set(USABLE.tolist())
+        for prompt in prompts:
+            taken[prompt] = taken.get(prompt, 0) + 1
+    share = np.mean([order.writes(step) for step in steps])
+    assert share == pytest.approx(lmbda, abs=0.15 if 0 < lmbda < 1 else 0)
+    if lmbda in (0, 1):
+        assert max(taken.values()) - min(taken.values()) <= 4
+    assert [order.step(step) for step in range(12)] == [
+        RoundOrder(USABLE, SIZES, 4, 7, on_policy).step(step) for step in range(12)
+    ]
+
+
+def test_a_prompt_is_known_by_how_often_it_was_taken():
+    order = RoundOrder(USABLE, SIZES, 4, 7, OnPolicy(num_generations=2))
+    seen: dict[int, list[int]] = {}
+    for step in range(12):
+        for prompt, before in order.prompts(step):
+            seen.setdefault(prompt, []).append(before)
+    assert all(times == list(range(len(times))) for times in seen.values())
+
+
+def test_a_step_that_would_cut_a_group_is_refused():
+    with pytest.raises(XtkError, match="a step has 6 documents, and a prompt 4"):
+        OnPolicy(num_generations=4).check_batch(6)
+
+
+# --- what rollouts count
+
+
+def test_weights_of_rewards_by_hand():
+    weights = reward_weights([1.0, 0.0, math.nan, 1.0], [0, 0, 0, 1], 0.5)
+    mean = 0.5  # of those that could be judged
+    powers = np.exp(np.array([1.0, 0.0, mean]) / 0.5)
+    np.testing.assert_allclose(weights[:3], 3 * powers / powers.sum())
+    assert weights[3] == 1.0
+    # One completion a prompt: the whole step is compared, and the mean weight is 1.
+    of_step = reward_weights([3.0, 1.0, 2.0], [0, 1, 2], 1.0)
+    np.testing.assert_allclose(of_step, 3 * np.exp([3.0, 1.0, 2.0]) / np.exp([3.0, 1.0, 2.0]).sum())
+    np.testing.assert_array_equal(reward_weights([math.nan] * 2, [0, 0], 1.0), [1, 1])
+    np.testing.assert_allclose(reward_weights([1e6, 0.0], [0, 0], 1e-3), [2, 0], atol=1e-12)
+
+
+def test_repetition():
+    assert repetition([1, 2, 3, 4, 5]) == (0, 2)
+    assert repetition([7] * 6) == (2, 3)
+    assert repetition([1, 2]) == (0, 0)
+
+
+@pytest.mark.parametrize("text", ["entropy", "entropy=1", "entropi<1", "entropy<x", "entropy<1e"])
+def test_no_sign_of_collapse(text):
+    with pytest.raises(XtkError):
+        parse_stop_if(text)
+
+
+def test_signs_of_collapse():
+    sign = parse_stop_if("repetition > 0.5")
+    assert str(sign) == "repetition>0.5"
+    assert sign.holds({"repetition": 0.6})
+    assert not sign.holds({"repetition": 0.5})
+    assert not sign.holds({})
+    assert parse_stop_if("entropy<0.05").holds({"entropy": 0.01})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"num_generations": 0}, {"lmbda": 1.5}, {"reward_beta": 1.0}, {"reward_beta": -1.0}, {"backend": "vlm"},
+     {"num_iterations": 0}],
+)  # fmt: skip
+def test_refused_options(wrong):
+    with pytest.raises(XtkError):
+        OnPolicy(**wrong)
+    assert OnPolicy(reward_beta=1.0, rewards=(parse_reward("exact"),)).identity()["rewards"] == ["exact"]
+
+
+# --- runs
+
+OPTIONS = ["--on-policy", "--learning-rate", 1e-3, "--logging-steps", 1, "--per-device-train-batch-size", 4,
+           "--num-generations", 2, "--max-completion-length", 12]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    names = ["Anna", "Bert", "Clara", "Dora", "Emil"]
+    rows = [
+        {"prompt": f"{name} has {12 + at} apples and", "completion": f" gives {at} to Ida.", "answer": str(at)}
+        for at, name in enumerate(names)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def run(pair, prompts: Path, output: Path, *more: object, code: int = 0):
+    return run_xtk(
+        "distill",
+        pair.student,
+        prompts,
+        "--teacher",
+        f"{pair.teacher}:top_k=16",
+        *OPTIONS,
+        *more,
+        "-o",
+        output,
+        code=code,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(pair, prompts, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "out"
+    done = run(pair, prompts, folder, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
+               "--loss", "byte-kl", "--reward", "regex:pattern=apples")  # fmt: skip
+    assert done.stdout == f"{folder}\n"
+    return folder
+
+
+def test_what_a_run_tells_and_leaves(whole):
+    lines = read_metrics(whole / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    assert [line["staleness"] for line in lines] == [0, 1] * 4
+    for name in ("entropy", "length", "truncated", "repetition", "dropped", "turns"):
+        assert all(f"rollout_{name}" in line for line in lines)
+    assert all(0 <= line["reward"] <= 1 for line in lines)
+    assert lines[-1]["writing_seconds"] > 0
+    assert lines[-1]["teacher_seconds"] > 0
+    assert not (whole / "rounds").exists()
+    told_of = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in told_of] == [0, 2, 4, 6]
+    recipe = json.loads((whole / "recipe.json").read_text())
+    assert recipe["on_policy"]["num_generations"] == 2
+    assert recipe["on_policy"]["rewards"] == ["regex:pattern=apples"]
+
+
+def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path):
+    """Round 2 is steps 5 and 6; the checkpoint of step 6 comes at its end, that of step 3 inside of round 1."""
+    output = tmp_path / "out"
+    arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
+                 "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
+                 "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
+    process = start([*arguments, output])
+    wait_for(output / "checkpoint-3", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    written = output / "rounds" / "000001" / "rollouts-00000-of-00001.jsonl"
+    content, inode = written.read_bytes(), written.stat().st_ino
+    again = start([*arguments, output])
+    seen = set()
+    while again.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            seen.add(written.stat().st_ino)
+        time.sleep(0.02)
+    assert again.returncode == 0, again.communicate()[1]
+    again.communicate()
+    assert content
+    assert seen == {inode}  # read, and not written again
+    assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    clocks = {"writing_seconds", "teacher_seconds"}
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k not in clocks} for line in told(one)] for one in (output, whole)
+    )
+    assert ours == theirs
+
+
+def test_two_processes_give_what_one_gives(pair, prompts, whole, tmp_path):
+    output = tmp_path / "two"
+    done = run(pair, prompts, output, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
+               "--loss", "byte-kl", "--reward", "regex:pattern=apples", "--num-processes", 2,
+               "--per-device-train-batch-size", 2)  # fmt: skip
+    assert "2 process(es)" in done.stderr
+    for one, other in zip(*(read_metrics(folder / "metrics.jsonl") for folder in (output, whole)), strict=True):
+        assert one["rollout_length"] == other["rollout_length"]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+    expected = load_file(whole / "model.safetensors")
+    for name, weight in load_file(output / "model.safetensors").items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4 * float(expected[name].abs().max()))
+
+
+def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_path):
+    """One round, all of whose documents are one step."""
+    sampling = ["--num-generations", 2, "--max-completion-length", 12, "--seed", 42]
+    rollouts, cache = tmp_path / "rollouts.jsonl", tmp_path / "cache"
+    run_xtk("rollout", pair.student, prompts, *sampling, "-o", rollouts)
+    run_xtk("cache-teacher", pair.teacher, rollouts, "--top-k", 16, "--precision", "float32", "-o", cache)
+    rows = TeacherCache(cache)
+    assert 0 < len(rows) <= 10  # empty ones are not written, and count nothing
+    training = ["--loss", "byte-kl", "--max-steps", 1, "--learning-rate", 1e-3, "--warmup-ratio", 0, "--seed", 42,
+                "--per-device-train-batch-size"]  # fmt: skip
+    run_xtk("distill", pair.student, cache, *training, len(rows), "-o", tmp_path / "pipeline")
+    run_xtk("distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=16", *sampling[:-2],
+            *training, 10, "-o", tmp_path / "command")  # fmt: skip
+    student = Tokenizer(pair.student)
+    assert all(rows.row(number).document.drawn.tokenizer == student.fingerprint for number in range(len(rows)))
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("command", "pipeline"))
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+    assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)
+    # AdamW's first step is the sign of the gradient, and of rounding where there is none: functions are compared.
+    ids = torch.arange(2, 42)[None]
+    before, ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(folder)(ids).logits
+        for folder in (pair.student, tmp_path / "command", tmp_path / "pipeline")
+    )
+    assert (ours - theirs).norm() < 0.02 * (ours - before).norm()
+
+
+def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
+    """Weights of rewards are compared over the step, not over a micro-batch, within which they would cancel."""
+    judge = tmp_path / "judge.py"
+    judge.write_text("def length(completion, prompt, row):\n    return len(completion) % 7 / 7\n")
+    options = ["--loss", "byte-kl", "--loss", "policy-gradient", "--reward", f"{judge}:length", "--reward-beta", 0.5,
+               "--max-steps", 2, "--save-steps", 0, "--offload-student"]  # fmt: skip
+    for size in (4, 1):
+        run(pair, prompts, tmp_path / str(size), *options, "--per-device-train-batch-size", size,
+            "--gradient-accumulation-steps", 4 // size)  # fmt: skip
+    whole, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in "41")
+    for one, other in zip(whole, cut, strict=True):
+        for name in ("loss", "byte-kl", "policy-gradient", "gradient_norm"):
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+    run(pair, prompts, tmp_path / "alike", *options[:6], *options[8:])
+    alike = read_metrics(tmp_path / "alike" / "metrics.jsonl")
+    assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
+
+
+def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
+    options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
+    run(pair, prompts, tmp_path / "with", *options)
+    done = run(pair, prompts, tmp_path / "apart", *options, "--placement", "teacher=0")
+    assert "in a process of its own, on devices 0" in done.stderr
+    one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("with", "apart"))
+    assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
+    for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
+        run(pair, prompts, tmp_path / "wrong", *options, "--placement", wrong, code=1)
+    done = run(pair, prompts, tmp_path / "wrong", *options, "--placement", "rollout=1", code=1)
+    assert "--rollout-backend vllm" in done.stderr
+
+
+@pytest.mark.long
+def test_kills_at_random_instants(pair, prompts, whole, tmp_path):
+    arguments = ["distill", pair.student, prompts, "--teacher", f"{pair.teacher}:top_k=16", *OPTIONS, "--max-steps", 8,
+                 "--save-steps", 3, "--steps-per-generation", 2, "--loss", "byte-kl",
+                 "--reward", "regex:pattern=apples", "-o"]  # fmt: skip
+    draw = random.Random(5)
+    for number in range(20):
+        output = tmp_path / str(number)
+        for _ in range(2):
+            process = start([*arguments, output])
+            wait_for(output / "recipe.json", process)
+            time.sleep(draw.uniform(0, 4))
+            process.kill()
+            process.communicate()
+        process = start([*arguments, output])
+        _, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr
+        assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+        shutil.rmtree(output)
+
+
+def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
+    run(pair, prompts, tmp_path / "out", "--max-steps", 12, "--save-steps", 0, "--lmbda", 0.5, "--loss", "ce",
+        "--loss", "byte-kl", "--num-iterations", 2)  # fmt: skip
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    # Cross-entropy is of the data's completions: steps that take what the student wrote have none.
+    written = [line["ce"] == 0 for line in lines]
+    assert any(written)
+    assert not all(written)
+    assert written[::2] == written[1::2]
+    assert all(line["byte-kl"] > 0 for line in lines)
+
+
+def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
+    """Reverse KL over the tokens that the student found likeliest, with its own base as teacher: zero at the start."""
+    done = run_xtk("distill", pair.student, prompts, "--teacher", f"{pair.student}:support=given,top_k=8", *OPTIONS,
+                   "--loss", "reverse-kl", "--max-steps", 4, "--num-iterations", 2, "--save-steps", 0,
+                   "--learning-rate", 1e-2, "--warmup-steps", 0, "-o", tmp_path / "out")  # fmt: skip
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert done.returncode == 0
+    assert lines[0]["reverse-kl"] == pytest.approx(0, abs=1e-5)
+    assert [line["staleness"] for line in lines] == [0, 1, 0, 1]
+
+
+def test_the_student_as_its_own_teacher_with_more_to_go_by(pair, tmp_path):
+    data = tmp_path / "privileged.jsonl"
+    rows = [
+        {"prompt": f"Anna has {at} apples and", "teacher_prompt": f"She has 12. Anna has {at} apples and"}
+        for at in range(4)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = [*OPTIONS, "--max-steps", 3, "--save-steps", 0, "--learning-rate", 1e-2, "--warmup-steps", 0]
+    losses = {}
+    for name, teacher, more in (
+        ("live", "self:top_k=16", []),
+        ("ema", "self:weights=ema,top_k=16", ["--ema-decay", 0.5]),
+        ("folder", f"{pair.student}:top_k=16", []),
+    ):
+        run_xtk("distill", pair.student, data, "--teacher", teacher, *options, *more, "--loss", "forward-kl",
+                "-o", tmp_path / name)  # fmt: skip
+        losses[name] = [line["forward-kl"] for line in read_metrics(tmp_path / name / "metrics.jsonl")]
+    # All begin alike; then one teacher moves with the student, one follows, one stays.
+    assert losses["live"][0] == pytest.approx(losses["folder"][0], rel=1e-5)
+    assert losses["ema"][0] == pytest.approx(losses["folder"][0], rel=1e-5)
+    assert losses["live"][0] > 0
+    assert len({round(value[2], 7) for value in losses.values()}) == 3
+
+
+@pytest.mark.parametrize("way", ["mixture", "route", "sum"])
+def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
+    data = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": f"Anna has {at} apples and", "by": ["teacher", "other"][at % 2]} for at in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    other = material.make_teacher(tmp_path / "other", seed=9)
+    routes = ["--route-column", "by"] if way == "route" else []
+    run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
+            "--teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
+            "-o", tmp_path / "out")  # fmt: skip
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    names = ["byte-kl"] if way == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
+    assert all(line[name] > 0 for line in lines for name in names)
+
+
+COUNTDOWN = """
+class Countdown:
+    role = "tool"
+
+    def reset(self, record):
+        self.left = record["turns"]
+        return None
+
+    def step(self, text):
+        self.left -= 1
+        return f" ({self.left} left) ", self.left == 0
+
+    def reward(self):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("talk", [False, True])
+def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_path, talk):
+    student, teacher = (shutil.copytree(one, tmp_path / one.name) for one in (pair.student, pair.teacher))
+    for folder, template in ((student, HEADERS), (teacher, TURNS)):
+        (folder / "chat_template.jinja").write_text(template + GENERATION[template])
+    (tmp_path / "countdown.py").write_text(COUNTDOWN)
+    prompt = [{"role": "user", "content": "Anna has 12 apples and"}] if talk else "Anna has 12 apples and"
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": prompt, "turns": turns}) + "\n" for turns in (1, 2, 3)))
+    run_xtk("distill", student, data, "--teacher", f"{teacher}:top_k=16", "--on-policy",
+            "--per-device-train-batch-size", 3, "--max-completion-length", 30, "--stop", "a", "--stop", "e",
+            "--environment", tmp_path / "countdown.py:Countdown", "--loss", "policy-gradient", "--loss", "byte-kl",
+            "--max-steps", 2, "--logging-steps", 1, "--save-steps", 0, "-o", tmp_path / "out")  # fmt: skip
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert lines[-1]["rollout_turns"] > 1
+    assert 0 < lines[-1]["rollout_tool_share"] < 1
+    assert lines[-1]["reward"] == 1
+
+
+def test_refusals(pair, prompts, tmp_path):
+    output = tmp_path / "out"
+    done = run_xtk("distill", pair.student, prompts, "--on-policy", "-o", output, code=1)
+    assert "--teacher MODEL beside --on-policy" in done.stderr
+    done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
+    assert "a multiple of --num-generations" in done.stderr
+    done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
+    assert "entropy" in done.stderr
+    assert not output.exists()
+    done = run(pair, prompts, output, "--max-steps", 4, "--stop-if", "length>1", "--save-steps", 1, code=1)
+    assert "sign of collapse: length" in done.stderr
+    bare = tmp_path / "bare.jsonl"
+    bare.write_text(json.dumps({"prompt": "Anna has"}) + "\n")
+    done = run(pair, bare, output.with_name("other"), "--max-steps", 1, "--lmbda", 0.5, code=1)
+    assert "prompt and completion" in done.stderr
+    done = run_xtk("distill", pair.student, prompts, "--teacher", "self:weights=base", *OPTIONS, "--max-steps", 1,
+                   "-o", output.with_name("third"), code=1)  # fmt: skip
+    assert "has no adapter" in done.stderr

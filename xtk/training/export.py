@@ -1,0 +1,373 @@
+"""A student for the world: the folder that transformers, vLLM and the hub read, of a run or of a checkpoint."""
+
+from __future__ import annotations
+
+import glob
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtk import terminal
+from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, temporary_name, write_json
+from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
+from xtk.errors import XtkError
+from xtk.evaluation.results import Result, read_results
+from xtk.lookup import unknown
+from xtk.models.causal_lm import DTYPES, load_causal_lm
+from xtk.models.preparation import Origin, Preparation, can_be_merged, load_student, save_student
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.card import Lineage, model_card, with_evaluation
+from xtk.training.checkpoint import (
+    AVERAGE,
+    CARD,
+    DONE,
+    METRICS,
+    RECIPE,
+    TOKENIZER_FILES,
+    checkpoints,
+    sync_folder,
+)
+from xtk.training.metrics import read_metrics
+from xtk.training.pieces import Pieces
+
+KIND = "exported-student"
+GGUF = "model.gguf"
+CONVERTER = "convert_hf_to_gguf.py"
+_SIZE = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?B", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is asked for.
+
+    Attributes:
+        run: the folder of `xtk distill`.
+        checkpoint: the step of one of its checkpoints; 0: the finished student.
+        dtype: in which weights are written; "": in which they were trained.
+        max_shard_size: of a file of weights, as Hugging Face writes it: 5GB.
+        evaluations: files of results, for the card.
+        gguf: the type of llama.cpp's numbers, such as q8_0; "": no such file.
+        gguf_converter: llama.cpp's script; "": it is looked for on the path of programs.
+
+    Raises:
+        XtkError: a value that is not known.
+    """
+
+    run: Path
+    checkpoint: int = 0
+    dtype: str = ""
+    max_shard_size: str = "5GB"
+    evaluations: tuple[Path, ...] = ()
+    gguf: str = ""
+    gguf_converter: str = ""
+
+    def __post_init__(self) -> None:
+        if self.dtype and self.dtype not in DTYPES:
+            raise unknown("dtype", self.dtype, DTYPES)
+        if not _SIZE.fullmatch(self.max_shard_size):
+            raise XtkError(f"--max-shard-size is {self.max_shard_size!r}", hint="a size such as 500MB or 5GB")
+        if self.gguf_converter and not self.gguf:
+            raise XtkError("--gguf-converter is for --gguf", hint="--gguf f16, bf16 or q8_0")
+
+
+def export(wanted: Export, output: Path, *, force: bool, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Write a student as others load it, whole or not at all; one that is there already is found again.
+
+    Args:
+        wanted: of which run, and how.
+        output: the new folder.
+        force: replace an export of another request.
+        trust_remote_code: run the model's own Python code.
+
+    Returns:
+        What its `xtk.json` says.
+
+    Raises:
+        XtkError: there is no such run, it is unfinished, or the output holds other things.
+    """
+    source, content, metrics = _opened(wanted)
+    converter = _converter(wanted) if wanted.gguf else None
+    results = [result for path in wanted.evaluations for result in read_results(path)]
+    dtype = wanted.dtype or content["recipe"].get("preparation", {}).get("dtype", "float32")
+    request = {
+        "weights": fingerprint_of_weights(source),
+        "step": content["steps"],
+        "dtype": dtype,
+        "max_shard_size": wanted.max_shard_size,
+        "gguf": wanted.gguf,
+        "evaluation": [sha256(path.read_bytes()) for path in wanted.evaluations],
+    }
+    _check_output(output, wanted.run)
+    found = _found(output, request, force=force)
+    if found is not None:
+        return found
+    with _replaced(output) as folder:
+        tokenizer = Tokenizer(source)
+        with _whole(source, wanted, content["recipe"], tokenizer, folder, trust_remote_code) as whole:
+            figures = _write(whole, folder, tokenizer, dtype, wanted.max_shard_size, trust_remote_code)
+        for pattern in TOKENIZER_FILES:
+            for path in source.glob(pattern):
+                shutil.copyfile(path, folder / path.name)
+        (folder / CARD).write_text(_card(wanted, content, metrics, results), encoding="utf-8")
+        if converter is not None:
+            _convert(converter, folder, wanted.gguf)
+        told = {**content, "kind": KIND, "request": request, **figures}
+        write_json(folder / DONE, told)
+    return told
+
+
+def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
+    """Return the folder of the weights, what `xtk.json` says of them, and metrics up to then.
+
+    Raises:
+        XtkError: this is no run, or it has not come so far.
+    """
+    run = wanted.run
+    if not (run / RECIPE).is_file():
+        raise XtkError("this is no run of xtk distill (recipe.json)", where=str(run))
+    steps = [step for step, _ in checkpoints(run)]
+    metrics = read_metrics(run / METRICS)
+    if not wanted.checkpoint:
+        if not (run / DONE).is_file():
+            there = f"--checkpoint {steps[-1]}, or " if steps else ""
+            raise XtkError(
+                "this run is not finished", where=str(run), hint=f"{there}the same xtk distill command, which goes on"
+            )
+        return run, read_json(run / DONE), metrics
+    if wanted.checkpoint not in steps:
+        raise XtkError(
+            f"there is no checkpoint of step {wanted.checkpoint}",
+            where=str(run),
+            hint=f"there are {', '.join(map(str, steps))}" if steps else "xtk distill --save-steps N keeps some",
+        )
+    metrics = [record for record in metrics if record.get("step", 0) <= wanted.checkpoint]
+    last = {name: value for record in metrics for name, value in record.items()}
+    content = {"steps": wanted.checkpoint, "recipe": read_json(run / RECIPE), "metrics": last}
+    return dict(checkpoints(run))[wanted.checkpoint], content, metrics
+
+
+def _check_output(output: Path, run: Path) -> None:
+    """Refuse an output that is the run, holds it, or lies in it.
+
+    Raises:
+        XtkError: tells which.
+    """
+    here, there = output.resolve(), run.resolve()
+    if here in (there, *there.parents) or there in here.parents:
+        raise XtkError("the output is the run, or one lies in the other", where=str(output), hint="another -o")
+
+
+def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str, Any] | None:
+    """Return what a finished export of the same request says; None if there is nothing to keep.
+
+    Raises:
+        XtkError: the output holds other things, or an export of another request.
+    """
+    if output.is_file():
+        raise XtkError("an export is a folder, and there is a file of this name", where=str(output))
+    if not output.is_dir() or not any(output.iterdir()):
+        return None
+    content = read_json(output / DONE) if (output / DONE).is_file() else {}
+    if content.get("kind") != KIND:
+        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+    if force:
+        return None
+    there = content["request"]
+    different = [name for name, value in request.items() if there.get(name) != value]
+    if not different:
+        return content
+    raise XtkError(
+        "there is an export of another request",
+        where=f"{output} (another {', '.join(different)})",
+        hint="another -o, or --force to replace it",
+    )
+
+
+@contextmanager
+def _replaced(output: Path) -> Iterator[Path]:
+    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    for left in output.parent.glob(f"{TEMPORARY}*-{glob.escape(output.name)}"):
+        if is_leftover(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary, old = (output.parent / temporary_name(output.name) for _ in range(2))
+    temporary.mkdir()
+    try:
+        yield temporary
+        sync_folder(temporary)
+        if output.is_dir():
+            output.replace(old)
+        temporary.replace(output)
+        sync_folder(output.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _whole(
+    source: Path,
+    wanted: Export,
+    recipe: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    folder: Path,
+    trust_remote_code: bool,
+) -> Iterator[Path]:
+    """Give a folder of whole weights: the source, or one where its adapter is merged, or the average stands in."""
+    base, adapter = with_adapter(source)
+    averaged = bool(wanted.checkpoint and recipe.get("ema_decay"))
+    if adapter is None and not averaged:
+        yield source
+        return
+    prepared = recipe.get("preparation", {})
+    told: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in prepared.items()}
+    packed = [told.pop(name, False) for name in ("load_in_4bit", "load_in_8bit")]
+    if any(packed):
+        terminal.note("export: the adapter was trained over packed weights, and is merged into the unpacked ones")
+    told.pop("freeze", None)
+    preparation = Preparation(**told) if adapter else Preparation(dtype=told.get("dtype", "float32"))
+    origin = Origin(base, None if preparation.lora_r else adapter, adapter)
+    model = load_student(
+        origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
+    )
+    if averaged:
+        _put_average(model, source)
+    aside = folder / "whole"
+    if can_be_merged(model):
+        model = model.merge_and_unload()
+    save_student(model, aside)
+    del model
+    try:
+        yield aside
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@torch.no_grad()
+def _put_average(model: Any, checkpoint: Path) -> None:
+    """Let a model have the average that a checkpoint keeps for weights."""
+    pieces = Pieces(sorted(checkpoint.glob("trainer-*.safetensors")))
+    names = pieces.names()
+    for name, parameter in model.named_parameters():
+        if f"{AVERAGE}.{name}" in names:
+            parameter.copy_(pieces.read(f"{AVERAGE}.{name}", parameter))
+
+
+def _write(
+    whole: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Write weights and configurations; return figures.
+
+    Raises:
+        XtkError: a weight is too large for the dtype.
+    """
+    model = load_causal_lm(whole, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise XtkError(f"a weight is no number in {dtype}: {name}", where=str(whole), hint="--dtype bfloat16")
+    ends = sorted(tokenizer.end_ids)
+    described = model.generation_config
+    if ends:
+        # The end of a turn ends an answer too: transformers and vLLM stop at what stands here.
+        described.eos_token_id = ends if len(ends) > 1 else ends[0]
+    for role in ("bos", "pad"):
+        if role in tokenizer.roles:
+            setattr(described, f"{role}_token_id", tokenizer.roles[role])
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    files = list(folder.glob("*.safetensors"))
+    return {
+        "dtype": dtype,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "shards": len(files),
+        "bytes": sum(file.stat().st_size for file in files),
+        "eos_token_ids": ends,
+    }
+
+
+def _card(
+    wanted: Export, content: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]], results: Sequence[Result]
+) -> str:
+    """Return the card of the run, or a new one of a checkpoint, with the results."""
+    written = wanted.run / CARD
+    if not wanted.checkpoint and written.is_file():
+        card = written.read_text(encoding="utf-8")
+    else:
+        first = {name: value for record in reversed(metrics) for name, value in record.items()}
+        card = model_card(Lineage(), content, first)
+    return with_evaluation(card, results)
+
+
+def _converter(wanted: Export) -> Path:
+    """Return llama.cpp's script.
+
+    Raises:
+        XtkError: it is not there.
+    """
+    named = wanted.gguf_converter or shutil.which(CONVERTER) or ""
+    if not named or not Path(named).is_file():
+        raise XtkError(
+            f"a GGUF file is written by llama.cpp's {CONVERTER}, and it is not there",
+            where=wanted.gguf_converter or None,
+            hint=f"git clone https://github.com/ggml-org/llama.cpp; --gguf-converter llama.cpp/{CONVERTER}",
+        )
+    return Path(named)
+
+
+def _convert(converter: Path, folder: Path, kind: str) -> None:
+    """Let llama.cpp's script write a GGUF file into the folder.
+
+    Raises:
+        XtkError: it failed; tells its last line.
+    """
+    command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / GGUF), "--outtype", kind]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode or not (folder / GGUF).is_file():
+        last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+        raise XtkError(f"the converter ended with exit code {done.returncode}: {last}", where=str(converter))
+
+
+def check_push(repository: str) -> None:
+    """Refuse to push without an account, before anything is written.
+
+    Raises:
+        XtkError: there is no token.
+    """
+    from huggingface_hub import get_token
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise XtkError(f"--push-to-hub is {repository!r}", hint="owner/name")
+    if not get_token():
+        raise XtkError(
+            "the hub takes uploads from those it knows, and there is no token",
+            where=f"--push-to-hub {repository}",
+            hint="hf auth login, or HF_TOKEN in the environment",
+        )
+
+
+def push(folder: Path, repository: str) -> str:
+    """Upload an export; return the address of its page.
+
+    Raises:
+        XtkError: the hub does not take it.
+    """
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by xtk")
+    except Exception as wrong:  # the hub's client has dozens of errors, all of which mean the same here
+        raise XtkError(
+            f"the hub does not take it: {str(wrong).splitlines()[0]}",
+            where=f"--push-to-hub {repository}",
+            hint=f"the folder is written; hf upload {repository} {folder}",
+        ) from None
+    return str(address)

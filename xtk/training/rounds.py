@@ -1,0 +1,456 @@
+"""Rounds of on-policy training: the student writes, its teachers score that, and it trains from what they said.
+
+A round is kept in the run's folder, what was written and what was said of it, until a checkpoint comes after it: a run
+that is killed inside of a round goes on with the same rollouts, which weights wrote that are no more.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.corpus import HeldCorpus
+from xtk.artifacts.files import sha256
+from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
+from xtk.errors import XtkError
+from xtk.projection.projection import Projection
+from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.teachers.caching import Work
+from xtk.teachers.live import LiveTeacher
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.document import Document, Segment
+from xtk.tokens.ids import DrawnTokens
+from xtk.tokens.reading import read_documents
+from xtk.tokens.sequence import sequences
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.checkpoint import checkpoints
+from xtk.training.live import Blocks, Join, LiveSource
+from xtk.training.on_policy import OnPolicy, RoundOrder, repetition, reward_weights
+from xtk.training.sources import NONE
+from xtk.training.stopping import Stop
+
+ROUNDS = "rounds"
+REPORTED = "rollouts.jsonl"
+
+
+class Writes(Protocol):
+    """Who writes for the student; as `xtk.training.student_writer.StudentWriter`.
+
+    Attributes:
+        alone: whether the first process writes for all.
+    """
+
+    alone: bool
+
+    def renew(self, step: int) -> None:
+        """Take the student's weights, as they are now; all processes call it."""
+
+    def write(self, prompts: Sequence[Prompt], before: int) -> list[Rollout]:
+        """Go on from prompts that were taken so often before."""
+
+    def rest(self) -> None:
+        """Leave the device to others."""
+
+    def close(self) -> None:
+        """Write no more."""
+
+
+class RoundSource(LiveSource):
+    """What a student wrote in the present round, the documents of the data, and what teachers said of both.
+
+    Args:
+        prompts: all.
+        data: the documents of the data, one a prompt; none if no step takes them.
+        count: completions of a prompt.
+        student: the student's tokenizer.
+        teachers: who score.
+        names: of the teachers, if each document names its own; none: all score all.
+        images: of each teacher with another tokenizer who is asked for given tokens, how the student's lead to its own.
+        join: how several teachers speak together.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        data: Sequence[Document],
+        count: int,
+        student: Tokenizer,
+        teachers: Sequence[LiveTeacher],
+        names: Sequence[str],
+        images: Sequence[Projection | None],
+        join: Join,
+    ) -> None:
+        unwritten = [prompt.document for prompt in prompts for _ in range(count)]
+        sizes = np.full((len(teachers), len(unwritten) + len(data)), NONE, np.int32)
+        super().__init__([*unwritten, *data], teachers, sizes, {}, join)
+        self.prompts, self.count = prompts, count
+        self._student, self._names, self._images = student, names, images
+        self._now = list(self._documents)
+        self._top_ids: dict[int, NDArray[np.int32]] = {}
+        self._taken: list[int] = []
+
+    def fingerprint(self) -> str:
+        """Return the hash of the records: what prompts, rewards, environments and the data's completions come from."""
+        told = [dict(prompt.record) for prompt in self.prompts]
+        return sha256(json.dumps(told, sort_keys=True, default=str).encode())
+
+    def document(self, number: int) -> Document:
+        """Return a document; of a completion, that of the present round."""
+        return self._now[number]
+
+    def take(self, rollouts: Mapping[int, Rollout], weights: Mapping[int, float]) -> None:
+        """Take what the student wrote.
+
+        Args:
+            rollouts: by the numbers of documents.
+            weights: what each counts.
+        """
+        for number in self._taken:
+            self._now[number] = self._documents[number]
+        self._top_ids, self._taken = {}, list(rollouts)
+        for number, rollout in rollouts.items():
+            document = rollout.document
+            self._now[number] = replace(document, weight=document.weight * weights[number])
+            if rollout.top_ids is not None:
+                self._top_ids[number] = np.asarray(rollout.top_ids, np.int32)
+
+    def works(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[Work | None]:
+        """Return what each teacher has to do for a round; None: nothing. As `LiveSource.works`."""
+        works: list[Work | None] = []
+        for at, teacher in enumerate(self.teachers):
+            own = [int(n) for n in numbers if not self._names or self.document(n).route == self._names[at]]
+            self._sizes[at, numbers] = NONE
+            if not own:
+                works.append(None)
+                continue
+            asked = HeldCorpus([self._asked(at, number) for number in own], ["rollouts"], {})
+            read, sizes = teacher.read(asked, "")
+            self._sizes[at, own] = sizes
+            works.append(teacher.work(HeldCorpus(read, asked.sources, {}), sizes, folder / str(at), epoch))
+        return works
+
+    def _asked(self, at: int, number: int) -> Document:
+        """Return a document as a teacher is asked about it: with the tokens that it is to tell about."""
+        document, teacher = self.document(number), self.teachers[at]
+        if teacher.request.support.kind != "given":
+            return document
+        lists = given_lists(document, self._top_ids.get(number), self._student, teacher.teacher, self._images[at])
+        return document.with_given_ids(lists)
+
+
+def given_lists(
+    document: Document,
+    top_ids: NDArray[np.int32] | None,
+    student: Tokenizer,
+    teacher: Tokenizer,
+    image: Projection | None,
+) -> list[NDArray[np.int32]]:
+    """Return what a teacher is to tell about at each of its trained tokens, where the student began a token too.
+
+    Args:
+        document: what the student wrote.
+        top_ids: int32 [drawn tokens, G], which tokens the student found likeliest in their places; None: unknown, and
+            the teacher is asked about the tokens of the text alone.
+        student: its tokenizer.
+        teacher: the teacher's tokenizer.
+        image: how the student's tokens lead to the teacher's; None: they are the same.
+    """
+    ((_, theirs),) = read_documents(teacher, [document])
+    (ours,) = sequences(student, [document])
+    places = np.flatnonzero(theirs.trained)
+    lists = {place: np.zeros(0, np.int32) for place in places.tolist()}
+    drawn = document.drawn
+    if top_ids is not None and drawn is not None:
+        row_of = np.cumsum(drawn.drawn) - 1
+        for s0, _, t0, _ in align_sequences(ours, theirs).tolist():
+            if t0 in lists and s0 < len(drawn.drawn) and drawn.drawn[s0]:
+                lists[t0] = _led(top_ids[row_of[s0]], image)
+    return [lists[place] for place in places.tolist()]
+
+
+def _led(ids: NDArray[np.int32], image: Projection | None) -> NDArray[np.int32]:
+    if image is None:
+        return ids
+    edges = image.row_offsets
+    return np.unique(np.concatenate([image.teacher_ids[edges[one] : edges[one + 1]] for one in ids.tolist()]))
+
+
+class Rounds(Blocks):
+    """The steps of an on-policy run, in rounds.
+
+    Args:
+        source: of the documents.
+        order: which of them a step takes.
+        steps: of the whole run.
+        on_policy: how the student writes.
+        output: the run's folder, which all processes see.
+        accelerator: Accelerate's.
+        writer: writes for the student; each process asks for its share of the prompts.
+
+    Attributes:
+        figures: of the last round, for metrics.
+        writing_seconds: that the student wrote, so far.
+    """
+
+    def __init__(
+        self,
+        source: RoundSource,
+        order: RoundOrder,
+        steps: int,
+        on_policy: OnPolicy,
+        output: Path,
+        accelerator: Any,
+        writer: Writes,
+    ) -> None:
+        super().__init__(source, order, steps, on_policy.round, output, accelerator)
+        self._on_policy, self._rounds = on_policy, output / ROUNDS
+        self._writer = writer
+        self._source: RoundSource = source
+        self._order: RoundOrder = order
+        self.figures: dict[str, float] = {}
+        self.writing_seconds = 0.0
+
+    def __call__(self, steps: range, stop: Stop) -> Iterator[range]:
+        """Yield the steps in rounds; before each the student writes and its teachers score, or what they did is read.
+
+        A signal ends them, in all processes; what was written by then is kept.
+
+        Args:
+            steps: those that are left.
+            stop: knows of signals.
+
+        Raises:
+            XtkError: the rollouts of a round show a sign of collapse after which the run is to end.
+        """
+        self._forget_later(steps.start)
+        for number, block in enumerate(self.cut()):
+            if block.stop <= steps.start:
+                continue
+            folder = self._rounds / f"{number:06d}"
+            started = time.monotonic()
+            self._have_written(block, folder)
+            written = time.monotonic()
+            if stop.agreed(self._accelerator.device, by_signals=True) or not self._scored(block, folder, stop):
+                self._source.forget()
+                return
+            self.writing_seconds += written - started
+            self.seconds += time.monotonic() - written
+            try:
+                yield range(max(block.start, steps.start), block.stop)
+            finally:
+                self._source.forget()
+            self._forget_saved()
+
+    def cut(self) -> Iterator[range]:
+        """Yield the steps of each round of the whole run."""
+        for start in range(0, self._steps, self.size):
+            yield range(start, min(start + self.size, self._steps))
+
+    def finish(self) -> None:
+        """Remove what was kept of rounds; the run is done."""
+        self._writer.close()
+        if self._accelerator.is_main_process:
+            shutil.rmtree(self._rounds, ignore_errors=True)
+
+    def staleness(self, step: int) -> int:
+        """Return how many steps the student took since it wrote what a step takes."""
+        return step % self.size if self._order.writes(step) else 0
+
+    def told(self, step: int) -> dict[str, float]:
+        """Return what metrics tell of a step's rollouts."""
+        figures = {f"rollout_{name}" if name != "reward" else name: value for name, value in self.figures.items()}
+        return {
+            **super().told(step),
+            **figures,
+            "staleness": self.staleness(step),
+            "writing_seconds": round(self.writing_seconds, 3),
+        }
+
+    def _forget_later(self, start: int) -> None:
+        """Remove rounds behind the one in which the run goes on: the student writes them anew."""
+        if self._accelerator.is_main_process:
+            for number, folder in self._kept():
+                if number * self.size > start:
+                    shutil.rmtree(folder, ignore_errors=True)
+        self._accelerator.wait_for_everyone()
+
+    def _forget_saved(self) -> None:
+        """Remove rounds behind which there is a checkpoint."""
+        saved = checkpoints(self._output)
+        for number, folder in self._kept() if saved and self._accelerator.is_main_process else []:
+            if (number + 1) * self.size <= saved[-1][0]:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _kept(self) -> list[tuple[int, Path]]:
+        return [(int(folder.name), folder) for folder in self._rounds.glob("[0-9]*") if folder.name.isdecimal()]
+
+    def _have_written(self, block: range, folder: Path) -> None:
+        """Have the student write what the steps of a round take, each process its share, and read it."""
+        accelerator, on_policy = self._accelerator, self._on_policy
+        writing = [step for step in block if self._order.writes(step)]
+        times: dict[int, int] = {}
+        for step in writing:
+            for prompt, before in self._order.prompts(step):
+                times.setdefault(prompt, before)
+        rank, ranks = accelerator.process_index, accelerator.num_processes
+        there = _whole_set(folder)
+        accelerator.wait_for_everyone()  # everybody looked before anybody writes
+        if there is None and times:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer.renew(block.start)
+            rank, ranks = (0 if rank == 0 else None, 1) if self._writer.alone else (rank, ranks)
+            own = [] if rank is None else sorted(times)[rank::ranks]
+            rollouts = [
+                rollout
+                for before in sorted({times[number] for number in own})
+                for rollout in self._writer.write([self._source.prompts[n] for n in own if times[n] == before], before)
+            ]
+            self._writer.rest()
+            if rank is not None:
+                _store(folder / _name(rank, ranks), rollouts)
+        accelerator.wait_for_everyone()
+        parts = there or _whole_set(folder) or []
+        found = [rollout for part in parts for rollout in _stored(part, self._source)]
+        written = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
+        weights = dict.fromkeys(written, 1.0)
+        for step in writing:
+            numbers = [number for number in dict.fromkeys(self._order.step(step)) if number in written]
+            usable = [number for number in numbers if not written[number].unusable]
+            weights |= dict.fromkeys(numbers, 0.0) | dict.fromkeys(usable, 1.0)
+            if on_policy.reward_beta and usable:
+                some = [written[number] for number in usable]
+                counts = reward_weights(
+                    [one.reward for one in some], [one.prompt for one in some], on_policy.reward_beta
+                )
+                weights |= dict(zip(usable, counts.tolist(), strict=True))
+        self._source.take(written, weights)
+        if found:
+            self.figures = figures_of(found)
+            self._tell(block, found)
+
+    def _tell(self, block: range, rollouts: Sequence[Rollout]) -> None:
+        """Add a rollout of the round to those that people read, and look for signs of collapse."""
+        if self._accelerator.is_main_process:
+            one = rollouts[0]
+            record = {
+                "step": block.start,
+                "prompt": one.prompt,
+                "text": one.document.text,
+                "finish": one.finish,
+                **({} if math.isnan(one.reward) else {"reward": one.reward}),
+            }
+            with (self._output / REPORTED).open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+        for sign in self._on_policy.stop_if:
+            if sign.holds(self.figures):
+                raise XtkError(
+                    f"the rollouts show a sign of collapse: {sign.name} is {self.figures[sign.name]:.4g}, --stop-if "
+                    f"{sign}",
+                    where=f"the round of steps {block.start + 1:,} to {block.stop:,} of {self._output}",
+                    hint="a smaller --learning-rate, fewer --num-iterations, ce on data with --lmbda below 1; "
+                    "checkpoints before it are kept",
+                )
+
+    def _written(self, teacher: LiveTeacher, work: Work, stop: Stop) -> bool:
+        place = Path(work.place)
+        whole = (place / MANIFEST).is_file() and TeacherCache(place).header == work.header
+        self._accelerator.wait_for_everyone()
+        return whole or super()._written(teacher, work, stop)
+
+
+def figures_of(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return what tells of some rollouts, by the names of `FIGURES`."""
+    drawn = [one.document.drawn for one in rollouts if one.document.drawn is not None]
+    ids = [tokens.ids[tokens.drawn].tolist() for tokens in drawn]
+    logprobs = np.concatenate([np.zeros(0), *(tokens.logprobs[tokens.drawn] for tokens in drawn)])
+    logprobs = logprobs[np.isfinite(logprobs)]
+    repeated = np.array([repetition(some) for some in ids]).reshape(-1, 2).sum(axis=0)
+    figures = {
+        "entropy": float(-logprobs.mean()) if len(logprobs) else 0.0,
+        "length": float(np.mean([len(some) for some in ids])) if ids else 0.0,
+        "truncated": float(np.mean([one.finish == "length" for one in rollouts])),
+        "repetition": float(repeated[0] / max(repeated[1], 1)),
+        "dropped": float(np.mean([bool(one.unusable) for one in rollouts])),
+        "turns": float(np.mean([one.turns for one in rollouts])),
+        "tool_share": 1 - sum(map(len, ids)) / max(sum(_behind_the_prompt(tokens) for tokens in drawn), 1),
+    }
+    judged = [one.reward for one in rollouts if math.isfinite(one.reward)]
+    return {**figures, **({"reward": float(np.mean(judged))} if judged else {})}
+
+
+def _behind_the_prompt(tokens: DrawnTokens) -> int:
+    places = np.flatnonzero(tokens.drawn)
+    return int(places[-1] - places[0] + 1) if len(places) else 0
+
+
+# How a round lies on the disk.
+
+
+def _name(rank: int, ranks: int) -> str:
+    return f"rollouts-{rank:05d}-of-{ranks:05d}.jsonl"
+
+
+def _whole_set(folder: Path) -> list[Path] | None:
+    """Return the files of a round, if all processes wrote theirs, however many they were."""
+    for first in sorted(folder.glob("rollouts-00000-of-*.jsonl")):
+        ranks = int(first.stem.rpartition("-")[2])
+        parts = [folder / _name(rank, ranks) for rank in range(ranks)]
+        if all(part.is_file() for part in parts):
+            return parts
+    return None
+
+
+def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        for one in rollouts:
+            drawn, top_ids = one.document.drawn, one.top_ids
+            record = {
+                "prompt": one.prompt,
+                "sample": one.sample,
+                "finish": one.finish,
+                "turns": one.turns,
+                "reward": None if math.isnan(one.reward) else one.reward,
+                "rewards": {name: None if math.isnan(value) else value for name, value in one.rewards.items()},
+                "ends": one.document.ends,
+                "segments": [[part.role, part.text, part.train] for part in one.document.segments],
+                "messages": None if one.document.conversation is None else list(one.document.conversation.messages),
+                "drawn": None if drawn is None else base64.b64encode(drawn.to_bytes()).decode(),
+                "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
+            }
+            stream.write(json.dumps(record) + "\n")
+    temporary.replace(path)
+
+
+def _stored(path: Path, source: RoundSource) -> Iterator[Rollout]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        of_prompt = source.prompts[record["prompt"]].document
+        talk = of_prompt.conversation
+        document = replace(
+            of_prompt,
+            segments=tuple(Segment(*part) for part in record["segments"]),
+            ends=record["ends"],
+            conversation=None if talk is None else replace(talk, messages=tuple(record["messages"])),
+            drawn=None if record["drawn"] is None else DrawnTokens.of_bytes(base64.b64decode(record["drawn"])),
+        )
+        yield Rollout(
+            document,
+            prompt=record["prompt"],
+            sample=record["sample"],
+            finish=record["finish"],
+            turns=record["turns"],
+            reward=math.nan if record["reward"] is None else record["reward"],
+            rewards={name: math.nan if value is None else value for name, value in record["rewards"].items()},
+            top_ids=None if record["top_ids"] is None else np.array(record["top_ids"], np.int32),
+        )
