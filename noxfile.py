@@ -131,5 +131,6 @@ def vllm_tests(session: nox.Session) -> None:
     """Compare vLLM itself with transformers, on a CPU, in an environment of its own (several gigabytes)."""
     programs = environment_with_vllm(session, ROOT / ".nox" / "vllm")
     env = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", "tests/teachers/vllm"]
+    folders = ("tests/teachers/vllm", "tests/rollouts/with_vllm")
+    command = [str(programs / "python"), "-m", "pytest", "-m", "vllm", *folders]
     session.run(*command, *session.posargs, env=env, external=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -13,14 +14,19 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from xtk import __version__, terminal
+from xtk.children import TOLD
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
 from xtk.commands.cache_teacher import cache_teacher
 from xtk.commands.distill import distill
+from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
+from xtk.commands.export import export
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.quickstart import quickstart
+from xtk.commands.report import report
+from xtk.commands.rollout import rollout
 from xtk.errors import XtkError, from_os_error
 from xtk.lookup import unknown
 
@@ -131,10 +137,14 @@ COMMANDS = (
     build_projection,
     prune_projection,
     cache_teacher,
+    rollout,
     distill,
     evaluate,
+    report,
+    export,
     align,
     inspect,
+    doctor,
 )
 for _function in COMMANDS:
     app.command(_function.__name__.replace("_", "-"), cls=Command)(_function)
@@ -198,8 +208,23 @@ def _failed(failure: XtkError) -> int:
     if os.environ.get("RANK", "0") != "0":
         # What all processes find is told once: the launcher ends the others when the first has told it.
         time.sleep(SECONDS_FOR_THE_FIRST_PROCESS)
-    terminal.error(failure)
+    if not _was_told(failure):
+        terminal.error(failure)
     return failure.exit_code
+
+
+def _was_told(failure: XtkError) -> bool:
+    """Say whether another worker of the same launcher has told this; from now on one has."""
+    folder = os.environ.get(TOLD)
+    if folder is None:
+        return False
+    try:
+        (Path(folder) / hashlib.sha256(str(failure).encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # the launcher has gone
+        return False
+    return False
 
 
 def _stop(number: int, frame: object) -> None:

@@ -1,11 +1,15 @@
-"""`NAME:key=value,...`: options of losses, divergences and rewards, as the fields of a dataclass."""
+"""`NAME:key=value,...`, options of losses, divergences and rewards as the fields of a dataclass; and `FILE.py:NAME`."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
+from xtk.lookup import unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,12 @@ class Specification:
 
 def names_of(rule: type) -> list[str]:
     """Return the options of a variant: the fields of its dataclass, if it is one."""
-    return [field.name for field in dataclasses.fields(rule) if field.init] if dataclasses.is_dataclass(rule) else []
+    return list(_fields(rule)) if dataclasses.is_dataclass(rule) else []
+
+
+def _fields(rule: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that are options, by how they are written."""
+    return {field.name.replace("_", "-"): field for field in dataclasses.fields(rule) if field.init}
 
 
 def filled(rule: type, options: dict[str, str], place: str, noun: str = "loss") -> Any:
@@ -45,8 +54,10 @@ def filled(rule: type, options: dict[str, str], place: str, noun: str = "loss") 
     Raises:
         XtkError: a value is not what the field wants.
     """
-    fields = {field.name: field for field in dataclasses.fields(rule)} if options else {}
-    return rule(**{key: _value(f"{noun} {place}", key, text, fields[key].default) for key, text in options.items()})
+    fields = _fields(rule) if options else {}
+    return rule(
+        **{fields[key].name: _value(f"{noun} {place}", key, text, fields[key].default) for key, text in options.items()}
+    )
 
 
 def _value(place: str, key: str, text: str, default: Any) -> Any:
@@ -77,3 +88,34 @@ def positive(value: str, name: str, noun: str) -> float:
     if not 0 < number < float("inf"):
         raise XtkError(f"the weight of the {noun} {name} is {value!r}", hint=f"--{noun} {name}:weight=0.5")
     return number
+
+
+def own_object(place: str, usage: str, noun: str) -> Any:
+    """Import a function or class of the user's.
+
+    Args:
+        place: `FILE.py:NAME`.
+        usage: the option, for messages.
+        noun: what it is to be, for messages.
+
+    Raises:
+        XtkError: there is no such file, it cannot be imported, or it has nothing of this name that can be called.
+    """
+    path, _, name = place.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise XtkError("no such file or folder", where=path or place, hint=usage)
+    full_name = f"{Path(path).resolve()}"  # no module of a library has it
+    specification = importlib.util.spec_from_file_location(full_name, path)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    sys.modules[full_name] = module  # dataclasses look there for the types of their fields
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise XtkError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise unknown(f"{noun} in {path}", name, known)
+    return found

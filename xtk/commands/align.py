@@ -11,7 +11,6 @@ from xtk.commands import options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from pathlib import Path
 
     from xtk.tokens.document import Document
     from xtk.tokens.rewriting import Rewriting
@@ -78,6 +77,7 @@ def align(
     from xtk.artifacts.files import canonical_json, sha256
     from xtk.artifacts.hub import local_folder
     from xtk.commands.alignment_page import page
+    from xtk.commands.page import check_page, write_page
     from xtk.lookup import unknown
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
@@ -98,10 +98,10 @@ def align(
     if html:
         _, content = fingerprint_of_corpus(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, limit, order]))
-        _refuse_another(Path(output), request, force=force)
+        check_page(Path(output), request, force=force)
         statistics, shown = _counted(documents, one, other, **{order: limit})
         record = statistics.record()
-        _write(Path(output), "".join(page(record, shown, one, other, order=order, request=request)))
+        write_page(Path(output), "".join(page(record, shown, one, other, order=order, request=request)))
         terminal.result_artifact({**record, "path": output, "kind": "alignment-page"}, as_json=as_json)
     elif stats:
         _show_statistics(_counted(documents, one, other)[0], as_json=as_json)
@@ -159,39 +159,6 @@ def _show_statistics(statistics: Statistics, *, as_json: bool) -> None:
         terminal.result_json(statistics.record())
     else:
         show(statistics.record())
-
-
-def _write(path: Path, page: str) -> None:
-    """Write a page, unless the same one is there."""
-    from xtk.artifacts.files import written_whole
-
-    content = page.encode("utf-8", "replace")  # a name may be no UTF-8
-    if path.is_file() and path.read_bytes() == content:
-        return
-    with written_whole(path) as temporary:
-        temporary.write_bytes(content)
-
-
-def _refuse_another(path: Path, request: str, *, force: bool) -> None:
-    """Refuse to replace what is not a page of the same request; with `force`, what is no page.
-
-    Raises:
-        XtkError: there is a folder, another file or another page.
-    """
-    from xtk.errors import XtkError
-
-    if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
-    if not path.exists():
-        return
-    with path.open("rb") as stream:
-        head = stream.read(4096)
-    if b'"xtk-request"' not in head:
-        raise XtkError("there is another file", where=str(path), hint="another -o; --force replaces pages alone")
-    if not force and f'"xtk-request" content="{request}"'.encode() not in head:
-        raise XtkError(
-            "there is a page of another request", where=str(path), hint="another -o, or --force to replace it"
-        )
 
 
 def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:

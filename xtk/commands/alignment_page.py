@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xtk.commands.alignment_tables import PICTURES, Table, picture, tables
+from xtk.commands.page import CLOSED, opened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -71,18 +72,13 @@ def page(
         HTML. A token is a `bdi` element; in it `i` stands for a character that cannot be seen, `b` for bytes
         that are no whole character.
     """
-    title = escape(f"{record['student']} and {record['teacher']}, aligned")
-    yield (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="generator" content="xtk">\n'
-        f'<meta name="xtk-request" content="{escape(request)}">\n<style>{STYLE}</style>\n</head>\n<body>\n<header>\n'
-        f"<h1>{title}</h1>\n</header>\n<main>\n<section>\n<h2>Statistics</h2>\n"
-    )
+    yield opened(f"{record['student']} and {record['teacher']}, aligned", STYLE, request)
+    yield "<section>\n<h2>Statistics</h2>\n"
     for table in tables(record):
         yield from _table(table)
     yield f"</section>\n<section>\n<h2>Documents</h2>\n{_legend()}"
     yield from _documents(documents, record["documents"], student, teacher, order)
-    yield "</section>\n</main>\n</body>\n</html>\n"
+    yield "</section>\n" + CLOSED
 
 
 def _table(table: Table) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xtk.commands.alignment_page import direction, drawn
+from xtk.commands.page import CLOSED, opened
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,13 +63,27 @@ def page(record: dict[str, Any], cache: TeacherCache, positions: Positions) -> I
     Yields:
         HTML.
     """
-    title = escape(f"{record['path']}, a teacher cache")
-    statistics = record["statistics"]
+    yield opened(f"{record['path']}, a teacher cache", STYLE)
+    yield from pictures(record, positions)
+    yield "<h2>Documents</h2>\n"
     yield (
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="generator" content="xtk">\n'
-        f"<style>{STYLE}</style>\n</head>\n<body>\n<header>\n<h1>{title}</h1>\n</header>\n<main>\n"
+        "<p>The redder a token, the less likely the teacher found it; grey tokens have no signal. Point at one to see "
+        "its probability and the likeliest ids that are kept.</p>\n"
     )
+    tokenizer = cache.teacher
+    for number in range(min(DOCUMENTS, len(cache))):
+        yield from _document(cache.row(number), number, tokenizer)
+    yield CLOSED
+
+
+def pictures(record: dict[str, Any], positions: Positions) -> Iterator[str]:
+    """Yield what a cache keeps and what it weighs, as HTML: a table and pictures.
+
+    Args:
+        record: what `xtk inspect --json` prints of the cache.
+        positions: what the pictures are of.
+    """
+    statistics = record["statistics"]
     yield from _facts(record)
     yield f"<h2>Bytes</h2>\n{_bytes(statistics)}"
     sampled = f"{len(positions.entropy):,} positions of {statistics['sampled_documents']:,} documents"
@@ -78,15 +93,7 @@ def page(record: dict[str, Any], cache: TeacherCache, positions: Positions) -> I
     yield _histogram("Exact ids", positions.exact, "ids a position")
     if positions.drawn.any():
         yield _histogram("Drawn ids", positions.drawn, "ids a position")
-    yield "</div>\n<h2>Documents</h2>\n"
-    yield (
-        "<p>The redder a token, the less likely the teacher found it; grey tokens have no signal. Point at one to see "
-        "its probability and the likeliest ids that are kept.</p>\n"
-    )
-    tokenizer = cache.teacher
-    for number in range(min(DOCUMENTS, len(cache))):
-        yield from _document(cache.row(number), number, tokenizer)
-    yield "</main>\n</body>\n</html>\n"
+    yield "</div>\n"
 
 
 def _facts(record: dict[str, Any]) -> Iterator[str]:

@@ -1,13 +1,20 @@
-"""`xtk evaluate`: bits per byte, on any text, for any causal model."""
+"""`xtk evaluate`: bits per byte on any text, or answers that are judged, for any causal model."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import math
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from xtk import terminal
 from xtk.commands import options
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from xtk.artifacts.corpus import Corpus
+    from xtk.evaluation.answers import Answers
 
 
 def evaluate(
@@ -15,9 +22,57 @@ def evaluate(
     data: Annotated[
         list[str],
         typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset.", metavar="DATA..."
+            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. With --reward: "
+            "problems, as rollout reads prompts.",
+            metavar="DATA...",
         ),
     ],
+    compare_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Another model, on the same data, side by side; with --reward the difference of MODEL to it is told, "
+            "problem by problem. Repeat it for more.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    reward: Annotated[
+        str,
+        typer.Option(
+            help="Let the model answer, and judge the answers: exact, boxed, regex, json, tests, with options behind "
+            "a colon. docs/reference/rewards.md lists them. Left out: bits per byte. The options from here to "
+            "--output are about this.",
+            metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
+        ),
+    ] = "",
+    num_generations: Annotated[int, typer.Option(help="Answers to each problem: avg@n, pass@n.", min=1)] = 1,
+    temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that carry this mass.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens at most; 0: from all.")] = 0,
+    max_completion_length: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="A text that ends an answer once it is written. Again for another.", metavar="TEXT"),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    max_prompts: Annotated[int, typer.Option(help="Only so many problems, the first ones; 0: all.", min=0)] = 0,
+    chat_template_kwargs: Annotated[
+        str,
+        typer.Option(
+            help="What the chat template is told beside the messages, such as '{\"enable_thinking\": false}'.",
+            metavar="JSON",
+        ),
+    ] = "",
+    backend: Annotated[
+        str, typer.Option(help="Who runs the model when it answers, in this process.", metavar="[transformers|vllm]")
+    ] = "transformers",
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="Of --backend vllm: an option of its engine.", metavar="NAME=VALUE"),
+    ] = None,
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="Where the answers go, a JSON line each.", metavar="FILE.jsonl"),
+    ] = "",
     columns: options.Columns = "",
     dtype: Annotated[
         str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
@@ -29,40 +84,59 @@ def evaluate(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Measure the bits that a model needs for a byte of text; comparable between tokenizers.
+    """Measure the bits that a model needs for a byte of text; or, with --reward, how good its answers are.
 
-    A document longer than the context is read in windows that overlap by half.
+    Bits per byte are comparable between tokenizers; a document longer than the context is read in windows that
+    overlap by half.
     """
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.lookup import lookup
 
+    given = dict(locals())
     terminal.set_quiet(quiet)
-    if model == "-" and "-" in data:
-        raise typer.BadParameter("only one of MODEL and DATA can come through the pipe")
-    model = terminal.path_argument(model)
-    folder, adapter = with_adapter(local_folder(model, weights=True))
+    if [model, *(compare_to or []), *data].count("-") > 1:
+        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
+    names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
+    folders = {name: with_adapter(local_folder(name, weights=True)) for name in names}
     corpus = Corpus(data, columns_option(columns))
 
+    from xtk.models.causal_lm import DTYPES
+
+    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    if reward:
+        _answers(folders, corpus, given, as_json=as_json)
+        return
+    if output or engine or backend != "transformers":
+        raise typer.BadParameter("--output, --engine and --backend go with --reward")
+    for name, places in folders.items():
+        _bits(name, places, corpus, given, as_json=as_json)
+
+
+def _bits(name: str, places: tuple[Path, Path | None], corpus: Corpus, given: dict[str, Any], *, as_json: bool) -> None:
+    """Measure the bits per byte of one model, and tell them."""
     from xtk.evaluation.bits import bits_per_byte
-    from xtk.lookup import lookup
     from xtk.models.causal_lm import DTYPES, Cut, check_rows, default_device, load_causal_lm
     from xtk.tokens.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer(folder, name=model)
-    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    folder, adapter = places
+    data = corpus.sources
+    tokenizer = Tokenizer(folder, name=name)
     network = load_causal_lm(
         folder,
-        dtype=DTYPES[dtype],
+        dtype=DTYPES[given["dtype"]],
         device=default_device(),
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=given["trust_remote_code"],
         adapter=adapter,
     )
     check_rows(network, tokenizer)
-    found = bits_per_byte(Cut(network), tokenizer, corpus, batch_tokens=batch_tokens, max_length=max_length or None)
+    found = bits_per_byte(
+        Cut(network), tokenizer, corpus, batch_tokens=given["batch_tokens"], max_length=given["max_length"] or None
+    )
     if as_json:
         terminal.result_json(
             {
-                "model": model,
+                "model": name,
                 "data": data[0] if len(data) == 1 else data,
                 "bits_per_byte": found.bits_per_byte,
                 "bytes": found.bytes,
@@ -73,6 +147,123 @@ def evaluate(
         )
     else:
         terminal.result_line(
-            f"{found.bits_per_byte:.4f} bits per byte  {model}  "
+            f"{found.bits_per_byte:.4f} bits per byte  {name}  "
             f"({found.bytes:,} bytes, {found.documents:,} documents of {', '.join(data)})"
         )
+
+
+def _answers(
+    folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, given: dict[str, Any], *, as_json: bool
+) -> None:
+    """Let the models answer, one after the other, and tell how good that is."""
+    import contextlib
+    import json
+    from pathlib import Path
+
+    from xtk.artifacts.files import written_whole
+    from xtk.commands.rollout import read_template_arguments
+    from xtk.errors import XtkError
+    from xtk.evaluation.answers import answer
+    from xtk.lookup import lookup
+    from xtk.rewards.specification import Rewards, parse_reward
+    from xtk.rollouts import WRITERS
+    from xtk.rollouts.prompts import read_prompts
+    from xtk.rollouts.rollout import Prompt, Rollout
+    from xtk.rollouts.writer import Sampling, WriterRequest
+    from xtk.teachers.engine import backend_options
+    from xtk.tokens.tokenizer import Tokenizer
+
+    backend = given["backend"]
+    if backend == "server":
+        raise XtkError("models are compared in this process", hint="--backend transformers or vllm")
+    writers = lookup(WRITERS, backend, "backend")
+    sampling = Sampling(
+        given["temperature"], given["top_p"], given["top_k"], given["max_completion_length"], tuple(given["stop"] or ())
+    )
+    rewards = Rewards([parse_reward(given["reward"])])
+    arguments = read_template_arguments(given["chat_template_kwargs"])
+    prompts = read_prompts(corpus, given["max_prompts"] or None)
+    path = Path(given["output"]) if given["output"] else None
+    if path is not None and (path.suffix != ".jsonl" or path.exists()):
+        told = "there is such a file" if path.exists() else "answers are JSON lines"
+        raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")
+    results: dict[str, Answers] = {}
+    with contextlib.ExitStack() as held:
+        stream = None
+        if path is not None:
+            stream = held.enter_context(held.enter_context(written_whole(path)).open("w", encoding="utf-8"))
+        for name, (folder, adapter) in folders.items():
+
+            def keep(prompt: Prompt, one: Rollout, name: str = name) -> None:
+                if stream is not None:
+                    text = "".join(segment.text for segment in one.document.segments if segment.train)
+                    line = {"model": name, "problem": prompt.number, "sample": one.sample, "answer": text,
+                            "reward": None if math.isnan(one.reward) else one.reward, "finish": one.finish}  # fmt: skip
+                    stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+            tokenizer = Tokenizer(folder, name=name)
+            own = backend_options(backend, given["engine"] or [], [], 1, adapter)
+            request = WriterRequest(
+                folder, name, tokenizer, given["dtype"], given["batch_tokens"], given["trust_remote_code"], own
+            )
+            results[name] = answer(
+                prompts, writers.open(request), tokenizer, sampling, rewards,
+                num_generations=given["num_generations"], seed=given["seed"], template_arguments=arguments, show=keep,
+            )  # fmt: skip
+        if stream is not None:
+            stream.flush()
+    _tell(results, corpus, given, as_json=as_json)
+
+
+def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *, as_json: bool) -> None:
+    """Print a JSON line a model; or a table."""
+    data = corpus.sources
+    first = next(iter(results))
+    lines: list[dict[str, Any]] = []
+    for name, found in results.items():
+        line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": given["reward"]}
+        line |= {"temperature": given["temperature"], "seed": given["seed"], **found.record()}
+        if name != first:
+            gain = results[first].difference(found)
+            line["difference"] = gain.value
+            line["difference_error"] = None if math.isnan(gain.error) else gain.error
+        lines.append(line)
+    if as_json:
+        for line in lines:
+            terminal.result_json(line)
+        return
+    measures = [name for name in lines[0] if "@" in name and not name.endswith("_error")]
+    rows = [
+        [str(line["model"]), *(_with_error(line[name], line[f"{name}_error"]) for name in measures),
+         _with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
+         f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
+        for line in lines
+    ]  # fmt: skip
+    heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
+    _table(f"{given['reward']} on {', '.join(data)}", heads, rows)
+
+
+def _with_error(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
+def _table(title: str, heads: list[str], rows: list[list[str]]) -> None:
+    """Print a table: drawn on a terminal, columns of plain text elsewhere. Columns without content are left out."""
+    kept = [at for at in range(len(heads)) if any(row[at] for row in rows)]
+    heads, rows = [heads[at] for at in kept], [[row[at] for at in kept] for row in rows]
+    if terminal.results_are_seen_by_a_person():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(title))
+        for head in heads:
+            table.add_column(Text(head), overflow="fold")
+        for row in rows:
+            table.add_row(*map(Text, row))
+        Console(file=terminal.results()).print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    terminal.result_line(title)
+    for row in [heads, *rows]:
+        terminal.result_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

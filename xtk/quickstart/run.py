@@ -25,7 +25,7 @@ TEACHER_TRAINING = "--max-steps 1500 --per-device-train-batch-size 2 --learning-
 STUDENT_TRAINING = "--max-steps 800 --per-device-train-batch-size 2 --learning-rate 3e-3"
 BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
 DISTILLED_LOSS = "--loss ce --loss p-kl:weight=2"
-RESULTS, PICTURE = "results.json", "curves.png"
+RESULTS, PICTURE, REPORT = "results.json", "curves.png", "report.html"
 
 
 def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
@@ -69,9 +69,13 @@ def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
     from xtk.quickstart.picture import draw_curves
 
     draw_curves(folder, seeds, figures["teacher"], folder / PICTURE)
+    _say("All that the students' runs have written down, on a page:")
+    runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
+    page = _run(f"xtk report {runs} --cache {at}/cache -o {at}/{REPORT} --force")
     terminal.note(table(figures))
     terminal.note(
-        f"\n{folder}/{PICTURE} shows the curves. All of it took {terminal.duration(time.monotonic() - started)}."
+        f"\n{folder}/{PICTURE} shows the curves, {page} all numbers. "
+        f"All of it took {terminal.duration(time.monotonic() - started)}."
     )
     return figures
 

@@ -1,0 +1,239 @@
+"""`xtk report`: a page that shows every number of its runs, and needs nothing but itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import run_xtk
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xtk.commands import curves
+
+VOID = ("meta", "br", "rect", "line")
+ODD = 'student <b>&"x" 日本語'
+TEXT = "Anna has <script>alert(1)</script> 3\u2028apples & pears"
+WRITTEN = [
+    {"step": 0, "loss": 3.0, "reward": 0.0},
+    {"step": 10, "loss": 2.0, "reward": 0.25, "learning_rate": 1e-5, "rollout_entropy": 1.5, "rollout_length": 12.0},
+    {"step": 20, "loss": math.nan, "reward": 0.5, "learning_rate": 0.0, "rollout_entropy": 1.25, "rollout_length": 9.5},
+]
+RESULTS = [
+    {"model": "before", "data": "test.txt", "bits_per_byte": 1.5, "bytes": 900},
+    {"model": "after", "data": "test.txt", "bits_per_byte": 1.25, "bits_per_byte_stderr": 0.01, "bytes": 900},
+]
+
+
+class Page(HTMLParser):
+    """What a page shows, and what it would fetch."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        self.rows: list[list[str]] = []
+        self.samples: list[str] = []
+        self.far: list[str] = []
+        self.text = ""
+        self._open: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(content)
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = dict(attributes)
+        self.far += [name for name in found if name in ("src", "href", "xlink:href", "action", "srcset", "data")]
+        self.far += [tag] if tag in ("script", "link", "iframe", "img", "object", "embed", "base", "form") else []
+        self.far += [value for value in found.values() if value and ("url(" in value or "://" in value)]
+        self.far += [name for name in found if name.startswith("on")]
+        if tag == "polyline":
+            (metric,) = (given["data-metric"] for name, given in self._open if name == "figure")
+            (run,) = (given["data-run"] for name, given in self._open if name == "g")
+            points = [tuple(map(float, point.split(","))) for point in str(found["points"]).split()]
+            self.lines[str(metric), str(run)] = points
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+        if found.get("class") == "sample":
+            self.samples.append("")
+        if tag not in VOID:
+            self._open.append((tag, found))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self._open.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        names = [name for name, _ in self._open]
+        if "style" in names:
+            assert "url(" not in data
+            assert "@import" not in data
+        if "td" in names or "th" in names:
+            self.rows[-1][-1] += data
+        if self._open and self._open[-1][1].get("class") == "sample":
+            self.samples[-1] += data
+
+    def row(self, name: str) -> list[str]:
+        (row,) = (row for row in self.rows if row and row[0] == name)
+        return row[1:]
+
+
+def points_of(records, metric):
+    found = [(one["step"], one[metric]) for one in records if isinstance(one.get(metric), int | float)]
+    return [(step, value) for step, value in found if math.isfinite(value)]
+
+
+@pytest.fixture(scope="module")
+def runs(pair, cache, corpus, tmp_path_factory) -> tuple[Path, Path]:
+    """A finished run, and one that was killed, of a name with letters that HTML takes for its own."""
+    root = tmp_path_factory.mktemp("runs")
+    losses = ["--loss", "ce", "--loss", "p-kl", "--max-steps", 6, "--logging-steps", 1]
+    reading = ["--per-device-train-batch-size", 2, "--eval-data", corpus, "--eval-steps", 2]
+    run_xtk("distill", pair.student, cache, *losses, *reading, "-o", root / "first")
+    killed = root / ODD
+    killed.mkdir()
+    recipe = json.loads((root / "first" / "recipe.json").read_text()) | {"seed": 7, "max_steps": 400}
+    (killed / "recipe.json").write_text(json.dumps(recipe))
+    lines = [json.dumps(record) for record in WRITTEN]
+    (killed / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "lo']))
+    rollouts = [{"step": step, "prompt": 1, "text": TEXT, "finish": "stop", "reward": step / 8} for step in range(20)]
+    told = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rollouts)
+    (killed / "rollouts.jsonl").write_text(told, encoding="utf-8")
+    return root / "first", killed
+
+
+@pytest.fixture(scope="module")
+def written(runs, cache, tmp_path_factory) -> tuple[Path, dict]:
+    """The page of both, and what the command printed."""
+    root = tmp_path_factory.mktemp("page")
+    (root / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RESULTS))
+    command = ["report", *runs, "--evaluation", root / "results.jsonl", "--cache", cache, "-o", root / "page.html"]
+    told = json.loads(run_xtk(*command, "--json").stdout)
+    first = (root / "page.html").read_bytes()
+    (root / "page.html").unlink()
+    assert run_xtk(*command).stdout == f"{root / 'page.html'}\n"
+    assert (root / "page.html").read_bytes() == first, "same inputs, same bytes"
+    return root / "page.html", told
+
+
+def test_every_metric_of_every_run_is_a_curve_of_its_values(runs, written):
+    page = Page(written[0].read_text(encoding="utf-8"))
+    assert page.far == []
+    first = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
+    for run, records in zip(runs, (first, WRITTEN), strict=True):
+        names = {name for record in records for name in record} - {"step", "seconds", "tokens", "skipped_steps"}
+        assert {"loss"} < names
+        for name in names:
+            assert len(page.lines[name, run.name]) == len(points_of(records, name))
+    assert ("reward", "first") not in page.lines
+    for name in ("loss", "learning_rate"):  # of both runs in one figure: pixels are one straight map of the values
+        values = np.array(points_of(first, name) + points_of(WRITTEN, name))
+        pixels = np.array(page.lines[name, "first"] + page.lines[name, ODD])
+        for axis, sign, error in ((0, 1, 0.051), (1, -1, 0.0051)):
+            slope, offset = np.polyfit(values[:, axis], pixels[:, axis], 1)
+            assert np.sign(slope) == sign
+            assert np.abs(slope * values[:, axis] + offset - pixels[:, axis]).max() <= 2 * error
+        assert pixels.min() >= 0
+
+
+def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs, written, cache):
+    page, told = Page(written[0].read_text(encoding="utf-8")), written[1]
+    assert page.text.count("finished, 6 steps") == page.text.count("unfinished, at step 20 of 400") == 1
+    assert told["kind"] == "report"
+    assert [one["path"] for one in told["runs"]] == [str(run) for run in runs]
+    last = json.loads((runs[0] / "xtk.json").read_text())["metrics"]
+    assert told["runs"][0]["metrics"] == last
+    loss = curves.number(last["loss"])
+    difference = 2.0 - last["loss"]  # a loss that is no number is none
+    sign = "+" if difference > 0 else "\N{MINUS SIGN}"
+    assert page.row("loss") == [loss, f"2 {sign}{curves.number(abs(difference))}"]
+    assert page.row("reward") == ["", "0.5"]
+    assert page.row("test.txt: bits_per_byte") == ["1.5", "1.25 ± 0.01 \N{MINUS SIGN}0.25"]
+    assert page.row("seed") == ["42", "7"]
+    assert "2 of" in page.text, "two options differ"
+    assert page.row("inputs.student.weights")[0].startswith("sha256:")
+    statistics = json.loads(run_xtk("inspect", cache, "--json").stdout)["statistics"]
+    assert page.row("positions") == [f"{statistics['positions']:,}"]
+
+
+def test_samples_are_shown_from_the_first_to_the_last_as_they_were_written(written):
+    page = Page(written[0].read_text(encoding="utf-8"))
+    assert page.samples == [TEXT] * 6
+    places = [page.text.index(f"step {step}, prompt 1, reward {reward}") for step, reward in ((1, 0), (20, 2.375))]
+    assert places == sorted(places)
+
+
+def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_path):
+    run = Path(shutil.copytree(runs[1], tmp_path / "run"))
+    command = ["report", "-", "-o", tmp_path / "page.html"]
+    run_xtk(*command, stdin=f"{run}\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 31, "loss": 1.0}) + "\n")
+    run_xtk(*command, stdin=f"{run}\n")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "unfinished, at step 31" in page
+    (tmp_path / "notes").write_text("notes")
+    (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
+    (tmp_path / "broken.json").write_text("[1, 2]")
+    for told, *arguments in (
+        ("page of another request", runs[1], "-o", "page.html"),
+        ("there is another file", runs[1], "--force", "-o", "notes"),
+        ("metrics.jsonl, line 1", run, "-o", "new"),
+        ("no run of xtk distill", tmp_path, "-o", "new"),
+        ("this run is named twice", runs[0], runs[0], "-o", "new"),
+        ("results are JSON objects", runs[0], "--evaluation", "broken.json", "-o", "new"),
+    ):
+        done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
+        assert told in done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
+
+
+numbers = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@given(st.lists(numbers, min_size=1, max_size=3000))
+def test_a_long_curve_keeps_its_ends_and_its_spikes(values):
+    points = list(enumerate(values))
+    kept = curves.thinned(points)
+    assert len(kept) <= max(2 * curves.STRETCHES + 2, 1)
+    assert set(kept) <= set(points)
+    assert kept == sorted(kept)
+    assert {kept[0], kept[-1]} == {points[0], points[-1]}
+    assert {min(value for _, value in kept), max(value for _, value in kept)} == {min(values), max(values)}
+
+
+@given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6))
+def test_ticks_are_round_numbers_inside_of_their_range(low, size):
+    found = curves.ticks(low, low + size)
+    assert 1 <= len(found) <= curves.TICKS + 1
+    assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
+    steps = {round((after - before) / size, 6) for before, after in pairwise(found)}
+    assert len(steps) <= 1 or max(steps) - min(steps) < 1e-5
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+
+
+@pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
+def test_a_browser_draws_it_without_a_word_and_without_a_request(written, tmp_path):
+    flags = ["--headless", "--disable-gpu", "--no-sandbox", "--disable-background-networking"]
+    flags += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'own'}"]
+    picture = tmp_path / "page.png"
+    command = [BROWSER, *flags, f"--screenshot={picture}", "--window-size=1200,3000", written[0].as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    import matplotlib.image
+
+    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    for colour in curves.COLOURS[:2]:
+        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+        assert (pixels == wanted).all(1).sum() > 100

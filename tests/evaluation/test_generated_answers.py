@@ -1,0 +1,136 @@
+"""Answers that are judged: what is right scores 1, estimates have no bias, models are compared problem by problem."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from scripted import ScriptedWriter
+
+from xtk.artifacts.corpus import Corpus
+from xtk.errors import XtkError
+from xtk.evaluation.answers import Answers, Estimate, answer, pass_at, powers_up_to
+from xtk.rewards.sandbox import Sandbox
+from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rollouts.prompts import read_prompts
+from xtk.rollouts.writer import Sampling
+from xtk.tokens.tokenizer import Tokenizer
+
+
+def answers_of(scores: list[list[float]]) -> Answers:
+    found = np.array(scores)
+    return Answers(found, 1.0, np.ones(found.shape, np.int64), 0.0, 0)
+
+
+def rewards(text: str) -> Rewards:
+    return Rewards([parse_reward(text)])
+
+
+def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_right_one():
+    for samples in range(1, 7):
+        for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
+            marks = [True] * right + [False] * (samples - right)
+            choices = [any(some) for some in itertools.combinations(marks, k)]
+            assert pass_at(k, samples, right) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+    assert pass_at(1, 5, 2) == pytest.approx(0.4)
+    assert powers_up_to(1) == [1]
+    assert powers_up_to(6) == [1, 2, 4, 6]
+    assert powers_up_to(8) == [1, 2, 4, 8]
+
+
+def test_errors_are_over_problems_and_differences_are_paired():
+    one = answers_of([[1, 1], [0, 0], [1, 0], [0, math.nan]])
+    assert one.average() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: sd 0.5 over three
+    assert one.pass_at(1).value == pytest.approx(0.5)
+    assert one.pass_at(2).value == pytest.approx(2 / 3)
+    assert one.record()["unjudged"] == 1
+    same = one.difference(one)
+    assert (same.value, same.error) == (0.0, 0.0)
+    worse = answers_of([[1, 0], [0, 0], [0, 0], [1, 1]])
+    # 0.5, 0, 0.5: what could not be judged for both does not count
+    error = pytest.approx(np.std([0.5, 0, 0.5], ddof=1) / 3**0.5)
+    assert one.difference(worse) == Estimate(pytest.approx(1 / 3), error)
+    assert one.difference(worse).value == -worse.difference(one).value
+
+
+def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_data):
+    corpus = Corpus([str(real_data / "corpora" / "gsm8k_test.jsonl")], {"prompt": "question"})
+    prompts = read_prompts(corpus, 100)
+    tokenizer = Tokenizer(pair.student)
+    known = {str(prompt.record["question"]): str(prompt.record["answer"]) for prompt in prompts}
+    start = tokenizer.control_names[tokenizer.start_id]
+
+    def says(read: str, key: tuple[int, ...]) -> tuple[str, bool]:
+        told = known[read.removeprefix(start)]
+        return (told if key[1] % 4 or key[2] else told + "1"), True  # the first answer to every fourth is wrong
+
+    writer = ScriptedWriter(tokenizer, says)
+    sampling = Sampling(temperature=1.0, max_completion_length=4096)
+    found = answer(prompts, writer, tokenizer, sampling, rewards("exact"), num_generations=2)
+    assert found.average().value == pytest.approx(1 - 25 / 200)
+    assert found.pass_at(1).value == pytest.approx(1 - 25 / 200)
+    assert found.pass_at(2).value == 1.0
+    assert (found.truncated, found.without_room) == (0.0, 0)
+    assert set(found.scores[:, 1]) == {1.0}
+    with pytest.raises(XtkError, match="at temperature 0 all 2 answers"):
+        answer(prompts, writer, tokenizer, Sampling(temperature=0.0), rewards("exact"), num_generations=2)
+    with pytest.raises(XtkError, match="could judge no answer"):
+        answer(prompts[:2], writer, tokenizer, sampling, rewards("exact:column=nowhere"))
+
+
+def test_problems_without_room_are_wrong(pair, tmp_path):
+    tokenizer = Tokenizer(pair.student)
+    path = tmp_path / "problems.jsonl"
+    rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "1 + 1 + " * 60, "answer": "2"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    writer = ScriptedWriter(tokenizer, lambda read, key: ("#### 2", True), context=64)
+    found = answer(read_prompts(Corpus([str(path)])), writer, tokenizer, Sampling(), rewards("exact"))
+    assert found.scores.tolist() == [[1.0], [0.0]]
+    assert found.without_room == 1
+    assert found.record()["problems"] == 2
+
+
+def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):
+    try:
+        Sandbox().close()
+    except XtkError as error:
+        pytest.skip(f"no sandbox here: {error.where}")
+    path = tmp_path / "human-eval.jsonl"
+    lines = gzip.decompress((real_data / "corpora" / "HumanEval.jsonl.gz").read_bytes()).splitlines()[:4]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    tokenizer = Tokenizer(pair.student)
+    solutions = {row["prompt"]: row["canonical_solution"] for row in map(json.loads, lines)}
+    start = tokenizer.control_names[tokenizer.start_id]
+    oracle = ScriptedWriter(tokenizer, lambda read, key: (solutions[read.removeprefix(start)], True))
+    fool = ScriptedWriter(tokenizer, lambda read, key: ("    return None\n", True))
+    prompts, sampling = read_prompts(Corpus([str(path)])), Sampling(max_completion_length=4096)
+    assert answer(prompts, oracle, tokenizer, sampling, rewards("tests:seconds=60")).average().value == 1.0
+    assert answer(prompts, fool, tokenizer, sampling, rewards("tests:seconds=60")).average().value == 0.0
+
+
+def test_models_side_by_side(run, pair, tmp_path):
+    rows = [{"prompt": f"{n} + {n} =", "answer": f"#### {2 * n}00"} for n in range(5)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--reward", "exact",
+             "--max-completion-length", 6, "--num-generations", 2, "--temperature", 1, "--quiet"]  # fmt: skip
+    told = run(*asked, "--json", "-o", "answers.jsonl", cwd=tmp_path).stdout.splitlines()
+    first, second = map(json.loads, told)
+    assert (first["model"], second["model"]) == (str(pair.student), str(pair.teacher))
+    assert first["avg@2"] == second["avg@2"] == 0.0  # models that know nothing
+    assert (second["difference"], second["difference_error"]) == (0.0, 0.0)
+    assert "difference" not in first
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(one["problem"], one["sample"]) for one in answers[:10]] == [(n, at) for n in range(5) for at in range(2)]
+    assert {one["model"] for one in answers} == {str(pair.student), str(pair.teacher)}
+    table = run(*asked, cwd=tmp_path).stdout
+    assert "pass@2" in table
+    assert "is better by" in table
+    refused = run(*asked, "-o", "answers.jsonl", cwd=tmp_path, code=1)
+    assert "there is such a file" in refused.stderr
+    both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",
+               "--json", cwd=tmp_path)  # fmt: skip
+    assert [json.loads(line)["model"] for line in both.stdout.splitlines()] == [str(pair.student), str(pair.teacher)]

@@ -1,0 +1,178 @@
+"""`xtk export`: what a run has learnt, as others load it: the same numbers, in the files that they look for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import material
+import pytest
+import torch
+from command_line import run_xtk
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from xtk.errors import XtkError
+from xtk.training.export import Export, export
+from xtk.training.pieces import Pieces
+
+IDS = torch.arange(3, 40)[None]
+TEMPLATE = (
+    "{% for message in messages %}<|im_end|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_end|>assistant\n{% endif %}"
+)
+TRAINING = ["--loss", "ce", "--save-steps", 2, "--logging-steps", 1, "--learning-rate", 1e-2,
+            "--per-device-train-batch-size", 4, "--max-steps"]  # fmt: skip
+
+
+def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory, corpus) -> Path:
+    """A finished run of a student with tied embeddings, a chat template, and another end of turn than its eos."""
+    root = tmp_path_factory.mktemp("exports")
+    student = material.make_teacher(root / "student")
+    (student / "chat_template.jinja").write_text(TEMPLATE)
+    described = json.loads((student / "tokenizer_config.json").read_text())
+    (student / "tokenizer_config.json").write_text(json.dumps({**described, "eos_token": "<|endoftext|>"}))
+    run_xtk("distill", student, corpus, *TRAINING, 3, "-o", root / "run")
+    return root / "run"
+
+
+def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied, tmp_path):
+    results = tmp_path / "results.json"
+    results.write_text(
+        json.dumps({"model": "a", "data": "test.txt", "bits_per_byte": 1.25, "bytes": 900}) + "\n"
+        + json.dumps({"model": "a", "results": {"gsm8k": {"exact_match,none": 0.5, "exact_match_stderr,none": 0.05}}})
+    )  # fmt: skip
+    out = tmp_path / "deep" / "out"
+    command = ["export", tied, "-o", out, "--max-shard-size", "60KB", "--evaluation", results, "--json"]
+    told = json.loads(run_xtk(*command).stdout)
+    assert torch.equal(logits_of(out), logits_of(tied))
+
+    shards = sorted(out.glob("*.safetensors"))
+    assert len(shards) == told["shards"] > 1
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert set(index.values()) == {path.name for path in shards}
+    assert "lm_head.weight" not in index
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert told["parameters"] == sum(one.numel() for one in model.parameters())
+    assert told["bytes"] == sum(path.stat().st_size for path in shards)
+
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    talk = [{"role": "user", "content": "Hi"}]
+    shown = "<|im_end|>user\nHi<|im_end|>\n<|im_end|>assistant\n"
+    assert tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True) == shown
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert json.loads((out / "generation_config.json").read_text())["eos_token_id"] == ends == told["eos_token_ids"]
+
+    card = (out / "README.md").read_text()
+    assert "| test.txt | bits_per_byte | 1.2500 |\n| gsm8k | exact_match | 0.5000 ± 0.0500 |" in card
+    assert card.index("## Metrics") < card.index("## Evaluation") < card.index("## Recipe")
+    assert str(tmp_path) not in card
+    assert str(tied) not in (out / "xtk.json").read_text()
+
+    # Once more: found again; another request is refused, replaced only by force, and nothing is left behind.
+    before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert json.loads(run_xtk(*command).stdout) == told
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    refused = run_xtk("export", tied, "-o", out, "--dtype", "bfloat16", code=1).stderr
+    assert "an export of another request" in refused
+    assert "dtype, max_shard_size, evaluation" in refused
+    assert run_xtk("export", "-", "-o", out, "--dtype", "bfloat16", "--force", stdin=f"{tied}\n").stdout == f"{out}\n"
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    torch.testing.assert_close(logits_of(out), logits_of(tied), rtol=0.05, atol=0.05)
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
+    """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
+    training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]
+    common = ["distill", pair.student, cache, *TRAINING]
+    run_xtk(*common, 4, *training, "--warmup-steps", 1, "-o", tmp_path / "long")
+    run_xtk(*common, 2, *training, "--warmup-steps", 1, "-o", tmp_path / "short")
+    run_xtk("export", tmp_path / "long", "--checkpoint", 2, "-o", tmp_path / "out")
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "short"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(one, expected[name]) for name, one in found.items())
+    assert not torch.equal(logits_of(tmp_path / "out"), logits_of(tmp_path / "long"))
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Steps | 2 of 4 documents |" in card
+    assert "text alone" not in card
+
+
+def test_of_a_run_with_an_average_a_checkpoint_gives_the_average(pair, corpus, tmp_path):
+    run_xtk("distill", pair.student, corpus, *TRAINING, 3, "--ema-decay", 0.5, "-o", tmp_path / "run")
+    run_xtk("export", tmp_path / "run", "--checkpoint", 2, "--dtype", "float16", "-o", tmp_path / "out")
+    pieces = Pieces(sorted((tmp_path / "run" / "checkpoint-2").glob("trainer-*")))
+    for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
+        assert torch.equal(tensor, pieces.alone(f"average.{name}").half())
+
+
+CONVERTER = """
+import argparse, json, pathlib
+given = argparse.ArgumentParser()
+given.add_argument("folder", type=pathlib.Path)
+given.add_argument("--outfile", type=pathlib.Path)
+given.add_argument("--outtype", choices=["f16", "q8_0"])
+given = given.parse_args()
+assert json.loads((given.folder / "config.json").read_text()) and (given.folder / "tokenizer.json").is_file()
+given.outfile.write_bytes(b"GGUF" + given.outtype.encode())
+"""
+
+
+def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monkeypatch):
+    converter = tmp_path / "convert_hf_to_gguf.py"
+    converter.write_text(CONVERTER)
+    unfinished = Path(shutil.copytree(tied, tmp_path / "unfinished"))
+    (unfinished / "xtk.json").unlink()
+    large = Path(shutil.copytree(tied, tmp_path / "large"))
+    weights = load_file(large / "model.safetensors")
+    weights["model.norm.weight"] += 1e6
+    save_file(weights, large / "model.safetensors", {"format": "pt"})
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("notes")
+    (tmp_path / "empty.json").write_text("{}")
+    there = sorted(path.name for path in tmp_path.iterdir())
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    for told, run, options in (
+        ("no run of xtk distill", pair.student, {}),
+        ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("there are 2", tied, {"checkpoint": 7}),
+        ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
+        ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
+        ("no number in float16", large, {"dtype": "float16"}),
+        ("there is no result in this file", tied, {"evaluations": (tmp_path / "empty.json",)}),
+        ("it is not there", tied, {"gguf": "f16"}),
+        ("it is not there", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
+        ("--gguf-converter is for --gguf", tied, {"gguf_converter": str(converter)}),
+        ("converter ended with exit code 2", tied, {"gguf": "x", "gguf_converter": str(converter)}),
+    ):
+        with pytest.raises(XtkError, match="(?s)" + told):
+            export(Export(run, **options), tmp_path / "out", force=False)
+    for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
+        with pytest.raises(XtkError) as refused:
+            export(Export(tied), tmp_path / output, force=True)
+        assert told in str(refused.value)
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    export(Export(tied, gguf="q8_0", gguf_converter=str(converter)), tmp_path / "out", force=False)
+    assert (tmp_path / "out" / "model.gguf").read_bytes() == b"GGUFq8_0"
+
+
+def test_without_a_token_nothing_is_written_for_the_hub(tied, tmp_path):
+    for told, name in (("--push-to-hub is 'mine'", "mine"), ("there is no token", "me/mine")):
+        command = ["export", tied, "-o", tmp_path / "out", "--push-to-hub", name]
+        done = run_xtk(*command, code=1, env={"HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")})
+        assert told in done.stderr
+        assert done.stdout == ""
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,141 @@
+"""`xtk doctor`: what will go wrong, and what it will cost, before a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+if TYPE_CHECKING:
+    from xtk.doctor.case import Finding
+
+STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+
+
+def doctor(
+    student: Annotated[str, typer.Argument(help="The student: a model folder, or a hub id.", metavar="STUDENT")],
+    teacher: Annotated[str, typer.Argument(help="The teacher: a model folder, or a hub id.", metavar="TEACHER")],
+    data: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A teacher cache, or data as cache-teacher reads it, or both. Without any, only the pair is examined.",
+            metavar="[CACHE] [DATA...]",
+            show_default=False,
+        ),
+    ] = None,
+    columns: options.Columns = "",
+    output: Annotated[
+        str, typer.Option("--output", "-o", help="Where cache and student would go: its free disk is told.")
+    ] = ".",
+    num_processes: Annotated[int, typer.Option(help="Processes of the run.", min=1)] = 1,
+    parallel: Annotated[
+        str, typer.Option(help="How they share the work, as in distill: fsdp=2,tp=4.", metavar="NAME=N,...")
+    ] = "",
+    per_device_train_batch_size: Annotated[int, typer.Option(help="As in distill.", min=1)] = 8,
+    gradient_accumulation_steps: Annotated[int, typer.Option(help="As in distill.", min=1)] = 1,
+    max_batch_tokens: Annotated[int, typer.Option(help="As in distill.", min=0)] = 0,
+    max_length: Annotated[int, typer.Option(help="Tokens a document at most, as in both commands.", min=0)] = 0,
+    long_documents: Annotated[
+        str, typer.Option(help="What becomes of longer ones.", metavar="[refuse|truncate|split|skip]")
+    ] = "refuse",
+    dtype: Annotated[
+        str, typer.Option(help="In which the student's weights are held.", metavar="[float32|bfloat16]")
+    ] = "float32",
+    mixed_precision: Annotated[str, typer.Option(help="As in distill.", metavar="[no|bf16]")] = "no",
+    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="As in distill.")] = False,
+    attn_implementation: Annotated[str, typer.Option(help="As in distill.", metavar="NAME")] = "",
+    ema_decay: Annotated[float, typer.Option(help="As in distill.")] = 0.0,
+    save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept, as in distill.", min=1)] = 2,
+    teacher_dtype: Annotated[
+        str, typer.Option(help="--dtype of cache-teacher.", metavar="[float32|bfloat16|float16]")
+    ] = "float32",
+    batch_tokens: Annotated[int, typer.Option(help="As in cache-teacher.", min=1)] = 8192,
+    tokens_per_second: Annotated[
+        float, typer.Option(help="Of the teacher, as cache-teacher --plan measures it; 0: nobody knows.", min=0)
+    ] = 0.0,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    config: options.Config = "",
+) -> None:
+    """Tell what will go wrong with a pair and its data, and what a run will cost; no weights are loaded.
+
+    Ends with 1 if something will fail.
+    """
+    import dataclasses
+    from pathlib import Path
+
+    from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+    from xtk.doctor.case import LEVELS, Case, Plan, Side
+    from xtk.doctor.examine import examine
+    from xtk.lookup import lookup, unknown
+    from xtk.models.causal_lm import DTYPES, quieten_transformers
+    from xtk.training.layout import read_layout
+
+    given = dict(locals())
+    terminal.set_quiet(quiet)
+    for name in (dtype, teacher_dtype):
+        lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
+    if long_documents not in (ways := ("refuse", "truncate", "split", "skip")):
+        raise unknown("way with long documents", long_documents, ways)
+    if mixed_precision not in ("no", "bf16"):
+        raise unknown("mixed precision", mixed_precision, ("no", "bf16"))
+    quieten_transformers()
+    caches = [place for place in data or [] if is_cache(place)]
+    if len(caches) > 1:
+        raise typer.BadParameter("one cache at a time: run it again for the next one")
+    others = [place for place in data or [] if place not in caches]
+    own = {field.name: given[field.name] for field in dataclasses.fields(Plan) if field.name in given}
+    plan = Plan(
+        **own | {"layout": read_layout(parallel, num_processes), "output": Path(output), "rate": tokens_per_second}
+    )
+    case = Case(
+        Side.read("student", with_adapter(local_folder(student, weights=False))[0], student),
+        Side.read("teacher", with_adapter(local_folder(teacher, weights=False))[0], teacher),
+        plan,
+        TeacherCache(caches[0]) if caches else None,
+        Corpus(others, columns_option(columns)) if others else None,
+    )
+    findings = []
+    for finding in examine(case):
+        findings.append(finding)
+        if as_json:
+            terminal.result_json({"kind": "finding", **dataclasses.asdict(finding)})
+    if not as_json:
+        _show(findings)
+    worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
+    if LEVELS[worst] == "error":
+        raise typer.Exit(1)
+
+
+def _show(findings: list[Finding]) -> None:
+    """Print the findings: a table on a terminal, lines elsewhere."""
+    if not terminal.results_are_seen_by_a_person():
+        for one in findings:
+            next_step = f"\n  try:   {one.hint}" if one.hint else ""
+            where = f"\n  where: {one.where}" if one.where else ""
+            terminal.result_line(f"{one.level:8} {one.check}: {one.what}{where}{next_step}")
+        terminal.result_line(_summary(findings))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(show_lines=False, pad_edge=False)
+    for head in ("", "check", "what", "where", "what next"):
+        table.add_column(head, overflow="fold")
+    for one in findings:
+        cells: list[Any] = [Text(one.level, STYLES[one.level]), *map(Text, (one.check, one.what, one.where, one.hint))]
+        table.add_row(*cells)
+    console = Console(file=terminal.results())
+    console.print(table)
+    terminal.result_line(_summary(findings))
+
+
+def _summary(findings: list[Finding]) -> str:
+    counts = {level: sum(one.level == level for one in findings) for level in STYLES}
+    return ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())

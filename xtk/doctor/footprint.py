@@ -1,0 +1,166 @@
+"""What a forward and a backward pass hold in memory: the model itself is run, on tensors that have no content.
+
+torch's FakeTensorMode gives every tensor its shape, dtype and device and no memory, so weights need not be there, and
+whatever the model does (its attention, its norms, checkpoints, mixed precision) is counted as it does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xtk.errors import XtkError
+from xtk.models import attention
+from xtk.models.causal_lm import DTYPES
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes, of one process that has all of the model.
+
+    Attributes:
+        weights: parameters and buffers, each storage once.
+        head: the matrix that makes logits.
+        largest: the weights of the largest block of layers, or of embedding and head.
+        width: V, rows of the head.
+        kept: what the forward pass of the body leaves for the backward pass, hidden states among it.
+        forward: the most that the forward pass holds, without weights.
+        backward: the most that the backward pass holds, with gradients of the weights, but for that of the head.
+    """
+
+    weights: int
+    head: int
+    largest: int
+    width: int
+    kept: int
+    forward: int
+    backward: int
+
+
+class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of storages while they live."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.most = 0
+        self._known: set[int] = set()
+
+    def know(self, tensor: Tensor) -> None:
+        """Leave a tensor that was there before out of the count."""
+        self._known.add(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._hold(tensor.untyped_storage())
+        return found
+
+    def _hold(self, storage: Any) -> None:
+        name, size = storage._cdata, storage.nbytes()
+        if name in self._known:
+            return
+        self._known.add(name)
+        self.now += size
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._drop, name, size)
+
+    def _drop(self, name: int, size: int) -> None:
+        self._known.discard(name)
+        self.now -= size
+
+
+def footprint(
+    folder: Path,
+    tokens: int,
+    *,
+    rows: int = 1,
+    dtype: str = "float32",
+    mixed_precision: str = "no",
+    gradient_checkpointing: bool = False,
+    backward: bool = True,
+    attn_implementation: str = "",
+) -> Footprint:
+    """Run a model on fake tensors of the device that a run would take.
+
+    Args:
+        folder: with its configuration.
+        tokens: T of a forward pass.
+        rows: B, rows of so many tokens.
+        dtype: of its weights.
+        mixed_precision: "bf16" or "no".
+        gradient_checkpointing: as in training.
+        backward: whether it is trained.
+        attn_implementation: transformers' name; "": as training would have it.
+
+    Raises:
+        XtkError: transformers does not know the model, or it cannot be run so.
+    """
+    import transformers
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    attention.register()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    autocast = torch.autocast(device, torch.bfloat16) if mixed_precision == "bf16" else contextlib.nullcontext()
+    told = ""
+    # As `Cut.pack` has it: xtk's own attention where the model can take it. It makes no mask [T, T], which transformers
+    # makes of tensors without content.
+    for own in [attn_implementation] if attn_implementation else [attention.NAME, "sdpa", "eager"]:
+        try:
+            with warnings.catch_warnings(), FakeTensorMode(), torch.device(device), torch.set_grad_enabled(backward):
+                warnings.simplefilter("ignore")
+                configuration = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+                model = transformers.AutoModelForCausalLM.from_config(
+                    configuration, dtype=DTYPES[dtype], attn_implementation=own
+                )
+                if gradient_checkpointing:
+                    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                return _run(model.train(backward), (rows, tokens), autocast, backward)
+        except Exception as wrong:  # whatever a model does that tensors without content cannot
+            told = told or " ".join(str(wrong).split())[:200]
+    raise XtkError(f"this model cannot be run without its weights: {told}", where=str(folder))
+
+
+def _run(model: Any, shape: tuple[int, int], autocast: Any, backward: bool) -> Footprint:
+    live = _Live()
+    held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
+    for tensor in held.values():
+        live.know(tensor)
+    head = model.get_output_embeddings().weight
+    ids = torch.zeros(shape, dtype=torch.int64)
+    with live:
+        with autocast:
+            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        kept, forward = live.now, live.most
+        if backward:
+            live.most = live.now
+            states.backward(torch.ones_like(states))
+        most = live.most if backward else 0
+    return Footprint(
+        weights=sum(one.untyped_storage().nbytes() for one in held.values()),
+        head=_bytes(head),
+        largest=_largest(model),
+        width=len(head),
+        kept=kept,
+        forward=forward,
+        backward=most,
+    )
+
+
+def _largest(model: Any) -> int:
+    blocks = [block for some in model.modules() if isinstance(some, torch.nn.ModuleList) for block in some]
+    ends = {id(one): one for one in (model.get_input_embeddings().weight, model.get_output_embeddings().weight)}
+    return max([sum(map(_bytes, ends.values())), *(sum(map(_bytes, block.parameters())) for block in blocks)])
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

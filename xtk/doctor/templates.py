@@ -1,0 +1,86 @@
+"""Chat templates: what they write in front, and what they do to what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import tokenizers
+
+from xtk.doctor.case import Case, Finding, Side
+from xtk.errors import XtkError
+from xtk.tokens.document import Document
+from xtk.tokens.sequence import left_out, sequences
+
+QUESTION = {"role": "user", "content": "What is two and two?"}
+AGAIN = {"role": "user", "content": "And three?"}
+THOUGHT, ANSWER = "<think>\nTwo and two.\n</think>\n\n", "Four."
+
+
+def starts(case: Case) -> Iterator[Finding]:
+    """Find a start token that both the tokenizer and the template write."""
+    for side in case.sides:
+        tokenizer = side.tokenizer
+        bos = tokenizer.roles.get("bos")
+        if not _has_template(side) or bos is None:
+            continue
+        added = _adds(side)
+        try:
+            written = tokenizer.chat_template.render([QUESTION]).startswith(tokenizer.control_names.get(bos, "\0"))
+        except XtkError:
+            continue
+        if added and written:
+            name = tokenizer.control_names[bos]
+            what = f"the tokenizer puts {name} in front, and so does the chat template: what others tokenise has two"
+            hint = "elsewhere tokenise what the template wrote with add_special_tokens=False; xtk reads one"
+            yield Finding("starts", "warning", what, side.name, hint)
+        else:
+            who = "the tokenizer" if added else "the chat template" if written else "nobody"
+            yield Finding("starts", "ok", f"{who} writes the start token of a conversation", side.name)
+
+
+def _adds(side: Side) -> bool:
+    """Say whether the tokenizer puts its start token in front of texts."""
+    backend = tokenizers.Tokenizer.from_buffer(side.tokenizer.files()["tokenizer.json"])
+    bos = side.tokenizer.roles["bos"]
+    return backend.encode("a", add_special_tokens=True).ids[:1] == [bos]
+
+
+def contents(case: Case) -> Iterator[Finding]:
+    """Try what a template does to answers: with thoughts, with white space, in an earlier turn."""
+    talks = case.has_conversations
+    for side in case.sides:
+        if not _has_template(side):
+            level = "error" if talks else "ok"
+            hint = "put chat_template.jinja of the model's chat version into its folder" if talks else ""
+            yield Finding("contents", level, "there is no chat template", side.name, hint)
+            continue
+        try:
+            found = list(_tried(side))
+        except XtkError as wrong:
+            yield Finding("contents", "error" if talks else "warning", wrong.what, side.name, wrong.hint or "")
+            continue
+        yield from found or [Finding("contents", "ok", "the chat template leaves answers as they are", side.name)]
+
+
+def _tried(side: Side) -> Iterator[Finding]:
+    answered = [QUESTION, {"role": "assistant", "content": ANSWER}]
+    text = side.tokenizer.chat_template.render(answered)
+    asked = side.tokenizer.chat_template.render([QUESTION], add_generation_prompt=True)
+    if "<think>" in text or "<think>" in asked[len(side.tokenizer.chat_template.render([QUESTION])) :]:
+        what = "the chat template writes a thought by itself, in answers that have none or where an answer begins"
+        yield Finding("contents", "note", what, side.name, "data with thoughts, or --chat-template-kwargs in rollouts")
+    tries = {
+        "drops thoughts from answers": ([QUESTION], THOUGHT + ANSWER, []),
+        "drops thoughts from earlier answers": ([QUESTION], THOUGHT + ANSWER, [AGAIN]),
+        "changes white space at the ends of answers": ([QUESTION], f"  {ANSWER}\n\n", []),
+    }
+    for what, (before, answer, after) in tries.items():
+        document = Document.of_messages([*before, {"role": "assistant", "content": answer}, *after])
+        lost = left_out(document, sequences(side.tokenizer, [document])[0])
+        if lost:
+            told = f"the chat template {what}: these bytes carry no loss"
+            yield Finding("contents", "note", told, side.name, figures={"bytes": lost})
+
+
+def _has_template(side: Side) -> bool:
+    return side.tokenizer.template_fingerprint is not None
