@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from plain_losses import Case, draw_case, plain_policy_gradient, signal_of
+from plain_losses import Case, draw_case, plain_policy_gradient, predicted_spans, signal_of
 from tiny_words import spell
 from torch import Tensor
 
@@ -243,12 +243,20 @@ def test_options_are_those_of_the_readable_loss_wherever_the_ratio_is(text):
         items = plain_policy_gradient(case, said, **OPTIONS[text])
         cells = cells_of(text, example)
         assert cells.items == len(items)
-        found, _ = fused_loss(case.states, Head(case.weight), [Term.of(cells).to(CPU, 1.0)], 3)
+        term = Term.of(cells).to(CPU, 1.0)
+        found, _ = fused_loss(case.states, Head(case.weight), [term], 3)
         for one, other in zip(value_and_gradients(found, case), value_and_gradients(sum(items), case), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        clipped, ratios = 0, 0.0
         for item, advantage in zip(items, cells.surrogate.advantages, strict=True):
             ratio, bounds = -float(item.detach()) / advantage, (cells.surrogate.low, cells.surrogate.high)
             met.add((advantage > 0, "clipped" if min(abs(ratio - bound) for bound in bounds) < 1e-12 else "free"))
+            clipped += min(abs(ratio - bound) for bound in bounds) < 1e-12
+        number = {row + 1: at for at, row in enumerate(example.rows.tolist())}
+        for tokens, _ in predicted_spans(example):
+            ours = math.prod(float(said.detach()[number[at], example.student_ids[at]]) for at in tokens)
+            ratios += ours / math.exp(sum(float(example.drawn_logprobs[number[at]]) for at in tokens))
+        assert term.surrogate.seen.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
     assert met == set(itertools.product((False, True), ("clipped", "free")))
 
 

@@ -279,8 +279,10 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
             "--gradient-accumulation-steps", 4 // size)  # fmt: skip
     whole, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in "41")
     for one, other in zip(whole, cut, strict=True):
-        for name in ("loss", "byte-kl", "policy-gradient", "gradient_norm"):
+        for name in ("loss", "byte-kl", "policy-gradient", "ratio", "clipped", "gradient_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
+    assert whole[0]["ratio"] == pytest.approx(1, abs=1e-4)  # the trainer holds likely what the writer drew, as it did
+    assert whole[0]["clipped"] == 0
     run(pair, prompts, tmp_path / "alike", *options[:6], *options[8:])
     alike = read_metrics(tmp_path / "alike" / "metrics.jsonl")
     assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)

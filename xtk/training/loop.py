@@ -205,23 +205,26 @@ def _step(
     whole = WholeStep(maker.objectives, maker.weighing, maker.teachers, micro_batches, run.layout, device)
     balance = 1.0
     if recipe.balance == "ce":
-        balance = whole.balance(_pass(run, micro_batches, whole.scales(), backward=False))
-    sums = _pass(run, micro_batches, whole.scales(balance), backward=True)
+        balance = whole.balance(_pass(run, micro_batches, whole.scales(), backward=False)[0])
+    sums, seen = _pass(run, micro_batches, whole.scales(balance), backward=True)
     norm = clip(run.parameters, recipe.max_grad_norm)
-    losses = whole.losses(sums, balance)
+    losses = whole.losses(sums, balance) | whole.ratios(seen)
     if is_finite(losses, norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
 
 
-def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool) -> list[float]:
+def _pass(
+    run: Run, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
+) -> tuple[list[float], list[list[float]]]:
     """Take the micro-batches through the model; return each term's sum over its items, over all processes.
 
-    Without `backward` nothing is kept, and the random numbers (of dropout) are left for the pass that comes after.
+    Beside it, `SurrogateOfTerm.seen` of each term; zeros of those without a surrogate. Without `backward` nothing is
+    kept, and the random numbers (of dropout) are left for the pass that comes after.
     """
     accelerator, layout, device = run.accelerator, run.layout, run.accelerator.device
-    sums = torch.zeros(len(scales), device=device, dtype=torch.float64)
+    told = torch.zeros(len(scales), 4, device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
         for number, batch in enumerate(micro_batches):
@@ -233,11 +236,14 @@ def _pass(run: Run, micro_batches: list[MicroBatch], scales: list[float], *, bac
                 if backward:
                     # Gradients are averaged over copies, and the scales are already those of the whole step.
                     torch.autograd.backward(total * layout.copies)
-            sums += parts.double()
+            told[:, 0] += parts.double()
+            for of_term, term in zip(told, terms, strict=True):
+                if term.surrogate is not None:
+                    of_term[1:] += term.surrogate.seen
     if not backward:
         reshard(run.model)
-    reduced: list[float] = layout.add(sums, "copies").tolist()
-    return reduced
+    told = layout.add(told, "copies")
+    return told[:, 0].tolist(), told[:, 1:].tolist()
 
 
 def _optimizer(cut: Cut, recipe: Recipe) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from xtk.training.batches import Objective
 from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
+from xtk.training.metrics import metric
 
 
 class Counted(Protocol):
@@ -101,6 +102,20 @@ class WholeStep:
             told["kd"] = float(weighted[self._distils].sum())
         if self.teachers is not None:
             told |= {f"weight/{name}": float(share) for name, share in zip(self._names, self.teachers, strict=True)}
+        return told
+
+    def ratios(self, seen: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the mean ratio of the losses that have one, and which share of their items was clipped.
+
+        Args:
+            seen: [terms, 3], as `SurrogateOfTerm.seen`.
+        """
+        told: dict[str, float] = {}
+        for objective, (items, ratios, clipped) in zip(self._objectives, seen, strict=True):
+            if items:
+                teacher = self._names[objective.teacher]
+                told[metric("ratio", teacher, self._names)] = ratios / items
+                told[metric("clipped", teacher, self._names)] = clipped / items
         return told
 
 
