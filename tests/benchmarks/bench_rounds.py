@@ -3,14 +3,18 @@
 A student with Llama 3's vocabulary writes 48 tokens behind each of 32 prompts of GSM8K, a teacher with Qwen's of four
 times its size scores that, and the student trains from it with byte-kl. Timed inside of one process: `write` of the
 writer, `score` of the teacher, the optimisation step; the rest of a round is what xtk adds. The first round, which
-compiles, is left out; median of the others. The bytes are those of the signals of a round's cache, where the teacher is
+compiles, is left out; median of the others. The peak of a round is that of a process with two rounds, beside those of
+processes that do one thing each: write, score, train from the scores; on a CPU, where all of them share one memory. The
+bytes are those of the signals of a round's cache, where the teacher is
 asked about the 32 tokens that the student found likeliest.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -118,6 +122,30 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
     return lines, statistics.median(bytes_a_position)
 
 
+def peak(*arguments: object) -> float:
+    """Run a command; return the peak of its memory, GiB."""
+    child = subprocess.Popen([sys.executable, "-m", "xtk", *map(str, arguments), "-q"], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    if status:
+        raise SystemExit(f"{arguments[0]} ended with {os.waitstatus_to_exitcode(status)}")
+    return used.ru_maxrss / 2**20
+
+
+def memory(folder: Path) -> tuple[str, str, str]:
+    """Return the row about the peak of a round."""
+    student, teacher, prompts = folder / "student", folder / "teacher", folder / "prompts.jsonl"
+    rollouts, batch = folder / "r.jsonl", ("--per-device-train-batch-size", PROMPTS, "--save-steps", 0)
+    writing = peak("rollout", student, prompts, "--max-completion-length", TOKENS, "--batch-tokens", 16384,
+                   "-o", rollouts)  # fmt: skip
+    scoring = peak("cache-teacher", teacher, rollouts, "--top-k", 32, "-o", folder / "r")
+    training = peak("distill", student, folder / "r", "--loss", "byte-kl", *batch, "-o", folder / "one")
+    whole = peak("distill", student, prompts, "--on-policy", "--teacher", f"{teacher}:top_k=32", "--loss", "byte-kl",
+                 "--max-completion-length", TOKENS, "--max-steps", 2, *batch, "-o", folder / "round")  # fmt: skip
+    highest = max(writing, scoring, training)
+    told = f"{whole / highest - 1:+.0%} ({whole:.2f} GiB; {writing:.2f} to write, {scoring:.2f} to score, "
+    return ("peak of a round over the largest of its parts", f"{told}{training:.2f} to train)", "+10 %")
+
+
 def main() -> None:
     """Measure and print."""
     quieten_transformers()
@@ -126,6 +154,7 @@ def main() -> None:
         make_models(folder)
         rows = [{"prompt": " ".join(text.split()[:24])} for text in gsm8k(PROMPTS)]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        held = memory(folder)
         lines, _ = run(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
         shares = [1 - (line["writing"] + line["teacher"] + line["step"]) / line["all"] for line in lines]
         parts = {key: statistics.median(line[key] for line in lines) for key in ("writing", "teacher", "step", "all")}
@@ -136,6 +165,7 @@ def main() -> None:
             [
                 ("a round: time outside of writing, the teacher's pass and the step",
                  f"{statistics.median(shares):.1%} ({told})", "5 %"),
+                held,
                 ("signal a position, `given` K=32", f"{given:.0f} bytes", "160 bytes"),
             ],
         )  # fmt: skip
