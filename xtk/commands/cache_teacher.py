@@ -75,13 +75,7 @@ def cache_teacher(
     ] = "standard",
     columns: options.Columns = "",
     weight_column: options.WeightColumn = "",
-    route_column: Annotated[
-        str,
-        typer.Option(
-            help="A column with the name of the teacher that teaches a document, for distill --teachers route.",
-            metavar="NAME",
-        ),
-    ] = "",
+    route_column: options.RouteColumn = "",
     dtype: Annotated[
         str,
         typer.Option(
@@ -106,15 +100,8 @@ def cache_teacher(
             metavar="NAME=VALUE",
         ),
     ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it.", metavar="URL"
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)
-    ] = 32,
+    server: options.Server = None,
+    concurrency: options.Concurrency = 32,
     long_documents: Annotated[
         str,
         typer.Option(

@@ -110,10 +110,7 @@ def distill(
         ),
     ] = "",
     weight_column: options.WeightColumn = "",
-    route_column: Annotated[
-        str,
-        typer.Option(help="Of --teacher and --teachers route: as that of cache-teacher.", metavar="NAME"),
-    ] = "",
+    route_column: options.RouteColumn = "",
     on_policy: Annotated[
         bool,
         typer.Option(
@@ -124,13 +121,10 @@ def distill(
     ] = False,
     num_generations: Annotated[int, typer.Option(help="Completions of a prompt, all in one step.", min=1)] = 1,
     max_completion_length: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
-    temperature: Annotated[float, typer.Option(help="Of the student's draws; 0: the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Draws are from the fewest tokens that carry this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draws are from so many of the likeliest tokens; 0: from all.")] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(help="A text that ends a completion; it belongs to it. Repeat it for more.", metavar="TEXT"),
-    ] = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    stop: options.Stop = None,
     steps_per_generation: Annotated[
         int,
         typer.Option(help="Steps whose completions are written at a time, by the student as it is before them.", min=1),
@@ -140,30 +134,14 @@ def distill(
         float,
         typer.Option(help="Share of steps that take what the student wrote; the others take completions of the data."),
     ] = 1.0,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a completion is worth, for --loss policy-gradient and --reward-beta: exact, boxed, regex, json, "
-            "tests, or a function of yours. Repeat it for a sum.",
-            metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
-        ),
-    ] = None,
+    reward: options.Rewards = None,
     reward_beta: Annotated[
         float,
         typer.Option(help="Rollouts count by softmax(reward / beta) among those of their prompt; 0: all alike."),
     ] = 0.0,
-    scale_rewards: Annotated[
-        bool,
-        typer.Option(
-            "--scale-rewards/--no-scale-rewards",
-            help="Advantages are divided by the deviation of a prompt's rewards, as in GRPO.",
-        ),
-    ] = True,
-    environment: Annotated[
-        str,
-        typer.Option(help="Who answers the student, turn by turn: a class of yours.", metavar="FILE.py:CLASS"),
-    ] = "",
-    max_turns: Annotated[int, typer.Option(help="How often the student speaks at most.", min=1)] = 8,
+    scale_rewards: options.ScaleRewards = True,
+    environment: options.Environment = "",
+    max_turns: options.MaxTurns = 8,
     rollout_backend: Annotated[
         str,
         typer.Option(

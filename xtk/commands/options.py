@@ -42,3 +42,61 @@ WeightColumn = Annotated[
         metavar="NAME",
     ),
 ]
+RouteColumn = Annotated[
+    str,
+    typer.Option(
+        help="A column with the name of the teacher that teaches a document, for distill --teachers route.",
+        metavar="NAME",
+    ),
+]
+Server = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it. Repeat it for more.",
+        metavar="URL",
+    ),
+]
+Concurrency = Annotated[int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)]
+
+# --- how a model writes
+
+Temperature = Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens that carry this mass.")]
+TopK = Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens at most; 0: from all.")]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A text that ends a turn once it is written; it belongs to it. Repeat it for more.", metavar="TEXT"
+    ),
+]
+ChatTemplateKwargs = Annotated[
+    str,
+    typer.Option(
+        help="What the chat template is told beside the messages, such as '{\"enable_thinking\": false}'.",
+        metavar="JSON",
+    ),
+]
+MaxPrompts = Annotated[int, typer.Option(help="Only so many prompts, the first ones; 0: all.", min=0)]
+Rewards = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What a completion is worth: exact, boxed, regex, json, tests or a function of yours, with options behind "
+        "a colon. Repeat it for a sum. docs/reference/rewards.md lists them.",
+        metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
+    ),
+]
+ScaleRewards = Annotated[
+    bool,
+    typer.Option(
+        "--scale-rewards/--no-scale-rewards",
+        help="Advantages are divided by the deviation of a prompt's rewards, as in GRPO.",
+    ),
+]
+Environment = Annotated[
+    str,
+    typer.Option(
+        help="A Python class that answers the student's turns (a tool, a game). Its file is run.",
+        metavar="FILE.py:CLASS",
+    ),
+]
+MaxTurns = Annotated[int, typer.Option(help="Of --environment: turns of the student at most.", min=1)]

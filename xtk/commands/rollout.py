@@ -40,15 +40,10 @@ def rollout(
     max_completion_length: Annotated[
         int, typer.Option(help="Tokens that the student draws for a rollout at most.")
     ] = 256,
-    temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that carry this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens at most; 0: from all.")] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A text that ends a turn once it is written; it belongs to it. Again for another.", metavar="TEXT"
-        ),
-    ] = None,
+    temperature: options.Temperature = 1.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    stop: options.Stop = None,
     seed: Annotated[int, typer.Option(help="Of the draws: a function of it, the prompt's number and the sample.")] = 0,
     given: Annotated[
         int,
@@ -58,38 +53,15 @@ def rollout(
             metavar="K",
         ),
     ] = 0,
-    reward: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="What a rollout is worth: exact, boxed, regex, json, tests or FILE.py:FUNCTION, with options behind a "
-            "colon. Several are added up. docs/reference/rewards.md lists them.",
-            metavar="NAME",
-        ),
-    ] = None,
-    scale_rewards: Annotated[
-        bool, typer.Option(help="Advantages in standard deviations of a prompt's rewards, or in rewards.")
-    ] = True,
-    environment: Annotated[
-        str,
-        typer.Option(
-            help="A Python class that answers the student's turns (a tool, a game). Its file is run.",
-            metavar="FILE.py:CLASS",
-        ),
-    ] = "",
-    max_turns: Annotated[int, typer.Option(help="Of --environment: turns of the student at most.", min=1)] = 8,
-    chat_template_kwargs: Annotated[
-        str,
-        typer.Option(
-            help="What the chat template is told beside the messages, such as '{\"enable_thinking\": false}'.",
-            metavar="JSON",
-        ),
-    ] = "",
+    reward: options.Rewards = None,
+    scale_rewards: options.ScaleRewards = True,
+    environment: options.Environment = "",
+    max_turns: options.MaxTurns = 8,
+    chat_template_kwargs: options.ChatTemplateKwargs = "",
     columns: options.Columns = "",
     weight_column: options.WeightColumn = "",
-    route_column: Annotated[
-        str, typer.Option(help="A column with the name of the teacher that teaches a rollout.", metavar="NAME")
-    ] = "",
-    max_prompts: Annotated[int, typer.Option(help="Only so many prompts, the first ones; 0: all.", min=0)] = 0,
+    route_column: options.RouteColumn = "",
+    max_prompts: options.MaxPrompts = 0,
     backend: Annotated[
         str,
         typer.Option(
@@ -103,15 +75,8 @@ def rollout(
             help="Of --backend vllm: an option of its engine, such as gpu_memory_utilization=0.5.", metavar="NAME=VALUE"
         ),
     ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it.", metavar="URL"
-        ),
-    ] = None,
-    concurrency: Annotated[
-        int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)
-    ] = 32,
+    server: options.Server = None,
+    concurrency: options.Concurrency = 32,
     dtype: Annotated[
         str,
         typer.Option(
