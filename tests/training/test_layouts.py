@@ -87,8 +87,9 @@ def test_the_gradient_is_that_of_one_process_and_one_pass(dump, processes, stude
         assert found.gradient <= 3e-6
         assert found.norm <= 2e-6
         assert (found.weights is not None) == way.startswith(f"{MOVED}:")
-        # AdamW divides what is nearly nothing by what is nearly nothing.
-        assert found.weights is None or found.weights <= 1e-4
+        # AdamW divides what is nearly nothing by what is nearly nothing: 1e-5 to 1e-4, another on each processor. Steps
+        # that go elsewhere are 1e-2 apart.
+        assert found.weights is None or found.weights <= 1e-3
 
 
 @pytest.mark.parametrize(("processes", "student", "options", "long"), CASES)
