@@ -6,9 +6,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
 # What a launcher tells a process of a distributed run: it is about that process, not about those that it starts.
@@ -69,3 +73,61 @@ def visible(devices: Sequence[int]) -> dict[str, str]:
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = [named[number] if number < len(named) else str(number) for number in devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+
+
+class HandsOn:
+    """While it is open, signals that ask this process to stop are handed on to the child that runs.
+
+    Attributes:
+        asked: the first signal that came; 0: none did.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._child: subprocess.Popen[bytes] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> HandsOn:
+        self._before = {number: signal.signal(number, self._hand_on) for number in self.SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+        self.asked = self.asked or number
+        if self._child is not None:
+            self._child.send_signal(number)
+
+    def run(self, command: Sequence[str], log: Path) -> int:
+        """Run a command to its end; return its exit code, or minus the number of the signal that ended it.
+
+        It is in a process group of its own, so that Ctrl-C comes to it once, from here; killed, this process takes it
+        along.
+
+        Args:
+            command: a program and its arguments.
+            log: where it writes, behind what is there.
+        """
+        with log.open("ab") as stream:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                env=environment_without_launcher(),
+                process_group=0,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGKILL),
+            )
+        self._child = child
+        try:
+            if self.asked:  # before there was anybody to hand it on to
+                child.send_signal(self.asked)
+            return child.wait()
+        finally:
+            self._child = None

@@ -185,8 +185,8 @@ class Progress:
             note(f"{self.label}: {self.done:,}{of_total} {self.unit}  {text}")
 
 
-def piped_records() -> list[dict[str, Any]]:
-    """Read what the command before the pipe printed: paths, or JSON lines with a `path`.
+def piped_lines() -> list[str]:
+    """Read the lines, but for empty ones, that come through the pipe.
 
     Raises:
         XtkError: nothing came, or stdin is a keyboard.
@@ -202,7 +202,16 @@ def piped_records() -> list[dict[str, Any]]:
             where="stdin",
             hint="look at its messages above, or run it alone",
         )
-    return [_record(line) for line in lines]
+    return lines
+
+
+def piped_records() -> list[dict[str, Any]]:
+    """Read what the command before the pipe printed: paths, or JSON lines with a `path`.
+
+    Raises:
+        XtkError: nothing came, stdin is a keyboard, or a line is JSON without a path.
+    """
+    return [_record(line) for line in piped_lines()]
 
 
 def _record(line: str) -> dict[str, Any]:

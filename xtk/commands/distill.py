@@ -18,6 +18,7 @@ from xtk.commands import options
 if TYPE_CHECKING:
     from xtk.teachers.live import LiveTeacher
     from xtk.training.on_policy import OnPolicy
+    from xtk.training.recipe import Places, Recipe, Reporting
 
 
 def distill(
@@ -373,21 +374,12 @@ def distill(
     """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
     given = dict(locals())
     started = time.monotonic()
-    from pathlib import Path
-
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
-    from xtk.artifacts.teacher_cache import is_cache
     from xtk.children import die_with
-    from xtk.losses import AUTO, parse_losses
-    from xtk.models.preparation import Preparation
-    from xtk.teachers.live import read_live_teacher
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
     from xtk.training.launch import Machines, is_worker, launch, world_size
-    from xtk.training.layout import read_layout, read_placement
-    from xtk.training.recipe import Places, Recipe, Reporting
+    from xtk.training.layout import read_layout
     from xtk.training.stopping import come_again_when_asked
 
     if is_worker():
@@ -400,62 +392,11 @@ def distill(
     if [student, *cache, *projections].count("-") > 1:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
-    named = {"-": piped}
-    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
-    devices = read_placement(placement)
-    places = Places(
-        folder,
-        tuple(named.get(path, path) for path in cache),
-        tuple(Path(named.get(path, path)) for path in projections),
-        Path(output),
-        columns_option(columns, weight=weight_column, route=route_column),
-        adapter,
-        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
-        tuple(
-            read_live_teacher(
-                one,
-                # What a student writes cannot be refused.
-                long_documents="truncate" if on_policy else long_documents,
-                trust_remote_code=trust_remote_code,
-                student=folder,
-                devices=devices["teacher"],
-            )
-            for one in teacher or []
-        ),
-    )
-    tokenizer = Tokenizer(places.student)
-    preparation = Preparation(
-        **_own(Preparation, given)
-        | {
-            "lora_target_modules": _listed(lora_target_modules),
-            "lora_modules_to_save": _listed(lora_modules_to_save),
-            "freeze": tuple(freeze or ()),
-        }
-    )
-    recipe = Recipe(
-        **_own(Recipe, given)
-        | {
-            "losses": tuple(parse_losses(loss or [AUTO])),
-            "max_length": max_length or None,
-            "preparation": preparation,
-            "on_policy": _on_policy(given, places.teachers, devices["rollout"]) if on_policy else None,
-        }
-    )
-    reporting = Reporting(
-        **_own(Reporting, given)
-        | {
-            "report_to": tuple(name.strip() for names in report_to or [] for name in names.split(",")),
-            "deadline": started + max_seconds if max_seconds else math.inf,
-            # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(columns)))
-            if eval_data and not places.eval_caches
-            else (),
-        }
-    )
+    places, recipe, reporting = read_request(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
     processes = num_processes * num_machines
     read_layout(recipe.parallel, world_size() if is_worker() else processes)
-    inputs = open_inputs(places, recipe, tokenizer)
+    inputs = open_inputs(places, recipe, Tokenizer(places.student))
     come_again_when_asked()
     if is_worker():
         die_with(number=signal.SIGKILL)
@@ -466,6 +407,84 @@ def distill(
     terminal.result_artifact(
         {"path": output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]}, as_json=as_json
     )
+
+
+def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -> tuple[Places, Recipe, Reporting]:
+    """Return what the options ask for.
+
+    Args:
+        given: the options, by the names of the parameters of `distill`.
+        piped: what `-` stands for.
+        started: when the command began, by `time.monotonic()`.
+
+    Raises:
+        XtkError: a value makes no sense, or there is no such student, teacher or held-out data.
+    """
+    from pathlib import Path
+
+    from xtk.artifacts.corpus import Corpus, columns_option
+    from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.teacher_cache import is_cache
+    from xtk.losses import AUTO, parse_losses
+    from xtk.models.preparation import Preparation
+    from xtk.teachers.live import read_live_teacher
+    from xtk.training.layout import read_placement
+    from xtk.training.recipe import Places, Recipe, Reporting
+
+    named = {"-": piped}
+    projections = [path for path in given["projection"] or [] if path != "auto"]
+    student, on_policy, eval_data = given["student"], given["on_policy"], given["eval_data"]
+    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
+    devices = read_placement(given["placement"])
+    places = Places(
+        folder,
+        tuple(named.get(path, path) for path in given["cache"]),
+        tuple(Path(named.get(path, path)) for path in projections),
+        Path(given["output"]),
+        columns_option(given["columns"], weight=given["weight_column"], route=given["route_column"]),
+        adapter,
+        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
+        tuple(
+            read_live_teacher(
+                one,
+                # What a student writes cannot be refused.
+                long_documents="truncate" if on_policy else given["long_documents"],
+                trust_remote_code=given["trust_remote_code"],
+                student=folder,
+                devices=devices["teacher"],
+            )
+            for one in given["teacher"] or []
+        ),
+    )
+    preparation = Preparation(
+        **_own(Preparation, given)
+        | {
+            "lora_target_modules": _listed(given["lora_target_modules"]),
+            "lora_modules_to_save": _listed(given["lora_modules_to_save"]),
+            "freeze": tuple(given["freeze"] or ()),
+        }
+    )
+    recipe = Recipe(
+        **_own(Recipe, given)
+        | {
+            "losses": tuple(parse_losses(given["loss"] or [AUTO])),
+            "max_length": given["max_length"] or None,
+            "preparation": preparation,
+            "on_policy": _on_policy(given, places.teachers, devices["rollout"]) if on_policy else None,
+        }
+    )
+    reporting = Reporting(
+        **_own(Reporting, given)
+        | {
+            "report_to": tuple(name.strip() for names in given["report_to"] or [] for name in names.split(",")),
+            "deadline": started + given["max_seconds"] if given["max_seconds"] else math.inf,
+            # What is wrong with them is told now, not after hours.
+            "eval_documents": tuple(Corpus(eval_data, columns_option(given["columns"])))
+            if eval_data and not places.eval_caches
+            else (),
+        }
+    )
+    return places, recipe, reporting
 
 
 def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices: tuple[int, ...]) -> OnPolicy:

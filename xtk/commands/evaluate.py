@@ -9,6 +9,7 @@ import typer
 
 from xtk import terminal
 from xtk.commands import options
+from xtk.commands.tables import print_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -240,30 +241,8 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
         for line in lines
     ]  # fmt: skip
     heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
-    _table(f"{given['reward']} on {', '.join(data)}", heads, rows)
+    print_table(f"{given['reward']} on {', '.join(data)}", heads, rows)
 
 
 def _with_error(value: float, error: float | None, sign: str = "") -> str:
     return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
-
-
-def _table(title: str, heads: list[str], rows: list[list[str]]) -> None:
-    """Print a table: drawn on a terminal, columns of plain text elsewhere. Columns without content are left out."""
-    kept = [at for at in range(len(heads)) if any(row[at] for row in rows)]
-    heads, rows = [heads[at] for at in kept], [[row[at] for at in kept] for row in rows]
-    if terminal.results_are_seen_by_a_person():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(title=Text(title))
-        for head in heads:
-            table.add_column(Text(head), overflow="fold")
-        for row in rows:
-            table.add_row(*map(Text, row))
-        Console(file=terminal.results()).print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    terminal.result_line(title)
-    for row in [heads, *rows]:
-        terminal.result_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -58,6 +58,10 @@ def report(
 
     terminal.set_quiet(quiet)
     named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
+    # FOLDER/* of a sweep names the logs of its runs too.
+    named = [path for path in named if not (path.endswith(".log") and Path(path).is_file())]
+    if not named:
+        raise XtkError("there are logs here, and no run", where=", ".join(runs))
     evaluations = list(evaluation or ())
     request = sha256(json.dumps({"runs": named, "evaluations": evaluations, "cache": cache}))
     check_page(Path(output), request, force=force)

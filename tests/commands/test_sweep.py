@@ -1,0 +1,350 @@
+"""`xtk sweep`: the runs of a plain list, each as if it had been started by hand, whatever happens in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from command_line import run_xtk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from interrupting import assert_none_left, assert_same, processes_that_name, start, wait_for
+
+from xtk.artifacts.locks import only_writer
+from xtk.commands.sweep_plan import plan
+from xtk.commands.sweep_table import trained_for
+from xtk.training.metrics import read_metrics
+
+pytestmark = pytest.mark.xdist_group("sweep")  # what its tests share takes half a minute to make
+
+COME_AGAIN, INTERRUPTED = 75, 130
+STEPS = 24
+SEEDS = ("--vary", "seed=0 1")
+SAFE = re.compile(r"[\w.+=,-]+", re.ASCII)
+
+
+def times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def of_all(pair, corpus) -> list[object]:
+    return [pair.student, corpus, "--loss", "ce", "--max-steps", 3, "--logging-steps", 1, "--eval-data", corpus]
+
+
+@pytest.fixture(scope="module")
+def swept(pair, corpus, tmp_path_factory):
+    """A sweep of two runs, of which the first failed at first, since somebody else was writing it."""
+    root = tmp_path_factory.mktemp("swept")
+    command = ["sweep", *of_all(pair, corpus), *SEEDS, "-o", "all"]
+    with only_writer(root / "all" / "seed=0", "student"):
+        failed = run_xtk(*command, "--json", cwd=root, code=1)
+    before = times(root / "all" / "seed=1")
+    mended = run_xtk(*command, "--json", cwd=root)
+    assert before
+    assert times(root / "all" / "seed=1") == before, "what was finished is not repeated"
+    return root, command, failed, mended
+
+
+def test_a_run_that_fails_is_told_and_the_others_are_not_lost(swept):
+    _, _, failed, mended = swept
+    told = failed.stderr
+    assert "seed=0 failed with exit code 1\n    xtk: another process is writing this student" in told
+    assert "1 of 2 runs failed\n  where: seed=0" in told
+    assert [json.loads(line)["state"] for line in failed.stdout.splitlines()] == ["failed", "finished"]
+    assert "2 runs, 1 of them finished" in mended.stderr
+    assert [json.loads(line)["state"] for line in mended.stdout.splitlines()] == ["finished", "finished"]
+
+
+def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
+    root, command, _, mended = swept
+    before = times(root)
+    records = [json.loads(line) for line in run_xtk(*command, "--json", cwd=root).stdout.splitlines()]
+    assert records == [json.loads(line) for line in mended.stdout.splitlines()]
+    table = run_xtk(*command, cwd=root).stdout.splitlines()
+    assert times(root) == before
+    for name in ("loss", "ce", "eval_bits_per_byte"):
+        values = []
+        for seed, record in enumerate(records):
+            assert record["path"] == f"all/seed={seed}"
+            assert record["varies"] == {"seed": str(seed)}
+            assert record["metrics"] == json.loads((root / record["path"] / "xtk.json").read_text())["metrics"]
+            assert record[name] == record["metrics"][name]
+            values.append(record[name])
+        mean, error = np.mean(values), np.std(values, ddof=1) / np.sqrt(2)
+        found = records[0]["over_seeds"][name]
+        assert (found["mean"], found["standard_error"]) == (pytest.approx(mean), pytest.approx(error))
+        assert f"{mean:.4f} ± " in table[-1]
+    assert table[0] == "2 of 2 runs in all"
+    assert table[1].split()[:4] == ["seed", "steps", "loss", "ce"]
+    assert table[2].split()[:3] == ["0", "1", "3"]
+
+
+def test_a_run_is_the_one_that_its_printed_command_makes(swept):
+    root, command, *_ = swept
+    lines = run_xtk(*command, "--dry-run", cwd=root).stdout.splitlines()
+    assert len(lines) == 2
+    for seed, line in enumerate(lines):
+        words = shlex.split(line)
+        assert words[:2] == ["xtk", "distill"]
+        assert words[-2:] == ["-o", f"all/seed={seed}"]
+    assert f"$ {lines[0]}\n" in (root / "all" / "seed=0.log").read_text()
+    run_xtk(*words[1:-1], "alone", cwd=root)
+    assert_same(root / "all" / "seed=1", root / "alone")
+
+
+def test_xtk_report_takes_all_of_the_folder(swept):
+    root = swept[0]
+    done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
+    assert [Path(one["path"]).name for one in json.loads(done.stdout)["runs"]] == ["seed=0", "seed=1"]
+    assert "no run" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
+
+
+def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_same_student_is_not(swept):
+    root, command, *_ = swept
+    before = times(root)
+    done = run_xtk(*command, "--learning-rate", 1e-3, cwd=root, code=1)
+    assert "seed=0: there is a run of another recipe" in done.stderr
+    assert "learning_rate: 5e-05 there, 0.001 asked for" in done.stderr
+    assert run_xtk(*command, "--save-steps", 7, cwd=root).stdout.startswith("2 of 2 runs")
+    assert times(root) == before
+
+
+def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
+    root, command, *_ = swept
+    with only_writer(root / "all", "sweep"):
+        done = run_xtk(*command, cwd=root, code=1)
+    assert "another process is writing this sweep" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "more"),
+    [
+        (1, "no option of distill that can vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
+        (2, "seed=1.5: Invalid value for '--seed'", ["--vary", "seed=0 1.5"]),
+        (2, "seed=0: No such option: --max-stepps", ["--vary", "seed=0", "--max-stepps", 3]),
+        (2, "it is true or false", ["--vary", "packing=true no"]),
+        (2, "seed has no value", ["--vary", "seed="]),
+        (1, "two runs are called seed=0", ["--vary", "seed=0 0"]),
+        (1, "use-dora=true and use-dora=false are one and the same", ["--use-dora", "--vary", "use-dora=true false"]),
+        (1, "no closing quotation", ["--vary", "seed='0"]),
+        (1, "nothing varies", []),
+        (1, "loss=cee: no loss called 'cee'; did you mean ce?", ["--vary", "loss=ce cee"]),
+        (1, "learning-rate=0: --learning-rate is 0", ["--vary", "learning-rate=1e-3 0"]),
+        (1, "cache=nowhere: there is no teacher cache", ["--vary", "cache=nowhere"]),
+        (1, "is for a teacher", ["--vary", "loss=ce forward-kl"]),
+        (1, "--parallel fsdp=2", ["--vary", "parallel=dp=1 fsdp=2"]),
+        (1, "there is no run in this list", ["--runs", os.devnull]),
+        (2, "one machine", ["--vary", "seed=0", "--num-machines", 2]),
+    ],
+)
+def test_what_is_wrong_with_any_run_is_told_before_the_first_begins(pair, cache, tmp_path, code, told, more):
+    caches = [] if told.startswith("cache=") else [cache]
+    done = run_xtk("sweep", pair.student, *caches, "--max-steps", 1, *more, "-o", tmp_path / "out", code=code)
+    assert told in " ".join(done.stderr.split())
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_something_else_is_refused(swept, tmp_path):
+    root, command, *_ = swept
+    (tmp_path / "file").touch()
+    (tmp_path / "mine" / "seed=0").mkdir(parents=True)
+    (tmp_path / "mine" / "seed=0" / "notes").touch()
+    for place, told in (
+        (tmp_path / "file", "a sweep is a folder"),
+        (root / "all" / "seed=0", "is a run of xtk distill"),
+        (tmp_path / "mine", "seed=0: this folder holds other things"),
+    ):
+        assert told in run_xtk(*command[:-1], place, "--force", cwd=root, code=1).stderr
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(texts, min_size=1, max_size=5, unique=True), st.lists(texts, min_size=1, max_size=3))
+def test_every_value_arrives_as_it_was_written_in_a_folder_with_a_name_of_its_own(values, several):
+    once = shlex.join(values)
+    together = shlex.quote(shlex.join(several))
+    vary = [f"route_column={once}", f"freeze={together}", "packing=true false"]
+    runs = plan(["student", "cache"], [], vary, Path("out"))
+    wanted = [(value, several, packing) for value in values for packing in (True, False)]
+    assert [(run.given["route_column"], run.given["freeze"], run.given["packing"]) for run in runs] == wanted
+    assert [(run.given["student"], run.given["cache"]) for run in runs] == [("student", ["cache"])] * len(runs)
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        assert SAFE.fullmatch(run.name)
+        assert len(f"{run.name}.log") <= 255
+        assert run.folder == Path("out", run.name) == Path(run.given["output"])
+    assert plan(["student", "cache"], [], vary, Path("out")) == runs
+
+
+def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
+    names = [f"{name}.yaml" for name in ("a", "b")]
+    for steps, name in enumerate(names, 5):
+        (tmp_path / name).write_text(f"max_steps: {steps}\nseed: 7\n")
+    vary = ["student=small/it large/it", "cache=c 'c d'", "loss=ce 'ce alm:weight=2'"]
+    vary += [f"config={tmp_path / name}" for name in names]
+    runs = plan(["--loss", "byte-kl"], [], vary, Path("out"))
+    given = [(run.given["student"], run.given["cache"], run.given["loss"], run.given["max_steps"]) for run in runs]
+    losses = (["byte-kl", "ce"], ["byte-kl", "ce", "alm:weight=2"])
+    assert given == list(itertools.product(("small/it", "large/it"), (["c"], ["c", "d"]), losses, (5, 6)))
+    assert {run.given["seed"] for run in runs} == {7}
+    assert runs[0].name == "student=small-it,cache=c,loss=ce,config=a.yaml"
+    assert runs[-1].name == "student=large-it,cache=c+d,loss=ce+alm-weight=2,config=b.yaml"
+
+
+def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
+    lines = [
+        "# students", "", "base cache --loss ce  # the usual one", "base cache --learning_rate=1e-3 --no-packing",
+        "'my student' cache --freeze 'a b' -o here/mine",
+    ]  # fmt: skip
+    (tmp_path / "list").write_text("\n".join(lines))
+    command = ["sweep", "--max-steps", 5, *SEEDS, "-o", "out", "--dry-run", "--runs"]
+    printed = run_xtk(*command, "list", cwd=tmp_path).stdout
+    first = ["base,cache,loss=ce", "base,cache,learning-rate=1e-3,no-packing", "mine"]
+    expected = [f"out/{name},seed={seed}" for name in first for seed in (0, 1)]
+    assert [shlex.split(line)[-1] for line in printed.splitlines()] == expected
+    again = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "-", stdin=printed, cwd=tmp_path).stdout
+    assert again == printed
+    runs = [plan([], [("here", line)], [], tmp_path)[0].given for line in printed.splitlines()]
+    assert [one["seed"] for one in runs] == [0, 1] * 3
+    assert (runs[-1]["student"], runs[-1]["freeze"], runs[-1]["max_steps"]) == ("my student", ["a b"], 5)
+
+
+def test_a_pipe_is_named_in_every_run(tmp_path):
+    done = run_xtk("sweep", "student", "-", *SEEDS, "-o", "out", "--dry-run", stdin="some/cache\n", cwd=tmp_path)
+    assert [shlex.split(line)[2:4] for line in done.stdout.splitlines()] == [["student", "some/cache"]] * 2
+    inside = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
+    assert "a pipe is for what all runs have" in " ".join(inside.stderr.split())
+
+
+@given(st.lists(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=5).map(sorted), min_size=1, max_size=4))
+def test_the_seconds_of_a_run_are_those_of_all_processes_that_went_on_with_it(processes):
+    for before, after in itertools.pairwise(processes):
+        after[0] = min(after[0], before[-1] / 2)
+    lines = [{"step": 0}, *({"seconds": seconds} for process in processes for seconds in process)]
+    assert trained_for(lines) == pytest.approx(sum(process[-1] for process in processes))
+
+
+# --- minutes
+
+
+@pytest.fixture(scope="module")
+def arguments(pair, corpus) -> list[object]:
+    """Two by two runs with a checkpoint every second step; the output is given last."""
+    return [
+        "sweep", pair.student, corpus, "--loss", "ce", "--max-steps", STEPS, "--save-steps", 2, "--save-total-limit",
+        STEPS, "--logging-steps", 1, "--vary", "learning-rate=1e-3 1e-2", *SEEDS, "-o",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(arguments, tmp_path_factory) -> Path:
+    """The sweep that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole-sweep") / "out"
+    done = run_xtk(*arguments, folder)
+    assert done.stdout.startswith(f"4 of 4 runs in {folder}\nlearning-rate  seed  steps")
+    assert len(done.stdout.splitlines()) == 4, "a row for both seeds"
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def interrupted(arguments, output: Path, run: str, how: int, at: int) -> tuple[int, str]:
+    """Start a sweep, and send it a signal when a run has a checkpoint; return its exit code and what it told."""
+    process = start([*arguments, output])
+    wait_for(output / run / f"checkpoint-{at}", process)
+    os.kill(process.pid, how)
+    stdout, stderr = process.communicate(timeout=60)
+    assert stdout == ""
+    assert not (output / run / "xtk.json").exists()
+    return process.returncode, stderr
+
+
+@pytest.mark.long
+def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_been(arguments, whole, tmp_path):
+    output = tmp_path / "out"
+    first, second, third, _ = runs = [
+        f"learning-rate={rate},seed={seed}" for rate in ("1e-3", "1e-2") for seed in (0, 1)
+    ]
+    assert names(whole) == sorted(runs)
+
+    code, told = interrupted(arguments, output, first, signal.SIGTERM, 4)
+    assert code == COME_AGAIN
+    assert f"stopped at {first}: SIGTERM" in told
+    assert "Traceback" not in told
+    assert "stopped after step" in (output / f"{first}.log").read_text()
+
+    code, _ = interrupted(arguments, output, second, signal.SIGKILL, 4)
+    assert code == -signal.SIGKILL
+    assert_none_left(output / second)
+    assert_same(output / first, whole / first)
+    finished = times(output / first)
+
+    process = start([*arguments, output])
+    wait_for(output / second / "checkpoint-8", process)
+    assert "another process is writing this sweep" in run_xtk(*arguments, output, code=1).stderr
+    wait_for(output / third / "checkpoint-4", process)
+    assert processes_that_name(output / third)
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == INTERRUPTED
+    assert_none_left(output / third)
+
+    assert "4 runs, 2 of them finished" in run_xtk(*arguments, output).stderr
+    assert times(output / first) == finished
+    for run in runs:
+        assert_same(output / run, whole / run)
+        seconds = [line["seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
+        assert trained_for(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
+
+
+@pytest.mark.long
+def test_a_time_limit_is_of_the_whole_sweep(arguments, tmp_path):
+    output = tmp_path / "out"
+    first, second = (f"learning-rate=1e-3,seed={seed}" for seed in (0, 1))
+    wait = ["--max-steps", 10**6, "--save-steps", 0]
+    for limit in (60, 1e-3):  # in the first run; before it
+        done = run_xtk(*arguments, output, *wait, "--max-seconds", limit, code=COME_AGAIN)
+        assert f"stopped at {first}: --max-seconds are over" in done.stderr
+        assert done.stdout == ""
+    assert len(list((output / first).glob("checkpoint-*"))) == 1
+    (begun,) = re.findall(r"--max-seconds ([0-9.]+)", (output / f"{first}.log").read_text())
+    assert 0 < float(begun) < 60
+    assert not (output / second).exists()
+
+
+@pytest.mark.long
+def test_sh_makes_the_same_students_of_the_printed_commands_and_force_replaces_those_of_another_recipe(
+    arguments, whole, tmp_path
+):
+    program = tmp_path / "bin" / "xtk"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m xtk "$@"\n')
+    program.chmod(0o755)
+    printed = run_xtk(*arguments, tmp_path / "out", "--dry-run").stdout
+    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(["sh", "-e"], input=printed, capture_output=True, text=True, env=env, check=True)
+    assert done.stdout.splitlines() == [shlex.split(line)[-1] for line in printed.splitlines()]
+    for run in names(whole):
+        assert_same(tmp_path / "out" / run, whole / run)
+    before = times(tmp_path / "out" / "learning-rate=1e-3,seed=0")
+    changed = tmp_path / "out" / "learning-rate=1e-2,seed=1"
+    recipe = json.loads((changed / "recipe.json").read_text())
+    (changed / "recipe.json").write_text(json.dumps(recipe | {"weight_decay": 0.5}))
+    assert "weight_decay: 0.5 there" in run_xtk(*arguments, tmp_path / "out", code=1).stderr
+    run_xtk(*arguments, tmp_path / "out", "--force")
+    assert_same(changed, whole / changed.name)
+    assert times(tmp_path / "out" / "learning-rate=1e-3,seed=0") == before, "those that fit stay"

@@ -1,0 +1,225 @@
+"""`xtk sweep`: a plain list of `xtk distill` runs, one after the other."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from xtk import terminal
+from xtk.commands import options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from xtk.commands.sweep_plan import PlannedRun
+
+LINES_OF_AN_ERROR = 12
+
+
+def sweep(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            help="The folder of the runs: each is FOLDER/NAME, its log FOLDER/NAME.log.",
+            metavar="FOLDER",
+        ),
+    ],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="What all runs have: arguments and options of xtk distill, --config among them; - for a pipe.",
+            metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
+            show_default=False,
+        ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An option of distill, or student or cache, and its values, words as of a shell: 'seed=0 1 2', "
+            "\"loss=byte-kl 'ce alm'\" (a run with two losses), 'packing=true false'. Each is added to what all runs "
+            "have. Repeat it: another option, for every combination; or the same one, for more values.",
+            metavar="NAME=VALUE...",
+        ),
+    ] = None,
+    runs: Annotated[
+        str,
+        typer.Option(
+            help="A list: on each line the arguments that a run has beside those of all, # for comments; - for a pipe. "
+            "-o NAME in a line names the run.",
+            metavar="FILE",
+        ),
+    ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the commands, for sh or parallel, and run nothing.")
+    ] = False,
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            help="After so many the run that is at work saves a checkpoint and the sweep ends with exit code 75; run "
+            "again it goes on. 0: never.",
+            min=0,
+        ),
+    ] = 0,
+    force: options.Force = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of the table.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Train many students, or one in many ways: every run is an `xtk distill`.
+
+    \b
+      xtk sweep STUDENT CACHE --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
+
+    What is wrong with any of them is told before the first begins. A run that fails does not end the others. The same
+    command goes on where it was stopped or killed, repeats what failed and nothing else, and ends with a table.
+    """  # noqa: D301
+    started = time.monotonic()
+    from xtk.artifacts.locks import only_writer
+    from xtk.commands.sweep_plan import piped_named, plan, varying
+    from xtk.commands.sweep_table import add_means, record, table
+    from xtk.commands.tables import print_table
+    from xtk.errors import XtkError
+
+    terminal.set_quiet(quiet)
+    folder, common = Path(output), list(arguments or [])
+    piped = {"-", "--projection=-"} & set(common)
+    if piped and runs == "-":
+        raise typer.BadParameter("only one of --runs and the arguments of all can come through the pipe")
+    if piped:
+        common = piped_named(common, terminal.path_argument("-"))
+    planned = plan(common, _lines(runs), vary or [], folder)
+    if dry_run:
+        limit = ["--max-seconds", f"{max_seconds:g}"] if max_seconds else []
+        again = ["--force"] if force else []
+        for run in planned:
+            terminal.result_line(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
+        return
+    if folder.is_file():
+        raise XtkError("a sweep is a folder, and there is a file of this name", where=output)
+    if (folder / "recipe.json").is_file():
+        raise XtkError(
+            "this folder is a run of xtk distill", where=output, hint="another -o, for the runs of the sweep"
+        )
+    from xtk.training.stopping import come_again_when_asked
+
+    come_again_when_asked()
+    with only_writer(folder, "sweep"):
+        failed = _run_all(planned, folder, started + max_seconds if max_seconds else None, force=force)
+    varies = varying(planned)
+    told = [record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
+    if as_json:
+        add_means(told)
+        for one in told:
+            terminal.result_json(one)
+    else:
+        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *table(told))
+    if failed:
+        raise XtkError(
+            f"{len(failed)} of {len(planned)} runs failed",
+            where=", ".join(failed),
+            hint="run the same command again: it goes on with these alone",
+        )
+
+
+def _lines(runs: str) -> list[tuple[str, str]]:
+    """Return where each line of a list stands, and what it says; comments and empty lines are none.
+
+    Raises:
+        XtkError: this is no text, or there is no line.
+    """
+    from xtk.errors import XtkError
+
+    if not runs:
+        return []
+    try:
+        lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError:
+        raise XtkError("a list of runs is text in UTF-8", where=runs) from None
+    place = "stdin" if runs == "-" else runs
+    found = [(f"{place}, line {number}", line) for number, line in enumerate(lines, 1)]
+    found = [(where, line) for where, line in found if line.strip() and not line.lstrip().startswith("#")]
+    if not found:
+        raise XtkError("there is no run in this list", where=place, hint="the arguments of xtk distill, a line a run")
+    return found
+
+
+def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
+    """Check all runs, and take those that are not finished to their ends; return the exit codes of those that failed.
+
+    Raises:
+        XtkError: one of them cannot begin.
+        Stopped: a signal or a time limit ended it.
+        KeyboardInterrupt: Ctrl-C did.
+    """
+    from xtk.children import HandsOn
+    from xtk.commands.sweep_plan import finished
+    from xtk.commands.sweep_table import log_of
+
+    found = {run.name: finished(run, force=force) for run in planned}
+    left = [run for run in planned if found[run.name][0] is None]
+    terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} of them finished")
+    failed: dict[str, int] = {}
+    folder.mkdir(parents=True, exist_ok=True)
+    with HandsOn() as hands_on:
+        for number, run in enumerate(left, len(planned) - len(left) + 1):
+            command = ["distill", *run.arguments]
+            if deadline is not None:
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    raise _stopped(run, "--max-seconds are over")
+                command += ["--max-seconds", f"{seconds:.3f}"]
+            if found[run.name][1]:
+                command.append("--force")
+            log, begun = log_of(run), time.monotonic()
+            terminal.note(f"sweep: {number:,} of {len(planned):,}: {run.name}, told in {log}")
+            with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
+                stream.write(f"$ {shlex.join(['xtk', *command])}\n")
+            size = log.stat().st_size
+            code = hands_on.run([sys.executable, "-m", "xtk", *command], log)
+            if hands_on.asked and (code or run is not left[-1]):
+                if hands_on.asked == signal.SIGINT:
+                    raise KeyboardInterrupt
+                raise _stopped(run, signal.Signals(hands_on.asked).name)
+            if code == os.EX_TEMPFAIL:
+                raise _stopped(run, "it was asked to" if deadline is None else "--max-seconds are over")
+            if code:
+                failed[run.name] = code
+                terminal.error(_failure(run, code, log, size))
+            else:
+                terminal.note(f"sweep: {run.name}: finished in {terminal.duration(time.monotonic() - begun)}")
+    return failed
+
+
+def _stopped(run: PlannedRun, why: str) -> Exception:
+    from xtk.errors import Stopped
+
+    return Stopped(f"stopped at {run.name}: {why}", where=str(run.folder.parent),
+                   hint="run the same command again: it goes on from there")  # fmt: skip
+
+
+def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
+    """Return what a failed run has said last: its error, or the end of its log.
+
+    Args:
+        run: the one.
+        code: its exit code, or minus the number of a signal.
+        log: where it wrote.
+        size: of the log when the run began.
+    """
+    from xtk.errors import XtkError
+
+    with log.open("rb") as stream:
+        stream.seek(size)
+        lines = stream.read().decode("utf-8", "replace").rstrip().split("\n")
+    own = next((at for at in reversed(range(len(lines))) if lines[at].startswith("xtk")), 0)
+    last = lines[own:][-LINES_OF_AN_ERROR:]
+    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    return XtkError("\n    ".join([f"{run.name} failed with {how}", *last]), where=str(log))

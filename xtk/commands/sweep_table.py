@@ -1,0 +1,120 @@
+"""What the runs of a sweep came to: a record of each, and one table, with means over seeds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from xtk.commands.sweep_plan import PlannedRun
+
+SEED = "seed"
+# Of the metrics of a run, those that are shown, and how.
+HEADS = {
+    "steps": "steps",
+    "loss": "loss",
+    "ce": "ce",
+    "reward": "reward",
+    "eval_bits_per_byte": "bits per byte",
+    "tokens_per_second": "tokens/s",
+    "seconds": "seconds",
+}
+SMALLEST = 1e-4  # of errors that four decimals show
+WHOLE = ("steps", "tokens_per_second", "seconds")
+
+
+def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
+    """Return what is told of a run.
+
+    Args:
+        run: that was planned.
+        varies: its options that others have otherwise.
+        exit_code: 0: it is finished.
+    """
+    from xtk.artifacts.files import read_json
+    from xtk.training.checkpoint import DONE, METRICS
+    from xtk.training.metrics import read_metrics
+
+    told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}
+    if exit_code:
+        return {**told, "state": "failed", "exit_code": exit_code, "log": str(log_of(run))}
+    content = read_json(run.folder / DONE)
+    metrics = dict(content["metrics"])
+    if "best" in content:  # which is the student
+        metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
+    lines = read_metrics(run.folder / METRICS)
+    metrics |= {"steps": content["steps"], "seconds": trained_for(lines)}
+    rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
+    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
+    figures = {name: metrics[name] for name in HEADS if math.isfinite(metrics.get(name, math.nan))}
+    return {**told, "state": "finished", **figures, "metrics": content["metrics"]}
+
+
+def log_of(run: PlannedRun) -> Path:
+    """Return where a run writes what it has to say."""
+    return run.folder.with_name(f"{run.name}.log")
+
+
+def trained_for(metrics: Sequence[Mapping[str, Any]]) -> float:
+    """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
+    seconds = [one["seconds"] for one in metrics if "seconds" in one]
+    ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
+    return float(sum(ends))
+
+
+def add_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the records of runs in groups of which only the seed is another one.
+
+    Those of a group of more than one run get `over_seeds`: of each figure the mean and its standard error, None of a
+    single run.
+    """
+    groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
+    for one in records:
+        key = tuple((name, value) for name, value in one["varies"].items() if name != SEED)
+        groups.setdefault(key, []).append(one)
+    for group in groups.values():
+        if len(group) > 1:
+            done = [one for one in group if one["state"] == "finished"]
+            figures = {name: _mean([one[name] for one in done if name in one]) for name in HEADS}
+            means = {"runs": len(done), **{name: figure for name, figure in figures.items() if figure is not None}}
+            for one in group:
+                one["over_seeds"] = means
+    return list(groups.values())
+
+
+def _mean(values: Sequence[float]) -> dict[str, float | None] | None:
+    if not values:
+        return None
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    return {"mean": statistics.fmean(values), "standard_error": error}
+
+
+def table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
+    names = [name for name in records[0]["varies"] if name != SEED]
+    rows = []
+    for group in add_means(records):
+        first = group[0]
+        done = [one for one in group if one["state"] == "finished"]
+        seeds = " ".join(one["varies"].get(SEED, "") for one in done)
+        failed = len(group) - len(done)
+        figures = [
+            _figure(first["over_seeds"].get(name) if len(group) > 1 else first.get(name), name) for name in HEADS
+        ]
+        rows.append([*(first["varies"][name] for name in names), seeds, *figures, f"{failed} failed" if failed else ""])
+    return [*names, SEED, *HEADS.values(), "state"], rows
+
+
+def _figure(value: Any, name: str) -> str:
+    """Return a number, or a mean with its standard error, as the table shows it."""
+    if value is None:
+        return ""
+    shown = ",.0f" if name in WHOLE else ".4f"
+    if not isinstance(value, dict):
+        return f"{value:{shown}}"
+    error = value["standard_error"]
+    if not error:
+        return f"{value['mean']:{shown}}"
+    return f"{value['mean']:{shown}} ± " + (f"{error:{shown}}" if error >= SMALLEST else f"{error:.0e}")
