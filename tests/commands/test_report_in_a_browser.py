@@ -38,16 +38,15 @@ CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0,
 def pages(pair, cache, corpus, tmp_path_factory) -> dict[str, Path]:
     """The page of two real runs with all that it can show; of an alignment; of a cache."""
     root = tmp_path_factory.mktemp("pages")
-    training = ["--max-steps", 4, "--logging-steps", 1, "--per-device-train-batch-size", 2]
+    training = ["--max-steps", 3, "--logging-steps", 1, "--per-device-train-batch-size", 2]
     evaluation = ["--eval-data", corpus, "--eval-steps", 2, "--eval-on-start"]
     runs = [root / "ce", root / "a-run-with-a-rather-long-name-of-its-own-to-fit-into-a-narrow-window"]
     for run, losses in zip(runs, (["--loss", "ce"], ["--loss", "ce", "--loss", "p-kl"]), strict=True):
         run_xtk("distill", pair.student, cache, *losses, *training, *evaluation, "-o", run)
-    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Anna has {n}"}) + "\n" for n in (3, 4)))
     samples = []
-    for name, model in (("before", pair.student), ("after", runs[1])):
+    for name, text in (("before", "a" * 500), ("after", " 3 apples\n\n" * 9)):
         samples += ["--samples", root / f"{name}.jsonl"]
-        run_xtk("rollout", model, root / "prompts.jsonl", "--max-completion-length", 12, "-o", samples[-1])
+        samples[-1].write_text(json.dumps({"prompt_number": 0, "prompt": "Anna has", "completion": text}))
     results = [
         {"model": name, "data": "test", "bits_per_byte": bits} for name, bits in (("untrained", 3.0), ("ce", 2.0))
     ]
@@ -77,7 +76,7 @@ def test_a_page_fits_its_window_says_nothing_and_fetches_nothing(chromium, pages
         assert chromium.ask("innerWidth") == width
         assert chromium.ask("document.documentElement.scrollWidth") <= width
         assert chromium.ask(OVERFLOWING) == []
-        assert chromium.ask(DRAWN) >= 4
+        assert chromium.ask(DRAWN) >= (10 if name == "report" else 2)
         assert chromium.ask(PAINTED) == 0
         assert chromium.ask(CONTRAST) >= 4.5, "what WCAG asks of text"
     assert chromium.said == []
@@ -86,13 +85,17 @@ def test_a_page_fits_its_window_says_nothing_and_fetches_nothing(chromium, pages
 
 def test_the_browser_would_have_told(chromium, tmp_path):
     page = tmp_path / "bad.html"
-    page.write_text('<img src="http://far.example/x.png"><script>throw new Error("bad")</script><pre>' + "wide " * 500)
+    page.write_text(
+        '<!DOCTYPE html><img src="http://far.example/x.png"><script>throw new Error("bad")</script>'
+        '<p style="width: 4000px">wide'
+    )
     chromium.said.clear()
     chromium.requests.clear()
     chromium.open(page)
     assert chromium.requests == [page.as_uri(), "http://far.example/x.png"]
     assert any("Error: bad" in one for one in chromium.said)
     assert len(chromium.ask(OVERFLOWING)) == 1
+    assert chromium.ask("document.documentElement.scrollWidth") > 4000
 
 
 def test_a_report_is_drawn_with_a_colour_a_run_and_with_every_section(chromium, pages, tmp_path):
