@@ -130,8 +130,8 @@ def _which(content: Mapping[str, Any]) -> str:
 
 def _compared(after: Mapping[str, Any]) -> list[str]:
     """Return the metrics that say how good the student is: not clocks, counts and rates."""
-    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds", "skipped_steps", "waiting",
-              "memory")  # fmt: skip
+    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds", "skipped_steps",
+              "waiting", "memory")  # fmt: skip
     return [name for name, value in after.items() if name not in others and isinstance(value, int | float)]
 
 
