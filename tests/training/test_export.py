@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xtk.errors import XtkError
+from xtk.evaluation.results import Result
+from xtk.training.card import with_evaluation
 from xtk.training.export import Export, export
 from xtk.training.pieces import Pieces
 
@@ -81,6 +83,8 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
 
     # Once more: found again; another request is refused, replaced only by force, and nothing is left behind.
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    compared = with_evaluation("## Recipe\n", [Result("a", "t", "m", 0.5), Result("b", "t", "m", 1.0, 0.25)])
+    assert "| data | metric | a | b |\n| --- | --- | --- | --- |\n| t | m | 0.5000 | 1.0000 ± 0.2500 |\n" in compared
     assert json.loads(run_xtk(*command).stdout) == told
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     refused = run_xtk("export", tied, "-o", out, "--dtype", "bfloat16", code=1).stderr
@@ -167,6 +171,10 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     assert sorted(path.name for path in tmp_path.iterdir()) == there
     export(Export(tied, gguf="q8_0", gguf_converter=str(converter)), tmp_path / "out", force=False)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == b"GGUFq8_0"
+    converter.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    export(Export(tied, gguf="f16"), tmp_path / "on-the-path", force=False)
+    assert (tmp_path / "on-the-path" / "model.gguf").read_bytes() == b"GGUFf16"
 
 
 def test_without_a_token_nothing_is_written_for_the_hub(tied, tmp_path):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_tables import PICTURES, Table, picture, tables
-from xtk.commands.page import CLOSED, opened
+from xtk.commands.alignment_tables import PICTURES, Table, numeric, picture, tables
+from xtk.commands.page import CLOSED, opened, stacked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,30 +22,27 @@ if TYPE_CHECKING:
 BYTES_OF_A_DOCUMENT = 16_384
 BYTES_OF_A_PAGE = 131_072
 TOKENS_OF_A_SPAN = 500
+NUMBER = ' class="number"'
 CLASSES = ("one", "to-many", "from-many", "many")  # of KINDS, in their order
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --faint: #6b6b70; --line: #c9c9ce;
-  --to-many: #d7e9ff; --from-many: #ffe9c7; --many: #ffd5de; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececee; --paper: #17171a; --faint: #9a9aa2; --line: #4a4a52;
-  --to-many: #12395f; --from-many: #553a08; --many: #611d33; } }
-body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.45 system-ui, sans-serif; }
-table { border-collapse: collapse; margin: 1.2rem 0; display: block; overflow-x: auto; }
-caption { text-align: start; font-weight: 600; padding: 0.2rem 0; white-space: nowrap; }
-th, td { padding: 0.15rem 0.7rem; border-bottom: 1px solid var(--line); text-align: start; }
-td.number { text-align: end; font-variant-numeric: tabular-nums; }
+:root { --to-many: #d7e9ff; --from-many: #ffe9c7; --many: #ffd5de; }
+@media (prefers-color-scheme: dark) { :root { --to-many: #12395f; --from-many: #553a08; --many: #611d33; } }
 article { content-visibility: auto; contain-intrinsic-size: auto 30rem; }
-.spans { font: 0.95rem/1.5 ui-monospace, monospace; }
+details article { content-visibility: visible; }
+.spans, .span { font: 0.95rem/1.5 ui-monospace, monospace; }
 .span { display: inline-flex; flex-direction: column; vertical-align: top; max-width: 100%; margin: 0.15rem 0.1rem;
   border: 1px solid var(--line); border-radius: 0.2rem; }
 .to-many { background: var(--to-many); } .from-many { background: var(--from-many); } .many { background: var(--many); }
 .left { border-style: dashed; }
-.student, .teacher { display: flex; flex-wrap: wrap; }
+.student, .teacher { display: flex; flex-wrap: wrap; padding: 0 0.1rem; }
 .teacher { border-top: 1px solid var(--line); }
-bdi { white-space: pre; padding: 0 0.15rem; } bdi + bdi { border-inline-start: 1px solid var(--line); }
+.span bdi { white-space: pre-wrap; padding: 0 0.15rem; }
+.span bdi + bdi { border-inline-start: 1px solid var(--line); }
 i, b { color: var(--faint); font-style: normal; font-weight: normal; font-size: 0.85em; }
 b { text-decoration: underline dotted; } b + b { margin-inline-start: 0.25em; }
+.kinds { display: flex; flex-wrap: wrap; gap: 0.6rem 1.6rem; padding: 0; list-style: none; }
+.kinds li { display: flex; align-items: center; gap: 0.5rem; }
 """
 
 
@@ -74,6 +71,7 @@ def page(
     """
     yield opened(f"{record['student']} and {record['teacher']}, aligned", STYLE, request)
     yield "<section>\n<h2>Statistics</h2>\n"
+    yield _bar(record)
     for table in tables(record):
         yield from _table(table)
     yield f"</section>\n<section>\n<h2>Documents</h2>\n{_legend()}"
@@ -81,17 +79,48 @@ def page(
     yield "</section>\n" + CLOSED
 
 
+def pictures(
+    record: dict[str, Any], documents: Sequence[Aligned], student: Tokenizer, teacher: Tokenizer
+) -> Iterator[str]:
+    """Yield how two tokenizers meet, as HTML for another page: what is in which spans, and some documents.
+
+    Args:
+        record: what `Statistics.record` returned.
+        documents: those to show.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+    """
+    yield _bar(record)
+    for table in tables(record)[:2]:
+        yield from _table(table)
+    yield "<details><summary>Documents, span by span</summary>\n" + _legend()
+    for document in documents:
+        yield _document(document, student, teacher, BYTES_OF_A_DOCUMENT // 8)[0]
+    yield "</details>\n"
+
+
+def _bar(record: dict[str, Any]) -> str:
+    """Return the bytes of all documents by the kind of span that they are in."""
+    kinds = [(f"{name} spans", kind["share_of_bytes"], "") for name, kind in record["kinds"].items()]
+    named = "Bytes by their span, as tokens of the student : tokens of the teacher"
+    return f"<p>{named}</p>\n" + stacked([*kinds, ("in no span", record["unaligned_share_of_bytes"], "")])
+
+
 def _table(table: Table) -> Iterator[str]:
-    yield f"<table>\n<caption>{escape(table.title)}</caption>\n<thead><tr>"
-    yield from (f'<th scope="col">{escape(head)}</th>' for head in table.heads)
+    numbers = numeric(table)
+    heads = (
+        f'<th scope="col"{NUMBER if number else ""}>{escape(head)}</th>'
+        for head, number in zip(table.heads, numbers, strict=True)
+    )
+    yield f'<div class="scroll"><table>\n<caption>{escape(table.title)}</caption>\n<thead><tr>{"".join(heads)}'
     yield "</tr></thead>\n<tbody>\n"
     for row in table.rows:
-        yield "<tr>"
-        for cell in row:
-            kind = ' class="number"' if cell[:1].isdigit() else ""
-            yield f"<td{kind}><bdi>{escape(cell)}</bdi></td>" if not kind else f"<td{kind}>{escape(cell)}</td>"
-        yield "</tr>\n"
-    yield "</tbody>\n</table>\n"
+        cells = (
+            f"<td{NUMBER}>{escape(cell)}</td>" if number else f"<td><bdi>{escape(cell)}</bdi></td>"
+            for cell, number in zip(row, numbers, strict=True)
+        )
+        yield f"<tr>{''.join(cells)}</tr>\n"
+    yield "</tbody>\n</table></div>\n"
 
 
 def _legend() -> str:
@@ -102,14 +131,14 @@ def _legend() -> str:
         ("many", "several on both sides"),
         ("left", "in no span"),
     )
-    boxes = " ".join(
-        f'<span class="span {name}"><span class="student">student</span><span class="teacher">teacher</span></span> '
-        f"{meaning};"
+    boxes = "".join(
+        f'<li><span class="span {name}"><span class="student">student</span><span class="teacher">teacher</span></span>'
+        f"{meaning}</li>"
         for name, meaning in kinds
     )
     return (
-        "<p>A box is a span: the same bytes of the text, above in the student's tokens, below in the teacher's. "
-        f"{boxes.rstrip(';')}.</p>\n"
+        "<p>A box is a span: the same bytes of the text, above in the student's tokens, below in the teacher's.</p>\n"
+        f'<ul class="kinds">{boxes}</ul>\n'
         "<p>Grey signs stand for characters that cannot be seen (<i>·</i> a space, <i>⏎</i> a new line, "
         "<i>U+200D</i> others by number); underlined ones (<b>E6</b>) are bytes that are a part of a character. "
         "Point at a token to see its id and its bytes.</p>\n"

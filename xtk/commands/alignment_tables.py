@@ -143,7 +143,7 @@ def _draw(table: Table) -> None:
     from rich.text import Text
 
     drawn = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
-    for head, right in zip(table.heads, _right(table), strict=True):
+    for head, right in zip(table.heads, numeric(table), strict=True):
         drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*map(Text, row))
@@ -157,13 +157,13 @@ def _write(table: Table) -> None:
     for line in lines:
         cells = [
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, _right(table), strict=True)
+            for cell, width, right in zip(line, widths, numeric(table), strict=True)
         ]
         terminal.result_line(("  " + "  ".join(cells)).rstrip())
     terminal.result_line("")
 
 
-def _right(table: Table) -> list[bool]:
+def numeric(table: Table) -> list[bool]:
     """Say for each column whether it holds numbers."""
     columns = zip(*table.rows, strict=True)
     return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]

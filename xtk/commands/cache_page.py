@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from xtk.commands.alignment_page import direction, drawn
-from xtk.commands.page import CLOSED, opened
+from xtk.commands.page import CLOSED, opened, stacked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,30 +22,13 @@ if TYPE_CHECKING:
 DOCUMENTS, TOKENS = 2, 1500  # that are shown, of each document
 ALTERNATIVES = 6
 BARS = 24
-WIDTH, HEIGHT = 480, 150  # of a picture, in pixels
+WIDTH, HEIGHT = 460, 150  # of a picture, in pixels
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --faint: #6b6b70; --line: #c9c9ce; --bar: #3d7ab8;
-  --text: #7fb069; --tokens: #e6aa3c; --signal: #3d7ab8; --rest: #b0b0b6; --unlikely: 214 74 60; }
-@media (prefers-color-scheme: dark) { :root { --ink: #ececee; --paper: #17171a; --faint: #9a9aa2; --line: #4a4a52;
-  --bar: #5b9bd8; --unlikely: 235 96 82; } }
-body { margin: 2rem auto; max-width: 66rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
-  font: 1rem/1.45 system-ui, sans-serif; }
-table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: 0.15rem 0.9rem 0.15rem 0; border-bottom: 1px solid var(--line); text-align: start; }
-th { font-weight: normal; }
-td { text-align: end; font-variant-numeric: tabular-nums; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr)); gap: 1.5rem 2rem; }
-figure { margin: 0; } figcaption { font-weight: 600; } figcaption small { font-weight: normal; color: var(--faint); }
-svg { width: 100%; height: auto; } svg rect { fill: var(--bar); } svg text { fill: var(--faint); font-size: 11px; }
-svg line { stroke: var(--line); }
-.bytes { display: flex; height: 1.6rem; margin: 0.6rem 0; border-radius: 0.2rem; overflow: hidden; }
-.text { background: var(--text); } .tokens { background: var(--tokens); } .signal { background: var(--signal); }
-.rest { background: var(--rest); }
-.key { display: inline-block; width: 0.8em; height: 0.8em; margin-inline: 0.9em 0.3em; border-radius: 0.15em; }
+:root { --unlikely: 214 74 60; } @media (prefers-color-scheme: dark) { :root { --unlikely: 235 96 82; } }
 .document { font: 0.95rem/1.75 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
   border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.7rem; }
-bdi { padding: 0.1em 0; border-radius: 0.15em; background: rgb(var(--unlikely) / calc(var(--u, 0) * 1%)); }
+.document bdi { padding: 0.1em 0; border-radius: 0.15em; background: rgb(var(--unlikely) / calc(var(--u, 0) * 1%)); }
 bdi[title]:hover { outline: 2px solid var(--bar); } .given { color: var(--faint); }
 i { color: var(--faint); font-style: normal; font-size: 0.85em; }
 b { color: var(--faint); font-weight: normal; text-decoration: underline dotted; font-size: 0.85em; }
@@ -105,11 +88,11 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
         **{name: statistics[name] for name in ("documents", "positions", "tokens", "shards", "bytes")},
         **{name.replace("_", " "): statistics[name] for name in _FIGURES if statistics.get(name) is not None},
     }
-    yield "<table>\n"
+    yield '<div class="scroll"><table>\n'
     for name, value in facts.items():
         shown = f"{value:,}" if isinstance(value, int) else str(value)
-        yield f'<tr><th scope="row">{escape(name)}</th><td>{escape(shown)}</td></tr>\n'
-    yield "</table>\n"
+        yield f'<tr><th scope="row">{escape(name)}</th><td class="number">{escape(shown)}</td></tr>\n'
+    yield "</table></div>\n"
 
 
 _SUPPORT = ("support", "top_k", "top_p", "draws", "sets")
@@ -127,17 +110,9 @@ _FIGURES = (
 
 
 def _bytes(statistics: dict[str, Any]) -> str:
-    parts, total = statistics["bytes_by_part"], max(statistics["bytes"], 1)
-    bar = "".join(
-        f'<span class="{name}" style="width: {100 * size / total:.2f}%" title="{name}: {size:,} bytes"></span>'
-        for name, size in parts.items()
-    )
-    per = max(statistics["positions"], 1)
-    key = "".join(
-        f'<span class="key {name}"></span>{name} {100 * size / total:.1f} %, {size / per:.1f} bytes a position'
-        for name, size in parts.items()
-    )
-    return f'<div class="bytes">{bar}</div>\n<p>{key}</p>\n'
+    total, per = max(statistics["bytes"], 1), max(statistics["positions"], 1)
+    sizes = statistics["bytes_by_part"].items()
+    return stacked((name, size / total, f"{size / per:.1f} bytes a position") for name, size in sizes)
 
 
 def _histogram(title: str, values: NDArray[Any], unit: str) -> str:
@@ -157,10 +132,10 @@ def _histogram(title: str, values: NDArray[Any], unit: str) -> str:
     mean = f"mean {_edge(float(values.mean()))}" if len(values) else "none"
     return (
         f"<figure>\n<figcaption>{title} <small>{unit}, {mean}</small></figcaption>\n"
-        f'<svg viewBox="0 -4 {WIDTH} {HEIGHT + 24}" role="img" aria-label="{title}: {mean}">{bars}'
+        f'<svg viewBox="0 -4 {WIDTH} {HEIGHT + 26}" role="img" aria-label="{title}: {mean}">{bars}'
         f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}"/>'
-        f'<text x="0" y="{HEIGHT + 15}">{_edge(low)}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT + 15}" text-anchor="end">{_edge(high)}</text></svg>\n</figure>\n'
+        f'<text x="0" y="{HEIGHT + 18}">{_edge(low)}</text>'
+        f'<text x="{WIDTH}" y="{HEIGHT + 18}" text-anchor="end">{_edge(high)}</text></svg>\n</figure>\n'
     )
 
 

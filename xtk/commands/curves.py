@@ -7,20 +7,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 460, 190  # of what is drawn in, in pixels
-LEFT, RIGHT, TOP, BOTTOM = 54, 8, 8, 24  # around it
-# Readable on white and on black, and told apart by those who see few colours (after Okabe and Ito, 2008).
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#808080")
+from xtk.commands.page import COLOURS
+
+WIDTH, HEIGHT = 440, 190  # of what is drawn in, in pixels
+LEFT, RIGHT, TOP, BOTTOM = 66, 10, 10, 26  # around it
 DASHES = ("none", "6 3", "2 3", "8 3 2 3")
 # Stretches of a long curve of which the lowest and the highest point are drawn: no spike is lost.
 STRETCHES = 250
 TICKS = 4
 
-STYLE = (
-    "svg { width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 11px; }\n"
-    "svg line { stroke: var(--line); } polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }\n"
-    "circle { stroke: none; }\n"
-)
+STYLE = "polyline { fill: none; stroke-width: 1.5; stroke-linejoin: round; }\ncircle { stroke: none; }\n"
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,10 @@ def _grid(across: tuple[float, float], up: tuple[float, float]) -> str:
     for value in ticks(*up):
         y = TOP + HEIGHT * (up[1] - value) / (up[1] - up[0])
         parts.append(f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y:.1f}" y2="{y:.1f}"></line>')
-        parts.append(f'<text x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>')
+        parts.append(f'<text x="{LEFT - 5}" y="{y + 5:.1f}" text-anchor="end">{number(value)}</text>')
     for value in ticks(*across):
         x = LEFT + WIDTH * (value - across[0]) / (across[1] - across[0])
-        parts.append(f'<text x="{x:.1f}" y="{TOP + HEIGHT + 16}" text-anchor="middle">{number(value)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{TOP + HEIGHT + 20}" text-anchor="middle">{number(value)}</text>')
     return "".join(parts)
 
 
@@ -109,6 +105,8 @@ def _scale(values: Iterable[float]) -> tuple[float, float]:
     """Return a range with some room that holds values and is not empty."""
     values = list(values)
     low, high = min(values), max(values)
+    if low == high == 0:
+        return -0.03, 1.0
     room = 0.03 * (high - low) or 0.5 * abs(high) or 1.0
     return low - room, high + room
 

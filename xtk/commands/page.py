@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
 from xtk.errors import XtkError
 
 CLOSED = "</main>\n</body>\n</html>\n"
+# Readable on white and on black, and told apart by those who see few colours (after Okabe and Ito, 2008).
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#808080")
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #ffffff; --faint: #6b6b70; --line: #c9c9ce; --bar: #3d7ab8; }
+@media (prefers-color-scheme: dark) { :root { --ink: #ececee; --paper: #17171a; --faint: #9a9aa2; --line: #4a4a52;
+  --bar: #5b9bd8; } }
+body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink); background: var(--paper);
+  font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: break-word; }
+h1 { line-height: 1.2; } h2 { margin: 2.2rem 0 0.8rem; }
+.scroll { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; }
+caption { text-align: start; font-weight: 600; padding: 0.2rem 0; white-space: nowrap; }
+th, td { padding: 0.2rem 1.1rem 0.2rem 0; border-bottom: 1px solid var(--line); text-align: start;
+  font-weight: normal; vertical-align: top; }
+th[scope="col"] { color: var(--faint); vertical-align: bottom; } th[scope="row"] { white-space: nowrap; }
+.number ~ .number { padding-inline-start: 0.4rem; }
+.number { text-align: end; font-variant-numeric: tabular-nums; white-space: nowrap; }
+.bar { display: flex; height: 1.4rem; margin: 0.6rem 0; border-radius: 0.2rem; overflow: hidden; }
+.keys { display: flex; flex-wrap: wrap; gap: 0.2rem 1.4rem; margin: 0.6rem 0; }
+.key { display: inline-block; width: 0.8em; height: 0.8em; margin-inline-end: 0.4em; border-radius: 0.15em; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); gap: 1.5rem 2rem; }
+figure { margin: 0; } figcaption { font-weight: 600; } small { font-weight: normal; color: var(--faint); }
+svg { display: block; width: 100%; height: auto; } svg text { fill: var(--faint); font-size: 14px; }
+svg line { stroke: var(--line); } svg rect { fill: var(--bar); }
+"""
 
 
 def opened(title: str, style: str, request: str | None = None) -> str:
@@ -15,15 +42,30 @@ def opened(title: str, style: str, request: str | None = None) -> str:
 
     Args:
         title: plain text.
-        style: of the page.
+        style: of the page, behind what all pages have.
         request: kept in the head of the page, for a later run to compare; None: nobody compares.
     """
     kept = "" if request is None else f'<meta name="xtk-request" content="{escape(request)}">\n'
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n<meta name="generator" content="xtk">\n'
-        f"{kept}<style>{style}</style>\n</head>\n<body>\n<header>\n<h1>{escape(title)}</h1>\n</header>\n<main>\n"
+        f"{kept}<style>{STYLE}{style}</style>\n</head>\n<body>\n<header>\n<h1>{escape(title)}</h1>\n</header>\n<main>\n"
     )
+
+
+def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
+    """Return a bar cut into parts, and a key to it.
+
+    Args:
+        parts: name, share of the whole, and what else the key tells.
+    """
+    segments, keys = [], []
+    for at, (name, share, told) in enumerate(parts):
+        paint = f"background: {COLOURS[at % len(COLOURS)]}"
+        words = escape(f"{name} {100 * share:.1f} %" + (f", {told}" if told else ""))
+        segments.append(f'<span style="width: {100 * share:.2f}%; {paint}" title="{words}"></span>')
+        keys.append(f'<span><span class="key" style="{paint}"></span>{words}</span>')
+    return f'<div class="bar">{"".join(segments)}</div>\n<p class="keys">{"".join(keys)}</p>\n'
 
 
 def check_page(path: Path, request: str, *, force: bool) -> None:

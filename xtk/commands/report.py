@@ -10,10 +10,13 @@ from xtk import terminal
 from xtk.commands import options
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from xtk.commands.report_page import Shown
+    from xtk.tokens.tokenizer import Tokenizer
+
+DOCUMENTS = 3  # that are shown span by span
 
 
 def report(
@@ -33,8 +36,32 @@ def report(
             metavar="FILE",
         ),
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model of these results with which the others are compared, by its name there; left out: the first. "
+            "Repeat it for more: the untrained student, and one that cross-entropy taught.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    samples: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a model wrote, of xtk rollout -o or xtk evaluate --reward -o. Repeat it: the student before and "
+            "after stand side by side, prompt by prompt.",
+            metavar="FILE",
+        ),
+    ] = None,
     cache: Annotated[
-        str, typer.Option(help="A teacher cache, of which the page shows what it keeps.", metavar="CACHE")
+        str,
+        typer.Option(
+            help="A teacher cache: what it keeps, how its text aligns with the student's tokens, and the audit of the "
+            "projection between them.",
+            metavar="CACHE",
+        ),
+    ] = "",
+    projection: Annotated[
+        str, typer.Option(help="Its audit is shown; left out: with --cache, that of multitoken.", metavar="PROJECTION")
     ] = "",
     force: options.Force = False,
     as_json: options.Json = False,
@@ -50,9 +77,10 @@ def report(
     from pathlib import Path
 
     from xtk.artifacts.files import sha256
-    from xtk.commands.cache_page import STYLE
+    from xtk.commands import alignment_page, audit_page, cache_page
     from xtk.commands.page import check_page, write_page
     from xtk.commands.report_page import page
+    from xtk.commands.samples_page import read_samples
     from xtk.errors import XtkError
     from xtk.evaluation.results import read_results
 
@@ -62,15 +90,21 @@ def report(
     named = [path for path in named if not (path.endswith(".log") and Path(path).is_file())]
     if not named:
         raise XtkError("there are logs here, and no run", where=", ".join(runs))
-    evaluations = list(evaluation or ())
-    request = sha256(json.dumps({"runs": named, "evaluations": evaluations, "cache": cache}))
+    evaluations, texts, baselines = (list(some or ()) for some in (evaluation, samples, baseline))
+    if baselines and not evaluations:
+        raise typer.BadParameter("--baseline goes with --evaluation")
+    asked = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
+    request = sha256(json.dumps({**asked, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
     if twice := next((one for at, one in enumerate(named) if one in named[:at]), None):
         raise XtkError("this run is named twice", where=twice)
     shown = [_read(Path(path), name) for path, name in zip(named, _names(named), strict=True)]
     results = [result for file in evaluations for result in read_results(Path(file))]
-    pictures = _cache(cache) if cache else []
-    write_page(Path(output), "".join(page(shown, results, pictures, STYLE, request)))
+    written = [one for file in texts for one in read_samples(Path(file), _lines(Path(file)))]
+    pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
+    pictures += _cache(cache) if cache else []
+    style = alignment_page.STYLE + cache_page.STYLE + audit_page.STYLE
+    write_page(Path(output), "".join(page(shown, results, baselines, written, pictures, style, request)))
     told = [{"path": run.path, "state": run.state, "metrics": run.last()} for run in shown]
     terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
 
@@ -156,3 +190,55 @@ def _cache(place: str) -> list[str]:
         "statistics": cache_statistics.statistics(cache, positions, documents),
     }
     return [f"<section>\n<h2>Cache {escape(place)}</h2>\n", *pictures(record, positions), "</section>\n"]
+
+
+def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
+    """Yield how the student's tokens and the teacher's meet: their alignment, and the audit of a projection.
+
+    Args:
+        cache: of the teacher; "": there is none.
+        run: of the student.
+        projection: whose audit is shown; "": that of the pair's multitoken.
+    """
+    from pathlib import Path
+
+    from xtk.artifacts import cache_statistics
+    from xtk.artifacts.projection_file import read_projection
+    from xtk.artifacts.projection_store import projection_for
+    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.commands import alignment_page, audit_page
+    from xtk.tokens.statistics import Statistics, aligned
+
+    audited = read_projection(Path(projection)).header["audit"] if projection else None
+    student = _tokenizer(run) if cache else None
+    if student is not None:
+        opened = TeacherCache(cache)
+        teacher = opened.teacher
+        yield "<section>\n<h2>Alignment</h2>\n"
+        if student.fingerprint == teacher.fingerprint:
+            yield "<p>Student and teacher have one tokenizer.</p>\n"
+        else:
+            statistics = Statistics(student, teacher)
+            documents = [opened.row(at).document for at in cache_statistics.spread(opened, cache_statistics.SAMPLE)]
+            for group in aligned(documents, student, teacher):
+                statistics.add(group)
+            yield from alignment_page.pictures(statistics.record(), statistics.worst[:DOCUMENTS], student, teacher)
+            audited = audited or projection_for(student, teacher).header["audit"]
+        yield "</section>\n"
+    if audited:
+        yield "<section>\n<h2>Audit of the projection</h2>\n"
+        yield from audit_page.pictures(audited)
+        yield "</section>\n"
+
+
+def _tokenizer(run: Path) -> Tokenizer | None:
+    """Return the tokenizer of a run, or of its last checkpoint; None if there is none yet."""
+    from contextlib import suppress
+
+    from xtk.errors import XtkError
+    from xtk.tokens.tokenizer import Tokenizer
+
+    for folder in (run, *sorted(run.glob("checkpoint-*"), reverse=True)):
+        with suppress(XtkError):
+            return Tokenizer(folder, name="student")
+    return None

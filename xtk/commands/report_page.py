@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from xtk.commands import curves
-from xtk.commands.alignment_page import direction
+from xtk.commands import curves, samples_page
 from xtk.commands.page import CLOSED, opened
+from xtk.lookup import unknown
 
 if TYPE_CHECKING:
+    from xtk.commands.samples_page import Written
     from xtk.evaluation.results import Result
 
-SAMPLES, CHARACTERS = 6, 1200  # that are shown of a run; of each of them
 CLOCKS = ("step", "seconds", "tokens")  # are no curves
 WRITING = ("reward", "staleness", "rollout_")
 RUNNING = (
@@ -32,16 +32,13 @@ UNITS = {
 }  # fmt: skip
 
 STYLE = """
-.state { color: var(--faint); }
 .swatch { display: inline-block; width: 1.4em; height: 0.35em; margin-inline-end: 0.45em; vertical-align: middle; }
-.scroll { overflow-x: auto; }
-td small { color: var(--faint); }
-td.text { text-align: start; }
-tr.differs th { font-weight: 600; }
 .legend { position: sticky; top: 0; padding: 0.4rem 0; background: var(--paper); border-bottom: 1px solid var(--line); }
-.legend span { margin-inline-end: 1.2em; white-space: nowrap; } .legend .swatch { margin-inline-end: 0.45em; }
-.sample { font: 0.95rem/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
-  border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.6rem; margin: 0.3rem 0 1rem; }
+.legend span { display: inline-block; } .legend > span { margin-inline-end: 1.2em; }
+.legend .swatch { margin-inline-end: 0.45em; }
+td small { display: block; }
+.compared th[scope="row"] { position: sticky; inset-inline-start: 0; background: var(--paper); }
+td.wide { min-width: 14rem; max-width: 34rem; overflow-wrap: anywhere; } .differs th { font-weight: 600; }
 summary { cursor: pointer; }
 """
 
@@ -76,35 +73,69 @@ class Shown:
         """Return the last value of each metric."""
         return {name: value for one in self.metrics for name, value in one.items() if _is_number(value)}
 
+    def untrained(self, metric: str) -> float | None:
+        """Return what a metric of held-out text was before the first step; None if nobody looked."""
+        first = self.metrics[0] if self.metrics else {}
+        if first.get("step") or not metric.startswith("eval_") or not _is_number(first.get(metric)):
+            return None
+        return float(first[metric])
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number of a table.
+
+    Attributes:
+        value: the number.
+        error: its standard error; None: nobody told.
+        others: (number, name) of those with which it is compared.
+    """
+
+    value: float
+    error: float | None
+    others: Sequence[tuple[float, str]]
+
 
 def page(
-    runs: Sequence[Shown], results: Sequence[Result], cache: Iterable[str], style: str, request: str
+    runs: Sequence[Shown],
+    results: Sequence[Result],
+    baselines: Sequence[str],
+    written: Sequence[Written],
+    pictures: Iterable[str],
+    style: str,
+    request: str,
 ) -> Iterator[str]:
     """Write a page that needs nothing but itself.
 
     Args:
         runs: the first one is what others are compared with.
         results: of evaluations.
-        cache: HTML of a cache; none: there is none.
-        style: of a cache's pictures, on which the page's own stands.
+        baselines: models of the evaluations with which the others are compared.
+        written: by models, for the same prompts.
+        pictures: more of it, as HTML.
+        style: of these pictures, on which the page's own stands.
         request: kept in the head of the page.
 
     Yields:
         HTML.
     """
     title = ("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs)
-    yield opened(title, style + curves.STYLE + STYLE, request)
+    yield opened(title, style + curves.STYLE + samples_page.STYLE + STYLE, request)
     yield from _runs(runs)
     if len(runs) > 1:
         legend = "".join(f"<span>{_swatch(at)}{escape(run.name)}</span>" for at, run in enumerate(runs))
         yield f'<p class="legend">{legend}</p>\n'
     yield from _curves(runs)
     yield from _numbers(runs)
-    yield from _evaluations(results)
-    yield from _recipes(runs)
+    yield from _evaluations(results, baselines)
+    yield from samples_page.samples(written, curves.number)
     for at, run in enumerate(runs):
-        yield from _samples(at, run)
-    yield from cache
+        if run.samples:
+            yield f"<section>\n<h2>{_swatch(at)}What {escape(run.name)} wrote</h2>\n"
+            yield from samples_page.over_time(run.samples, curves.number)
+            yield "</section>\n"
+    yield from pictures
+    yield from _recipes(runs)
     yield CLOSED
 
 
@@ -113,13 +144,16 @@ def _swatch(number: int) -> str:
 
 
 def _runs(runs: Sequence[Shown]) -> Iterator[str]:
-    yield '<div class="scroll"><table>\n<tr><th>run</th><th>state</th><th>losses</th><th>recipe</th></tr>\n'
+    yield '<div class="scroll"><table>\n<tr>' + "".join(
+        f'<th scope="col">{head}</th>' for head in ("run", "state", "losses", "recipe")
+    )
+    yield "</tr>\n"
     for at, run in enumerate(runs):
         losses = ", ".join(map(str, run.recipe["losses"]))
         cells = (escape(run.state), escape(losses), f"<code>{run.fingerprint[:23]}</code>")
         yield (
             f'<tr><th scope="row" title="{escape(run.path)}">{_swatch(at)}{escape(run.name)}</th>'
-            + "".join(f'<td class="text">{cell}</td>' for cell in cells)
+            + "".join(f"<td>{cell}</td>" for cell in cells)
             + "</tr>\n"
         )
     yield "</table></div>\n"
@@ -154,51 +188,73 @@ def _curves(runs: Sequence[Shown]) -> Iterator[str]:
 
 
 def _numbers(runs: Sequence[Shown]) -> Iterator[str]:
-    """Yield a table of the last values, with what a run has more or less than the first one named."""
+    """Yield a table of the last values: what a run has more or less than the first one named, and than before."""
     last = [run.last() for run in runs]
     names = [name for name in dict.fromkeys(name for values in last for name in values) if name != "step"]
     if not names:
         return
+    rows = []
+    for name in names:
+        cells: list[Cell | None] = []
+        for run, values in zip(runs, last, strict=True):
+            before = run.untrained(name)
+            others = [] if run is runs[0] or name not in last[0] else [(last[0][name], runs[0].name)]
+            others += [] if before is None else [(before, "untrained")]
+            cells.append(Cell(values[name], None, others) if name in values else None)
+        rows.append((name, cells))
     yield "<section>\n<h2>Last metrics</h2>\n"
-    yield _compared(
-        [run.name for run in runs],
-        [(name, [(values[name], None) if name in values else None for values in last]) for name in names],
-    )
+    yield _compared([run.name for run in runs], rows)
     yield "</section>\n"
 
 
-def _evaluations(results: Sequence[Result]) -> Iterator[str]:
+def _evaluations(results: Sequence[Result], baselines: Sequence[str]) -> Iterator[str]:
+    """Yield a table of results: what each model has more or less than those that it is compared with."""
     if not results:
         return
     models = list(dict.fromkeys(one.model for one in results))
-    rows: dict[str, list[tuple[float, float | None] | None]] = {}
+    for name in baselines:
+        if name not in models:
+            raise unknown("--baseline", name, models)
+    compared = list(baselines) or models[:1]
+    rows: dict[str, dict[str, Result]] = {}
     for one in results:
-        row = rows.setdefault(f"{one.data}: {one.metric}" if one.data else one.metric, [None] * len(models))
-        row[models.index(one.model)] = (one.value, one.error)
+        rows.setdefault(f"{one.data}: {one.metric}" if one.data else one.metric, {})[one.model] = one
+    table: list[tuple[str, list[Cell | None]]] = []
+    for name, row in rows.items():
+        cells: list[Cell | None] = []
+        for model in models:
+            others = [(row[other].value, other) for other in compared if other in row and other != model]
+            others = [] if name.endswith("difference") else others  # is one already
+            cells.append(Cell(row[model].value, row[model].error, others) if model in row else None)
+        table.append((name, cells))
     yield "<section>\n<h2>Evaluations</h2>\n"
-    yield _compared(models, list(rows.items()))
+    yield _compared(models, table)
     yield "</section>\n"
 
 
-def _compared(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[tuple[float, float | None] | None]]]) -> str:
-    """Return a table of (value, standard error), with differences to the first column."""
-    parts = ['<div class="scroll"><table>\n<tr><th></th>', *(f"<td>{escape(head)}</td>" for head in heads), "</tr>\n"]
-    for name, values in rows:
+def _compared(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell | None]]]) -> str:
+    """Return a table of numbers with what they are more or less than others."""
+    named = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
+    parts = [f'<div class="scroll"><table class="compared">\n<tr><th scope="col"></th>{named}</tr>\n']
+    for name, cells in rows:
         parts.append(f'<tr><th scope="row">{escape(name)}</th>')
-        for at, cell in enumerate(values):
+        for cell in cells:
             if cell is None:
-                parts.append("<td></td>")
+                parts.append('<td class="number"></td>')
                 continue
-            first = values[0]
-            difference = "" if not at or first is None else f" <small>{_signed(cell[0] - first[0])}</small>"
-            error = "" if cell[1] is None else f" ± {curves.number(cell[1])}"
-            parts.append(f"<td>{curves.number(cell[0])}{error}{difference}</td>")
+            error = "" if cell.error is None else f" ± {curves.number(cell.error)}"
+            differences = "".join(
+                f" <small>{_signed(cell.value - other)} to {escape(model)}</small>"
+                for other, model in cell.others
+                if other != cell.value
+            )
+            parts.append(f'<td class="number">{curves.number(cell.value)}{error}{differences}</td>')
         parts.append("</tr>\n")
     return "".join([*parts, "</table></div>\n"])
 
 
 def _signed(difference: float) -> str:
-    return "=" if not difference else ("+" if difference > 0 else "\N{MINUS SIGN}") + curves.number(abs(difference))
+    return ("+" if difference > 0 else "\N{MINUS SIGN}") + curves.number(abs(difference))
 
 
 def _recipes(runs: Sequence[Shown]) -> Iterator[str]:
@@ -209,13 +265,13 @@ def _recipes(runs: Sequence[Shown]) -> Iterator[str]:
     told = f"{len(differing)} of {len(names)} options differ" if len(runs) > 1 else f"{len(names)} options"
     opened_at_once = " open" if differing else ""
     yield f"<section>\n<h2>Recipes</h2>\n<details{opened_at_once}><summary>{told}</summary>\n"
-    yield '<div class="scroll"><table>\n<tr><th></th>' + "".join(
-        f'<td class="text">{escape(run.name)}</td>' for run in runs
+    yield '<div class="scroll"><table>\n<tr><th scope="col"></th>' + "".join(
+        f'<th scope="col">{escape(run.name)}</th>' for run in runs
     )
     yield "</tr>\n"
     for name in [*differing, *(name for name in names if name not in differing)]:
         kind = ' class="differs"' if name in differing else ""
-        cells = "".join(f'<td class="text">{escape(one.get(name, ""))}</td>' for one in flat)
+        cells = "".join(f'<td class="wide">{escape(one.get(name, ""))}</td>' for one in flat)
         yield f'<tr{kind}><th scope="row">{escape(name)}</th>{cells}</tr>\n'
     yield "</table></div>\n</details>\n</section>\n"
 
@@ -226,27 +282,6 @@ def _flat(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, s
             yield from _flat(value, f"{before}{name}.")
         else:
             yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _samples(at: int, run: Shown) -> Iterator[str]:
-    """Yield what a student wrote, from its first round to its last."""
-    if not run.samples:
-        return
-    count = len(run.samples)
-    places = sorted({round(place * (count - 1) / max(SAMPLES - 1, 1)) for place in range(SAMPLES)})
-    yield f"<section>\n<h2>{_swatch(at)}What {escape(run.name)} wrote</h2>\n"
-    for place in places:
-        one = run.samples[place]
-        text = str(one.get("text", ""))
-        facts = [f"before step {one.get('step', 0) + 1:,}", f"prompt {one.get('prompt', '?')}"]
-        facts += [f"reward {curves.number(one['reward'])}"] if _is_number(one.get("reward")) else []
-        facts += ["cut off"] if one.get("finish") == "length" else []
-        more = "…" if len(text) > CHARACTERS else ""
-        yield (
-            f'<p class="state">{escape(", ".join(facts))}</p>\n'
-            f'<p class="sample" lang="" translate="no" dir="{direction(text)}">{escape(text[:CHARACTERS])}{more}</p>\n'
-        )
-    yield "</section>\n"
 
 
 def _is_number(value: object) -> bool:

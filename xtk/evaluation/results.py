@@ -13,10 +13,13 @@ from xtk.errors import Damaged
 
 # Of how much was measured, not what was found.
 COUNTS = frozenset(
-    {"bytes", "documents", "tokens", "windows", "seconds", "samples", "seed", "n", "count", "sample_len"}
-)
+    {
+        "bytes", "documents", "tokens", "windows", "seconds", "samples", "seed", "n", "count", "sample_len",
+        "temperature", "problems", "unjudged", "without_room", "num_generations",
+    }
+)  # fmt: skip
 # How a standard error is named after its metric.
-ERRORS = ("_stderr", "_standard_error")
+ERRORS = ("_stderr", "_standard_error", "_error")
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ def load_causal_lm(
             )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
+    for module in model.modules():
+        # On CPUs with AVX512-BF16, bitsandbytes 0.50 packs a matrix anew at its first pass in eval mode: for inference
+        # alone, since no gradient comes through it from then on, and not at all below 64 columns.
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
     placed = PLACES.intersection(options or ()) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)

@@ -98,11 +98,16 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
 
 
 def with_evaluation(card: str, results: Sequence[Result]) -> str:
-    """Return a card with a table of evaluations before its recipe."""
+    """Return a card with a table of evaluations before its recipe; of several models, a column for each."""
     if not results:
         return card
-    rows = [f"| {one.data} | {one.metric} | {shown(one)} |" for one in results]
-    table = "\n".join(["## Evaluation", "", "| data | metric | value |", "| --- | --- | --- |", *rows, "", ""])
+    models = list(dict.fromkeys(one.model for one in results))
+    values: dict[str, dict[str, str]] = {}
+    for one in results:
+        values.setdefault(f"{one.data} | {one.metric}", {})[one.model] = shown(one)
+    rows = [f"| {name} | {' | '.join(row.get(model, '') for model in models)} |" for name, row in values.items()]
+    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else models)])
+    table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
     head, recipe, rest = card.partition("## Recipe\n")
     return head + table + recipe + rest
 
@@ -125,7 +130,8 @@ def _which(content: Mapping[str, Any]) -> str:
 
 def _compared(after: Mapping[str, Any]) -> list[str]:
     """Return the metrics that say how good the student is: not clocks, counts and rates."""
-    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds", "skipped_steps")
+    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds", "skipped_steps",
+              "waiting", "memory")  # fmt: skip
     return [name for name, value in after.items() if name not in others and isinstance(value, int | float)]
 
 

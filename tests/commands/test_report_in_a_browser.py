@@ -1,0 +1,113 @@
+"""Pages in a real browser: drawn at the size of a phone and of a desk, without a word and without a request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import browser
+import pytest
+from command_line import run_xtk
+
+pytestmark = pytest.mark.skipif(not browser.PROGRAM, reason=browser.MISSING)
+WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}
+# What sticks out of the window, but for what scrolls by itself.
+OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>
+  one.getBoundingClientRect().right > innerWidth + 1 && !one.closest(".scroll"))
+  .map(one => one.outerHTML.slice(0, 200))"""
+DRAWN = """[...document.querySelectorAll("svg polyline, svg rect, .bar span")].map(one => one.getBoundingClientRect())
+  .filter(box => box.width > 0 && box.height > 0).length"""
+COLOURS = """[...document.querySelectorAll("polyline")].map(one => getComputedStyle(one).stroke)"""
+# Nothing but the paper behind words in a table: a class of one picture must not paint another.
+PAINTED = """(() => { const behind = one => getComputedStyle(one).backgroundColor;
+  return [...document.querySelectorAll("td, th, td code")].map(behind)
+    .filter(one => !["rgba(0, 0, 0, 0)", behind(document.body)].includes(one)).length; })()"""
+CONTRAST = """(() => { const light = colour => colour.match(/[0-9.]+/g).slice(0, 3)
+    .map(one => one / 255).map(one => one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, one, at) => sum + one * [0.2126, 0.7152, 0.0722][at], 0);
+  const paper = light(getComputedStyle(document.body).backgroundColor);
+  return Math.min(...[...document.querySelectorAll("p, td, th, h2, figcaption, small")].map(one => {
+    const ink = light(getComputedStyle(one).color);
+    return (Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05); }));
+})()"""
+
+
+@pytest.fixture(scope="module")
+def pages(pair, cache, corpus, tmp_path_factory) -> dict[str, Path]:
+    """The page of two real runs with all that it can show; of an alignment; of a cache."""
+    root = tmp_path_factory.mktemp("pages")
+    training = ["--max-steps", 3, "--logging-steps", 1, "--per-device-train-batch-size", 2]
+    evaluation = ["--eval-data", corpus, "--eval-steps", 2, "--eval-on-start"]
+    runs = [root / "ce", root / "a-run-with-a-rather-long-name-of-its-own-to-fit-into-a-narrow-window"]
+    for run, losses in zip(runs, (["--loss", "ce"], ["--loss", "ce", "--loss", "p-kl"]), strict=True):
+        run_xtk("distill", pair.student, cache, *losses, *training, *evaluation, "-o", run)
+    samples = []
+    for name, text in (("before", "a" * 500), ("after", " 3 apples\n\n" * 9)):
+        samples += ["--samples", root / f"{name}.jsonl"]
+        samples[-1].write_text(json.dumps({"prompt_number": 0, "prompt": "Anna has", "completion": text}))
+    results = [
+        {"model": name, "data": "test", "bits_per_byte": bits} for name, bits in (("untrained", 3.0), ("ce", 2.0))
+    ]
+    (root / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in results))
+    page = ["--evaluation", root / "results.jsonl", *samples, "--cache", cache, "-o", root / "report.html"]
+    run_xtk("report", *runs, *page)
+    run_xtk("align", pair.student, pair.teacher, corpus, "--html", "-o", root / "alignment.html")
+    run_xtk("inspect", cache, "--html", root / "cache.html")
+    return {name: root / f"{name}.html" for name in ("report", "alignment", "cache")}
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory) -> Iterator[browser.Browser]:
+    opened = browser.Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", ["report", "alignment", "cache"])
+def test_a_page_fits_its_window_says_nothing_and_fetches_nothing(chromium, pages, name, window):
+    chromium.said.clear()
+    chromium.requests.clear()
+    width, height = WINDOWS[window]
+    for scheme in ("light", "dark"):
+        chromium.open(pages[name], width=width, height=height, scheme=scheme)
+        assert chromium.ask("innerWidth") == width
+        assert chromium.ask("document.documentElement.scrollWidth") <= width
+        assert chromium.ask(OVERFLOWING) == []
+        assert chromium.ask(DRAWN) >= (10 if name == "report" else 2)
+        assert chromium.ask(PAINTED) == 0
+        assert chromium.ask(CONTRAST) >= 4.5, "what WCAG asks of text"
+    assert chromium.said == []
+    assert chromium.requests == [pages[name].as_uri()] * 2
+
+
+def test_the_browser_would_have_told(chromium, tmp_path):
+    page = tmp_path / "bad.html"
+    page.write_text(
+        '<!DOCTYPE html><img src="http://far.example/x.png"><script>throw new Error("bad")</script>'
+        '<p style="width: 4000px">wide'
+    )
+    chromium.said.clear()
+    chromium.requests.clear()
+    chromium.open(page)
+    assert chromium.requests == [page.as_uri(), "http://far.example/x.png"]
+    assert any("Error: bad" in one for one in chromium.said)
+    assert len(chromium.ask(OVERFLOWING)) == 1
+    assert chromium.ask("document.documentElement.scrollWidth") > 4000
+
+
+def test_a_report_is_drawn_with_a_colour_a_run_and_with_every_section(chromium, pages, tmp_path):
+    pictures = set()
+    for scheme in ("light", "dark"):
+        chromium.open(pages["report"], scheme=scheme)
+        pictures.add(hashlib.sha256(chromium.picture(tmp_path / f"{scheme}.png").read_bytes()).digest())
+        assert (tmp_path / f"{scheme}.png").stat().st_size > 50_000
+        assert {"rgb(0, 114, 178)", "rgb(230, 159, 0)"} == set(chromium.ask(COLOURS))
+    assert len(pictures) == 2
+    heads = chromium.ask('[...document.querySelectorAll("h2")].map(one => one.textContent)')
+    wanted = ["Held-out text", "Losses", "Training", "Last metrics", "Evaluations", "Samples", "Alignment"]
+    assert [head for head in heads if head in wanted] == wanted
+    assert {"Audit of the projection", "Signal", "Recipes"} <= set(heads)
+    assert chromium.ask('document.querySelectorAll("figure[data-metric=memory] polyline").length') == 2

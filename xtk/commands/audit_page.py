@@ -1,0 +1,54 @@
+"""The audit of a projection as a picture: which kinds of tokens the other side has, and what becomes of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import Any
+
+from xtk.commands.audit_tables import KINDS
+from xtk.commands.page import stacked
+
+STYLE = """
+.share { position: relative; min-width: 7rem; }
+.share i { position: absolute; inset: 0.2rem 0.6rem 0.2rem 0; z-index: -1; font-size: inherit; }
+.share i::before { content: ""; display: block; height: 100%; width: var(--share); background: var(--bar);
+  opacity: 0.4; border-radius: 0.15rem; }
+"""
+
+
+def pictures(audited: dict[str, Any]) -> Iterator[str]:
+    """Yield an audit, as HTML for a page.
+
+    Args:
+        audited: what the header of a projection says.
+    """
+    from xtk.projection.audit import warning
+    from xtk.projection.categories import CATEGORIES
+
+    rows = {kind: audited["rows"][kind] for kind in KINDS if audited["rows"].get(kind)}
+    total = max(sum(rows.values()), 1)
+    yield "<p>What becomes of the student's tokens</p>\n"
+    yield stacked((kind, count / total, f"{count:,} rows") for kind, count in rows.items())
+    missing = f"{audited['missing_mass']:.2%} of the mass is missing"
+    yield f"<p>{missing}; nothing reaches {audited['unreached']:,} tokens of the teacher.</p>\n"
+    categories = audited.get("categories") or {}
+    if categories:
+        heads = ("student's tokens", "the teacher has not", "teacher's tokens", "the student has not")
+        numbers = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
+        yield f'<div class="scroll"><table>\n<tr><th scope="col">category</th>{numbers}</tr>\n'
+        for name in (name for name in CATEGORIES if name in categories):
+            cells = "".join(_side(categories[name], side) for side in ("student", "teacher"))
+            yield f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'
+        yield "</table></div>\n"
+    if told := warning(audited):
+        yield f"<p>{escape('; '.join(line.strip() for line in told.splitlines()))}.</p>\n"
+
+
+def _side(figures: dict[str, Any], side: str) -> str:
+    count, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
+    share = unmatched / max(count, 1)
+    return (
+        f'<td class="number">{count:,}</td>'
+        f'<td class="number share"><i style="--share: {share:.1%}"></i>{share:.1%}</td>'
+    )

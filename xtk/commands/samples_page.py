@@ -1,0 +1,142 @@
+"""What models wrote for the same prompts, one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from xtk.commands.alignment_page import direction
+from xtk.errors import XtkError
+
+PROMPTS, CHARACTERS = 6, 1200  # that are shown; of each text
+
+STYLE = """
+.sample { font: 0.95rem/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
+  border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.6rem; margin: 0.3rem 0 1rem; }
+.prompt { border-style: none none none solid; border-radius: 0; border-width: 0.25rem; }
+.facts { color: var(--faint); margin-bottom: 0; }
+.side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(22rem, 100%), 1fr)); gap: 0 1.5rem; }
+"""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text that a model wrote.
+
+    Attributes:
+        model: which one; the name of the file where it does not say.
+        number: of the prompt.
+        prompt: what it read; "": nobody says.
+        text: what it wrote.
+        reward: what that is worth; None: nobody judged.
+        cut_off: whether it had no room for more.
+    """
+
+    model: str
+    number: int
+    prompt: str
+    text: str
+    reward: float | None = None
+    cut_off: bool = False
+
+
+def read_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Written]:
+    """Read what `xtk rollout` wrote, or `xtk evaluate --reward -o`: the first of the texts for each prompt.
+
+    Args:
+        path: of the file.
+        lines: what is in it.
+
+    Raises:
+        XtkError: it holds nothing of the kind.
+    """
+    found: dict[tuple[str, int], Written] = {}
+    for line in lines:
+        number, prompt, text = _texts(line)
+        if number is None:
+            break
+        finish = line.get("finish", line.get("finish_reason"))
+        reward = line.get("reward")
+        worth = float(reward) if isinstance(reward, int | float) else None
+        model = str(line["model"]) if "problem" in line and line.get("model") else path.name.partition(".")[0]
+        found.setdefault((model, number), Written(model, number, prompt, text, worth, finish == "length"))
+    if not found:
+        raise XtkError(
+            "there are no rollouts and no answers in this file",
+            where=str(path),
+            hint="xtk rollout MODEL PROMPTS -o FILE.jsonl, or xtk evaluate --reward NAME -o FILE.jsonl",
+        )
+    return list(found.values())
+
+
+def _texts(line: Mapping[str, Any]) -> tuple[int | None, str, str]:
+    """Return the number of the prompt, the prompt and what was written."""
+    if isinstance(line.get("problem"), int):
+        return line["problem"], str(line.get("prompt", "")), str(line.get("answer", ""))
+    if not isinstance(line.get("prompt_number"), int):
+        return None, "", ""
+    if "completion" in line:
+        return line["prompt_number"], str(line.get("prompt", "")), str(line["completion"])
+    parts = [
+        (bool(part.get("train")), str(part.get("content", part.get("text", ""))), str(part.get("role", "")))
+        for part in line.get("messages") or line.get("segments") or []
+    ]
+    begun = next((at for at, part in enumerate(parts) if part[0]), len(parts))
+    read = "\n".join(text for _, text, _ in parts[:begun])
+    # What tools and environments said in between is shown with who said it.
+    said = "".join(text if train else f"\n[{role}] {text}\n" for train, text, role in parts[begun:])
+    return line["prompt_number"], read, said
+
+
+def samples(written: Sequence[Written], number: Any) -> Iterator[str]:
+    """Yield what models wrote for the first prompts, as HTML.
+
+    Args:
+        written: of all models.
+        number: how a number is shown.
+    """
+    if not written:
+        return
+    models = list(dict.fromkeys(one.model for one in written))
+    prompts = sorted({one.number for one in written})
+    yield "<section>\n<h2>Samples</h2>\n"
+    if len(prompts) > PROMPTS:
+        yield f"<p>Of {len(prompts):,} prompts, the first {PROMPTS}.</p>\n"
+    for at in prompts[:PROMPTS]:
+        here = {one.model: one for one in reversed(written) if one.number == at}
+        prompt = next((one.prompt for one in here.values() if one.prompt), "")
+        yield f"<h3>Prompt {at:,}</h3>\n" + (_text(prompt, "sample prompt") if prompt else "")
+        yield '<div class="side">\n'
+        for model in models:
+            if model in here:
+                one = here[model]
+                facts = [model, *([] if one.reward is None else [f"reward {number(one.reward)}"])]
+                facts += ["cut off"] if one.cut_off else []
+                yield f'<div><p class="facts">{escape(", ".join(facts))}</p>\n{_text(one.text)}</div>\n'
+        yield "</div>\n"
+    yield "</section>\n"
+
+
+def over_time(records: Sequence[Mapping[str, Any]], number: Any) -> Iterator[str]:
+    """Yield what a student wrote in an on-policy run, from its first round to its last.
+
+    Args:
+        records: a line a round.
+        number: how a number is shown.
+    """
+    places = sorted({round(place * (len(records) - 1) / max(PROMPTS - 1, 1)) for place in range(PROMPTS)})
+    for place in places:
+        one = records[place]
+        facts = [f"before step {one.get('step', 0) + 1:,}", f"prompt {one.get('prompt', '?')}"]
+        facts += [f"reward {number(one['reward'])}"] if isinstance(one.get("reward"), int | float) else []
+        facts += ["cut off"] if one.get("finish") == "length" else []
+        yield f'<p class="facts">{escape(", ".join(facts))}</p>\n{_text(str(one.get("text", "")))}'
+
+
+def _text(text: str, kind: str = "sample") -> str:
+    more = "…" if len(text) > CHARACTERS else ""
+    shown = escape(text[:CHARACTERS]) + more
+    return f'<p class="{kind}" lang="" translate="no" dir="{direction(text)}">{shown or "<i>∅</i>"}</p>\n'
