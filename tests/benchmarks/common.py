@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
+BEGUN = time.monotonic()
 DATA = Path(os.environ.get("XTK_DATA", ROOT.parent / "shared" / "data"))
 
 
@@ -69,8 +70,9 @@ def process(*command: str) -> tuple[float, float, str]:
 def report(
     script: str, rows: list[tuple[str, str, str]], columns: tuple[str, str, str] = ("what", "measured", "reach")
 ) -> None:
-    """Print a table, and on which machine it was measured."""
-    lines = [f"\n`{Path(script).name}` on {machine()}\n", *(" | ".join(row) for row in (columns, ("---",) * 3, *rows))]
+    """Print a table, on which machine it was measured, and how long that has taken so far."""
+    minutes, seconds = divmod(round(time.monotonic() - BEGUN), 60)
+    lines = [f"\n`{Path(script).name}` on {machine()}; it took {minutes} min {seconds} s\n", *(" | ".join(row) for row in (columns, ("---",) * 3, *rows))]
     sys.stdout.write("".join(f"| {line} |\n" if number else f"{line}\n" for number, line in enumerate(lines)))
 
 
