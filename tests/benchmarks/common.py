@@ -72,7 +72,10 @@ def report(
 ) -> None:
     """Print a table, on which machine it was measured, and how long that has taken so far."""
     minutes, seconds = divmod(round(time.monotonic() - BEGUN), 60)
-    lines = [f"\n`{Path(script).name}` on {machine()}; it took {minutes} min {seconds} s\n", *(" | ".join(row) for row in (columns, ("---",) * 3, *rows))]
+    lines = [
+        f"\n`{Path(script).name}` on {machine()}; it took {minutes} min {seconds} s\n",
+        *(" | ".join(row) for row in (columns, ("---",) * 3, *rows)),
+    ]
     sys.stdout.write("".join(f"| {line} |\n" if number else f"{line}\n" for number, line in enumerate(lines)))
 
 
