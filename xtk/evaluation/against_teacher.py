@@ -16,7 +16,6 @@ from xtk.evaluation.agreement import Likeliest, Meeting
 from xtk.evaluation.bits import BATCH_TOKENS, READ_AT_ONCE, limit_of
 from xtk.evaluation.estimates import Ratio
 from xtk.evaluation.rows import read_rows
-from xtk.losses.cells import Example
 from xtk.losses.head import Term, fused_loss
 from xtk.losses.objective import Heard, Objective, example_of
 from xtk.models.causal_lm import Cut
@@ -72,7 +71,8 @@ def against_teacher(
     """Compare a model with a teacher, document by document.
 
     Each document is read once, up to the model's context; what is behind that has no part. Documents count alike,
-    whatever their weights in training are.
+    whatever their weights in training are. Draws have no part either: the divergence from a few draws has the gradient
+    that is wanted, and not the value.
 
     Args:
         model: on its device.
@@ -123,20 +123,15 @@ def _read(
     likeliest: bool,
 ) -> list[_Read]:
     """Read rows of a cache; those without a trained token are left out."""
-    documents = [cache.row(number).document for number in numbers]
-    # Draws where they make an estimate without bias; what is exact alone for other losses.
-    drawn = sorted({objective.takes_draws for objective in objectives}, reverse=True)
+    rows = [cache.row(number, None) for number in numbers]
+    documents = [row.document for row in rows]
     found = []
-    for number, document, sequence in zip(numbers, documents, sequences(tokenizer, documents), strict=True):
+    for number, row, sequence in zip(numbers, rows, sequences(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.cut(limit)
-        examples: dict[bool, Example] = {}
-        for takes in drawn:
-            row = cache.row(number, 0 if takes else None)
-            examples[takes] = example_of(student, document, Heard(row.tokens, row.signal.without_nan()))
-        own = examples[drawn[0]]
-        if len(own.rows):
-            terms = tuple(objective.term(examples[objective.takes_draws]) for objective in objectives)
-            found.append(_Read(number, student.ids, own.rows, terms, Likeliest.of(own) if likeliest else None))
+        example = example_of(student, row.document, Heard(row.tokens, row.signal.without_nan()))
+        if len(example.rows):
+            terms = tuple(objective.term(example) for objective in objectives)
+            found.append(_Read(number, student.ids, example.rows, terms, Likeliest.of(example) if likeliest else None))
     return found
 
 
