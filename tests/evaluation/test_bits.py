@@ -220,6 +220,10 @@ def test_a_ratio_over_equal_documents_is_a_mean():
         assert found.error == pytest.approx(expected.error, abs=1e-12)
     assert math.isnan(Ratio(one[:1], size[:1]).estimate().error)
     assert Ratio(one[:1], size[:1]).estimate().told_error is None
+    # Who has no part says nothing about the error.
+    with_nothing = Ratio(np.append(7 * one, np.zeros(9)), np.append(size, np.zeros(9)))
+    assert with_nothing.estimate() == ours.estimate()
+    assert Ratio(np.array([3.0, 0.0]), np.array([1.0, 0.0])).estimate().told_error is None
 
 
 def test_the_error_of_a_ratio_is_how_far_it_strays():

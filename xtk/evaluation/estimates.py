@@ -58,7 +58,7 @@ class Ratio:
 
     def estimate(self) -> Estimate:
         """Return the value with its error."""
-        return Estimate(self.value, _error(self._residuals()))
+        return Estimate(self.value, _error(self._residuals(), self.counts > 0))
 
     def difference(self, other: Ratio) -> Estimate:
         """Return by how much it is above another one of the same documents.
@@ -70,7 +70,10 @@ class Ratio:
         """
         if len(self.sums) != len(other.sums):
             raise ValueError(f"{len(self.sums)} documents cannot be paired with {len(other.sums)}")
-        return Estimate(self.value - other.value, _error(self._residuals() - other._residuals()))
+        return Estimate(
+            self.value - other.value,
+            _error(self._residuals() - other._residuals(), (self.counts > 0) | (other.counts > 0)),
+        )
 
     def _residuals(self) -> NDArray[np.float64]:
         """Return float64 [D], of sum 0: how much each document moves the value."""
@@ -81,7 +84,7 @@ class Ratio:
         return residuals
 
 
-def _error(residuals: NDArray[np.float64]) -> float:
-    """Return the standard error of a sum of residuals, one a document."""
-    count = len(residuals)
-    return math.sqrt(float((residuals**2).sum()) * count / (count - 1)) if count > 1 else math.nan
+def _error(residuals: NDArray[np.float64], present: NDArray[np.bool_]) -> float:
+    """Return the standard error of a sum of residuals, one a document, of those that have a part."""
+    count = int(present.sum())
+    return math.sqrt(float((residuals[present] ** 2).sum()) * count / (count - 1)) if count > 1 else math.nan
