@@ -22,11 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.lookup import lookup
 from xtk.losses import LOSSES, parse_losses
+from xtk.losses.objective import Objective
 from xtk.models.attention import Row
 from xtk.models.causal_lm import Cut
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, MicroBatch, Objective
+from xtk.training.batches import BatchMaker, MicroBatch
 from xtk.training.sources import TextSource
 from xtk.training.student import Student
 

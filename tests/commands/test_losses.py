@@ -16,11 +16,12 @@ from xtk.lookup import lookup
 from xtk.losses import GROUNDS, LOSSES, SURROGATES, parse_losses
 from xtk.losses.byte_kl import ByteKL
 from xtk.losses.divergences import ForwardKL
+from xtk.losses.objective import Heard, Objective
 from xtk.projection.next_bytes import next_bytes
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, Objective
+from xtk.training.batches import BatchMaker
 from xtk.training.metrics import read_metrics
-from xtk.training.sources import CacheSource, Heard
+from xtk.training.sources import CacheSource
 from xtk.training.teachers import open_teachers
 
 ACROSS = [

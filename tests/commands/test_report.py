@@ -28,7 +28,15 @@ WRITTEN = [
 RESULTS = [
     {"model": "before", "data": "test.txt", "bits_per_byte": 1.5, "bytes": 900},
     {"model": "ce", "data": "test.txt", "bits_per_byte": 1.375, "bytes": 900},
-    {"model": "after", "data": "test.txt", "bits_per_byte": 1.25, "bits_per_byte_error": 0.01, "bytes": 900},
+    {
+        "model": "after",
+        "data": "test.txt",
+        "bits_per_byte": 1.25,
+        "bits_per_byte_error": 0.01,
+        "bytes": 900,
+        "difference": 0.25,
+        "difference_error": 0.02,
+    },
 ]
 ROLLOUTS = [
     {"prompt": "2 + 2 =", "completion": " 5", "prompt_number": 0, "reward": 0.0, "finish_reason": "stop"},

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from xtk.errors import XtkError
 from xtk.evaluation.bits import bits_per_byte, windows_of
+from xtk.evaluation.estimates import Estimate, Ratio
 from xtk.models.causal_lm import Cut, load_causal_lm
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import sequences
@@ -188,6 +189,56 @@ def test_an_empty_prompt_is_no_prompt(pair, side):
     found = bits_per_byte(model, tokenizer, [Document.of_completion("", TEXTS[0])])
     assert (found.bytes, found.tokens) == (text.bytes, text.tokens)
     assert found.bits == pytest.approx(text.bits, rel=1e-6)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_documents_sum_to_the_whole_and_do_not_depend_on_each_other(pair, side):
+    """Windows are a document's own: packing, batches and neighbours change nothing, and the stride is told."""
+    folder = getattr(pair, side)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    texts = LONG + TEXTS
+    for max_length, told in ((None, (256, 128)), (64, (64, 32))):
+        whole = bits_per_byte(model, tokenizer, documents(texts), max_length=max_length)
+        assert (whole.window, whole.stride) == told
+        assert whole.of_documents.counts.tolist() == [len(text.encode()) for text in texts]
+        for at in (0, 1, len(texts) - 2):
+            alone = bits_per_byte(model, tokenizer, documents(texts[at : at + 1]), max_length=max_length)
+            assert whole.of_documents.sums[at] == pytest.approx(alone.bits, rel=1e-6)
+
+
+def test_a_ratio_over_equal_documents_is_a_mean():
+    random = np.random.default_rng(4)
+    one, other = random.normal(3, 1, 40), random.normal(3, 1, 40)
+    size = np.full(40, 7.0)
+    ours, theirs = Ratio(7 * one, size), Ratio(7 * other, size)
+    for found, expected in (
+        (ours.estimate(), Estimate.of(one)),
+        (ours.difference(theirs), Estimate.of(one - other)),
+        (ours.difference(ours), Estimate(0.0, 0.0)),
+    ):
+        assert found.value == pytest.approx(expected.value, abs=1e-12)
+        assert found.error == pytest.approx(expected.error, abs=1e-12)
+    assert math.isnan(Ratio(one[:1], size[:1]).estimate().error)
+    assert Ratio(one[:1], size[:1]).estimate().told_error is None
+    # Who has no part says nothing about the error.
+    with_nothing = Ratio(np.append(7 * one, np.zeros(9)), np.append(size, np.zeros(9)))
+    assert with_nothing.estimate() == ours.estimate()
+    assert Ratio(np.array([3.0, 0.0]), np.array([1.0, 0.0])).estimate().told_error is None
+
+
+def test_the_error_of_a_ratio_is_how_far_it_strays():
+    """Over many samples of documents of many lengths, whose bits depend on their length; so of paired differences."""
+    random = np.random.default_rng(5)
+    sizes = random.integers(20, 400, (3000, 80)).astype(np.float64)
+    hard = random.normal(2, 0.5, sizes.shape)
+    one = sizes * hard * (1 + 20 / sizes)
+    other = sizes * (hard + random.normal(0.1, 0.05, sizes.shape))
+    ours, theirs = ([Ratio(*sample) for sample in zip(sums, sizes, strict=True)] for sums in (one, other))
+    spread = np.std([ratio.value for ratio in ours])
+    assert np.mean([ratio.estimate().error for ratio in ours]) == pytest.approx(spread, rel=0.05)
+    gains = [a.difference(b) for a, b in zip(ours, theirs, strict=True)]
+    assert np.mean([gain.error for gain in gains]) == pytest.approx(np.std([gain.value for gain in gains]), rel=0.05)
+    assert np.mean([gain.error for gain in gains]) < spread / 3
 
 
 def without_start(folder: Path, other: Path) -> Path:

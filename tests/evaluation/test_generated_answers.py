@@ -13,7 +13,8 @@ from scripted import ScriptedWriter
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Answers, Estimate, answer, pass_at, powers_up_to
+from xtk.evaluation.answers import Answers, answer, pass_at, powers_up_to
+from xtk.evaluation.estimates import Estimate
 from xtk.rewards.sandbox import Sandbox
 from xtk.rewards.specification import Rewards, parse_reward
 from xtk.rollouts.prompts import read_prompts

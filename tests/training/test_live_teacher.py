@@ -24,6 +24,7 @@ from steps import inputs_of, recipe_of
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.files import TEMPORARY
 from xtk.errors import Mismatch, XtkError
+from xtk.losses.objective import Heard
 from xtk.teachers.caching import cache_teacher
 from xtk.teachers.live import LiveTeacher, read_live_teacher
 from xtk.tokens.document import Document
@@ -34,7 +35,6 @@ from xtk.training.distill import Inputs, open_inputs
 from xtk.training.live import Blocks, LiveSource
 from xtk.training.metrics import read_metrics
 from xtk.training.recipe import Places
-from xtk.training.sources import Heard
 from xtk.training.stopping import Stop
 
 # A document a forward pass, so that rounding does not depend on which documents are scored together.

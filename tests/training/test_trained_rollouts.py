@@ -16,10 +16,11 @@ from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import parse_losses
 from xtk.losses.head import fused_loss
+from xtk.losses.objective import Objective
 from xtk.models.head import Head
 from xtk.tokens.reading import read_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, Objective
+from xtk.training.batches import BatchMaker
 from xtk.training.sources import CacheSource
 from xtk.training.teachers import Teacher, open_teachers, take_losses
 

@@ -9,7 +9,7 @@ import typer
 
 from xtk import terminal
 from xtk.commands import options
-from xtk.commands.tables import print_table
+from xtk.commands.tables import print_table, with_error
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,19 +23,37 @@ def evaluate(
     data: Annotated[
         list[str],
         typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. With --reward: "
-            "problems, as rollout reads prompts.",
+            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. Or one teacher "
+            "cache: its documents, and what its teacher said of them. With --reward: problems, as rollout reads "
+            "prompts.",
             metavar="DATA...",
         ),
     ],
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model, on the same data, side by side; with --reward the difference of MODEL to it is told, "
-            "problem by problem. Repeat it for more.",
+            help="Another model, on the same data, side by side; the difference of MODEL to it is told, paired by "
+            "documents (with --reward by problems). Repeat it for more.",
             metavar="MODEL",
         ),
     ] = None,
+    teacher: Annotated[
+        str,
+        typer.Option(
+            help="A model with which the others are compared: how often both find the same token likeliest, and "
+            "divergences. Its options are those of distill --teacher: MODEL:top_k=64,dtype=bfloat16. It scores the "
+            "data into a cache that is thrown away; DATA may be a cache that is kept.",
+            metavar="MODEL[:KEY=VALUE,...]",
+        ),
+    ] = "",
+    by_category: Annotated[
+        bool,
+        typer.Option(
+            "--by-category",
+            help="Bits per byte of digits, white space, punctuation, fenced code and each script, too. They sum to the "
+            "total.",
+        ),
+    ] = False,
     reward: Annotated[
         str,
         typer.Option(
@@ -100,57 +118,20 @@ def evaluate(
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     folders = {name: with_adapter(local_folder(name, weights=True)) for name in names}
-    corpus = Corpus(data, columns_option(columns))
 
     from xtk.models.causal_lm import DTYPES
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     if reward:
-        _answers(folders, corpus, given, as_json=as_json)
+        if teacher or by_category:
+            raise typer.BadParameter("--teacher and --by-category are about bits per byte, without --reward")
+        _answers(folders, Corpus(data, columns_option(columns)), given, as_json=as_json)
         return
     if output or engine or backend != "transformers":
         raise typer.BadParameter("--output, --engine and --backend go with --reward")
-    for name, places in folders.items():
-        _bits(name, places, corpus, given, as_json=as_json)
+    from xtk.commands.evaluate_bits import evaluate_bits
 
-
-def _bits(name: str, places: tuple[Path, Path | None], corpus: Corpus, given: dict[str, Any], *, as_json: bool) -> None:
-    """Measure the bits per byte of one model, and tell them."""
-    from xtk.evaluation.bits import bits_per_byte
-    from xtk.models.causal_lm import DTYPES, Cut, check_rows, default_device, load_causal_lm
-    from xtk.tokens.tokenizer import Tokenizer
-
-    folder, adapter = places
-    data = corpus.sources
-    tokenizer = Tokenizer(folder, name=name)
-    network = load_causal_lm(
-        folder,
-        dtype=DTYPES[given["dtype"]],
-        device=default_device(),
-        trust_remote_code=given["trust_remote_code"],
-        adapter=adapter,
-    )
-    check_rows(network, tokenizer)
-    found = bits_per_byte(
-        Cut(network), tokenizer, corpus, batch_tokens=given["batch_tokens"], max_length=given["max_length"] or None
-    )
-    if as_json:
-        terminal.result_json(
-            {
-                "model": name,
-                "data": data[0] if len(data) == 1 else data,
-                "bits_per_byte": found.bits_per_byte,
-                "bytes": found.bytes,
-                "documents": found.documents,
-                "tokens": found.tokens,
-                "windows": found.windows,
-            }
-        )
-    else:
-        terminal.result_line(
-            f"{found.bits_per_byte:.4f} bits per byte  {name}  "
-            f"({found.bytes:,} bytes, {found.documents:,} documents of {', '.join(data)})"
-        )
+    evaluate_bits(folders, data, given, as_json=as_json)
 
 
 def _answers(
@@ -235,14 +216,10 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
         return
     measures = [name for name in lines[0] if "@" in name and not name.endswith("_error")]
     rows = [
-        [str(line["model"]), *(_with_error(line[name], line[f"{name}_error"]) for name in measures),
-         _with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
+        [str(line["model"]), *(with_error(line[name], line[f"{name}_error"]) for name in measures),
+         with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
          f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
         for line in lines
     ]  # fmt: skip
     heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
     print_table(f"{given['reward']} on {', '.join(data)}", heads, rows)
-
-
-def _with_error(value: float, error: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -1,8 +1,13 @@
-"""Tables of results."""
+"""Tables of results on standard output."""
 
 from __future__ import annotations
 
 from xtk import terminal
+
+
+def with_error(value: float, error: float | None, sign: str = "") -> str:
+    """Return a number with its standard error; `sign` is "+" for differences."""
+    return f"{round(value, 4) + 0.0:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def print_table(title: str, heads: list[str], rows: list[list[str]]) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
+from xtk.evaluation.estimates import Estimate
 from xtk.rewards.specification import Rewards
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.rollouts.writer import Sampling, Writer
@@ -19,27 +20,6 @@ from xtk.rollouts.writing import write_rollouts
 from xtk.tokens.tokenizer import Tokenizer
 
 COMPLETIONS_AT_A_TIME = 256
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over problems.
-
-    Attributes:
-        value: the mean.
-        error: its standard error, over problems: samples of one problem are not independent of each other
-            (Miller 2024, Adding Error Bars to Evals). nan of a single problem.
-    """
-
-    value: float
-    error: float
-
-    @classmethod
-    def of(cls, values: NDArray[np.float64]) -> Estimate:
-        """Take the mean of one value a problem, float64 [P]."""
-        count = len(values)
-        error = float(values.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
-        return cls(float(values.mean()), error)
 
 
 @dataclass(frozen=True)
@@ -99,7 +79,7 @@ class Answers:
         named = {f"avg@{samples}": self.average(), **{f"pass@{k}": self.pass_at(k) for k in powers_up_to(samples)}}
         for name, estimate in named.items():
             found[name] = estimate.value
-            found[f"{name}_error"] = estimate.error if math.isfinite(estimate.error) else None
+            found[f"{name}_error"] = estimate.told_error
         return found
 
 

@@ -14,12 +14,14 @@ from xtk.errors import Damaged
 # Of how much was measured, not what was found.
 COUNTS = frozenset(
     {
-        "bytes", "documents", "tokens", "windows", "seconds", "samples", "seed", "n", "count", "sample_len",
-        "temperature", "problems", "unjudged", "without_room", "num_generations",
+        "bits", "bytes", "documents", "tokens", "windows", "window", "stride", "seconds", "samples", "seed", "n",
+        "count", "sample_len", "temperature", "problems", "unjudged", "without_room", "num_generations",
     }
 )  # fmt: skip
-# How a standard error is named after its metric.
-ERRORS = ("_stderr", "_standard_error", "_error")
+# How a standard error is named after its metric: by xtk, and by lm-evaluation-harness.
+ERRORS = ("_error", "_stderr")
+# Of a model beside another one: who shows several of them takes differences itself.
+DIFFERENCE = "difference"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ def read_results(path: Path) -> list[Result]:
     """Read a file of results: a JSON object, a list of them, or one a line.
 
     Each is an object with `model`, `data` (or `task`) and numbers, or with `results`: {task: {metric: number}}. Numbers
-    may lie in objects of their own, whose names are put before theirs. `NAME_stderr` is the standard error of `NAME`.
+    may lie in objects of their own, whose names are put before theirs. `NAME_error`, or `NAME_stderr`, is the standard
+    error of `NAME`. Differences to another model are left out.
 
     Raises:
         Damaged: it is no such file, or holds no number.
@@ -85,7 +88,7 @@ def _of(record: Mapping[str, Any], name: str) -> Iterator[Result]:
 def _figures(model: str, data: str, record: Mapping[str, Any]) -> Iterator[Result]:
     numbers = dict(_numbers(record))
     for name, value in numbers.items():
-        if any(name.endswith(ending) for ending in ERRORS):
+        if name.endswith((DIFFERENCE, *ERRORS)):
             continue
         error = next((numbers[name + ending] for ending in ERRORS if name + ending in numbers), None)
         yield Result(model, data, name, value, error)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from xtk.models.head import Head, LogitsOfRows, rows_in_a_chunk
 
 
-def read_rows(states: Tensor, head: Head, targets: Tensor, *, likeliest: bool = False) -> tuple[Tensor, Tensor]:
+class Inside(Protocol):
+    """What is done with the probabilities of rows, a chunk at a time."""
+
+    def __call__(self, rows: slice, exps: Tensor) -> None:
+        """Look at exps [n, V], proportional to the probabilities of some of the rows, before they are gone."""
+
+
+def read_rows(
+    states: Tensor, head: Head, targets: Tensor, *, likeliest: bool = False, inside: Inside | None = None
+) -> tuple[Tensor, Tensor]:
     """Read rows, a chunk at a time. Of a head in shards every process of the group gets the same.
 
     Args:
@@ -16,6 +27,7 @@ def read_rows(states: Tensor, head: Head, targets: Tensor, *, likeliest: bool = 
         head: makes logits of them.
         targets: int64 [N], the token of each row that is asked about.
         likeliest: whether the likeliest tokens are wanted.
+        inside: gets the probabilities; of a head that is whole.
 
     Returns:
         logprobs: float64 [N], natural, of the targets.
@@ -42,7 +54,10 @@ def read_rows(states: Tensor, head: Head, targets: Tensor, *, likeliest: bool = 
             tokens[rows] = places
         here = (wanted >= 0) & (wanted < width)
         said = logits.gather(1, wanted.clamp(0, width - 1)[:, None])[:, 0].masked_fill(~here, 0.0)
-        sums = logits.sub_(highest[:, None]).exp_().sum(1)
+        exps = logits.sub_(highest[:, None]).exp_()
+        sums = exps.sum(1)
+        if inside is not None:
+            inside(rows, exps)
         if shard is not None:
             said, sums = shard.add(torch.stack([said, sums]))
         logprobs[rows] = said.double() - highest.double() - sums.double().log()

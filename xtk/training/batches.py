@@ -11,59 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.evaluation.agreement import Likeliest
-from xtk.losses.cells import Example, Ground, Loss, join_examples
-from xtk.losses.divergences import Divergence
+from xtk.losses.cells import Example, join_examples
 from xtk.losses.head import Term
-from xtk.tokens.alignment import align_sequences
+from xtk.losses.objective import Heard, Objective, example_of
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.sequence import sequences
 from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.combining import Weighing, tallies_of
-from xtk.training.sources import Heard, Source
+from xtk.training.sources import Source
 
 _NO_IDS, _NO_NUMBERS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 NOTHING = Signal(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_NUMBERS,) * 4)
-
-
-@dataclass(frozen=True)
-class Objective:
-    """One term of the sum that a run makes small: a loss, and whose word it is about.
-
-    Attributes:
-        loss: makes the cells.
-        divergence: between both sides of them.
-        ground: what both sides stand on.
-        name: how metrics call it.
-        weight: its factor in the sum.
-        teacher: which teacher's word, of a loss that is about one.
-        share: of the teacher, in a sum of several.
-        pool: terms of one pool have one denominator: what all of them are averaged over; "": none but its own.
-    """
-
-    loss: Loss
-    divergence: Divergence
-    ground: Ground
-    name: str = ""
-    weight: float = 1.0
-    teacher: int = 0
-    share: float = 1.0
-    pool: str = ""
-
-    @property
-    def distils(self) -> bool:
-        """Whether it is about a teacher's word."""
-        return self.loss.ground != "text"
-
-    @property
-    def takes_draws(self) -> bool:
-        """Whether it learns from estimates without bias; if not, from the teacher's exact ids, and a tail."""
-        return self.loss.asks != "ranks" and self.divergence.linear
-
-    def term(self, example: Example) -> Term:
-        """Return the loss of an example, not yet scaled."""
-        return Term.of(replace(self.loss.cells(example, self.ground), divergence=self.divergence))
 
 
 @dataclass(frozen=True)
@@ -184,7 +144,7 @@ class BatchMaker:
     def _made(
         self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], draw: int
     ) -> MicroBatch:
-        alone = [_example(student, document, None) for student, document in zip(students, documents, strict=True)]
+        alone = [example_of(student, document, None) for student, document in zip(students, documents, strict=True)]
         read = {drawn: self._read(numbers, documents, students, draw if drawn else None) for drawn in self._drawn}
         told, silent = read[self._drawn[0]] if read else ([], 0)
         joined = {
@@ -256,7 +216,7 @@ class BatchMaker:
         words = [[_without_nan(of_document[teacher]) for of_document in heard] for teacher in range(self._teachers)]
         examples = [
             [
-                None if word is None else _example(student, document, word)
+                None if word is None else example_of(student, document, word)
                 for student, document, (word, _) in zip(students, documents, of_teacher, strict=True)
             ]
             for of_teacher in words
@@ -285,19 +245,6 @@ def _without_nan(word: Heard | None) -> tuple[Heard | None, int]:
         return None, 0
     signal = word.signal.without_nan()
     return Heard(word.tokens, signal), len(word.signal) - len(signal)
-
-
-def _example(student: TokenSequence, document: Document, word: Heard | None) -> Example:
-    rows = np.flatnonzero(student.trained).astype(np.int64) - 1
-    own: dict[str, NDArray[np.float32]] = {}
-    if (drawn := document.drawn) is not None and np.array_equal(student.ids, drawn.ids[: len(student)]):
-        own["drawn_logprobs"] = np.where(drawn.drawn[rows + 1], drawn.logprobs[rows + 1], np.float32(np.nan))
-        own["advantages"] = np.full(len(rows), drawn.advantage, np.float32)
-    if word is None:
-        return Example(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None, **own)
-    spans = align_sequences(student, word.tokens)
-    spans = spans[student.trained[spans[:, 1] - 1]]
-    return Example(student.ids, rows, spans, word.tokens.ids, word.signal, **own)
 
 
 def _unaligned(examples: Sequence[Example | None]) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES
+from xtk.losses.objective import Objective
 from xtk.projection.projection import Projection
 from xtk.rollouts.rollout import Prompt
 from xtk.teachers.live import LiveTeacher
@@ -30,7 +31,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.rewriting import rewriting
 from xtk.tokens.sequence import left_out, sequences, told_rewritten
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, Objective, Order
+from xtk.training.batches import BatchMaker, Order
 from xtk.training.card import Lineage, name_of
 from xtk.training.combining import Combination, Weighing, read_combination
 from xtk.training.live import Blocks, LiveSource, blocks_of, read_for, read_prompts_for

@@ -17,11 +17,12 @@ from xtk.evaluation.bits import BATCH_TOKENS, Window, counted_bytes, windows_of_
 from xtk.evaluation.rows import read_rows
 from xtk.losses.ce import CrossEntropy
 from xtk.losses.cells import FORWARD_KL
+from xtk.losses.objective import Objective
 from xtk.models.head import Head
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, Objective, Order, ahead, grouped, laid_out
+from xtk.training.batches import BatchMaker, Order, ahead, grouped, laid_out
 from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
 from xtk.training.metrics import metric

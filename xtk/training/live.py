@@ -24,6 +24,7 @@ from xtk.artifacts.files import TEMPORARY
 from xtk.artifacts.folders import folder_at
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import XtkError
+from xtk.losses.objective import Heard
 from xtk.rollouts.prompts import read_prompts
 from xtk.rollouts.rollout import Prompt
 from xtk.teachers.caching import Work
@@ -31,7 +32,7 @@ from xtk.teachers.live import LiveTeacher, read_together
 from xtk.tokens.document import Document
 from xtk.training import processes
 from xtk.training.batches import Order
-from xtk.training.sources import NONE, Heard, Source, TextSource
+from xtk.training.sources import NONE, Source, TextSource
 from xtk.training.stopping import Stop
 from xtk.training.teachers import distinct
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,20 +10,11 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
+from xtk.losses.objective import Heard
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Signal
 from xtk.training.mixture import mix
 
 NONE = -1
-
-
-@dataclass(frozen=True)
-class Heard:
-    """One teacher's word on a document: what it read, and what it said."""
-
-    tokens: TokenSequence
-    signal: Signal
 
 
 class Source(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from xtk.training.batches import Objective
+from xtk.losses.objective import Objective
 from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
 from xtk.training.metrics import metric

@@ -1,0 +1,135 @@
+"""Bits by kind of text: every byte has one kind, and what tokens cost is shared among their bytes without a rest."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import material
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xtk.evaluation.bits import bits_per_byte
+from xtk.evaluation.kinds import KINDS, fenced, kinds_of
+from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.tokens.document import Document
+from xtk.tokens.sequence import sequences
+from xtk.tokens.tokenizer import Tokenizer
+
+CODE = "See:\n```python\nx = 1\n```\nand 2."
+TEXTS = [*material.sentences(10, seed=8), *material.ODD, CODE, "a", "", " ".join(material.sentences(40, seed=6))]
+
+
+def named(text: str) -> list[str]:
+    return [KINDS[kind] for kind in kinds_of(Document.of_text(text))]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a1 .", ["Latin", "digits", "white space", "punctuation"]),
+        ("é", ["Latin"] * 2),
+        ("e\N{COMBINING ACUTE ACCENT}", ["Latin"] * 3),
+        (
+            "αж字かー한ع",
+            ["Greek"] * 2 + ["Cyrillic"] * 2 + ["Han"] * 3 + ["Kana"] * 6 + ["Hangul"] * 3 + ["Arabic"] * 2,
+        ),
+        ("\N{FULLWIDTH LATIN SMALL LETTER A}٣½", ["Latin"] * 3 + ["digits"] * 4),
+        ("🙂\x00", ["punctuation"] * 5),
+        ("\N{RUNIC LETTER FEHU FEOH FE F}", ["other scripts"] * 3),
+        ("\N{COMBINING ACUTE ACCENT}", ["other scripts"] * 2),
+        ("```\n1\n```", ["punctuation"] * 3 + ["white space"] + ["code"] * 2 + ["punctuation"] * 3),
+    ],
+)
+def test_kinds_by_example(text, expected):
+    assert named(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("no fence", []),
+        ("```\nx\n```\ny\n~~~\nz\n~~~\n", ["x\n", "z\n"]),
+        ("````\n```\nx\n````", ["```\nx\n"]),
+        ("```a`b\nx", []),
+        ("  ```py\nx = 1", ["x = 1"]),
+        ("```\n```", [""]),
+        ("```", [""]),
+        ("~~~\n``` x\n~~~~  \ny", ["``` x\n"]),
+        ("    ```\nx\n", []),
+    ],
+)
+def test_fences_are_those_of_markdown(text, inside):
+    assert [text[start:stop] for start, stop in fenced(text)] == inside
+
+
+@given(text=st.text())
+def test_every_byte_has_a_kind(text):
+    document = Document.of_text(text)
+    assert len(kinds_of(document)) == len(document.text.encode())
+
+
+def shared(folder, texts: list[str]) -> dict[str, float]:
+    """Bits by kind of short texts in plain words: a loop over tokens and the bytes of each, in float64."""
+    tokenizer = Tokenizer(folder)
+    model = load_causal_lm(folder, dtype=torch.float64).eval()
+    spellings = tokenizer.vocabulary.spellings
+    found = dict.fromkeys(KINDS, 0.0)
+    for text, sequence in zip(texts, sequences(tokenizer, list(map(Document.of_text, texts))), strict=True):
+        kinds, stop = named(text), int(sequence.pieces[:, 1].max(initial=1))
+        with torch.no_grad():
+            probs = torch.softmax(model(input_ids=torch.from_numpy(sequence.ids.astype(np.int64))[None]).logits[0], -1)
+        for at in range(1, stop):
+            token, row = int(sequence.ids[at]), probs[at - 1].tolist()
+            spelling, start = spellings[token], int(sequence.ends[at - 1])
+            before = 1.0
+            for size in range(1, len(spelling) + 1):
+                mass = sum(row[other] for other, one in enumerate(spellings) if one.startswith(spelling[:size]))
+                found[kinds[start + size - 1]] -= math.log2(mass / before)
+                before = mass
+            found[kinds[start + len(spelling) - 1]] -= math.log2(row[token] / before)
+    return found
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_a_byte_costs_what_the_bytes_before_it_in_its_token_leave_open(pair, side):
+    folder, texts = getattr(pair, side), [*material.sentences(2, seed=8), CODE, "naïve 12 字 café"]
+    expected = shared(folder, texts)
+    documents = list(map(Document.of_text, texts))
+    found = bits_per_byte(Cut(load_causal_lm(folder)), Tokenizer(folder), documents, by_kind=True)
+    bits = {kind: float(ratio.sums.sum()) for kind, ratio in found.of_kinds.items()}
+    assert bits == pytest.approx({kind: value for kind, value in expected.items() if value}, rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["student", "teacher"])
+@pytest.mark.parametrize("max_length", [None, 24])
+def test_kinds_sum_to_the_whole(pair, side, max_length):
+    folder = getattr(pair, side)
+    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    documents = [*map(Document.of_text, TEXTS), Document.of_completion("It is 1", "2 and αβ."), Document.of_text("")]
+    plain = bits_per_byte(model, tokenizer, documents, max_length=max_length)
+    found = bits_per_byte(model, tokenizer, documents, max_length=max_length, by_kind=True, batch_tokens=500)
+    assert plain.of_kinds == {}
+    assert found.bits == pytest.approx(plain.bits, rel=1e-6)
+    for part in ("sums", "counts"):
+        summed = sum(getattr(ratio, part) for ratio in found.of_kinds.values())
+        assert summed == pytest.approx(getattr(found.of_documents, part), rel=1e-9, abs=1e-9)
+    assert {"digits", "white space", "punctuation", "code", "Latin", "Greek"} <= set(found.of_kinds)
+
+
+def test_by_category_through_the_command(run, pair, tmp_path):
+    (tmp_path / "texts.txt").write_text(CODE)
+    asked = ("evaluate", pair.student, "texts.txt", "--compare-to", pair.teacher, "--by-category", "-q")
+    lines = [json.loads(line) for line in run(*asked, "--json", cwd=tmp_path).stdout.splitlines()]
+    for line in lines:
+        categories = line["categories"]
+        assert categories["code"]["bytes"] == len("x = 1\n")
+        assert sum(one["bytes"] for one in categories.values()) == line["bytes"]
+        assert sum(one["bits"] for one in categories.values()) / line["bytes"] == pytest.approx(line["bits_per_byte"])
+    assert "difference" in lines[1]["categories"]["digits"]
+    table = run(*asked, cwd=tmp_path).stdout
+    assert "bits per byte by category" in table
+    assert "white space" in table
