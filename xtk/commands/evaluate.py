@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model folder or hub id; - for a pipe.", metavar="MODEL")],
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. With --reward: "
-            "problems, as rollout reads prompts.",
+            "problems, as rollout reads prompts. With --tasks there is none.",
             metavar="DATA...",
         ),
-    ],
+    ] = None,
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model, on the same data, side by side; with --reward the difference of MODEL to it is told, "
-            "problem by problem. Repeat it for more.",
+            help="Another model, on the same data, side by side; with --reward or --tasks the gain of MODEL over it "
+            "is told, problem by problem. Repeat it for more.",
             metavar="MODEL",
         ),
     ] = None,
@@ -41,7 +41,7 @@ def evaluate(
         typer.Option(
             help="Let the model answer, and judge the answers: exact, boxed, regex, json, tests, with options behind "
             "a colon. docs/reference/rewards.md lists them. Left out: bits per byte. The options from here to "
-            "--output are about this.",
+            "--output are about this, some of them about --tasks too.",
             metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
         ),
     ] = "",
@@ -54,8 +54,28 @@ def evaluate(
         list[str] | None,
         typer.Option(help="A text that ends an answer once it is written. Again for another.", metavar="TEXT"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    max_prompts: Annotated[int, typer.Option(help="Only so many problems, the first ones; 0: all.", min=0)] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(help="Of the draws. Of the choice of examples for --tasks too, where 0 is what the harness has."),
+    ] = 0,
+    max_prompts: Annotated[
+        int, typer.Option(help="Only so many problems, of each task, the first ones; 0: all.", min=0)
+    ] = 0,
+    prompt_template: Annotated[
+        str,
+        typer.Option(
+            help="What is asked, where a row has no prompt as it is to be put: Jinja with the row's fields, such as "
+            "'{{problem}} Answer in \\boxed{}.', or a file of it.",
+            metavar="TEXT|FILE.jinja",
+        ),
+    ] = "",
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Ask as a user does, in the model's chat template: prompts that are text, and --tasks.",
+        ),
+    ] = False,
     chat_template_kwargs: Annotated[
         str,
         typer.Option(
@@ -74,6 +94,22 @@ def evaluate(
         str,
         typer.Option("--output", "-o", help="Where the answers go, a JSON line each.", metavar="FILE.jsonl"),
     ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness, by their names, without DATA: mmlu,gsm8k,arc_challenge. Those that "
+            "run code are refused: --reward tests runs it in the sandbox.",
+            metavar="NAME,...",
+        ),
+    ] = "",
+    include_path: Annotated[
+        str, typer.Option(help="Of --tasks: a folder with tasks of yours, YAML as there.", metavar="FOLDER")
+    ] = "",
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(help="Of --tasks: examples before each problem. Left out: as the task has it.", min=0),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Of --tasks: requests in a forward pass.", min=1)] = 8,
     columns: options.Columns = "",
     dtype: Annotated[
         str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
@@ -85,7 +121,7 @@ def evaluate(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Measure the bits that a model needs for a byte of text; or, with --reward, how good its answers are.
+    """Measure the bits that a model needs for a byte of text; how good its answers are (--reward); or tasks (--tasks).
 
     Bits per byte are comparable between tokenizers; a document longer than the context is read in windows that
     overlap by half.
@@ -96,20 +132,34 @@ def evaluate(
 
     given = dict(locals())
     terminal.set_quiet(quiet)
+    data = data or []
+    if bool(data) == bool(tasks):
+        raise typer.BadParameter(
+            "--tasks have data of their own: no DATA beside them" if tasks else "there is no DATA, and no --tasks"
+        )
+    if tasks and reward:
+        raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
     if [model, *(compare_to or []), *data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     folders = {name: with_adapter(local_folder(name, weights=True)) for name in names}
-    corpus = Corpus(data, columns_option(columns))
 
     from xtk.models.causal_lm import DTYPES
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    if tasks:
+        from xtk.commands.evaluate_tasks import evaluate_tasks
+
+        evaluate_tasks(folders, given, as_json=as_json)
+        return
+    corpus = Corpus(data, columns_option(columns))
     if reward:
         _answers(folders, corpus, given, as_json=as_json)
         return
-    if output or engine or backend != "transformers":
-        raise typer.BadParameter("--output, --engine and --backend go with --reward")
+    if output or engine or prompt_template or apply_chat_template or backend != "transformers":
+        raise typer.BadParameter(
+            "--output, --engine, --backend, --prompt-template and --apply-chat-template go with --reward"
+        )
     for name, places in folders.items():
         _bits(name, places, corpus, given, as_json=as_json)
 
@@ -159,16 +209,16 @@ def _answers(
     """Let the models answer, one after the other, and tell how good that is."""
     import contextlib
     import json
-    from pathlib import Path
 
     from xtk.artifacts.files import written_whole
+    from xtk.commands.evaluate_tasks import answers_file
     from xtk.commands.rollout import read_template_arguments
     from xtk.errors import XtkError
     from xtk.evaluation.answers import answer
     from xtk.lookup import lookup
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts import WRITERS
-    from xtk.rollouts.prompts import read_prompts
+    from xtk.rollouts.prompts import PromptForm, read_prompts
     from xtk.rollouts.rollout import Prompt, Rollout
     from xtk.rollouts.writer import Sampling, WriterRequest
     from xtk.teachers.engine import backend_options
@@ -183,11 +233,9 @@ def _answers(
     )
     rewards = Rewards([parse_reward(given["reward"])])
     arguments = read_template_arguments(given["chat_template_kwargs"])
-    prompts = read_prompts(corpus, given["max_prompts"] or None)
-    path = Path(given["output"]) if given["output"] else None
-    if path is not None and (path.suffix != ".jsonl" or path.exists()):
-        told = "there is such a file" if path.exists() else "answers are JSON lines"
-        raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")
+    form = PromptForm(given["prompt_template"], chat=given["apply_chat_template"])
+    prompts = read_prompts(corpus, given["max_prompts"] or None, form)
+    path = answers_file(given["output"])
     results: dict[str, Answers] = {}
     with contextlib.ExitStack() as held:
         stream = None
@@ -218,6 +266,8 @@ def _answers(
 
 def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *, as_json: bool) -> None:
     """Print a JSON line a model; or a table."""
+    from xtk.commands.evaluate_tasks import with_error
+
     data = corpus.sources
     first = next(iter(results))
     lines: list[dict[str, Any]] = []
@@ -235,14 +285,10 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
         return
     measures = [name for name in lines[0] if "@" in name and not name.endswith("_error")]
     rows = [
-        [str(line["model"]), *(_with_error(line[name], line[f"{name}_error"]) for name in measures),
-         _with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
+        [str(line["model"]), *(with_error(line[name], line[f"{name}_error"]) for name in measures),
+         with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
          f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
         for line in lines
     ]  # fmt: skip
     heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
     print_table(f"{given['reward']} on {', '.join(data)}", heads, rows)
-
-
-def _with_error(value: float, error: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")

@@ -427,6 +427,7 @@ def distill(
     from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.models.preparation import Origin, can_be_merged, is_adapted
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.eval_tasks import Examination
     from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
     from xtk.training.loader import killed_ones_told
@@ -465,6 +466,9 @@ def distill(
         if reporting.report_to:
             start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
+        examination = None
+        if reporting.eval_tasks:
+            examination = Examination(reporting.eval_tasks, cut, inputs.tokenizer, recipe.mixed_precision)
         packing = layout.multiple if packed else 0
         asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
         evaluation = None
@@ -486,6 +490,7 @@ def distill(
             output=places.output,
             tokenizer_folder=places.student,
             evaluation=evaluation,
+            examination=examination,
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
