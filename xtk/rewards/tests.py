@@ -84,11 +84,12 @@ def _runs(text: str) -> str:
 
 def _programs(completion: str, before: str, helpers: str, entry_point: str) -> list[str]:
     """Return what to run for a completion: all of it, or after what its prompt began."""
+    own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
+    first = next((line for line in completion.splitlines() if line.strip()), "")
+    if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):
+        return [before + _BEYOND.split(completion, maxsplit=1)[0]]
     fenced = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", completion, re.DOTALL)
     code = fenced[1] if fenced else completion
-    own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
-    first = next((line for line in code.splitlines() if line.strip()), "")
-    goes_on = first[:1].isspace() and not re.match(own, first)
-    if not entry_point or (re.search(own, code, re.MULTILINE) and not goes_on):
+    if not entry_point or re.search(own, code, re.MULTILINE):
         return [text for text in (helpers, code) if text]
     return [before + _BEYOND.split(code, maxsplit=1)[0]]
