@@ -142,6 +142,8 @@ class Harness:
             manager = TaskManager(include_path=asking.include_path or None, include_defaults=with_own)
             known = manager.all_tasks
             if set(asking.tasks) <= set(known):
+                for name in asking.tasks:  # before anything of theirs is loaded
+                    _refuse_code(name, (manager.task_index[name].cfg or {}).get("unsafe_code"))
                 try:
                     return manager.load(list(asking.tasks))
                 except Exception as wrong:
@@ -155,11 +157,7 @@ class Harness:
 
     def _prepare(self, name: str, task: Any) -> None:
         asking = self.asking
-        if getattr(task, "UNSAFE_CODE", False):
-            raise XtkError(
-                f"the task {name} runs what the model writes, in the process of the harness",
-                hint="xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
-            )
+        _refuse_code(name, getattr(task, "UNSAFE_CODE", False))  # of groups
         own = task.get_config("num_fewshot")
         if own is None or (asking.num_fewshot is not None and own != 0):
             task.set_config(key="num_fewshot", value=asking.num_fewshot or 0)
@@ -218,6 +216,14 @@ class Harness:
         torch.manual_seed(seed or SEED)
         for task in self._loaded["tasks"].values():
             task.set_fewshot_seed(seed=seed or SEED)
+
+
+def _refuse_code(name: str, unsafe: object) -> None:
+    if unsafe:
+        raise XtkError(
+            f"the task {name} runs what the model writes, in the process of the harness",
+            hint="xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
+        )
 
 
 def _scores(found: Mapping[str, Any]) -> Scores:
