@@ -20,7 +20,8 @@ from object_store import ObjectStore
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XTK_CACHE"] = tempfile.mkdtemp(prefix="xtk-cache-")  # never the user's own
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="modules-")  # where transformers copies models' own code
+for name in ("HF_MODULES_CACHE", "HF_DATASETS_CACHE"):
+    os.environ[name] = str(Path(os.environ["XTK_CACHE"], name.lower()))
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 command_line.start_fork_server()

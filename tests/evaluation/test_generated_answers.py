@@ -135,3 +135,13 @@ def test_models_side_by_side(run, pair, tmp_path):
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",
                "--json", cwd=tmp_path)  # fmt: skip
     assert [json.loads(line)["model"] for line in both.stdout.splitlines()] == [str(pair.student), str(pair.teacher)]
+
+
+def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
+    tokenizer = Tokenizer(pair.student)
+    (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
+    prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
+    writer = ScriptedWriter(tokenizer, lambda read, key: (" 2\nQuestion: 7 + 7 = 14", False))
+    told = [answer(prompts, writer, tokenizer, Sampling(stop=stop), rewards("exact:anywhere=true")).average().value
+            for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
+    assert told == [0.0, 1.0, 0.0]

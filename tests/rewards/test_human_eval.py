@@ -65,3 +65,43 @@ def test_completions_and_rows_of_every_form():
     assert whole("def add(a, b): return 3 if b == 2 else 2", "", MBPP) == 0
     assert math.isnan(whole(function, "", {"text": "no tests"}))
     assert math.isnan(whole(function, "", {"test_list": ["assert add(1,"]}))
+
+
+def test_what_is_written_behind_the_code_does_not_count():
+    reward = parse_reward("tests").reward()
+    body, function = "    return a + b\n", "def add(a, b):\n    return a + b\n"
+    for rest in ("\n\ndef add(a, b):\n    return 0", "\nprint(add(1))", "\nif __name__ == '__main__':\n    add()",
+                 "\nclass A", "\n# Test\nassert add(1, 1) == 3", "\nassert False", "\n@test", "\nThis adds them.\n",
+                 "\nclass ", "\n```\nDone."):  # fmt: skip
+        assert reward(body + rest, ADD["prompt"], ADD) == 1, rest
+    for rest in ("\n\nIt adds a and b.", "\n[END of it]\n", '\n"""', "\nresult = (add(1,"):
+        assert reward(function + rest, ADD["prompt"], ADD) == 1, rest
+        assert reward(function + rest, "", MBPP) == 1, rest
+    for wrong in ("    return a -\n" + body, "def helper(:\n", "It is\n" + body):
+        assert reward(wrong, ADD["prompt"], ADD) == 0, wrong
+
+
+# The tests of EvalPlus have this form: a program that compares floats closely, then inputs and results.
+CLOSELY = """
+import numpy as np
+
+def assertion(out, exp, atol):
+    if atol == 0 and isinstance(exp, float):
+        atol = 1e-6
+    if out != exp and atol != 0:
+        np.testing.assert_allclose(out, exp, rtol=1e-07, atol=atol)
+    else:
+        assert out == exp
+"""
+
+
+def test_rows_with_more_tests_as_evalplus_writes_them():
+    reward = parse_reward("tests").reward()
+    check = "\ndef check(candidate):\n    for given, exp in zip([[1, 2], [0.1, 0.2]], [3, 0.3]):\n"
+    human_eval = {**ADD, "test": CLOSELY + check + "        assertion(candidate(*given), exp, 0)\n"}
+    program = "\ninputs = [[1, 2], [0.1, 0.2]]\nfor given, exp in zip(inputs, [3, 0.3]):\n"
+    program += "    assertion(add(*given), exp, 0)\n"
+    mbpp = {"prompt": "Add.", "test_imports": [], "test_list": ["assert add(1, 2) == 3"], "test": CLOSELY + program}
+    for add, value in (("a + b", 1), ("a + b + 1e-3", 0), ("int(a + b)", 0)):
+        assert reward(f"    return {add}\n", human_eval["prompt"], human_eval) == value
+        assert reward(f"def add(a, b):\n    return {add}\n", "", mbpp) == value

@@ -327,6 +327,15 @@ def distill(
             metavar="DATA|CACHE",
         ),
     ] = None,
+    eval_tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What the student is asked at each evaluation, with options of evaluate: problems and a reward, "
+            "gsm8k_test.jsonl:reward=exact,prompt=question,max_prompts=200; or tasks of lm-evaluation-harness, "
+            "arc_easy,hellaswag:max_prompts=200. Repeat it for more.",
+            metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME,...[:KEY=VALUE,...]",
+        ),
+    ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
     eval_on_start: Annotated[bool, typer.Option("--eval-on-start", help="Evaluate before the first step too.")] = False,
     early_stopping_patience: Annotated[
@@ -378,6 +387,7 @@ def distill(
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
     from xtk.training.distill import open_inputs
+    from xtk.training.eval_tasks import check_asked
     from xtk.training.launch import Machines, is_worker, launch, world_size
     from xtk.training.layout import read_layout
     from xtk.training.stopping import come_again_when_asked
@@ -395,7 +405,7 @@ def distill(
     places, recipe, reporting = read_request(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
     processes = num_processes * num_machines
-    read_layout(recipe.parallel, world_size() if is_worker() else processes)
+    check_asked(reporting.eval_tasks, read_layout(recipe.parallel, world_size() if is_worker() else processes))
     inputs = open_inputs(places, recipe, Tokenizer(places.student))
     come_again_when_asked()
     if is_worker():
@@ -428,6 +438,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     from xtk.losses import AUTO, parse_losses
     from xtk.models.preparation import Preparation
     from xtk.teachers.live import read_live_teacher
+    from xtk.training.eval_tasks import read_eval_tasks
     from xtk.training.layout import read_placement
     from xtk.training.recipe import Places, Recipe, Reporting
 
@@ -482,6 +493,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
             "eval_documents": tuple(Corpus(eval_data, columns_option(given["columns"])))
             if eval_data and not places.eval_caches
             else (),
+            "eval_tasks": read_eval_tasks(given["eval_tasks"] or []),
         }
     )
     return places, recipe, reporting

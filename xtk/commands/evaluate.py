@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 def evaluate(
     model: Annotated[str, typer.Argument(help="A model folder or hub id; - for a pipe.", metavar="MODEL")],
     data: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
             help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. Or one teacher "
             "cache: its documents, and what its teacher said of them. With --reward: problems, as rollout reads "
-            "prompts.",
+            "prompts. With --tasks there is none.",
             metavar="DATA...",
         ),
-    ],
+    ] = None,
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
             help="Another model, on the same data, side by side; the difference of MODEL to it is told, paired by "
-            "documents (with --reward by problems). Repeat it for more.",
+            "documents (with --reward or --tasks by problems). Repeat it for more.",
             metavar="MODEL",
         ),
     ] = None,
@@ -59,28 +59,42 @@ def evaluate(
         typer.Option(
             help="Let the model answer, and judge the answers: exact, boxed, regex, json, tests, with options behind "
             "a colon. docs/reference/rewards.md lists them. Left out: bits per byte. The options from here to "
-            "--output are about this.",
+            "--output are about this, some of them about --tasks too.",
             metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
         ),
     ] = "",
     num_generations: Annotated[int, typer.Option(help="Answers to each problem: avg@n, pass@n.", min=1)] = 1,
-    temperature: Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Draw from the fewest tokens that carry this mass.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens at most; 0: from all.")] = 0,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
     max_completion_length: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
     stop: Annotated[
         list[str] | None,
         typer.Option(help="A text that ends an answer once it is written. Again for another.", metavar="TEXT"),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    max_prompts: Annotated[int, typer.Option(help="Only so many problems, the first ones; 0: all.", min=0)] = 0,
-    chat_template_kwargs: Annotated[
+    seed: Annotated[
+        int,
+        typer.Option(help="Of the draws. Of the choice of examples for --tasks too, where 0 is what the harness has."),
+    ] = 0,
+    max_prompts: Annotated[
+        int, typer.Option(help="Only so many problems, of each task, the first ones; 0: all.", min=0)
+    ] = 0,
+    prompt_template: Annotated[
         str,
         typer.Option(
-            help="What the chat template is told beside the messages, such as '{\"enable_thinking\": false}'.",
-            metavar="JSON",
+            help="What is asked, where a row has no prompt as it is to be put: Jinja with the row's fields, such as "
+            "'{{problem}} Answer in \\boxed{}.', or a file of it.",
+            metavar="TEXT|FILE.jinja",
         ),
     ] = "",
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template",
+            help="Ask as a user does, in the model's chat template: prompts that are text, and --tasks.",
+        ),
+    ] = False,
+    chat_template_kwargs: options.ChatTemplateKwargs = "",
     backend: Annotated[
         str, typer.Option(help="Who runs the model when it answers, in this process.", metavar="[transformers|vllm]")
     ] = "transformers",
@@ -92,6 +106,22 @@ def evaluate(
         str,
         typer.Option("--output", "-o", help="Where the answers go, a JSON line each.", metavar="FILE.jsonl"),
     ] = "",
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="Tasks of lm-evaluation-harness, by their names, without DATA: mmlu,gsm8k,arc_challenge. Those that "
+            "run code are refused: --reward tests runs it in the sandbox.",
+            metavar="NAME,...",
+        ),
+    ] = "",
+    include_path: Annotated[
+        str, typer.Option(help="Of --tasks: a folder with tasks of yours, YAML as there.", metavar="FOLDER")
+    ] = "",
+    num_fewshot: Annotated[
+        int | None,
+        typer.Option(help="Of --tasks: examples before each problem. Left out: as the task has it.", min=0),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Of --tasks: requests in a forward pass.", min=1)] = 8,
     columns: options.Columns = "",
     dtype: Annotated[
         str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
@@ -103,7 +133,7 @@ def evaluate(
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
-    """Measure the bits that a model needs for a byte of text; or, with --reward, how good its answers are.
+    """Measure the bits that a model needs for a byte of text; how good its answers are (--reward); or tasks (--tasks).
 
     Bits per byte are comparable between tokenizers; a document longer than the context is read in windows that
     overlap by half.
@@ -114,6 +144,13 @@ def evaluate(
 
     given = dict(locals())
     terminal.set_quiet(quiet)
+    data = data or []
+    if bool(data) == bool(tasks):
+        raise typer.BadParameter(
+            "--tasks have data of their own: no DATA beside them" if tasks else "there is no DATA, and no --tasks"
+        )
+    if tasks and reward:
+        raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
     if [model, *(compare_to or []), *data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
@@ -122,13 +159,20 @@ def evaluate(
     from xtk.models.causal_lm import DTYPES
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    if (reward or tasks) and (teacher or by_category):
+        raise typer.BadParameter("--teacher and --by-category are about bits per byte, without --reward and --tasks")
+    if tasks:
+        from xtk.commands.evaluate_tasks import evaluate_tasks
+
+        evaluate_tasks(folders, given, as_json=as_json)
+        return
     if reward:
-        if teacher or by_category:
-            raise typer.BadParameter("--teacher and --by-category are about bits per byte, without --reward")
         _answers(folders, Corpus(data, columns_option(columns)), given, as_json=as_json)
         return
-    if output or engine or backend != "transformers":
-        raise typer.BadParameter("--output, --engine and --backend go with --reward")
+    if output or engine or prompt_template or apply_chat_template or backend != "transformers":
+        raise typer.BadParameter(
+            "--output, --engine, --backend, --prompt-template and --apply-chat-template go with --reward"
+        )
     from xtk.commands.evaluate_bits import evaluate_bits
 
     evaluate_bits(folders, data, given, as_json=as_json)
@@ -140,16 +184,16 @@ def _answers(
     """Let the models answer, one after the other, and tell how good that is."""
     import contextlib
     import json
-    from pathlib import Path
 
     from xtk.artifacts.files import written_whole
+    from xtk.commands.evaluate_tasks import answers_file
     from xtk.commands.rollout import read_template_arguments
     from xtk.errors import XtkError
     from xtk.evaluation.answers import answer
     from xtk.lookup import lookup
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts import WRITERS
-    from xtk.rollouts.prompts import read_prompts
+    from xtk.rollouts.prompts import PromptForm, read_prompts
     from xtk.rollouts.rollout import Prompt, Rollout
     from xtk.rollouts.writer import Sampling, WriterRequest
     from xtk.teachers.engine import backend_options
@@ -164,11 +208,9 @@ def _answers(
     )
     rewards = Rewards([parse_reward(given["reward"])])
     arguments = read_template_arguments(given["chat_template_kwargs"])
-    prompts = read_prompts(corpus, given["max_prompts"] or None)
-    path = Path(given["output"]) if given["output"] else None
-    if path is not None and (path.suffix != ".jsonl" or path.exists()):
-        told = "there is such a file" if path.exists() else "answers are JSON lines"
-        raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")
+    form = PromptForm(given["prompt_template"], chat=given["apply_chat_template"])
+    prompts = read_prompts(corpus, given["max_prompts"] or None, form)
+    path = answers_file(given["output"])
     results: dict[str, Answers] = {}
     with contextlib.ExitStack() as held:
         stream = None

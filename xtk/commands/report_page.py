@@ -169,7 +169,8 @@ def _section(metric: str) -> str:
 
 def metrics_of(runs: Sequence[Shown]) -> list[str]:
     """Return the names of all metrics that are curves, in the order in which runs tell them."""
-    names = dict.fromkeys(name for run in runs for one in run.metrics for name in one if name not in CLOCKS)
+    names = dict.fromkeys(name for run in runs for one in run.metrics for name in one
+                          if name not in CLOCKS and not name.endswith("_error"))  # fmt: skip
     found = {name: [value for run in runs for _, value in run.points(name)] for name in names}
     return [name for name, values in found.items() if values and (name != "skipped_steps" or any(values))]
 

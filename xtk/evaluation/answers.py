@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,41 @@ from xtk.rollouts.writing import write_rollouts
 from xtk.tokens.tokenizer import Tokenizer
 
 COMPLETIONS_AT_A_TIME = 256
+
+
+def _alone(here: Any) -> list[Any]:
+    return [here]
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of the work is of this process, where several evaluate one model.
+
+    Attributes:
+        rank: which of them this is.
+        processes: how many there are.
+        told_by_all: returns what each of them gives, by rank.
+    """
+
+    rank: int = 0
+    processes: int = 1
+    told_by_all: Callable[[Any], list[Any]] = _alone
+
+
+@dataclass
+class BeforeStop(Rewards):
+    """Rewards that judge an answer up to the text that ended it.
+
+    Attributes:
+        stop: texts that end answers.
+    """
+
+    stop: Sequence[str] = ()
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Judge what stands before the first of these texts."""
+        places = [completion.find(text) for text in self.stop if text in completion]
+        return super().__call__(completion[: min(places, default=len(completion))], prompt, row)
 
 
 @dataclass(frozen=True)
@@ -113,6 +148,7 @@ def answer(
     seed: int = 0,
     template_arguments: dict[str, Any] | None = None,
     show: Callable[[Prompt, Rollout], None] | None = None,
+    share: Share | None = None,
 ) -> Answers:
     """Let a model answer problems, and judge what it writes.
 
@@ -121,26 +157,30 @@ def answer(
         writer: who writes.
         tokenizer: its.
         sampling: how; of several samples with a temperature.
-        rewards: judge.
+        rewards: judge, up to a text of `sampling` that ends an answer.
         num_generations: n, samples of each problem.
         seed: of the draws.
         template_arguments: what the chat template is told.
         show: is given each answer.
+        share: of this process, if several share the problems; each of them has to call this, and gets all.
 
     Raises:
         XtkError: several samples would be alike, or none can be judged.
     """
     if num_generations > 1 and sampling.temperature == 0:
         raise XtkError(f"at temperature 0 all {num_generations} answers are one", hint="--temperature 0.8, say")
+    share = share or Share()
+    judges = BeforeStop(rewards.specifications, rewards.unjudged, sampling.stop)
     shape = (len(prompts), num_generations)
     scores, lengths = np.zeros(shape), np.zeros(shape, np.int64)
-    written = cut = 0
-    answered: set[int] = set()
+    cut = np.zeros(shape, np.bool_)
+    answered = np.zeros(len(prompts), np.bool_)
     place = {prompt.number: at for at, prompt in enumerate(prompts)}
-    with terminal.Progress("evaluate", len(prompts), "problems") as progress:
-        for group in _groups(prompts, max(1, COMPLETIONS_AT_A_TIME // num_generations)):
+    mine = prompts[share.rank :: share.processes]
+    with terminal.Progress("evaluate", len(mine), "problems") as progress:
+        for group in _groups(mine, max(1, COMPLETIONS_AT_A_TIME // num_generations)):
             found = write_rollouts(
-                group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed, rewards=rewards,
+                group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed, rewards=judges,
                 template_arguments=template_arguments,
             )  # fmt: skip
             for one in found:
@@ -148,13 +188,15 @@ def answer(
                 assert drawn is not None
                 at = place[one.prompt]
                 scores[at, one.sample], lengths[at, one.sample] = one.reward, int(drawn.drawn.sum())
-                written, cut = written + 1, cut + (one.finish == "length")
-                answered.add(one.prompt)
+                cut[at, one.sample], answered[at] = one.finish == "length", True
                 if show is not None:
                     show(prompts[at], one)
-            progress.advance(len(group), f"{written:,} answers")
+            progress.advance(len(group))
+    told = share.told_by_all((scores, lengths, cut, answered))
+    scores, lengths, cut, answered = (sum(parts) for parts in zip(*told, strict=True))
     best = sum(specification.weight for specification in rewards.specifications)
-    result = Answers(scores, best, lengths, cut / max(written, 1), len(prompts) - len(answered))
+    written = max(int(answered.sum()) * num_generations, 1)
+    result = Answers(scores, best, lengths, float(cut.sum()) / written, int((answered == 0).sum()))
     if not result.judged.any():
         names = ", ".join(map(str, rewards.specifications))
         raise XtkError(

@@ -15,7 +15,8 @@ from xtk.errors import Damaged
 COUNTS = frozenset(
     {
         "bits", "bytes", "documents", "tokens", "windows", "window", "stride", "seconds", "samples", "seed", "n",
-        "count", "sample_len", "temperature", "problems", "unjudged", "without_room", "num_generations",
+        "count", "sample_len", "temperature", "problems", "unjudged", "without_room", "num_generations", "num_fewshot",
+        "limit",
     }
 )  # fmt: skip
 # How a standard error is named after its metric: by xtk, and by lm-evaluation-harness.
@@ -96,7 +97,10 @@ def _figures(model: str, data: str, record: Mapping[str, Any]) -> Iterator[Resul
 
 def _numbers(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
     for key, value in record.items():
-        name = before + str(key).removesuffix(",none")  # lm-evaluation-harness: the metric and its filter
+        # lm-evaluation-harness: the metric and its filter, and acc_stderr,FILTER beside acc,FILTER
+        metric, comma, chosen = str(key).removesuffix(",none").partition(",")
+        of_error = "_stderr" if comma and metric.endswith("_stderr") else ""
+        name = before + metric.removesuffix(of_error) + comma + chosen + of_error
         if isinstance(value, dict):
             yield from _numbers(value, f"{name}.")
         elif key not in COUNTS and type(value) in (int, float) and math.isfinite(value):

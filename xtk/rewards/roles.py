@@ -30,7 +30,7 @@ def answer_calls(job: dict[str, Any], link: int) -> None:
     failed: BaseException | None = None
     try:
         for text in job["code"]:
-            exec(compile(text, "<code>", "exec"), names)
+            exec(_program(text), names)
     except BaseException as error:
         failed = error
         sys.stderr.write(f"{type(error).__name__}: {error}\n"[:1000])
@@ -46,6 +46,22 @@ def answer_calls(job: dict[str, Any], link: int) -> None:
             reply = write((False, _nearest(error), str(error)[:1000]))
         writer.write(reply)
         writer.flush()
+
+
+def _program(text: str) -> Any:
+    """Compile the lines of a text that are a program: what a model writes behind it, or does not finish, is left out.
+
+    Raises:
+        SyntaxError: no line is left.
+    """
+    lines = text.splitlines(keepends=True)
+    while True:
+        try:
+            return compile("".join(lines), "<code>", "exec")
+        except SyntaxError as wrong:
+            del lines[min((wrong.lineno or 1) - 1, len(lines) - 1) :]
+            if not any(line.strip() for line in lines):
+                raise
 
 
 def _nearest(error: BaseException) -> str:

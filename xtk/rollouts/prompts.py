@@ -4,31 +4,92 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.records import prompt_of
+from xtk.artifacts.records import Record, prompt_of
+from xtk.errors import XtkError
 from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
 from xtk.tokens.tokenizer import Tokenizer
 
 
-def read_prompts(corpus: Corpus, limit: int | None = None) -> list[Prompt]:
+class PromptForm:
+    """How a record is put to a model.
+
+    Args:
+        template: of Jinja, which writes the prompt from the record's fields, or a file of it, FILE.jinja; "": the
+            record's own prompt.
+        chat: a prompt that is text is what a user says, in the model's chat template.
+
+    Raises:
+        XtkError: it is no template, or there is no such file.
+    """
+
+    def __init__(self, template: str = "", *, chat: bool = False) -> None:
+        self._chat, self._template = chat, None
+        if not template:
+            return
+        from jinja2 import StrictUndefined, TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        path = Path(template) if template.endswith(".jinja") else None
+        if path is not None and not path.is_file():
+            raise XtkError("no such file", where=template, hint="--prompt-template FILE.jinja, or the template itself")
+        try:
+            own = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=path is None)
+            self._template = own.from_string(template if path is None else path.read_text(encoding="utf-8"))
+        except TemplateError as wrong:
+            raise XtkError(f"the prompt template is none: {wrong}", where=template[:200]) from None
+
+    def document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
+        """Return what a model is to go on from.
+
+        Raises:
+            XtkError: the record lacks a field that the template names, or has no prompt.
+        """
+        if self._template is not None:
+            record, columns = self._put(record, columns, self._rendered(record, where))
+        document = prompt_of(record, columns, where)
+        if self._chat and document.conversation is None:
+            said = [{"role": "user", "content": document.text}]
+            document = prompt_of(*self._put(record, columns, said), where)
+        return document
+
+    def _rendered(self, record: Record, where: str) -> str:
+        try:
+            assert self._template is not None
+            return str(self._template.render(**{str(key): value for key, value in record.items()}))
+        except Exception as wrong:  # a template may call what it likes on a field
+            known = ", ".join(map(str, record))
+            raise XtkError(f"the prompt template fails: {wrong}", where=where, hint=f"fields: {known}") from None
+
+    @staticmethod
+    def _put(record: Record, columns: Mapping[str, str], prompt: Any) -> tuple[Record, Mapping[str, str]]:
+        """Return a record that has this prompt, and the names of its columns."""
+        others = {field: name for field, name in columns.items() if field not in ("prompt", "messages", "text")}
+        return {**record, "prompt": prompt}, others | {"prompt": "prompt"}
+
+
+def read_prompts(corpus: Corpus, limit: int | None = None, form: PromptForm | None = None) -> list[Prompt]:
     """Read prompts: `prompt` (text or messages), or `messages` before the last answer, or `text`.
 
     Args:
         corpus: records, with `tools` and `teacher_prompt` if they have them, and the columns of weight and route that
             are asked for.
         limit: of so many records at most; None: of all.
+        form: how they are put; None: as they stand there.
 
     Raises:
         XtkError: a record has none of these, or something else in their place.
     """
+    form = form or PromptForm()
     found: Iterator[Prompt] = (
-        Prompt(number, prompt_of(record, corpus.columns, where), record)
+        Prompt(number, form.document(record, corpus.columns, where), record)
         for number, (record, where) in enumerate(corpus.records())
     )
     return list(islice(found, limit))

@@ -74,7 +74,7 @@ class TransformersWriter:
         """
         lengths = [self._length(ask, sampling) for ask in asks]
         found: dict[int, Completion] = {}
-        with _writing(self._inner):
+        with writing(self._inner):
             for batch in _batches([len(ask.ids) for ask in asks], lengths, self.batch_tokens):
                 draws = _Draws(
                     [asks[at] for at in batch], [lengths[at] for at in batch], sampling, self.tokenizer, self._device
@@ -144,7 +144,7 @@ class TransformersWriter:
 
 
 @contextlib.contextmanager
-def _writing(model: Any) -> Iterator[None]:
+def writing(model: Any) -> Iterator[None]:
     """Make a model one that writes, and leave it as it was."""
     from transformers import GenerationConfig
 

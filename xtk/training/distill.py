@@ -43,9 +43,13 @@ from xtk.training.sources import CacheSource, MixtureSource, Source, TextSource,
 from xtk.training.teachers import Taken, Teacher, open_teachers, take_losses
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from xtk.models.causal_lm import Cut
     from xtk.models.preparation import Origin
-    from xtk.training.held_out import HeldOut
+    from xtk.training.eval_tasks import Examination
+    from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import Layout
     from xtk.training.loop import Run
 
@@ -428,7 +432,6 @@ def distill(
     from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.models.preparation import Origin, can_be_merged, is_adapted
     from xtk.training.checkpoint import begin_run, checkpoints, find_run
-    from xtk.training.held_out import Evaluation, HeldOut
     from xtk.training.layout import read_layout
     from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
@@ -467,11 +470,6 @@ def distill(
             start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         packing = layout.multiple if packed else 0
-        asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
-        evaluation = None
-        if len(asked.source):
-            context = context_length(cut.model.config)
-            evaluation = Evaluation(asked, trained, inputs.tokenizer, context, packing, layout, accelerator.device)
         run = Run(
             accelerator=accelerator,
             layout=layout,
@@ -486,7 +484,8 @@ def distill(
             steps=recipe.steps(len(documents), layout.data_ranks),
             output=places.output,
             tokenizer_folder=places.student,
-            evaluation=evaluation,
+            evaluation=_evaluation(inputs, reporting, cut, trained, packing, layout, accelerator.device),
+            examination=_examination(reporting, cut, inputs, recipe),
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
@@ -499,6 +498,29 @@ def distill(
         )
         with killed_ones_told(), told_of_others():
             return train(run, identity)
+
+
+def _evaluation(
+    inputs: Inputs, reporting: Reporting, cut: Cut, trained: nn.Module, packing: int, layout: Layout,
+    device: torch.device,
+) -> Evaluation | None:  # fmt: skip
+    """Return what reads held-out documents, if there are some."""
+    from xtk.models.causal_lm import context_length
+    from xtk.training.held_out import Evaluation, HeldOut
+
+    asked = inputs.held_out or HeldOut.of_documents(reporting.eval_documents)
+    if not len(asked.source):
+        return None
+    return Evaluation(asked, trained, inputs.tokenizer, context_length(cut.model.config), packing, layout, device)
+
+
+def _examination(reporting: Reporting, cut: Cut, inputs: Inputs, recipe: Recipe) -> Examination | None:
+    """Return what asks the student, if it is asked something."""
+    from xtk.training.eval_tasks import Examination
+
+    if not reporting.eval_tasks:
+        return None
+    return Examination(reporting.eval_tasks, cut, inputs.tokenizer, recipe.mixed_precision)
 
 
 def _check_teaching(recipe: Recipe, teachers: Sequence[LiveTeacher], layout: Layout, adapted: bool) -> None:

@@ -24,6 +24,7 @@ from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.card import Lineage, model_card
 from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
+from xtk.training.eval_tasks import Examination
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
 from xtk.training.live import Blocks
@@ -55,6 +56,7 @@ class Run:
         output: the run's folder.
         tokenizer_folder: where the student's tokenizer files lie.
         evaluation: of held-out documents; None: there are none.
+        examination: what the student is asked at each evaluation; None: nothing.
         origin: what the student comes from, for its card.
         merge: as `Saver` has it.
         blocks: of steps, before each of which live teachers speak; None: there are none.
@@ -75,10 +77,21 @@ class Run:
     output: Path
     tokenizer_folder: Path
     evaluation: Evaluation | None = None
+    examination: Examination | None = None
     origin: Lineage = field(default_factory=Lineage)
     merge: Callable[[Path, Path], None] | None = None
     blocks: Blocks | None = None
     saver: Saver | None = None
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether there is anything to evaluate on."""
+        return self.evaluation is not None or self.examination is not None
+
+    def evaluate(self) -> dict[str, float]:
+        """Return all figures of an evaluation; every process has to call it."""
+        return {name: value for one in (self.evaluation, self.examination) if one is not None
+                for name, value in one().items()}  # fmt: skip
 
 
 def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
@@ -99,9 +112,9 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
     meter = _Meter(run, standing.tokens)
-    if run.evaluation is not None and run.reporting.eval_on_start and not done:
+    if run.is_evaluated and run.reporting.eval_on_start and not done:
         with meter.paused():
-            _log(run, metrics, {"step": 0, **run.evaluation()})
+            _log(run, metrics, {"step": 0, **run.evaluate()})
     with terminal.Progress("distill", run.steps, "steps", done=done) as progress, Stop(run.reporting.deadline) as stop:
         batches, kept = meter.waited_for(_batches(run, range(done, run.steps), meter, stop)), done
         for step in range(done, run.steps):
@@ -127,13 +140,16 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                 record |= meter.read() | {"skipped_steps": standing.skipped_steps}
                 if run.blocks is not None:
                     record |= run.blocks.told(step)
-            if _due(step + 1, run.reporting.eval_steps, last) and run.evaluation is not None:
+            evaluated = _due(step + 1, run.reporting.eval_steps, last) and run.is_evaluated
+            if evaluated:
                 with meter.paused(), average.in_place(run.model):
-                    record |= run.evaluation()
-                    if standing.evaluated(step + 1, record["eval_bits_per_byte"]) and recipe.early_stopping_patience:
+                    record |= run.evaluate()
+                    bits = record.get("eval_bits_per_byte")
+                    better = bits is not None and standing.evaluated(step + 1, bits)
+                    if better and recipe.early_stopping_patience:
                         saver.write_best(run.output, step + 1)
                 last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_since
-            if "tokens_per_second" in record or "eval_bits_per_byte" in record:
+            if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
             stopped = stop.agreed(accelerator.device)
             due = stopped or (run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0)
@@ -283,7 +299,8 @@ def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
 
 def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
     """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
-    found = [f"{name} {value:.4f}" for name, value in record.items() if name.startswith("eval_")]
+    found = [f"{name} {value:.4f}" for name, value in record.items()
+             if name.startswith("eval_") and not name.endswith("_error")]  # fmt: skip
     if found:
         terminal.note(f"distill: step {record['step']}: {'  '.join(found)}")
     if metrics is not None:

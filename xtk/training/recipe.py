@@ -14,6 +14,7 @@ from xtk.losses import LossSpecification
 from xtk.models.preparation import Preparation
 from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
+from xtk.training.eval_tasks import EvalTask
 from xtk.training.on_policy import OnPolicy
 from xtk.training.schedules import SCHEDULES, factor
 
@@ -188,6 +189,7 @@ class Reporting:
         save_total_limit: checkpoints kept.
         report_to: names of trackers that Accelerate knows.
         eval_documents: held-out documents of plain data, read before the start. Caches are among the inputs.
+        eval_tasks: what the student is asked at each evaluation, read before the start.
         eval_steps: steps between two evaluations.
         eval_on_start: evaluate before the first step too.
         dataloader_num_workers: processes that make batches ahead; 0: a thread does.
@@ -201,6 +203,7 @@ class Reporting:
     save_total_limit: int = 2
     report_to: tuple[str, ...] = ()
     eval_documents: tuple[Document, ...] = ()
+    eval_tasks: tuple[EvalTask, ...] = ()
     eval_steps: int = 0
     eval_on_start: bool = False
     dataloader_num_workers: int = 0

@@ -129,7 +129,7 @@ class StudentWriter:
         """
         if self._writer is None:
             raise RuntimeError("another process writes")
-        with _precision(self._precision, self._device):
+        with precision(self._precision, self._device):
             return write_rollouts(
                 prompts,
                 self._writer,
@@ -172,7 +172,8 @@ class StudentWriter:
 
 
 @contextlib.contextmanager
-def _precision(mixed_precision: str, device: torch.device) -> Iterator[Any]:
+def precision(mixed_precision: str, device: torch.device) -> Iterator[Any]:
+    """Compute as a run computes: "no", or "bf16"."""
     if mixed_precision == "bf16":
         with torch.autocast(device.type, torch.bfloat16):
             yield

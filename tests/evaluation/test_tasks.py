@@ -1,0 +1,139 @@
+"""Tasks of lm-evaluation-harness: scores are those of a plain computation, offline, on a model that xtk has loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import harness_tasks
+import numpy as np
+import pytest
+import torch
+
+from xtk.errors import XtkError
+from xtk.evaluation.results import read_results
+from xtk.models.causal_lm import load_causal_lm
+from xtk.tokens.tokenizer import Tokenizer
+
+pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+
+from xtk.evaluation.harness import Asking, Harness
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return harness_tasks.write_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+def chosen(model: Path) -> list[bool]:
+    """Whether a model finds the right sum likelier, from full logits in float64."""
+    tokenizer, network = Tokenizer(model), load_causal_lm(model, dtype=torch.float64).eval()
+    found = []
+    for row in harness_tasks.rows():
+        sums = []
+        for choice in row["choices"]:
+            before, whole = (one.ids.astype(np.int64) for one in tokenizer.encode(
+                [str(row["question"]), f"{row['question']} {choice}"]))  # fmt: skip
+            with torch.no_grad():
+                logprobs = network(input_ids=torch.from_numpy(whole)[None]).logits[0].log_softmax(-1)
+            rest = np.arange(len(before), len(whole))
+            sums.append(float(logprobs[rest - 1, whole[rest]].sum()))
+        found.append(int(np.argmax(sums)) == row["gold"])
+    return found
+
+
+def test_models_side_by_side_score_what_full_logits_say(run, pair, folder, tmp_path):
+    asked = ["evaluate", pair.student, "--tasks", "choose_sum,write_sum", "--include-path", folder,
+             "--compare-to", pair.teacher]  # fmt: skip
+    done = run(*asked, "--json", "-o", "answers.jsonl", cwd=tmp_path)
+    first, second = map(json.loads, done.stdout.splitlines())
+    ours, theirs = chosen(pair.student), chosen(pair.teacher)
+    assert first["results"]["choose_sum"]["acc"] == np.mean(ours)
+    assert second["results"]["choose_sum"]["acc"] == np.mean(theirs)
+    gains = np.array(ours, float) - np.array(theirs, float)
+    assert 0 < abs(gains).sum() < len(gains)
+    scores = second["results"]["choose_sum"]
+    assert scores["acc_difference"] == pytest.approx(gains.mean())
+    assert scores["acc_difference_error"] == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
+    assert scores["acc_error"] == pytest.approx(np.std(theirs, ddof=1) / len(theirs) ** 0.5)
+    assert (scores["problems"], scores["num_fewshot"]) == (harness_tasks.COUNT, 0)
+    assert first["results"]["write_sum"]["exact_match,number"] < 0.2  # a model that knows nothing
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    told = [bool(one["acc"]) for one in answers if one["task"] == "choose_sum" and one["model"] == str(pair.student)]
+    assert told == ours
+    assert "evaluate: 80 requests" in done.stderr
+    assert "%|" not in done.stderr  # no bars of others
+    (tmp_path / "results.jsonl").write_text(done.stdout)
+    read = {(one.model, one.data, one.metric): one for one in read_results(tmp_path / "results.jsonl")}
+    assert read[str(pair.teacher), "choose_sum", "acc"].error == scores["acc_error"]
+    assert read[str(pair.teacher), "choose_sum", "acc_difference"].error == scores["acc_difference_error"]
+    assert {metric for *_, metric in read} == {"acc", "acc_difference", "exact_match,number",
+                                               "exact_match,number_difference"}  # fmt: skip
+
+
+def test_each_model_has_the_same_examples_and_random_numbers_stay(pair, folder):
+    harness = Harness(Asking(("sums",), str(folder), num_fewshot=2, limit=5, batch_size=3))
+    model, tokenizer = load_causal_lm(pair.student).train(), Tokenizer(pair.student)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    first, second = (harness.ask(model, tokenizer) for _ in range(2))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert model.training
+    assert first.samples == second.samples
+    assert (first.top, first.problems["choose_sum"], first.shots["choose_sum"]) == (["sums"], 5, 2)
+    (text, _), _ = next(one["asked"] for one in first.samples if one["task"] == "choose_sum")
+    assert text.count(" =") == 3
+    other = Harness(Asking(("sums",), str(folder), num_fewshot=2, limit=5, seed=7)).ask(model, tokenizer)
+    assert [one["asked"] for one in other.samples] != [one["asked"] for one in first.samples]
+
+
+def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
+    harness = Harness(Asking(("choose_sum",), str(folder), num_fewshot=1, limit=1, apply_chat_template=True))
+    model, tokenizer = load_causal_lm(pair.student), Tokenizer(pair.student)
+    with pytest.raises(XtkError, match="chat template"):
+        harness.ask(model, tokenizer)
+    chats = tmp_path / "chats"
+    chats.mkdir()
+    for name, content in tokenizer.files().items():
+        (chats / name).write_bytes(content)
+    (chats / "chat_template.jinja").write_text(
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    (sample,) = harness.ask(model, Tokenizer(chats)).samples
+    text = sample["asked"][0][0]
+    assert text.count("<user>") == text.count("<assistant>") == 2
+    assert text.endswith("0 + 0 =<assistant>")
+
+
+def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
+    for names, message in [("choose_sums", "did you mean choose_sum?"), ("run_sum", "runs what the model writes")]:
+        with pytest.raises(XtkError) as refused:
+            Harness(Asking((names,), str(folder)))
+        assert message in str(refused.value)
+    (tmp_path / "missing.yaml").write_text(harness_tasks.task("missing", tmp_path / "nowhere.jsonl"))
+    with pytest.raises(XtkError, match="tasks cannot be read"):
+        Harness(Asking(("missing",), str(tmp_path)))
+    with pytest.raises(XtkError, match="no such folder of tasks"):
+        Harness(Asking(("choose_sum",), str(tmp_path / "nowhere")))
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(XtkError, match=r"pip install 'xtk\[evaluation\]'"):
+        Harness(Asking(("choose_sum",), str(folder)))
+    for arguments, message in [
+        ((), "there is no DATA"),
+        (("x.jsonl", "--tasks", "a"), "no DATA beside them"),
+        (("--tasks", "a", "--reward", "exact"), "no --reward beside them"),
+        (("--tasks", "a", "--stop", "x"), "--stop says"),
+        (("--tasks", "a", "--backend", "vllm"), "no --backend"),
+    ]:
+        told = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
+        assert message in told, told
+
+
+def test_results_of_the_harness_itself_are_read_with_their_errors(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"model_name": "m", "results": {"gsm8k": {
+        "alias": "gsm8k", "sample_len": 9, "exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": 0.1,
+        "acc,none": 0.25, "acc_stderr,none": 0.05}}}))  # fmt: skip
+    found = {one.metric: (one.value, one.error) for one in read_results(tmp_path / "results.json")}
+    assert found == {"exact_match,strict-match": (0.5, 0.1), "acc": (0.25, 0.05)}

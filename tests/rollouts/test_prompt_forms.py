@@ -1,0 +1,49 @@
+"""How a row is put to a model: by a template, as what a user says; the row itself stays as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from xtk.artifacts.corpus import Corpus
+from xtk.errors import XtkError
+from xtk.rollouts.prompts import PromptForm, read_prompts
+
+ROW = {"prompt": "Add.", "problem": "1 + 1", "test_list": ["assert a", "assert b"], "answer": 2}
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    return lambda **columns: Corpus([str(tmp_path / "rows.jsonl")], columns)
+
+
+def test_a_template_is_filled_with_the_fields_of_the_row(corpus, tmp_path):
+    (one,) = read_prompts(
+        corpus(prompt="problem"), None, PromptForm("{{prompt}}\n{{ test_list | join('; ') }} \\boxed{}")
+    )
+    assert one.document.text == "Add.\nassert a; assert b \\boxed{}"
+    assert not any(segment.train for segment in one.document.segments)
+    assert one.record == ROW
+    (tmp_path / "form.jinja").write_text("{{problem}} =\n")
+    (one,) = read_prompts(corpus(), None, PromptForm(str(tmp_path / "form.jinja")))
+    assert one.document.text == "1 + 1 ="  # the last line feed is the file's
+
+
+def test_a_text_is_what_a_user_says_and_a_talk_stays(corpus, tmp_path):
+    (one,) = read_prompts(corpus(prompt="problem"), None, PromptForm(chat=True))
+    assert one.document.conversation.messages == ({"role": "user", "content": "1 + 1"},)
+    (one,) = read_prompts(corpus(), None, PromptForm("Q: {{problem}}", chat=True))
+    assert one.document.conversation.messages == ({"role": "user", "content": "Q: 1 + 1"},)
+    talk = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Hi."}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    (one,) = read_prompts(Corpus([str(tmp_path / "talk.jsonl")]), None, PromptForm(chat=True))
+    assert list(one.document.conversation.messages) == talk
+
+
+def test_what_no_template_can_be_filled_with_is_told(corpus):
+    for template, message in [("{{problm}}", "problm"), ("{{problem", "template is none"), ("{{answer.x.y}}", "fails"),
+                              ("{{problem.__class__.__mro__}}", "unsafe"), ("no.jinja", "no such file")]:  # fmt: skip
+        with pytest.raises(XtkError, match=message):
+            read_prompts(corpus(), None, PromptForm(template))

@@ -1,0 +1,152 @@
+"""What a student is asked while it learns: the figures of `xtk evaluate`, and the run stays as it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import harness_tasks
+import pytest
+
+from xtk.errors import XtkError
+from xtk.training.eval_tasks import check_asked, read_eval_tasks
+from xtk.training.layout import read_layout
+from xtk.training.metrics import read_metrics
+
+WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
+
+# It draws random numbers of every kind, as a reward may.
+JUDGE = """
+import random
+import numpy as np
+import torch
+
+
+def length(completion, prompt, row):
+    random.random(), np.random.random(), torch.rand(1)
+    return len(completion) / 100
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(pair, tmp_path_factory) -> Path:
+    """A student with dropout, problems, tasks, and a reward."""
+    folder = tmp_path_factory.mktemp("eval-tasks")
+    shutil.copytree(pair.student, folder / "student")
+    configuration = json.loads((folder / "student" / "config.json").read_text())
+    (folder / "student" / "config.json").write_text(json.dumps(configuration | {"attention_dropout": 0.2}))
+    harness_tasks.write_tasks(folder / "tasks")
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in harness_tasks.rows(7)))
+    (folder / "judge.py").write_text(JUDGE)
+    return folder
+
+
+ASKED = [
+    "--eval-tasks", "problems.jsonl:reward=judge.py:length:weight=2,prompt=question,num_generations=2,temperature=1,"
+    "max_completion_length=8,seed=3",
+    "--eval-tasks", "choose_sum,write_sum:include_path=tasks,num_fewshot=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def train(run, cache, folder):
+    def one(name: str, *arguments: object, batch: int = 4, **options: object):
+        command = ["distill", "student", cache, "--loss", "ce", "--loss", "byte-kl", "--max-steps", 4, "--save-steps",
+                   2, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", batch,
+                   "-o", name]  # fmt: skip
+        return run(*command, *arguments, cwd=folder, **options)
+
+    return one
+
+
+@pytest.fixture(scope="module")
+def asked(train, folder) -> Path:
+    train("asked", *ASKED, "--eval-steps", 2, "--eval-on-start", "--report-to", "tensorboard")
+    return folder / "asked"
+
+
+def figures(folder: Path) -> dict[int, dict[str, float]]:
+    """What evaluations said, by step."""
+    found = {}
+    for record in read_metrics(folder / "metrics.jsonl"):
+        of = {key: value for key, value in record.items() if key.startswith("eval_")}
+        if of:
+            found[record["step"]] = of
+    return found
+
+
+def test_the_student_is_the_same_to_the_bit(train, folder, asked):
+    train("plain")
+    assert (folder / "plain" / "model.safetensors").read_bytes() == (asked / "model.safetensors").read_bytes()
+    losses = [[record["loss"] for record in read_metrics(folder / name / "metrics.jsonl") if record["step"]]
+              for name in ("plain", "asked")]  # fmt: skip
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
+
+
+def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
+    found = figures(asked)
+    assert sorted(found) == [0, 2, 4]
+    assert "eval_bits_per_byte" not in found[4]
+    answers = run("evaluate", "asked", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
+                  "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8, "--seed",
+                  3, "--json", cwd=folder)  # fmt: skip
+    told = json.loads(answers.stdout)
+    for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated"):
+        assert found[4][f"eval_problems/{key}"] == pytest.approx(told[key]), key
+    assert found[4]["eval_problems/avg@2"] != found[0]["eval_problems/avg@2"]
+    tasks = run("evaluate", "asked", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
+                "--json", cwd=folder)  # fmt: skip
+    for task, scores in json.loads(tasks.stdout)["results"].items():
+        for metric in scores.keys() - {"problems", "num_fewshot"}:
+            assert found[4][f"eval_{task}/{metric}"] == pytest.approx(scores[metric]), metric
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folders = {path.parent for path in (asked / "trackers").rglob("*tfevents*")}
+    tags = {tag for one in folders for tag in EventAccumulator(str(one)).Reload().Tags()["scalars"]}
+    assert {"eval_choose_sum/acc", "eval_problems/truncated"} <= tags
+
+
+@pytest.mark.long
+def test_two_processes_share_the_questions_and_say_the_same(train, folder, asked):
+    train("two", *ASKED, "--eval-steps", 2, "--num-processes", 2, batch=2)
+    one, two = figures(asked), figures(folder / "two")
+    assert sorted(two) == [2, 4]
+    for step, found in two.items():
+        assert found.keys() == one[step].keys()
+        assert found == pytest.approx(one[step], abs=0.03)  # dropout is drawn in other shares
+
+
+@pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
+def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
+    monkeypatch.chdir(folder)
+    tasks = read_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
+    with pytest.raises(XtkError, match="answers no --eval-tasks"):
+        check_asked(tasks, read_layout(parallel, 2))
+    check_asked(tasks, read_layout("dp=2", 2))
+    check_asked((), read_layout(parallel, 2))
+
+
+def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatch):
+    refused = train("never", "--eval-tasks", "problems.jsonl:reward=exact,prompt=nothing", code=1)
+    assert "a record has no prompt" in refused.stderr
+    assert not (folder / "never").exists()
+    monkeypatch.chdir(folder)
+    for text, message in [
+        ("problems.jsonl", "nothing judges these answers"),
+        ("problems.jsonl:prompt=question,reward=exat", "did you mean exact?"),
+        ("choose_sum:shots=5", "no option of --eval-tasks called 'shots'"),
+        ("choose_sum:include_path=tasks,temperature=1", "is of problems, which have a reward"),
+        ("problems.jsonl:reward=exact,num_fewshot=1", "is of tasks of lm-evaluation-harness"),
+        ("problems.jsonl:reward=exact,prompt=question,num_generations=4", "at temperature 0 all 4 answers are one"),
+        ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
+        ("run_sum:include_path=tasks", "runs what the model writes"),
+    ]:
+        with pytest.raises(XtkError) as refusal:
+            read_eval_tasks([text])
+        assert message in f"{refusal.value} {refusal.value.hint}", text
+    problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
+    with pytest.raises(XtkError, match="two of --eval-tasks are called problems"):
+        read_eval_tasks([problems, problems])
+    assert [one.names for one in read_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]

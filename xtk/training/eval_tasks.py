@@ -1,0 +1,225 @@
+"""What a student is asked while it learns: problems that a reward judges, and tasks of lm-evaluation-harness."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from xtk.artifacts.corpus import Corpus
+from xtk.errors import XtkError
+from xtk.evaluation.answers import Share, answer
+from xtk.evaluation.harness import BATCH_SIZE, Asking, Harness, kept_random_states
+from xtk.lookup import unknown
+from xtk.models.causal_lm import Cut
+from xtk.options import filled, names_of
+from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rollouts.prompts import PromptForm, read_prompts
+from xtk.rollouts.transformers import TransformersWriter
+from xtk.rollouts.writer import Sampling
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training import processes
+from xtk.training.layout import Layout
+from xtk.training.student_writer import precision
+
+FIGURES = ("avg@", "pass@", "truncated", "mean_length")
+
+
+class EvalTask(Protocol):
+    """Something that a student can be asked; `names` begin the names of its figures."""
+
+    names: tuple[str, ...]
+
+    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+        """Return figures by their names; every process of a run gets all of them."""
+
+
+@dataclass(frozen=True)
+class ProblemOptions:
+    """Options of problems that a reward judges: those of `xtk evaluate`, and `prompt`, the column, and `name`."""
+
+    reward: str = ""
+    name: str = ""
+    prompt: str = ""
+    prompt_template: str = ""
+    apply_chat_template: bool = False
+    max_prompts: int = 0
+    num_generations: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_completion_length: int = 512
+    stop: str = ""
+    seed: int = 0
+    batch_tokens: int = 8192
+
+
+@dataclass(frozen=True)
+class HarnessOptions:
+    """Options of tasks of the harness: those of `xtk evaluate`."""
+
+    include_path: str = ""
+    num_fewshot: int = -1
+    max_prompts: int = 0
+    batch_size: int = BATCH_SIZE
+    apply_chat_template: bool = False
+    seed: int = 0
+
+
+class Problems:
+    """Problems, read and ready to be asked.
+
+    Args:
+        data: as `xtk evaluate` reads it.
+        options: how they are put and judged.
+
+    Raises:
+        XtkError: they cannot be read, or an option makes no sense.
+    """
+
+    def __init__(self, data: str, options: ProblemOptions) -> None:
+        if options.num_generations < 1 or options.max_prompts < 0:
+            raise XtkError("an evaluation takes one answer or more, to one problem or more", where=data)
+        if options.num_generations > 1 and options.temperature == 0:
+            raise XtkError(
+                f"at temperature 0 all {options.num_generations} answers are one", where=data, hint="temperature=0.8"
+            )
+        self.names: tuple[str, ...] = (options.name or Path(data).name.partition(".")[0],)
+        self._options = options
+        corpus = Corpus([data], {"prompt": options.prompt} if options.prompt else {})
+        form = PromptForm(options.prompt_template, chat=options.apply_chat_template)
+        self._prompts = read_prompts(corpus, options.max_prompts or None, form)
+        self._sampling = Sampling(options.temperature, options.top_p, options.top_k, options.max_completion_length,
+                                  (options.stop,) if options.stop else ())  # fmt: skip
+        self._rewards = Rewards([parse_reward(options.reward)])
+
+    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+        """Let the student answer, each process its share, and judge that."""
+        options = self._options
+        writer = TransformersWriter(model, tokenizer, batch_tokens=options.batch_tokens)
+        found = answer(self._prompts, writer, tokenizer, self._sampling, self._rewards, seed=options.seed,
+                       num_generations=options.num_generations, share=share)  # fmt: skip
+        record = {key: value for key, value in found.record().items() if key.startswith(FIGURES)}
+        return {f"{self.names[0]}/{key}": float(value) for key, value in record.items() if value is not None}
+
+
+class HarnessTasks:
+    """Tasks of the harness, read and ready to be asked.
+
+    Args:
+        names: of tasks.
+        options: how they are asked.
+
+    Raises:
+        XtkError: as `Harness`.
+    """
+
+    def __init__(self, names: Sequence[str], options: HarnessOptions) -> None:
+        self.names = tuple(dict.fromkeys(names))
+        self._harness = Harness(
+            Asking(
+                tasks=self.names,
+                include_path=options.include_path,
+                num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
+                limit=options.max_prompts,
+                batch_size=options.batch_size,
+                apply_chat_template=options.apply_chat_template,
+                seed=options.seed,
+            )
+        )
+
+    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+        """Ask the student, each process its share of the requests."""
+        scores = self._harness.ask(model, tokenizer, keep_samples=False, share=share)
+        found: dict[str, float] = {}
+        for task in scores.top:
+            for metric, (value, error) in scores.values[task].items():
+                found |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def read_eval_task(text: str) -> EvalTask:
+    """Read `gsm8k,arc_easy:num_fewshot=5`, tasks of the harness, or `FILE.jsonl:reward=exact`, problems.
+
+    A comma begins another option only before the name of one and `=`, so that rewards and templates may have commas.
+
+    Raises:
+        XtkError: there is no such option, or what it names cannot be read.
+    """
+    known = sorted({*names_of(ProblemOptions), *names_of(HarnessOptions)})
+    one = "|".join(name.replace("-", "[-_]") for name in known)
+    found = re.search(rf":(?=(?:{one})=)", text)
+    place, told = (text[: found.start()], text[found.end() :]) if found else (text, "")
+    stray = re.search(r":([a-z][a-z_-]*)=", place)
+    if stray is not None:
+        raise unknown("option of --eval-tasks", stray[1], known)
+    pairs = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", told) if option)
+    options = {key.replace("_", "-"): value for key, value in pairs.items()}
+    kind: type[ProblemOptions | HarnessOptions] = ProblemOptions if "reward" in options else HarnessOptions
+    for key in options:
+        if key not in names_of(kind):
+            others = "problems, which have a reward" if kind is HarnessOptions else "tasks of lm-evaluation-harness"
+            raise XtkError(f"the option {key} is of {others}", where=f"--eval-tasks {text}")
+    own = filled(kind, options, text, "task")
+    if isinstance(own, ProblemOptions):
+        return Problems(place, own)
+    if Path(place).is_file():
+        raise XtkError("nothing judges these answers", where=place, hint=f"--eval-tasks {place}:reward=exact")
+    return HarnessTasks([name.strip() for name in place.split(",") if name.strip()], own)
+
+
+def read_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
+    """Read several.
+
+    Raises:
+        XtkError: as `read_eval_task`; or two have one name.
+    """
+    tasks = tuple(map(read_eval_task, texts))
+    names = [name for task in tasks for name in task.names]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise XtkError(f"two of --eval-tasks are called {twice}", hint="name=ANOTHER, for problems")
+    return tasks
+
+
+def check_asked(tasks: Sequence[EvalTask], layout: Layout) -> None:
+    """Refuse a student that cannot answer in the way in which it is cut.
+
+    Raises:
+        XtkError: it is cut over processes.
+    """
+    if tasks and layout.sharded:
+        raise XtkError(
+            f"a student that is cut over processes ({layout}) answers no --eval-tasks: all would have to take each "
+            "token together",
+            hint="xtk evaluate, on the student or its checkpoints; or replicas, --parallel dp=N",
+        )
+
+
+class Examination:
+    """Asks a student, as it is; every process of the run has to make one, and to call it as often.
+
+    Args:
+        tasks: what it is asked.
+        cut: its model, of which this process has all.
+        tokenizer: its.
+        mixed_precision: of the run.
+    """
+
+    def __init__(self, tasks: Sequence[EvalTask], cut: Cut, tokenizer: Tokenizer, mixed_precision: str) -> None:
+        self._tasks, self._model, self._tokenizer, self._precision = tasks, cut.model, tokenizer, mixed_precision
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Return what metrics are called, and what they are; the same in every process."""
+        share = Share(processes.rank(), processes.number(), processes.told_by_all)
+        found: dict[str, float] = {}
+        with kept_random_states(), precision(self._precision, self._model.device):
+            for task in self._tasks:
+                found |= task.ask(self._model, self._tokenizer, share)
+        return {f"eval_{name}": value for name, value in found.items()}
