@@ -29,7 +29,7 @@ BYTES_PER_POSITION = 43.3
 # threads, what malloc keeps. Ours: fitted to five runs of one machine, and held against others (numbers.md, doctor).
 WORKING = 150 << 20
 TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
-# Of what comes and goes in training, malloc keeps so much beside it between passes of different lengths. Ours, as above.
+# What malloc keeps between passes of different lengths, beside what comes and goes in training. Ours, as above.
 KEPT_BY_MALLOC = 0.15
 SHARDS = 2  # of a cache that are in memory: one is scored, one is written
 BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
