@@ -260,14 +260,22 @@ def test_memory_and_layouts(pair, corpus):
     said = [one.figures["command"] for one in memory(case_of(pair, corpus))]
     assert said == ["cache-teacher", "distill"]
     one = of_training(case_of(pair, corpus))
-    weights = footprint(pair.student, 1).weights
+    small = footprint(pair.student, 1)
+    weights = small.weights
     assert one.parts["weights"] == weights
-    assert one.parts["AdamW"] == 2 * weights
+    assert one.parts["AdamW"] == 2 * small.trained
+    adapted = of_training(case_of(pair, corpus, lora_r=4))
+    assert 0 < adapted.parts["AdamW"] < small.trained
+    assert adapted.parts["merging"] > weights
+    # A second pass of a step has the gradients of the first beside its own.
+    steps = of_training(case_of(pair, corpus, gradient_accumulation_steps=2))
+    more = steps.parts["gradients and activations"] - one.parts["gradients and activations"]
+    assert small.trained / 2 < more < 2 * small.trained
     shared = of_training(case_of(pair, corpus, layout=read_layout("fsdp=4", 4)))
     assert shared.parts["weights"] == weights // 4
     assert shared.parts["gathered weights"] > 0
     replicas = of_training(case_of(pair, corpus, layout=read_layout("", 2)))
-    assert replicas.parts["buckets of DDP"] == weights
+    assert replicas.parts["buckets of DDP"] == small.trained
     huge = case_of(pair, None, max_batch_tokens=0, per_device_train_batch_size=10**9)
     assert found(memory(huge), "error", "distill").hint
 

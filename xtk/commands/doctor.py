@@ -47,12 +47,15 @@ def doctor(
     mixed_precision: Annotated[str, typer.Option(help="As in distill.", metavar="[no|bf16]")] = "no",
     gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="As in distill.")] = False,
     attn_implementation: Annotated[str, typer.Option(help="As in distill.", metavar="NAME")] = "",
+    lora_r: Annotated[int, typer.Option(help="As in distill.", min=0)] = 0,
+    lora_target_modules: Annotated[str, typer.Option(help="As in distill.", metavar="NAME,...")] = "all-linear",
     ema_decay: Annotated[float, typer.Option(help="As in distill.")] = 0.0,
     save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept, as in distill.", min=1)] = 2,
     teacher_dtype: Annotated[
         str, typer.Option(help="--dtype of cache-teacher.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
     batch_tokens: Annotated[int, typer.Option(help="As in cache-teacher.", min=1)] = 8192,
+    top_k: Annotated[int, typer.Option(help="As in cache-teacher; 0: the usual one.", min=0)] = 0,
     tokens_per_second: Annotated[
         float, typer.Option(help="Of the teacher, as cache-teacher --plan measures it; 0: nobody knows.", min=0)
     ] = 0.0,
@@ -91,7 +94,13 @@ def doctor(
     others = [place for place in data or [] if place not in caches]
     own = {field.name: given[field.name] for field in dataclasses.fields(Plan) if field.name in given}
     plan = Plan(
-        **own | {"layout": read_layout(parallel, num_processes), "output": Path(output), "rate": tokens_per_second}
+        **own
+        | {
+            "layout": read_layout(parallel, num_processes),
+            "output": Path(output),
+            "rate": tokens_per_second,
+            "lora_target_modules": tuple(filter(None, lora_target_modules.split(","))),
+        }
     )
     case = Case(
         Side.read("student", with_adapter(local_folder(student, weights=False))[0], student),

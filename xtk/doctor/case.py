@@ -13,6 +13,7 @@ from typing import Any
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Damaged, XtkError, exists
+from xtk.models.preparation import ALL_LINEAR
 from xtk.teachers.forecast import Spread
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence, sequences
@@ -137,6 +138,7 @@ class Plan:
     Attributes:
         layout: of the processes.
         output: where artifacts would go.
+        top_k: of the cache; 0: the usual one.
         rate: tokens a second of the teacher; 0: nobody said.
         others: as the options of `distill` are called.
     """
@@ -156,6 +158,9 @@ class Plan:
     save_total_limit: int = 2
     ema_decay: float = 0.0
     attn_implementation: str = ""
+    lora_r: int = 0
+    lora_target_modules: tuple[str, ...] = ALL_LINEAR
+    top_k: int = 0
     rate: float = 0.0
 
 

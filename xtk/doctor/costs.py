@@ -5,23 +5,38 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from xtk.artifacts.teacher_cache import totals
-from xtk.doctor.case import Case, Finding, Plan, limit_of
+from xtk.doctor.case import Case, Finding, Plan, Side, limit_of
+from xtk.doctor.weights import class_of
 from xtk.errors import XtkError
 from xtk.terminal import duration
+from xtk.tokens.signal import support_of
 
 GIB = 2**30
 # Of the default cache, measured: docs/explanation/scale.md.
 BYTES_PER_POSITION = 43.3
-# What distill holds on a CPU beside libraries and tensors: compiled kernels, threads, what malloc keeps. Ours, of one
-# machine: a model of 0.01 GiB held 0.745, and libraries alone 0.56.
-WORKING = 190 << 20
+# What a run holds on a CPU beside imported libraries, tokenizers and tensors: compiled kernels, batches made ahead,
+# threads, what malloc keeps. Ours: fitted to five runs of one machine, and held against others (numbers.md, doctor).
+WORKING = 150 << 20
+TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
+# What malloc keeps between passes of different lengths, beside what comes and goes in training. Ours, as above.
+KEPT_BY_MALLOC = 0.15
+SHARDS = 2  # of a cache that are in memory: one is scored, one is written
+BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
+IMPORTS = (
+    "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.loop, xtk.training.held_out; "
+    "from xtk.doctor.costs import resident"
+)
 USUAL_TOKENS = 1024  # of a document, where there is no data
 
 
@@ -78,7 +93,8 @@ def of_training(case: Case) -> Forecast:
     """Forecast `distill`: weights, gradients and AdamW's two moments, the pass, the logits of a chunk.
 
     The pass holds most either where the body's forward pass has ended, with the head's gradient and logits of a chunk
-    and of its gradient beside what was kept; or somewhere in the backward pass, with the gradients made so far.
+    beside what was kept; or somewhere in the backward pass, with the gradients made so far. Where a step has several
+    passes, it is one of the later ones, with the gradients of those before.
 
     Raises:
         XtkError: the model cannot be run without weights.
@@ -87,41 +103,56 @@ def of_training(case: Case) -> Forecast:
 
     plan, layout = case.plan, case.plan.layout
     tokens = max(1, -(-pass_tokens(case) // layout.cp))
+    several = plan.gradient_accumulation_steps > 1 or pass_tokens(case, whole=True) > pass_tokens(case)
     found = footprint(
         case.student.folder,
         tokens,
         dtype=plan.dtype,
         mixed_precision=plan.mixed_precision,
         gradient_checkpointing=plan.gradient_checkpointing,
+        passes=1 + several,
         attn_implementation=plan.attn_implementation,
+        lora_r=plan.lora_r,
+        lora_target_modules=plan.lora_target_modules,
     )
     shards = layout.fsdp * layout.cp * layout.tp if layout.sharded else 1
-    weights = found.weights // shards
-    at_head = found.kept + found.head // layout.tp + 2 * logits(tokens, found.width // layout.tp)
-    # Gradients of a block are shared out as soon as they are there.
-    in_backward = found.backward - (found.weights - weights) + found.head // shards
-    # Gradients of the micro-batches before are there already.
-    before = weights if plan.gradient_accumulation_steps > 1 else 0
-    peak = max(at_head + before, in_backward, weights)
+    trained, weights = found.trained // shards, found.weights // shards
+    narrow = plan.mixed_precision == "bf16" or plan.dtype == "bfloat16"
+    # What gradients of a body take is shared out as soon as they are there.
+    shared_out = found.trained - trained
+    head = found.head // layout.tp if found.learns else 0
+    # The head's own gradient of the passes before; where it is the embedding, it is among those of the body.
+    before = found.head // shards if several and found.learns and not found.tied else 0
+    # Rows that are compared are picked from the hidden states, and have a gradient as large.
+    at_head = found.kept + 2 * found.states + head + logits(tokens, found.width // layout.tp, narrow=narrow)
+    if narrow and plan.dtype == "float32":
+        at_head += found.head // layout.tp // 2  # the head, in the dtype of the product
+    peak = max(at_head + before - shared_out * several, found.backward + head + before - shared_out, trained)
     replicas = layout.copies > 1 and not layout.sharded
     parts = {
         "weights": weights,
-        "AdamW": 2 * weights,
+        "AdamW": 2 * trained,
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest if layout.fsdp * layout.cp > 1 and layout.sharded else 0,
-        "buckets of DDP": weights if replicas else 0,
-        "average": 4 * found.weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
+        "buckets of DDP": trained if replicas else 0,
+        "kept by malloc": 0 if _on_cuda() else round(KEPT_BY_MALLOC * peak),
+        # In the end the model is loaded once more, on a CPU, where malloc has kept what activations had.
+        "merging": found.weights if plan.lora_r and not _on_cuda() else 0,
+        "average": 4 * found.trained // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
-    return _with_libraries(parts, WORKING)
+    tokens = len(case.student.tokenizer) + len(case.teacher.tokenizer)
+    return _with_libraries(parts, case.student, tokens, "peft" if plan.lora_r else "")
 
 
 def of_caching(case: Case) -> Forecast:
-    """Forecast `cache-teacher`: weights, the forward pass, and logits of a chunk.
+    """Forecast `cache-teacher`: weights, the forward pass, logits of a chunk, and what was said of two shards.
 
     Raises:
         XtkError: the model cannot be run without weights.
     """
     from xtk.doctor.footprint import footprint
+    from xtk.teachers.request import CacheRequest
+    from xtk.teachers.transformers import PASSES
 
     plan = case.plan
     longest = case.read.longest[1][0][0] if case.read.numbers else USUAL_TOKENS
@@ -130,19 +161,40 @@ def of_caching(case: Case) -> Forecast:
     rows = max(1, plan.batch_tokens // longest)
     rows = min(rows, case.read.numbers) if case.read.numbers else rows
     found = footprint(case.teacher.folder, longest, rows=rows, dtype=plan.teacher_dtype, backward=False)
-    work = max(found.forward, found.kept + 2 * logits(rows * longest, found.width))
-    return _with_libraries({"weights": found.weights, "activations": work})
+    narrow = plan.teacher_dtype != "float32"
+    chunk = logits(rows * longest, found.width)
+    at_head = found.kept + found.states + logits(rows * longest, found.width, narrow=narrow) + chunk // PASSES
+    support = support_of("", top_k=plan.top_k or None)
+    entries = 1 + support.top_k + support.sets * support.draws
+    positions = min(CacheRequest.shard_tokens, case.read.positions[1] if case.read.numbers else USUAL_TOKENS)
+    parts = {
+        "weights": found.weights,
+        # Weights in another dtype are read from their file, which stays mapped meanwhile.
+        "activations": max(found.forward, at_head, _bytes_of_files(case.teacher, plan.teacher_dtype)),
+        "shards": SHARDS * positions * (8 * entries + BYTES_BESIDE),
+    }
+    return _with_libraries(parts, case.teacher, len(case.teacher.tokenizer))
 
 
-def logits(tokens: int, width: int) -> int:
-    """Return the bytes of the logits of a chunk of rows, in fp32."""
+def _bytes_of_files(side: Side, dtype: str) -> int:
+    """Return the bytes of the tensors that are stored in another dtype."""
+    own = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
+    sizes = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
+    return sum(math.prod(shape) * sizes.get(kind, 1) for kind, shape in side.tensors.values() if kind != own)
+
+
+def logits(tokens: int, width: int, *, narrow: bool = False) -> int:
+    """Return the bytes of the logits of a chunk of rows, in fp32; of a product in 16 bits beside them if `narrow`."""
     from xtk.models.head import rows_in_a_chunk
 
-    return 4 * width * min(tokens, rows_in_a_chunk(width))
+    return (6 if narrow else 4) * width * min(tokens, rows_in_a_chunk(width))
 
 
-def pass_tokens(case: Case) -> int:
-    """Return the most tokens that a process reads in a forward pass of training: the longest documents together."""
+def pass_tokens(case: Case, *, whole: bool = False) -> int:
+    """Return the most tokens that a process reads in a forward pass of training: the longest documents together.
+
+    With `whole` in all passes of a step that `--max-batch-tokens` makes of them.
+    """
     plan, limit = case.plan, limit_of(case.student, case.plan)
     longest = [size for size, _ in case.read.longest[0]] or [min(limit or USUAL_TOKENS, USUAL_TOKENS)]
     longest = [min(size, limit) if limit else size for size in longest]
@@ -150,25 +202,40 @@ def pass_tokens(case: Case) -> int:
     together = sum(longest[:size]) if len(longest) >= min(size, 64) else longest[0] * size
     if case.read.numbers and size > len(longest):
         together = longest[-1] * (size - len(longest)) + sum(longest)
-    return max(longest[0], min(together, plan.max_batch_tokens)) if plan.max_batch_tokens else together
+    if not plan.max_batch_tokens:
+        return together
+    together *= plan.gradient_accumulation_steps
+    return together if whole else max(longest[0], min(together, plan.max_batch_tokens))
 
 
-def _with_libraries(parts: dict[str, int], working: int = 0) -> Forecast:
-    """Add what libraries take on a CPU: as much as they take in this process, which has imported them too."""
-    import torch
-
-    if torch.cuda.is_available():
+def _with_libraries(parts: dict[str, int], side: Side, tokens: int, more: str = "") -> Forecast:
+    """Add what libraries, `more` among them, and tokenizers take on a CPU."""
+    if _on_cuda():
         return Forecast(parts, "cuda")
-    import accelerate  # noqa: F401  # what distill imports
-    import pyarrow  # noqa: F401
+    known = class_of(side)
+    libraries = _libraries("" if known is None else known.__name__, more)
+    base = {"libraries": libraries + WORKING, "tokenizers": tokens * TOKENIZER}
+    return Forecast(base | parts, "cpu")
 
-    return Forecast({"libraries": _resident() + working, **parts}, "cpu")
+
+@functools.lru_cache
+def _libraries(model: str, more: str) -> int:
+    """Return the bytes of a process that has imported what both commands import, and transformers' class of a model."""
+    named = [f"from transformers import {model}"] if model else []
+    named += [f"import {more}"] if more else []
+    code = "; ".join([IMPORTS, *named, "print(resident())"])
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise XtkError("the libraries of a run cannot be imported", where=done.stderr.strip().splitlines()[-1])
+    return int(done.stdout.split()[-1])
 
 
-def _resident() -> int:
-    """Return the bytes of memory that this process has now."""
-    from xtk.training.metrics import highest_memory
+def resident() -> int:
+    """Return the bytes of memory that this process has now.
 
+    What the kernel says of the most that it had (ru_maxrss) begins, in a child, with what its parent had.
+    """
     path = Path("/proc/self/statm")
     if path.is_file():
         import resource
@@ -176,7 +243,15 @@ def _resident() -> int:
         return int(path.read_text(encoding="ascii").split()[1]) * resource.getpagesize()
     import torch
 
+    from xtk.training.metrics import highest_memory
+
     return highest_memory(torch.device("cpu"))
+
+
+def _on_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _there(device: str) -> int:
@@ -185,8 +260,6 @@ def _there(device: str) -> int:
 
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    import os
-
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         path = Path(name)

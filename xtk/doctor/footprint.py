@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from xtk.errors import XtkError
 from xtk.models import attention
 from xtk.models.causal_lm import DTYPES
+from xtk.models.preparation import ALL_LINEAR, Origin, Preparation, with_trained_adapter
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,27 @@ class Footprint:
 
     Attributes:
         weights: parameters and buffers, each storage once.
+        trained: those of them that are trained.
         head: the matrix that makes logits.
+        learns: whether that is trained.
+        tied: whether it is the embedding too.
         largest: the weights of the largest block of layers, or of embedding and head.
         width: V, rows of the head.
-        kept: what the forward pass of the body leaves for the backward pass, hidden states among it.
+        states: the hidden states that the body gives.
+        kept: what the forward pass of the body leaves for the backward pass, hidden states among it; gradients of the
+            passes before too, but for that of the head.
         forward: the most that the forward pass holds, without weights.
         backward: the most that the backward pass holds, with gradients of the weights, but for that of the head.
     """
 
     weights: int
+    trained: int
     head: int
+    learns: bool
+    tied: bool
     largest: int
     width: int
+    states: int
     kept: int
     forward: int
     backward: int
@@ -88,7 +98,10 @@ def footprint(
     mixed_precision: str = "no",
     gradient_checkpointing: bool = False,
     backward: bool = True,
+    passes: int = 1,
     attn_implementation: str = "",
+    lora_r: int = 0,
+    lora_target_modules: tuple[str, ...] = ALL_LINEAR,
 ) -> Footprint:
     """Run a model on fake tensors of the device that a run would take.
 
@@ -100,7 +113,10 @@ def footprint(
         mixed_precision: "bf16" or "no".
         gradient_checkpointing: as in training.
         backward: whether it is trained.
+        passes: how many there are before gradients are used; what is told is of the last.
         attn_implementation: transformers' name; "": as training would have it.
+        lora_r: rank of adapters, which are trained instead of the model; 0: the model.
+        lora_target_modules: what gets them.
 
     Raises:
         XtkError: transformers does not know the model, or it cannot be run so.
@@ -116,40 +132,72 @@ def footprint(
     # makes of tensors without content.
     for own in [attn_implementation] if attn_implementation else [attention.NAME, "sdpa", "eager"]:
         try:
-            with warnings.catch_warnings(), FakeTensorMode(), torch.device(device), torch.set_grad_enabled(backward):
+            with warnings.catch_warnings(), torch.device("meta"), torch.set_grad_enabled(backward):
                 warnings.simplefilter("ignore")
                 configuration = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
                 model = transformers.AutoModelForCausalLM.from_config(
                     configuration, dtype=DTYPES[dtype], attn_implementation=own
                 )
+                if lora_r:
+                    prepared = Preparation(dtype, lora_r=lora_r, lora_target_modules=lora_target_modules)
+                    model = with_trained_adapter(model, Origin(folder), prepared)
                 if gradient_checkpointing:
                     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-                return _run(model.train(backward), (rows, tokens), autocast, backward)
+            with (
+                warnings.catch_warnings(), FakeTensorMode(), torch.device(device), torch.set_grad_enabled(backward)
+            ):  # fmt: skip
+                warnings.simplefilter("ignore")
+                _put(model, device)
+                return _run(model.train(backward), (rows, tokens), autocast, passes if backward else 0)
         except Exception as wrong:  # whatever a model does that tensors without content cannot
             told = told or " ".join(str(wrong).split())[:200]
     raise XtkError(f"this model cannot be run without its weights: {told}", where=str(folder))
 
 
-def _run(model: Any, shape: tuple[int, int], autocast: Any, backward: bool) -> Footprint:
+def _put(model: Any, device: str) -> None:
+    """Give a model that is nowhere tensors of a device; what was one tensor stays one."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                    if isinstance(tensor, torch.nn.Parameter):
+                        made[id(tensor)] = torch.nn.Parameter(made[id(tensor)], tensor.requires_grad)
+                table[name] = made[id(tensor)]
+
+
+def _run(model: Any, shape: tuple[int, int], autocast: Any, passes: int) -> Footprint:
     live = _Live()
     held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
     for tensor in held.values():
         live.know(tensor)
-    head = model.get_output_embeddings().weight
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of what peft puts around it
+    embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings().weight
     ids = torch.zeros(shape, dtype=torch.int64)
+    kept = forward = most = size = 0
     with live:
-        with autocast:
-            states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        kept, forward = live.now, live.most
-        if backward:
+        for _ in range(max(1, passes)):
             live.most = live.now
-            states.backward(torch.ones_like(states))
-        most = live.most if backward else 0
+            with autocast:
+                states = inner.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            kept, forward, size = live.now, live.most, _bytes(states)
+            if passes:
+                live.most = live.now
+                states.backward(torch.ones_like(states))
+                most = live.most
+            del states
     return Footprint(
         weights=sum(one.untyped_storage().nbytes() for one in held.values()),
+        trained=sum(_bytes(one) for one in model.parameters() if one.requires_grad),
         head=_bytes(head),
-        largest=_largest(model),
+        learns=head.requires_grad,
+        tied=head is embedding,
+        largest=_largest(inner),
         width=len(head),
+        states=size,
         kept=kept,
         forward=forward,
         backward=most,

@@ -157,7 +157,7 @@ def load_student(
         _resize_vocabulary(model, tokenizer, preparation, adapted)
     check_rows(model, tokenizer)
     if adapted:
-        model = _with_trained_adapter(model, origin, preparation)
+        model = with_trained_adapter(model, origin, preparation)
     freeze(model, preparation.freeze)
     if quiet:
         return model
@@ -234,7 +234,7 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, preparation: Preparatio
     terminal.note(f"distill: the vocabulary has {model.get_input_embeddings().weight.shape[0]:,} rows, {rows:,} before")
 
 
-def _with_trained_adapter(model: Any, origin: Origin, preparation: Preparation) -> Any:
+def with_trained_adapter(model: Any, origin: Origin, preparation: Preparation) -> Any:
     """Put an adapter into a model: that of the checkpoint, the one that the student came with, or a new one.
 
     Raises:

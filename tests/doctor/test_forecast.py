@@ -1,0 +1,59 @@
+"""What the doctor says of memory is what a real process takes, within 15 %."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import material
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from xtk.artifacts.corpus import Corpus
+from xtk.doctor.case import Case, Plan, Side
+from xtk.doctor.costs import of_caching, of_training
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")
+
+REACH = 0.15
+# ru_maxrss would begin with what this process has.
+PEAK = (
+    "import sys; from xtk.cli import run; code = run(sys.argv[1:]); "
+    "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')), file=sys.stderr); "
+    "sys.exit(code)"
+)
+
+
+def held(forecast: int, *arguments: object) -> int:
+    """Return the peak of a process; once more if the first has compiled kernels, which stay compiled."""
+    peak = 0
+    for _ in range(2):
+        command = [sys.executable, "-c", PEAK, *map(str, arguments), "--force", "--quiet"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        peak = 1024 * int(done.stderr.split()[-1])
+        if peak <= (1 + REACH) * forecast:
+            break
+    return peak
+
+
+def test_memory_is_what_was_forecast(tmp_path):
+    configuration = LlamaConfig(
+        vocab_size=8192, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = LlamaForCausalLM(configuration)
+    student = material.make_student_tokenizer(tmp_path / "student")
+    teacher = material.make_teacher_tokenizer(tmp_path / "teacher")
+    for folder in (student, teacher):
+        model.save_pretrained(folder)
+    data = material.write_jsonl(tmp_path / "data.jsonl", [" ".join(material.sentences(12, seed)) for seed in range(16)])
+    sides = [Side.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
+    case = Case(*sides, Plan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
+    cached = tmp_path / "cache"
+    said = of_caching(case).total
+    run: tuple[object, ...] = ("cache-teacher", teacher, data, "-o", cached, "--batch-tokens", 2048)
+    assert said == pytest.approx(held(said, *run), rel=REACH)
+    said = of_training(case).total
+    run = ("distill", student, cached, "-o", tmp_path / "run", "--max-steps", 2, "--max-batch-tokens", 2048)
+    assert said == pytest.approx(held(said, *run), rel=REACH)
