@@ -3,10 +3,9 @@
     python tests/benchmarks/bench_doctor.py [--only PART ...] [--at-once 1]
 
 Students and teachers are Llamas with random weights and real or made tokenizers. Each case is a doctor and a run, as
-processes; the peak of the run is what Linux says (VmHWM; ru_maxrss
-begins with what the parent had). numba's kernels are compiled before by a run that
-does not count. Cases marked `fitted` are those to which the constants of xtk/doctor/costs.py were fitted; the others
-were never looked at for that. Reach: 15 %.
+processes; the peak of the run is what Linux says (VmHWM; ru_maxrss begins with what the parent had). Numba's kernels
+are compiled before by a run that does not count. Cases marked `fitted` were looked at when the constants of
+xtk/doctor/costs.py were chosen; the others never. Reach: 15 %.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ CASES = (
     Case("distill", "128k rows, tied", "--max-batch-tokens 2048", fitted=True),
     Case("cache-teacher", "teacher of 8k rows", "--batch-tokens 4096", fitted=True),
     Case("cache-teacher", "teacher of 152k rows", "--batch-tokens 4096", fitted=True),
-    Case("distill", "11 MiB", "--max-batch-tokens 8192 --per-device-train-batch-size 32"),
+    Case("distill", "11 MiB", "--max-batch-tokens 8192 --per-device-train-batch-size 32", fitted=True),
     Case("distill", "100 MiB", "--max-batch-tokens 1024"),
     Case("distill", "100 MiB", "--max-batch-tokens 4096 --per-device-train-batch-size 16"),
     Case("distill", "100 MiB", "--max-batch-tokens 4096 --per-device-train-batch-size 16 --gradient-checkpointing"),
@@ -78,7 +77,7 @@ CASES = (
     Case("distill", "100 MiB", "--max-batch-tokens 2048 --lora-r 8"),
     Case("distill", "100 MiB", "--max-batch-tokens 2048 --ema-decay 0.9"),
     Case("distill", "100 MiB", "--per-device-train-batch-size 4"),
-    Case("distill", "250 MiB", "--max-batch-tokens 1024 --lora-r 8"),
+    Case("distill", "250 MiB", "--max-batch-tokens 1024 --lora-r 8", fitted=True),
     Case("distill", "250 MiB", "--max-batch-tokens 2048 --gradient-checkpointing"),
     Case("distill", "250 MiB", "--per-device-train-batch-size 2 --gradient-accumulation-steps 2"),
     Case("distill", "600 MiB", "--max-batch-tokens 1024"),

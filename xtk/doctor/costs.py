@@ -26,11 +26,12 @@ GIB = 2**30
 # Of the default cache, measured: docs/explanation/scale.md.
 BYTES_PER_POSITION = 43.3
 # What a run holds on a CPU beside imported libraries, tokenizers and tensors: compiled kernels, batches made ahead,
-# threads, what malloc keeps. Ours: fitted to five runs of one machine, and held against others (numbers.md, doctor).
+# threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
 WORKING = 150 << 20
 TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
-# What malloc keeps between passes of different lengths, beside what comes and goes in training. Ours, as above.
-KEPT_BY_MALLOC = 0.15
+# What a process keeps of what comes and goes in training, where passes differ in length. Ours: fitted to five more runs,
+# which took 4 to 18 % more without it; what it is was not found (decisions.md).
+KEPT_BETWEEN_PASSES = 0.15
 SHARDS = 2  # of a cache that are in memory: one is scored, one is written
 BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
 IMPORTS = (
@@ -135,8 +136,8 @@ def of_training(case: Case) -> Forecast:
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest if layout.fsdp * layout.cp > 1 and layout.sharded else 0,
         "buckets of DDP": trained if replicas else 0,
-        "kept by malloc": 0 if _on_cuda() else round(KEPT_BY_MALLOC * peak),
-        # In the end the model is loaded once more, on a CPU, where malloc has kept what activations had.
+        "kept between passes": 0 if _on_cuda() else round(KEPT_BETWEEN_PASSES * peak),
+        # In the end the model is loaded once more, on a CPU, where what activations had is not given back.
         "merging": found.weights if plan.lora_r and not _on_cuda() else 0,
         "average": 4 * found.trained // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
