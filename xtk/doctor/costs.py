@@ -29,8 +29,8 @@ BYTES_PER_POSITION = 43.3
 # threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
 WORKING = 150 << 20
 TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
-# What a process keeps of what comes and goes in training, where passes differ in length. Ours: fitted to five more runs,
-# which took 4 to 18 % more without it; what it is was not found (decisions.md).
+# What a process keeps of what comes and goes in training, where passes differ in length. Ours: fitted to five more
+# runs, which took 4 to 18 % more than without it; what it is was not found (decisions.md).
 KEPT_BETWEEN_PASSES = 0.15
 SHARDS = 2  # of a cache that are in memory: one is scored, one is written
 BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
