@@ -158,7 +158,11 @@ def main() -> None:
         lines, _ = run(folder, f"{folder / 'teacher'}:top_k=32", "byte-kl", "across")
         shares = [1 - (line["writing"] + line["teacher"] + line["step"]) / line["all"] for line in lines]
         parts = {key: statistics.median(line[key] for line in lines) for key in ("writing", "teacher", "step", "all")}
-        _, given = run(folder, f"{folder / 'alike'}:support=given,top_k=32", "reverse-kl", "given")
+        given = {
+            precision: run(folder, f"{folder / 'alike'}:support=given,top_k=32,precision={precision}", "reverse-kl",
+                           precision)[1]
+            for precision in ("float32", "fine", "standard")
+        }  # fmt: skip
         told = ", ".join(f"{key} {value:.2f} s" for key, value in parts.items())
         report(
             Path(__file__).name,
@@ -166,7 +170,8 @@ def main() -> None:
                 ("a round: time outside of writing, the teacher's pass and the step",
                  f"{statistics.median(shares):.1%} ({told})", "5 %"),
                 held,
-                ("signal a position, `given` K=32", f"{given:.0f} bytes", "160 bytes"),
+                *((f"signal a position, `given` K=32, `precision={precision}`", f"{found:.0f} bytes", "160 bytes")
+                  for precision, found in given.items()),
             ],
         )  # fmt: skip
 

@@ -110,6 +110,11 @@ class Engine:
             near = did_you_mean(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
             text = f"it has no engine option {option!r}"
             hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else None
+        elif "does not use offset" in text:  # vLLM 0.32: it turns back a generator that a CPU's has no way to
+            hint = (
+                "on a CPU vLLM cannot draw with seeds where a prompt is read in parts: the engine's option "
+                "max_num_batched_tokens=N, as many as the prompts of a batch have"
+            )
         elif "out of memory" in text.lower() or "Engine" in text + type(wrong).__name__:
             hint = (
                 "the cause is above; where it is memory: --engine gpu_memory_utilization=0.8, a smaller --batch-tokens"

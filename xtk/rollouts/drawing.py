@@ -21,6 +21,11 @@ STEP, FIRST, SECOND = (
     for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
+# Numbers that are drawn at a time: each is several times in memory, as a float64, while it is. On a CPU they stay in
+# its caches.
+AT_A_TIME = {"cpu": 1 << 18}
+AT_A_TIME_ELSEWHERE = 1 << 25
+
 
 def seeds_of(key: tuple[int, ...], length: int) -> NDArray[np.int64]:
     """Return int64 [length], a seed for each place of a completion."""
@@ -59,8 +64,12 @@ def draw(logits: Tensor, seeds: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    scores = cut(logits.double() / sampling.temperature, sampling)
-    return (scores + gumbel(seeds, logits.shape[-1])).argmax(-1)
+    rows = max(1, AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE) // logits.shape[-1])
+    chosen = [
+        (cut(some.double() / sampling.temperature, sampling) + gumbel(of_places, logits.shape[-1])).argmax(-1)
+        for some, of_places in zip(logits.split(rows), seeds.split(rows), strict=True)
+    ]
+    return torch.cat(chosen)
 
 
 def cut(scores: Tensor, sampling: Sampling) -> Tensor:
