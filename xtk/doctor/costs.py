@@ -34,6 +34,7 @@ TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in 
 KEPT_BETWEEN_PASSES = 0.15
 SHARDS = 2  # of a cache that are in memory: one is scored, one is written
 BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
+PACKING = 64  # of an entry of the shard that is packed, while it is. Ours: fitted to one run with 256 entries
 IMPORTS = (
     "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.loop, xtk.training.held_out; "
     "from xtk.doctor.costs import resident"
@@ -172,7 +173,7 @@ def of_caching(case: Case) -> Forecast:
         "weights": found.weights,
         # Weights in another dtype are read from their file, which stays mapped meanwhile.
         "activations": max(found.forward, at_head, _bytes_of_files(case.teacher, plan.teacher_dtype)),
-        "shards": SHARDS * positions * (8 * entries + BYTES_BESIDE),
+        "shards": positions * (SHARDS * (8 * entries + BYTES_BESIDE) + PACKING * entries),
     }
     return _with_libraries(parts, case.teacher, len(case.teacher.tokenizer))
 
