@@ -67,7 +67,7 @@ def draw(logits: Tensor, seeds: Tensor, sampling: Sampling) -> Tensor:
     rows = max(1, AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE) // logits.shape[-1])
     chosen = [
         (cut(some.double() / sampling.temperature, sampling) + gumbel(of_places, logits.shape[-1])).argmax(-1)
-        for some, of_places in zip(logits.split(rows), seeds.split(rows), strict=True)
+        for some, of_places in zip(torch.split(logits, rows), torch.split(seeds, rows), strict=True)
     ]
     return torch.cat(chosen)
 
