@@ -18,7 +18,7 @@ from xtk.training.batches import Order
 from xtk.training.distill import Inputs, open_inputs
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import read_layout
-from xtk.training.loop import Run, _micro_batches, _optimizer, _step
+from xtk.training.loop import Run, _maker, _optimizer, _step
 from xtk.training.recipe import Places, Recipe, Reporting
 from xtk.training.student import shared
 
@@ -130,7 +130,7 @@ def take_steps(
     )
     recorder = Recorder(model)
     wrapped.train()
-    made = [_micro_batches(run, step) for step in range(steps)]
+    made = [_maker(run)(step) for step in range(steps)]
     held_out = [ask()]
     results = []
     for micro_batches in made:
@@ -138,7 +138,7 @@ def take_steps(
         held_out.append(ask())
     optimizer = _optimizer(cut, recipe)
     for step in range(moved):
-        _step(run, optimizer, _micro_batches(run, step))
+        _step(run, optimizer, _maker(run)(step))
     if moved:
         recorder.gradients |= {
             f"weights.{name}": whole(one.detach()).clone()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from xtk import terminal
 from xtk.artifacts.corpus import Corpus, columns_option
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+from xtk.commands.evaluated import load_evaluated
 from xtk.commands.tables import print_table, with_error
 from xtk.errors import XtkError
 
@@ -112,20 +113,10 @@ def _measured(
     """Measure one model."""
     from xtk.evaluation.against_teacher import against_teacher
     from xtk.evaluation.bits import bits_per_byte
-    from xtk.models.causal_lm import DTYPES, Cut, check_rows, default_device, load_causal_lm
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.models.causal_lm import Cut
     from xtk.training.teachers import Teacher
 
-    folder, adapter = places
-    tokenizer = Tokenizer(folder, name=name)
-    network = load_causal_lm(
-        folder,
-        dtype=DTYPES[given["dtype"]],
-        device=default_device(),
-        trust_remote_code=given["trust_remote_code"],
-        adapter=adapter,
-    )
-    check_rows(network, tokenizer)
+    network, tokenizer = load_evaluated(name, places, given)
     model = Cut(network)
     sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
     bits = bits_per_byte(model, tokenizer, documents, by_kind=given["by_category"], **sizes)

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from xtk import terminal
+from xtk.commands.evaluated import load_evaluated
 from xtk.commands.tables import print_table, with_error
 from xtk.errors import XtkError
 
@@ -25,8 +26,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
     from xtk.artifacts.files import written_whole
     from xtk.commands.rollout import read_template_arguments
     from xtk.evaluation.harness import Asking, Harness, Scores
-    from xtk.models.causal_lm import DTYPES, check_rows, context_length, default_device, load_causal_lm
-    from xtk.tokens.tokenizer import Tokenizer
+    from xtk.models.causal_lm import context_length
 
     for option in ("prompt_template", "stop", "engine", "columns"):
         if given[option]:
@@ -50,16 +50,8 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
         stream = None
         if path is not None:
             stream = held.enter_context(held.enter_context(written_whole(path)).open("w", encoding="utf-8"))
-        for name, (folder, adapter) in folders.items():
-            tokenizer = Tokenizer(folder, name=name)
-            model = load_causal_lm(
-                folder,
-                dtype=DTYPES[given["dtype"]],
-                device=default_device(),
-                trust_remote_code=given["trust_remote_code"],
-                adapter=adapter,
-            )
-            check_rows(model, tokenizer)
+        for name, places in folders.items():
+            model, tokenizer = load_evaluated(name, places, given)
             limits = [limit for limit in (context_length(model.config), given["max_length"]) if limit]
             found = harness.ask(model, tokenizer, max_length=min(limits, default=None))
             results[name] = found

@@ -23,8 +23,7 @@ STEP, FIRST, SECOND = (
 
 # Numbers that are drawn at a time: each is several times in memory, as a float64, while it is. On a CPU they stay in
 # its caches.
-AT_A_TIME = {"cpu": 1 << 18}
-AT_A_TIME_ELSEWHERE = 1 << 25
+AT_A_TIME, AT_A_TIME_ON_A_CPU = 1 << 25, 1 << 18
 
 
 def seeds_of(key: tuple[int, ...], length: int) -> NDArray[np.int64]:
@@ -64,7 +63,8 @@ def draw(logits: Tensor, seeds: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    rows = max(1, AT_A_TIME.get(logits.device.type, AT_A_TIME_ELSEWHERE) // logits.shape[-1])
+    most = AT_A_TIME_ON_A_CPU if logits.device.type == "cpu" else AT_A_TIME
+    rows = max(1, most // logits.shape[-1])
     chosen = [
         (cut(some.double() / sampling.temperature, sampling) + gumbel(of_places, logits.shape[-1])).argmax(-1)
         for some, of_places in zip(torch.split(logits, rows), torch.split(seeds, rows), strict=True)

@@ -293,10 +293,6 @@ def _maker(run: Run) -> StepBatches:
                        layout.data_rank, layout.data_ranks)  # fmt: skip
 
 
-def _micro_batches(run: Run, step: int) -> list[MicroBatch]:
-    return _maker(run)(step)
-
-
 def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
     """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
     found = [f"{name} {value:.4f}" for name, value in record.items()
