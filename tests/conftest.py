@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,11 @@ command_line.start_fork_server()
 LONGEST = ("test_parity", "test_layouts", "test_remote_caches", "test_bad_input", "test_losses", "test_several_writers",
            "test_byte_kl", "test_teachers", "test_resume", "test_real_vocabularies", "test_large_teachers",
            "test_cache_teacher", "test_contract", "test_shards", "test_formats")  # fmt: skip
+
+
+def pytest_sessionfinish() -> None:
+    """Leave nothing behind."""
+    shutil.rmtree(os.environ["XTK_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -148,8 +148,22 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     for record in records:
         assert [(one["role"], one["train"]) for one in record["messages"]] == [("user", False), ("assistant", True)]
         assert record["teacher_prompt"] == "It is 12."
+    (tmp_path / "sums.jsonl").write_text('{"a": 1, "prompt": "dropped"}\n')
+    asked = ("rollout", "student", "sums.jsonl", "--max-completion-length", 4, "-o", "sums-r.jsonl")
+    run(*asked, "--prompt-template", "{{a}} + {{a}} =", cwd=tmp_path)
+    (record,) = lines_of(tmp_path / "sums-r.jsonl")
+    assert record["prompt"] == "1 + 1 ="
+    assert record["a"] == 1
+    done = run(*asked, "--prompt-template", "{{a}} - {{a}} =", cwd=tmp_path, code=1)
+    assert "rollouts of another request" in done.stderr
+    run(*asked, "--prompt-template", "{{a}} - {{a}} =", "--apply-chat-template", "--force", cwd=tmp_path)
+    (record,) = lines_of(tmp_path / "sums-r.jsonl")
+    assert record["messages"][0] == {"role": "user", "content": "1 - 1 =", "train": False}
+    run("cache-teacher", "teacher", "sums-r.jsonl", "--top-k", 4, "-o", "sums-c", cwd=tmp_path)
+    assert_trains_what_was_drawn(tmp_path / "sums-c", tmp_path / "student", [record])
     for wrong, message in (
         (("-o", "r.json"), "-o FILE.jsonl"),
+        (("-o", "x.jsonl", "--prompt-template", "{{nothing}}"), "the prompt template fails"),
         (("-o", "chat.jsonl", "--force"), "there is another file"),
         (("-o", "x.jsonl", "--temperature", -1), "--temperature is -1"),
         (("-o", "x.jsonl", "--backend", "vlm"), "did you mean vllm?"),

@@ -58,6 +58,7 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     told = json.loads(run_xtk(*command).stdout)
     assert torch.equal(logits_of(out), logits_of(tied))
 
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1  # who may read one may read all
     shards = sorted(out.glob("*.safetensors"))
     assert len(shards) == told["shards"] > 1
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]

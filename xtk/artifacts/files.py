@@ -52,6 +52,18 @@ def written_whole(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def share(*paths: Path) -> None:
+    """Give files of one folder the permissions that a new file has there; safetensors 0.8 writes for the owner alone."""
+    if not paths:
+        return
+    usual = paths[0].parent / temporary_name("mode")
+    usual.touch()
+    mode = usual.stat().st_mode & 0o777
+    usual.unlink()
+    for path in paths:
+        path.chmod(mode)
+
+
 def write_json(path: Path, content: Any) -> None:
     """Write readable JSON, whole."""
     with written_whole(path) as temporary:

@@ -79,14 +79,7 @@ def evaluate(
     max_prompts: Annotated[
         int, typer.Option(help="Only so many problems, of each task, the first ones; 0: all.", min=0)
     ] = 0,
-    prompt_template: Annotated[
-        str,
-        typer.Option(
-            help="What is asked, where a row has no prompt as it is to be put: Jinja with the row's fields, such as "
-            "'{{problem}} Answer in \\boxed{}.', or a file of it.",
-            metavar="TEXT|FILE.jinja",
-        ),
-    ] = "",
+    prompt_template: options.PromptTemplate = "",
     apply_chat_template: Annotated[
         bool,
         typer.Option(

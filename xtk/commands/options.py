@@ -76,6 +76,14 @@ ChatTemplateKwargs = Annotated[
         metavar="JSON",
     ),
 ]
+PromptTemplate = Annotated[
+    str,
+    typer.Option(
+        help="What is asked, where a row has no prompt as it is to be put: Jinja with the row's fields, such as "
+        "'{{problem}} Answer in \\boxed{}.', or a file of it.",
+        metavar="TEXT|FILE.jinja",
+    ),
+]
 MaxPrompts = Annotated[int, typer.Option(help="Only so many prompts, the first ones; 0: all.", min=0)]
 Rewards = Annotated[
     list[str] | None,

@@ -57,6 +57,11 @@ def rollout(
     scale_rewards: options.ScaleRewards = True,
     environment: options.Environment = "",
     max_turns: options.MaxTurns = 8,
+    prompt_template: options.PromptTemplate = "",
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option("--apply-chat-template", help="A prompt that is text is what a user says, in the chat template."),
+    ] = False,
     chat_template_kwargs: options.ChatTemplateKwargs = "",
     columns: options.Columns = "",
     weight_column: options.WeightColumn = "",
@@ -115,7 +120,7 @@ def rollout(
     from xtk.models.causal_lm import DTYPES
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts.environments import environment_of
-    from xtk.rollouts.prompts import read_prompts
+    from xtk.rollouts.prompts import PromptForm, read_prompts
     from xtk.rollouts.writer import Sampling, WriterRequest
     from xtk.rollouts.writing import write_rollouts
     from xtk.teachers.engine import backend_options
@@ -130,7 +135,8 @@ def rollout(
     played = environment_of(environment) if environment else None
     template_arguments = read_template_arguments(chat_template_kwargs)
     tokenizer = Tokenizer(folder, name=student)
-    read = read_prompts(corpus, max_prompts or None)
+    form = PromptForm(prompt_template, chat=apply_chat_template)
+    read = read_prompts(corpus, max_prompts or None, form)
     request = _fingerprint(
         {
             "student": _identity(folder, adapter, backend, server or [], tokenizer),
@@ -292,9 +298,12 @@ def _identity(folder: Path, adapter: Path | None, backend: str, servers: list[st
 
 
 def _prompts_fingerprint(prompts: list[Prompt]) -> str:
+    from xtk.rollouts.lines import contents
+
     whole = hashlib.sha256()
     for prompt in prompts:
-        whole.update(json.dumps(dict(prompt.record), sort_keys=True, default=str).encode() + b"\n")
+        found = [dict(prompt.record), contents(prompt.document)]
+        whole.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
     return whole.hexdigest()
 
 

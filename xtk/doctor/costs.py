@@ -29,9 +29,6 @@ BYTES_PER_POSITION = 43.3
 # threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
 WORKING = 150 << 20
 TOKENIZER = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
-# What a process keeps of what comes and goes in training, where passes differ in length. Ours: fitted to five more
-# runs, which took 4 to 18 % more than without it; what it is was not found (decisions.md).
-KEPT_BETWEEN_PASSES = 0.15
 SHARDS = 2  # of a cache that are in memory: one is scored, one is written
 BYTES_BESIDE = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
 PACKING = 64  # of an entry of the shard that is packed, while it is. Ours: fitted to one run with 256 entries
@@ -137,7 +134,7 @@ def of_training(case: Case) -> Forecast:
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest if layout.fsdp * layout.cp > 1 and layout.sharded else 0,
         "buckets of DDP": trained if replicas else 0,
-        "kept between passes": 0 if _on_cuda() else round(KEPT_BETWEEN_PASSES * peak),
+        "holes in the heap": found.holes,
         # In the end the model is loaded once more, on a CPU, where what activations had is not given back.
         "merging": found.weights if plan.lora_r and not _on_cuda() else 0,
         "average": 4 * found.trained // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from xtk.doctor import heap
 from xtk.errors import XtkError
 from xtk.models import attention
 from xtk.models.causal_lm import DTYPES
@@ -41,6 +42,7 @@ class Footprint:
             passes before too, but for that of the head.
         forward: the most that the forward pass holds, without weights.
         backward: the most that the backward pass holds, with gradients of the weights, but for that of the head.
+        holes: what a heap on this machine keeps beyond that, if these passes are made again and again; 0 on a GPU.
     """
 
     weights: int
@@ -54,6 +56,7 @@ class Footprint:
     kept: int
     forward: int
     backward: int
+    holes: int
 
 
 class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -63,6 +66,7 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.most = 0
         self._known: set[int] = set()
+        self.events: list[tuple[int, int]] = []
 
     def know(self, tensor: Tensor) -> None:
         """Leave a tensor that was there before out of the count."""
@@ -82,11 +86,14 @@ class _Live(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.add(name)
         self.now += size
         self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._drop, name, size)
+        number = len(self.events)
+        self.events.append((number, size))
+        weakref.finalize(storage, self._drop, name, number, size)
 
-    def _drop(self, name: int, size: int) -> None:
+    def _drop(self, name: int, number: int, size: int) -> None:
         self._known.discard(name)
         self.now -= size
+        self.events.append((number, -1))
 
 
 def footprint(
@@ -201,6 +208,7 @@ def _run(model: Any, shape: tuple[int, int], autocast: Any, passes: int) -> Foot
         kept=kept,
         forward=forward,
         backward=most,
+        holes=heap.kept(live.events) if embedding.device.type == "cpu" else 0,
     )
 
 

@@ -30,7 +30,7 @@ def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], reques
         record["given_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
     return {
         **record,
-        **_contents(document),
+        **contents(document),
         "ends": document.ends,
         "student_ids": tokens.ids.tolist(),
         "student_mask": tokens.drawn.astype(int).tolist(),
@@ -48,7 +48,8 @@ def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], reques
     }
 
 
-def _contents(document: Document) -> dict[str, Any]:
+def contents(document: Document) -> dict[str, Any]:
+    """Return a document as the fields of a record."""
     found: dict[str, Any] = {}
     if document.teacher_prompt is not None:
         prompt = document.teacher_prompt

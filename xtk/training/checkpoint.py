@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, read_json, write_json
+from xtk.artifacts.files import TEMPORARY, read_json, share, write_json
 from xtk.artifacts.locks import LOCK
 from xtk.errors import Damaged, XtkError
 from xtk.models.preparation import is_adapted, save_trained
@@ -206,6 +206,7 @@ class Saver:
             return
         with _as_if_whole(self._model.config):
             save_trained(self._model, folder, whole)
+            share(*folder.glob("*.safetensors"))
         self._add_tokenizer(folder)
 
     def _add_tokenizer(self, folder: Path) -> None:
@@ -278,6 +279,7 @@ class Saver:
         if processes.is_first() and self._merge:
             folder.mkdir()
             self._merge(adapter, folder)
+            share(*folder.rglob("*.safetensors"))
             self._add_tokenizer(folder)
             shutil.rmtree(adapter)
 

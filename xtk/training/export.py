@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, temporary_name, write_json
+from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name, write_json
 from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
 from xtk.errors import XtkError
 from xtk.evaluation.results import Result, read_results
@@ -283,6 +283,7 @@ def _write(
             setattr(described, f"{role}_token_id", tokenizer.roles[role])
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     files = list(folder.glob("*.safetensors"))
+    share(*files)
     return {
         "dtype": dtype,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

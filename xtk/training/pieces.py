@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from xtk.artifacts.files import canonical_json
+from xtk.artifacts.files import canonical_json, share
 from xtk.errors import Damaged, XtkError
 from xtk.training import processes
 
@@ -152,6 +152,7 @@ def write_pieces(
         told[key] = {"of": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
                      "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
     save_file(tensors, path, metadata={HEADER: canonical_json({**header, "pieces": told})})
+    share(path)
 
 
 @dataclass(frozen=True)
