@@ -53,7 +53,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def share(*paths: Path) -> None:
-    """Give files of one folder the permissions that a new file has there; safetensors 0.8 writes for the owner alone."""
+    """Give files of a folder the permissions that a new file has there; safetensors 0.8 writes for the owner alone."""
     if not paths:
         return
     usual = paths[0].parent / temporary_name("mode")
