@@ -10,7 +10,7 @@ from xtk import terminal
 from xtk.commands import options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from pathlib import Path
 
     from xtk.commands.report_page import Shown
@@ -82,7 +82,7 @@ def report(
     from xtk.commands.report_page import page
     from xtk.commands.samples_page import read_samples
     from xtk.errors import XtkError
-    from xtk.evaluation.results import read_results
+    from xtk.evaluation.results import read_results, short_names
 
     terminal.set_quiet(quiet)
     named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
@@ -98,7 +98,9 @@ def report(
     check_page(Path(output), request, force=force)
     if twice := next((one for at, one in enumerate(named) if one in named[:at]), None):
         raise XtkError("this run is named twice", where=twice)
-    shown = [_read(Path(path), name) for path, name in zip(named, _names(named), strict=True)]
+    places = {path: str(Path(path).resolve()) for path in named}
+    names = short_names(places.values())
+    shown = [_read(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
     written = [one for file in texts for one in read_samples(Path(file), _lines(Path(file)))]
     pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
@@ -107,18 +109,6 @@ def report(
     write_page(Path(output), "".join(page(shown, results, baselines, written, pictures, style, request)))
     told = [{"path": run.path, "state": run.state, "metrics": run.last()} for run in shown]
     terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
-
-
-def _names(paths: Sequence[str]) -> list[str]:
-    """Return the shortest ends of paths by which they are told apart."""
-    from pathlib import Path
-
-    parts = [Path(path).resolve().parts for path in paths]
-    for length in range(1, max(map(len, parts))):
-        names = ["/".join(some[-length:]) for some in parts]
-        if len(set(names)) == len(names):
-            return names
-    return list(paths)
 
 
 def _read(path: Path, name: str) -> Shown:

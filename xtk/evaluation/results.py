@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,3 +110,14 @@ def _numbers(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
 def shown(result: Result) -> str:
     """Return a number as tables show it, with its standard error."""
     return f"{result.value:.4f}" + (f" ± {result.error:.4f}" if result.error is not None else "")
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return what a page calls models or data: of an absolute path the shortest end by which it is told apart."""
+    known = list(dict.fromkeys(names))
+    parts = [Path(name).parts if Path(name).is_absolute() else (name,) for name in known]
+    for length in range(1, max(map(len, parts), default=0)):
+        ends = ["/".join(one[-length:]) for one in parts]
+        if len(set(ends)) == len(known):
+            return dict(zip(known, ends, strict=True))
+    return dict(zip(known, known, strict=True))

@@ -25,6 +25,8 @@ TEACHER_TRAINING = "--max-steps 1500 --per-device-train-batch-size 2 --learning-
 STUDENT_TRAINING = "--max-steps 800 --per-device-train-batch-size 2 --learning-rate 3e-3"
 BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
 DISTILLED_LOSS = "--loss ce --loss p-kl:weight=2"
+WRITING = "--max-completion-length 48 --temperature 0.7"
+PROMPTS, CHARACTERS = 5, 120  # of held-out documents, for the student to go on from
 RESULTS, PICTURE, REPORT = "results.json", "curves.png", "report.html"
 
 
@@ -69,15 +71,33 @@ def quickstart(folder: Path, seeds: int) -> dict[str, Any]:
     from xtk.quickstart.picture import draw_curves
 
     draw_curves(folder, seeds, figures["teacher"], folder / PICTURE)
-    _say("All that the students' runs have written down, on a page:")
-    runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
-    page = _run(f"xtk report {runs} --cache {at}/cache -o {at}/{REPORT} --force")
+    page = _report(folder, seeds)
     terminal.note(table(figures))
     terminal.note(
         f"\n{folder}/{PICTURE} shows the curves, {page} all numbers. "
         f"All of it took {terminal.duration(time.monotonic() - started)}."
     )
     return figures
+
+
+def _report(folder: Path, seeds: int) -> Path:
+    """Compare the first seed's student before, taught by the text, and distilled; write a page about all runs."""
+    at = shlex.quote(str(folder))
+    _say("The first student before, after the text alone, and after the teacher, on text that none has seen:")
+    models = {"untrained": "student-0", "ce": "ce-0", "distilled": "distilled-0"}
+    evaluation, samples = folder / "evaluation.jsonl", folder / "samples"
+    compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0"
+    told = _run(f"xtk evaluate {at}/distilled-0 {at}/test.jsonl {compared} --json > {at}/{evaluation.name}")
+    evaluation.write_text(told, encoding="utf-8")
+    samples.mkdir(exist_ok=True)
+    for name, model in models.items():
+        _run(f"xtk rollout {at}/{model} {at}/prompts.jsonl {WRITING} -o {at}/samples/{name}.jsonl")
+    _say("All that has been written down, on a page:")
+    runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
+    shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
+    baselines = f"--baseline {at}/student-0 --baseline {at}/ce-0"
+    page = f"--cache {at}/cache --evaluation {at}/{evaluation.name} {baselines} {shown} -o {at}/{REPORT} --force"
+    return Path(_run(f"xtk report {runs} {page}"))
 
 
 def table(figures: dict[str, Any]) -> str:
@@ -109,7 +129,8 @@ def _prepare(folder: Path, seeds: int) -> None:
     from xtk.quickstart.models import make_student, make_teacher
 
     quieten_transformers()
-    for name, texts in (("train", training), ("part", part), ("test", held_out)):
+    beginnings = [text[:CHARACTERS] for text in held_out if len(text) > CHARACTERS][:PROMPTS]
+    for name, texts in (("train", training), ("part", part), ("test", held_out), ("prompts", beginnings)):
         _write_once(folder / f"{name}.jsonl", lambda path, texts=texts: _write_jsonl(path, texts))
     _write_once(folder / "teacher-untrained", lambda path: make_teacher(path, training, TEACHER_SEED))
     for seed in range(seeds):
@@ -134,10 +155,12 @@ def _say(text: str) -> None:
     terminal.note(f"\n{text}")
 
 
-def _run(command: str) -> Path:
-    """Print a command, run it as it stands, and return the path that it printed."""
+def _run(command: str) -> str:
+    """Print a command, run it as it stands, and return what it printed; what stands behind > is for readers."""
     terminal.note(f"$ {command}")
-    arguments = shlex.split(command)[1:] + (["--quiet"] if terminal.is_quiet() else [])
+    words = shlex.split(command)
+    words = words[: words.index(">")] if ">" in words else words
+    arguments = words[1:] + (["--quiet"] if terminal.is_quiet() else [])
     done = subprocess.run(
         [sys.executable, "-m", "xtk", *arguments],
         stdin=subprocess.DEVNULL,
@@ -154,8 +177,8 @@ def _run(command: str) -> Path:
             where=command,
             hint="its own message is above",
         )
-    return Path(done.stdout.strip())
+    return done.stdout.strip()
 
 
-def _bits(run: Path) -> float:
-    return float(read_json(run / "xtk.json")["metrics"]["eval_bits_per_byte"])
+def _bits(run: str) -> float:
+    return float(read_json(Path(run) / "xtk.json")["metrics"]["eval_bits_per_byte"])

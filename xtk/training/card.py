@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
-from xtk.evaluation.results import Result, shown
+from xtk.evaluation.results import Result, short_names, shown
 
 _OF_THE_HUB = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 # What of a recipe stands on lines of its own.
@@ -102,11 +102,12 @@ def with_evaluation(card: str, results: Sequence[Result]) -> str:
     if not results:
         return card
     models = list(dict.fromkeys(one.model for one in results))
+    called, of_data = short_names(models), short_names(one.data for one in results)  # no folders of a machine
     values: dict[str, dict[str, str]] = {}
     for one in results:
-        values.setdefault(f"{one.data} | {one.metric}", {})[one.model] = shown(one)
+        values.setdefault(f"{of_data[one.data]} | {one.metric}", {})[one.model] = shown(one)
     rows = [f"| {name} | {' | '.join(row.get(model, '') for model in models)} |" for name, row in values.items()]
-    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else models)])
+    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else called.values())])
     table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
     head, recipe, rest = card.partition("## Recipe\n")
     return head + table + recipe + rest
