@@ -142,9 +142,7 @@ def test_the_newest_checkpoints_are_kept_and_whole(whole):
         assert (content["version"], content["processes"]) == (2, 1)
         assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
         AutoModelForCausalLM.from_pretrained(whole / name)
-    assert (
-        len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1
-    )
+    assert len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1
 
 
 def test_bf16_learns_over_fp32_weights(pair, cache, projection, whole, tmp_path):

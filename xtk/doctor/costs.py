@@ -135,12 +135,17 @@ def of_training(case: Case) -> Forecast:
         "gathered weights": 2 * found.largest if layout.fsdp * layout.cp > 1 and layout.sharded else 0,
         "buckets of DDP": trained if replicas else 0,
         "holes in the heap": found.holes,
-        # In the end the model is loaded once more, on a CPU, where what activations had is not given back.
-        "merging": found.weights if plan.lora_r and not _on_cuda() else 0,
+        "merging": _merging(found.weights, peak, found.holes) if plan.lora_r and not _on_cuda() else 0,
         "average": 4 * found.trained // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
     tokens = len(case.student.tokenizer) + len(case.teacher.tokenizer)
     return _with_libraries(parts, case.student, tokens, "peft" if plan.lora_r else "")
+
+
+def _merging(weights: int, peak: int, holes: int) -> int:
+    """Return what it takes beside a pass to load the model once more, in the end, and to add the adapters to it."""
+    given_back = holes < peak // 50  # else new weights do not fit where activations were
+    return max(0, weights - peak) if given_back else weights
 
 
 def of_caching(case: Case) -> Forecast:
