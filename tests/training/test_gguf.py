@@ -27,8 +27,10 @@ with safe_open(sys.argv[1] + "/model.safetensors", "np") as weights:
         other = dequantize(tensors[theirs + ".weight"].data, tensors[theirs + ".weight"].tensor_type)
         off.append(float(np.abs(mine - other).max() / np.abs(mine).max()))
 field = lambda name: read.fields[name].contents()
-print(json.dumps({"off": off, "eos": field("tokenizer.ggml.eos_token_id"),
-                  "tokens": len(field("tokenizer.ggml.tokens")), "kind": field("general.architecture"), "template": "tokenizer.chat_template" in read.fields}))
+print(json.dumps({
+    "off": off, "eos": field("tokenizer.ggml.eos_token_id"), "tokens": len(field("tokenizer.ggml.tokens")),
+    "kind": field("general.architecture"), "template": "tokenizer.chat_template" in read.fields,
+}))
 """
 
 
