@@ -239,6 +239,7 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
     (tmp_path / "broken.json").write_text("[1, 2]")
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
         ("page of another request", runs[1], "-o", "page.html"),
         ("there is another file", runs[1], "--force", "-o", "notes"),
@@ -247,6 +248,16 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
         ("this run is named twice", runs[0], runs[0], "-o", "new"),
         ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
+        (
+            "two results of one name differ: test.txt: bits_per_byte of before is 1.5000, and 1.6250",
+            runs[0],
+            "--evaluation",
+            "results.json",
+            "--evaluation",
+            "another.json",
+            "-o",
+            "new",
+        ),
         ("results are JSON objects", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
         done = run_xtk("report", *arguments, cwd=tmp_path, code=1)

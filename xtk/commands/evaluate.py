@@ -239,7 +239,8 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
     lines: list[dict[str, Any]] = []
     for name, found in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": given["reward"]}
-        line |= {"temperature": given["temperature"], "seed": given["seed"], **found.record()}
+        line |= {"temperature": given["temperature"], "seed": given["seed"], "limit": given["max_prompts"]}
+        line |= found.record()
         if name != first:
             gain = results[first].difference(found)
             line["difference"] = gain.value
