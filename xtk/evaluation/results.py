@@ -130,7 +130,7 @@ def _told(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple
     for name, form in names.items():
         value = record.get(name)
         if isinstance(value, str | int | float) and (value or (name == "num_fewshot" and value == 0)):
-            yield name, form.format(Path(value).name if name == "teacher" else value)
+            yield name, form.format(Path(str(value)).name if name == "teacher" else value)
 
 
 def _numbers(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
