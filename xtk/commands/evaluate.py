@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from xtk.evaluation.answers import Answers
 
 
-BITS, ANSWERS, TASKS = "bits per byte (neither --reward nor --tasks)", "--reward", "--tasks"
+BITS, ANSWERS, TASKS = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
 # What is read when, of the options that are not always: each of the others would be passed over without a word.
 READ = {
     BITS: {"teacher", "by_category", "columns", "max_length", "batch_tokens"},
