@@ -413,3 +413,26 @@ def test_a_signal_that_falls_into_a_destructor_is_not_lost(name, code):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=25, check=False)
     assert done.returncode == code
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_is_not_finished_is_no_model_yet(run, pair, corpus, tmp_path):
+    unfinished = tmp_path / "run"
+    shutil.copytree(pair.student, unfinished / "checkpoint-4")
+    (unfinished / "checkpoint-12").mkdir()
+    (unfinished / "recipe.json").write_text('{"losses": [], "inputs": {}}')
+    done = run("evaluate", "run", corpus, cwd=tmp_path, code=None)
+    refused(done, "this run is not finished", "run/checkpoint-12, or")
+    run("evaluate", "run/checkpoint-4", corpus, cwd=tmp_path)
+
+
+def test_models_and_runs_are_no_data(run, pair, corpus, tmp_path):
+    refused(run("evaluate", pair.student, corpus, pair.teacher, code=None), "a model, not data", str(pair.teacher))
+    refused(run("cache-teacher", pair.teacher, pair.student, "-o", "c", cwd=tmp_path, code=None), "a model, not data")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "recipe.json").write_text("{}")
+    refused(run("evaluate", pair.student, "run", cwd=tmp_path, code=None), "a run, not data", "where: run")
+
+
+def test_a_folder_is_no_projection(run, pair, cache, tmp_path):
+    done = run("distill", pair.student, cache, "--projection", tmp_path, "-o", "out", cwd=tmp_path, code=None)
+    refused(done, "a projection is a file", str(tmp_path), "build-projection")

@@ -239,14 +239,27 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (run / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
     (tmp_path / "broken.json").write_text("[1, 2]")
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
+    (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
         ("page of another request", runs[1], "-o", "page.html"),
         ("there is another file", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
         ("no run of xtk distill", tmp_path, "-o", "new"),
         ("this run is named twice", runs[0], runs[0], "-o", "new"),
+        ("this run is named twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
+        ("no run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
         ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
+        (
+            "two results of one name differ: test.txt: bits_per_byte of before is 1.5000, and 1.6250",
+            runs[0],
+            "--evaluation",
+            "results.json",
+            "--evaluation",
+            "another.json",
+            "-o",
+            "new",
+        ),
         ("results are JSON objects", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
         done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
@@ -254,6 +267,46 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
         assert done.stdout == ""
     assert not (tmp_path / "new").exists()
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == page
+
+
+def test_of_several_runs_those_that_died_early_are_left_out(runs, tmp_path):
+    (tmp_path / "dead").mkdir()
+    (tmp_path / "dead.log").write_text("")
+    done = run_xtk("report", tmp_path / "dead", runs[1], tmp_path / "dead.log", "--json", "-o", tmp_path / "page.html")
+    assert f"report: {tmp_path / 'dead'} is left out" in done.stderr
+    assert [run["path"] for run in json.loads(done.stdout)["runs"]] == [str(runs[1])]
+    swept = "".join(json.dumps({"path": str(path)}) + "\n" for path in (tmp_path / "never", runs[1]))
+    done = run_xtk("report", "-", "-o", tmp_path / "swept.html", stdin=swept)
+    assert "never is left out" in done.stderr
+
+
+def written_by(path: Path, *records: dict) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_samples_stand_under_the_prompt_that_was_read_and_below_the_names_of_their_files(runs, tmp_path):
+    def rollout(prompt: str, text: str) -> dict:
+        return {"prompt": prompt, "completion": text, "prompt_number": 0, "finish_reason": "stop"}
+
+    before = written_by(tmp_path / "before" / "r.v1.jsonl", rollout("2 + 2 =", "5"))
+    after = written_by(tmp_path / "after" / "r.v1.jsonl", rollout("2 + 2 =", "4"))
+    other = written_by(tmp_path / "after" / "p2.jsonl", rollout("Who?", "Anna"))
+    answered = {"model": "/models/student", "problem": 0, "sample": 0, "finish": "stop"}
+    cold = written_by(tmp_path / "cold.jsonl", {**answered, "prompt": "2 + 2 =", "answer": "cold"})
+    hot = written_by(tmp_path / "hot.jsonl", {**answered, "answer": "hot"})  # which may be to either prompt
+    files = [word for file in (before, after, other, cold, hot) for word in ("--samples", file)]
+    run_xtk("report", runs[1], *files, "-o", tmp_path / "page.html")
+    page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert page.samples[:7] == ["2 + 2 =", "5", "4", "cold", "Who?", "Anna", "hot"]
+    for told in ("before/r.v15", "after/r.v14", "after/p2Anna", f"student, {tmp_path.name}/coldcold", "/hothot"):
+        assert told in page.text.replace("\n", "")
+    run_xtk("report", runs[1], "--samples", hot, "--samples", before, "-o", tmp_path / "two.html")
+    page = Page((tmp_path / "two.html").read_text(encoding="utf-8"))
+    assert page.samples[:3] == ["2 + 2 =", "hot", "5"]
+    twice = ["--samples", hot, "--samples", tmp_path / "after" / ".." / "hot.jsonl"]
+    assert "named twice" in run_xtk("report", runs[1], *twice, "-o", tmp_path / "new", code=1).stderr
 
 
 numbers = st.floats(-1e6, 1e6, allow_nan=False)

@@ -286,3 +286,27 @@ def test_nothing_has_no_bits_per_byte(pair):
     model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="no text to evaluate on"):
         bits_per_byte(model, tokenizer, documents([""]))
+
+
+def test_what_is_not_a_number_is_told_as_such(run, pair, corpus, tmp_path):
+    """In every category too: what a broken model says about any byte is nothing."""
+    model = load_causal_lm(pair.student)
+    torch.nn.init.constant_(model.get_input_embeddings().weight, math.nan)
+    model.save_pretrained(tmp_path / "broken")
+    for name, content in Tokenizer(pair.student).files().items():
+        (tmp_path / "broken" / name).write_bytes(content)
+    alone = run("evaluate", "broken", corpus, cwd=tmp_path)
+    assert alone.stdout.startswith("not a number bits per byte  broken")
+    assert "evaluate: broken says what is not a number" in alone.stderr
+    both = ["evaluate", pair.student, corpus, "--compare-to", "broken", "--by-category"]
+    table = run(*both, cwd=tmp_path).stdout.splitlines()
+    (of_broken,) = (line for line in table if line.startswith("broken"))
+    assert "not a number" in of_broken
+    digits = next(line for line in table if line.startswith("digits"))
+    assert "\u00b1" in digits
+    assert digits.endswith("not a number")
+    told = run(*both, "--json", cwd=tmp_path).stdout
+    assert "NaN" not in told
+    line = json.loads(told.splitlines()[1])
+    assert line["bits_per_byte"] is None
+    assert {one["bits_per_byte"] for one in line["categories"].values()} == {None}

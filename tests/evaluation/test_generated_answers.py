@@ -6,6 +6,8 @@ import gzip
 import itertools
 import json
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from scripted import ScriptedWriter
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Answers, answer, pass_at, powers_up_to
+from xtk.evaluation.answers import Answers, answer, check_judges, pass_at, powers_up_to
 from xtk.evaluation.estimates import Estimate
 from xtk.rewards.sandbox import Sandbox
 from xtk.rewards.specification import Rewards, parse_reward
@@ -127,6 +129,7 @@ def test_models_side_by_side(run, pair, tmp_path):
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert [(one["problem"], one["sample"]) for one in answers[:10]] == [(n, at) for n in range(5) for at in range(2)]
     assert {one["model"] for one in answers} == {str(pair.student), str(pair.teacher)}
+    assert [one["prompt"] for one in answers[:10:2]] == [row["prompt"] for row in rows]
     table = run(*asked, cwd=tmp_path).stdout
     assert "pass@2" in table
     assert "is better by" in table
@@ -145,3 +148,54 @@ def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
     told = [answer(prompts, writer, tokenizer, Sampling(stop=stop), rewards("exact:anywhere=true")).average().value
             for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
     assert told == [0.0, 1.0, 0.0]
+
+
+def test_what_no_reward_can_judge_is_found_before_anything_is_written(run, pair, tmp_path):
+    rows = [{"prompt": "1 + 1 =", "question": "?", "answer": None}, {"prompt": "2 + 2 =", "test_list": []}]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
+    for told in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
+        with pytest.raises(XtkError, match="could judge no answer") as refused:
+            check_judges(rewards(told), prompts)
+        assert "prompt, question, answer, test_list" in str(refused.value)
+    check_judges(rewards("json"), prompts)
+    (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
+    check_judges(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # nobody knows
+    done = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
+    assert "could judge no answer" in done.stderr
+
+
+def test_options_that_say_nothing_about_what_is_asked_for_are_refused(run, pair, corpus, tmp_path):
+    """By their names, from the command line and from a file; also where they are as they would be without."""
+    asked = ("evaluate", pair.student, corpus)
+    (tmp_path / "own.yaml").write_text("max_length: 64\ndtype: float32\n")
+    for arguments, told in (
+        (("--max-prompts", 3, "--num-generations", 1), ("--max-prompts is about --reward", "--num-generations is")),
+        (("--num-fewshot", 3, "--include-path", "x"), ("--num-fewshot is about --tasks", "--include-path is about")),
+        (("--reward", "json", "--config", "own.yaml"), ("--max-length is about bits per byte",)),
+        (("--reward", "json", "--teacher", "x", "--by-category"), ("--teacher is about bits", "--by-category is")),
+    ):
+        done = run(*asked, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "300"})
+        assert all(words in done.stderr for words in told), done.stderr
+    assert "bits per byte" in run(*asked, "--config", "own.yaml", cwd=tmp_path).stdout
+
+
+def test_all_models_are_checked_before_the_first_one_works(run, pair, tmp_path):
+    """So that nothing is lost that took hours: no tokenizer, weights cut short, too few rows, the same one twice."""
+    (tmp_path / "problems.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    bare, cut, small = (Path(shutil.copytree(pair.student, tmp_path / name)) for name in ("bare", "cut", "small"))
+    (bare / "tokenizer.json").unlink()
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    configuration = json.loads((small / "config.json").read_text())
+    (small / "config.json").write_text(json.dumps({**configuration, "vocab_size": 100}))
+    link = tmp_path / "link"
+    link.symlink_to(pair.student)
+    for name, told in (
+        ("bare", "no tokenizer in this folder"), ("cut", "weights are cut short"), ("small", "100 vocabulary rows"),
+        (f"{pair.student}", "named twice"), ("link", "named twice"),
+    ):  # fmt: skip
+        for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
+            done = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)
+            assert told in done.stderr
+            assert "evaluate:" not in done.stderr, "nobody has worked"

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from xtk.evaluation.results import Result, short_names
+import json
+from pathlib import Path
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.evaluation.results import Result, read_results, rows_of, short_names
 from xtk.training.card import with_evaluation
 
 
@@ -21,3 +27,46 @@ def test_a_card_names_no_folders_of_this_machine():
     assert "| test.jsonl | bits_per_byte | 2.5000 | 2.7500 |" in card
     assert "| distilled | ce |" in card
     assert "/home" not in card
+
+
+def rows_in(path: Path, *records: dict) -> dict[tuple[str, str], dict[str, float]]:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    rows = rows_of(read_results(path))
+    return {(row.data, row.metric): {model: one.value for model, one in row.of.items()} for row in rows}
+
+
+def test_only_what_was_measured_alike_shares_a_row(tmp_path):
+    path = tmp_path / "results.jsonl"
+    judged = [{"model": "a", "data": "p1.jsonl", "reward": reward, "temperature": heat, "avg@1": value}
+              for reward, heat, value in (("exact", 0.0, 0.9), ("json", 0.0, 0.2), ("json", 0.8, 0.1))]  # fmt: skip
+    assert rows_in(path, *judged) == {
+        ("p1.jsonl, exact", "avg@1"): {"a": 0.9},
+        ("p1.jsonl, json", "avg@1"): {"a": 0.2},
+        ("p1.jsonl, json, temperature 0.8", "avg@1"): {"a": 0.1},
+    }
+    asked = [{"model": model, "data": ["sums"], "results": {"sums": {"acc": value, "num_fewshot": shots}}}
+             for model, shots, value in (("a", 0, 0.3), ("b", 0, 0.4), ("b", 2, 0.5))]  # fmt: skip
+    theirs = {"model_name": "c", "results": {"sums": {"acc,none": 0.6}}, "n-shot": {"sums": 2}}
+    found = {("sums, 0-shot", "acc"): {"a": 0.3, "b": 0.4}, ("sums, 2-shot", "acc"): {"b": 0.5, "c": 0.6}}
+    assert rows_in(path, *asked, theirs) == found
+
+
+def test_windows_are_told_where_they_tell_two_numbers_apart(tmp_path):
+    read = [{"model": model, "data": "t", "bits_per_byte": value, "window": window}
+            for model, window, value in (("a", 64, 2.5), ("b", 256, 2.0), ("b", 64, 2.25))]  # fmt: skip
+    path = tmp_path / "results.jsonl"
+    assert rows_in(path, *read[:2], read[0]) == {("t", "bits_per_byte"): {"a": 2.5, "b": 2.0}}
+    assert rows_in(path, *read) == {
+        ("t, window 64", "bits_per_byte"): {"a": 2.5, "b": 2.25},
+        ("t, window 256", "bits_per_byte"): {"b": 2.0},
+    }
+
+
+def test_two_numbers_of_one_name_are_refused(tmp_path):
+    results = []
+    for name, value in (("one.json", 2.5), ("other.json", 2.25)):
+        (tmp_path / name).write_text(json.dumps({"model": "a", "data": "t", "bits_per_byte": value}))
+        results += read_results(tmp_path / name)
+    with pytest.raises(XtkError, match="t: bits_per_byte of a is 2") as refused:
+        with_evaluation("## Recipe\n", results)
+    assert all(str(tmp_path / name) in str(refused.value) for name in ("one.json", "other.json"))

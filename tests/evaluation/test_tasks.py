@@ -123,8 +123,8 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
         ((), "there is no DATA"),
         (("x.jsonl", "--tasks", "a"), "no DATA beside them"),
         (("--tasks", "a", "--reward", "exact"), "no --reward beside them"),
-        (("--tasks", "a", "--stop", "x"), "--stop says"),
-        (("--tasks", "a", "--backend", "vllm"), "no --backend"),
+        (("--tasks", "a", "--stop", "x"), "--stop is about --reward"),
+        (("--tasks", "a", "--backend", "vllm"), "--backend is about --reward"),
     ]:
         told = run("evaluate", pair.student, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "200"}).stderr
         assert message in told, told

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.hub import ADAPTER, is_run
 from xtk.artifacts.records import ASKED, FIELDS, Record, document_of
 from xtk.artifacts.spool import Spool
 from xtk.errors import XtkError, exists
@@ -20,6 +21,7 @@ from xtk.tokens.document import Document
 
 _HUB_DATASET = re.compile(r"^[\w.-]+/[\w.-]+$")
 _REMOTE = re.compile(r"^\w+://")
+DATA = "a file, a folder of files, a glob in quotes, a hub dataset, or - for a pipe"
 
 
 class Corpus:
@@ -93,9 +95,7 @@ class Corpus:
             return [_reader(str(file)) for file in files]
         if _HUB_DATASET.match(source) and not Path(source).suffix:
             return [(source, lambda: _read_hub(source))]
-        raise XtkError(
-            "there is no such data", where=source, hint="a file, a glob in quotes, a hub dataset, or - for a pipe"
-        )
+        raise XtkError("there is no such data", where=source, hint=DATA)
 
 
 class HeldCorpus(Corpus):
@@ -180,12 +180,27 @@ def _beside(document: Document) -> dict[str, bytes]:
 def _files_of(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
+    _refuse_models(path)
     files = sorted(file for file in path.iterdir() if _format_of(file.name) in _FORMATS)
     if not files:
         raise XtkError(
             "this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(_FORMATS)}"
         )
     return files
+
+
+def _refuse_models(folder: Path) -> None:
+    """Refuse a folder whose JSON is no data.
+
+    Raises:
+        XtkError: it is a run or a model.
+    """
+    if is_run(folder):
+        raise XtkError("this is a run, not data", where=str(folder), hint=DATA)
+    has_weights = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    is_known = any((folder / name).is_file() for name in (ADAPTER, "tokenizer.json"))
+    if has_weights or (is_known and not any(folder.glob("shard-*"))):  # caches have tokenizers too
+        raise XtkError("this is a model, not data", where=str(folder), hint=DATA)
 
 
 def _reader(name: str) -> tuple[str, Callable[[], Iterator[Record]]]:

@@ -26,7 +26,7 @@ def local_folder(source: str, *, weights: bool) -> Path:
         weights: also the weights, else the tokenizer and configuration alone.
 
     Raises:
-        XtkError: there is neither such a folder nor such an id.
+        XtkError: there is neither such a folder nor such an id, or a run that is not finished.
     """
     try:
         path = Path(source).expanduser()
@@ -34,6 +34,7 @@ def local_folder(source: str, *, weights: bool) -> Path:
         path = Path(source)
     if exists(str(path)):
         if path.is_dir():
+            _check_finished(path)
             return path
         raise XtkError("a model is a folder, and this is a file", where=source)
     if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
@@ -52,6 +53,27 @@ def local_folder(source: str, *, weights: bool) -> Path:
             where=source,
             hint="check the spelling, the network, and whether the model asks for an account (hf auth login)",
         ) from None
+
+
+def is_run(folder: Path) -> bool:
+    """Say whether a folder is one of `xtk distill`, finished or not."""
+    return (folder / "recipe.json").is_file()
+
+
+def _check_finished(folder: Path) -> None:
+    """Refuse a run that has written no student yet.
+
+    Raises:
+        XtkError: names its last checkpoint.
+    """
+    if not is_run(folder) or any((folder / name).is_file() for name in ("config.json", ADAPTER, "tokenizer.json")):
+        return
+    steps = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
+    last = max((int(step) for step in steps if step.isdecimal()), default=None)
+    there = "" if last is None else f"{folder / f'checkpoint-{last}'}, or "
+    raise XtkError(
+        "this run is not finished", where=str(folder), hint=f"{there}the same xtk distill command, which goes on"
+    )
 
 
 def with_adapter(folder: Path) -> tuple[Path, Path | None]:

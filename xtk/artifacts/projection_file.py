@@ -68,6 +68,12 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         raise XtkError(
             "there is no such projection", where=str(path), hint="xtk build-projection STUDENT TEACHER -o FILE"
         ) from None
+    except IsADirectoryError:
+        raise XtkError(
+            "a projection is a file, and this is a folder",
+            where=str(path),
+            hint="the FILE of xtk build-projection STUDENT TEACHER -o FILE",
+        ) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise Damaged("this file is no projection of xtk, or it is cut short", where=str(path)) from None
     if header.get("format") != FORMAT:

@@ -9,6 +9,7 @@ import typer
 
 from xtk import terminal
 from xtk.commands import options
+from xtk.commands.reading import name_of
 from xtk.commands.tables import print_table, with_error
 
 if TYPE_CHECKING:
@@ -18,7 +19,24 @@ if TYPE_CHECKING:
     from xtk.evaluation.answers import Answers
 
 
+BITS, ANSWERS, TASKS = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
+# What is read when, of the options that are not always: each of the others would be passed over without a word.
+READ = {
+    BITS: {"teacher", "by_category", "columns", "max_length", "batch_tokens"},
+    ANSWERS: {
+        "reward", "num_generations", "temperature", "top_p", "top_k", "max_completion_length", "stop", "seed",
+        "max_prompts", "prompt_template", "apply_chat_template", "chat_template_kwargs", "backend", "engine", "output",
+        "columns", "batch_tokens",
+    },
+    TASKS: {
+        "tasks", "include_path", "num_fewshot", "batch_size", "max_prompts", "apply_chat_template",
+        "chat_template_kwargs", "seed", "output", "max_length",
+    },
+}  # fmt: skip
+
+
 def evaluate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="A model folder or hub id; - for a pipe.", metavar="MODEL")],
     data: Annotated[
         list[str] | None,
@@ -133,9 +151,11 @@ def evaluate(
     """
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.commands.evaluated import check_evaluated
+    from xtk.errors import XtkError
     from xtk.lookup import lookup
 
-    given = dict(locals())
+    given = {name: value for name, value in locals().items() if name in context.params}
     terminal.set_quiet(quiet)
     data = data or []
     if bool(data) == bool(tasks):
@@ -144,16 +164,18 @@ def evaluate(
         )
     if tasks and reward:
         raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
+    _refuse_unread(context, TASKS if tasks else ANSWERS if reward else BITS)
     if [model, *(compare_to or []), *data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
+    if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
+        raise XtkError("this model is named twice", where=twice)
     folders = {name: with_adapter(local_folder(name, weights=True)) for name in names}
 
     from xtk.models.causal_lm import DTYPES
 
     lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    if (reward or tasks) and (teacher or by_category):
-        raise typer.BadParameter("--teacher and --by-category are about bits per byte, without --reward and --tasks")
+    check_evaluated(folders, given)
     if tasks:
         from xtk.commands.evaluate_tasks import evaluate_tasks
 
@@ -162,13 +184,25 @@ def evaluate(
     if reward:
         _answers(folders, Corpus(data, columns_option(columns)), given, as_json=as_json)
         return
-    if output or engine or prompt_template or apply_chat_template or backend != "transformers":
-        raise typer.BadParameter(
-            "--output, --engine, --backend, --prompt-template and --apply-chat-template go with --reward"
-        )
     from xtk.commands.evaluate_bits import evaluate_bits
 
     evaluate_bits(folders, data, given, as_json=as_json)
+
+
+def _refuse_unread(context: typer.Context, mode: str) -> None:
+    """Refuse options that say nothing about what is asked for.
+
+    Raises:
+        BadParameter: names them, and what they are about.
+    """
+    wrong = []
+    for parameter in context.command.params:
+        modes = [one for one, names in READ.items() if parameter.name in names]
+        source = context.get_parameter_source(str(parameter.name))
+        if modes and mode not in modes and source is not None and source.name != "DEFAULT":
+            wrong.append(f"--{name_of(parameter)} is about {' or '.join(modes)}")
+    if wrong:
+        raise typer.BadParameter(f"asked for is {mode}: {'; '.join(wrong)}")
 
 
 def _answers(
@@ -182,7 +216,7 @@ def _answers(
     from xtk.commands.evaluate_tasks import answers_file
     from xtk.commands.rollout import read_template_arguments
     from xtk.errors import XtkError
-    from xtk.evaluation.answers import answer
+    from xtk.evaluation.answers import answer, check_judges
     from xtk.lookup import lookup
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts import WRITERS
@@ -203,6 +237,7 @@ def _answers(
     arguments = read_template_arguments(given["chat_template_kwargs"])
     form = PromptForm(given["prompt_template"], chat=given["apply_chat_template"])
     prompts = read_prompts(corpus, given["max_prompts"] or None, form)
+    check_judges(rewards, prompts)
     path = answers_file(given["output"])
     results: dict[str, Answers] = {}
     with contextlib.ExitStack() as held:
@@ -214,8 +249,10 @@ def _answers(
             def keep(prompt: Prompt, one: Rollout, name: str = name) -> None:
                 if stream is not None:
                     text = "".join(segment.text for segment in one.document.segments if segment.train)
-                    line = {"model": name, "problem": prompt.number, "sample": one.sample, "answer": text,
-                            "reward": None if math.isnan(one.reward) else one.reward, "finish": one.finish}  # fmt: skip
+                    read = "\n".join(segment.text for segment in prompt.document.segments)
+                    worth = None if math.isnan(one.reward) else one.reward
+                    line = {"model": name, "problem": prompt.number, "sample": one.sample, "prompt": read,
+                            "answer": text, "reward": worth, "finish": one.finish}  # fmt: skip
                     stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
             tokenizer = Tokenizer(folder, name=name)
@@ -239,7 +276,8 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
     lines: list[dict[str, Any]] = []
     for name, found in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": given["reward"]}
-        line |= {"temperature": given["temperature"], "seed": given["seed"], **found.record()}
+        line |= {"temperature": given["temperature"], "seed": given["seed"], "limit": given["max_prompts"]}
+        line |= found.record()
         if name != first:
             gain = results[first].difference(found)
             line["difference"] = gain.value

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from xtk.training.teachers import Teacher
 
 BITS = "bits_per_byte"
+NO_NUMBER = "not a number"
 # What says how far a model is from a teacher: with the teacher's own tokenizer, with any, and where the cache holds no
 # exact part of distributions. Losses, under their names.
 OF_TOKENS, OF_BYTES, OF_REALISED = "forward-kl", "byte-kl", "alm"
@@ -120,6 +121,11 @@ def _measured(
     model = Cut(network)
     sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
     bits = bits_per_byte(model, tokenizer, documents, by_kind=given["by_category"], **sizes)
+    if math.isnan(bits.bits_per_byte):
+        terminal.note(
+            f"evaluate: {name} says what is not a number: its weights hold such ones, or --dtype {given['dtype']} "
+            "is too narrow for it"
+        )
     if cache is None:
         return _Found(bits, {})
     teacher = Teacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
@@ -156,7 +162,7 @@ def _lines(results: dict[str, _Found], data: Sequence[str], teacher: str) -> Ite
         if bits.of_kinds:
             line["categories"] = {
                 kind: _figures(BITS, ratio, None if found is first else first.bits.of_kinds.get(kind))
-                | {"bytes": int(ratio.counts.sum()), "bits": float(ratio.sums.sum())}
+                | {"bytes": int(ratio.counts.sum()), "bits": _number(float(ratio.sums.sum()))}
                 for kind, ratio in bits.of_kinds.items()
             }
         yield line
@@ -182,7 +188,7 @@ def _show(results: dict[str, _Found], lines: Sequence[dict[str, Any]], data: Seq
     bits = results[first].bits
     of_data = f"{bits.bytes:,} bytes, {bits.documents:,} documents of {', '.join(data)}"
     if len(results) == 1 and not teacher:
-        told = with_error(lines[0][BITS], lines[0][f"{BITS}_error"])
+        told = _cell(lines[0], BITS)
         terminal.result_line(f"{told} bits per byte  {first}  ({of_data}{_windows(bits)})")
     else:
         measures = list(dict.fromkeys(measure for found in results.values() for measure in found.measures()))
@@ -208,11 +214,13 @@ def _show(results: dict[str, _Found], lines: Sequence[dict[str, Any]], data: Seq
 
 
 def _cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
-    return "" if line.get(measure) is None else with_error(line[measure], line[f"{measure}_error"], sign)
+    if measure not in line:
+        return ""
+    return NO_NUMBER if line[measure] is None else with_error(line[measure], line[f"{measure}_error"], sign)
 
 
 def _windows(bits: BitsPerByte) -> str:
     """Say how long documents were read; nothing if none was."""
-    if bits.windows <= (bits.of_documents.sums > 0).sum():
+    if bits.windows <= (bits.of_documents.sums != 0).sum():
         return ""
     return f"; windows of {bits.window:,} tokens, {bits.stride:,} apart"

@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from xtk import terminal
 from xtk.commands.evaluated import load_evaluated
 from xtk.commands.tables import print_table, with_error
@@ -28,11 +26,6 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
     from xtk.evaluation.harness import Asking, Harness, Scores
     from xtk.models.causal_lm import context_length
 
-    for option in ("prompt_template", "stop", "engine", "columns"):
-        if given[option]:
-            raise typer.BadParameter(f"--tasks say for themselves what --{option.replace('_', '-')} says")
-    if given["backend"] != "transformers" or given["num_generations"] != 1:
-        raise typer.BadParameter("--tasks are answered once, by transformers: no --backend and no --num-generations")
     asking = Asking(
         tasks=tuple(dict.fromkeys(name.strip() for name in given["tasks"].split(",") if name.strip())),
         include_path=given["include_path"],

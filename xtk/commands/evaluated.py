@@ -1,4 +1,4 @@
-"""A model that is evaluated, loaded as the options of `xtk evaluate` say."""
+"""Models that are evaluated, checked before the first one works, and loaded as the options of `xtk evaluate` say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
+
+
+def check_evaluated(folders: Mapping[str, tuple[Path, Path | None]], given: Mapping[str, Any]) -> None:
+    """Refuse models that cannot be loaded before the first one works: that may take hours, and would be lost.
+
+    Args:
+        folders: by its name, where each model lies, and its adapter.
+        given: options: `backend`, `trust_remote_code`.
+
+    Raises:
+        XtkError: one is named twice, has no tokenizer, or cannot be loaded as far as can be told without its weights.
+    """
+    from xtk.errors import XtkError
+    from xtk.models.causal_lm import check_causal_lm
+    from xtk.tokens.tokenizer import Tokenizer
+
+    names: dict[tuple[Path, Path | None], str] = {}
+    for name, (folder, adapter) in folders.items():
+        place = (folder.resolve(), adapter and adapter.resolve())
+        if place in names:
+            raise XtkError("this model is named twice", where=", ".join(dict.fromkeys((names[place], name))))
+        names[place] = name
+        tokenizer = Tokenizer(folder, name=name)
+        if given["backend"] == "transformers":  # another one loads other formats too
+            check_causal_lm(folder, tokenizer, trust_remote_code=given["trust_remote_code"], adapter=adapter)
 
 
 def load_evaluated(name: str, places: tuple[Path, Path | None], given: Mapping[str, Any]) -> tuple[Any, Tokenizer]:

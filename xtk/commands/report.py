@@ -96,13 +96,15 @@ def report(
     asked = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
     request = sha256(json.dumps({**asked, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
-    if twice := next((one for at, one in enumerate(named) if one in named[:at]), None):
-        raise XtkError("this run is named twice", where=twice)
+    named = _begun(named, told=set(runs))
     places = {path: str(Path(path).resolve()) for path in named}
+    resolved = [places[path] for path in named]
+    if twice := next((path for at, path in enumerate(named) if places[path] in resolved[:at]), None):
+        raise XtkError("this run is named twice", where=twice)
     names = short_names(places.values())
     shown = [_read(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
-    written = [one for file in texts for one in read_samples(Path(file), _lines(Path(file)))]
+    written = read_samples([(Path(file), _lines(Path(file))) for file in texts])
     pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
     pictures += _cache(cache) if cache else []
     style = alignment_page.STYLE + cache_page.STYLE + audit_page.STYLE
@@ -111,19 +113,41 @@ def report(
     terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
 
 
+def _begun(named: list[str], told: set[str]) -> list[str]:
+    """Return the folders that hold a run; of several, those of runs that died before they began are left out.
+
+    Args:
+        named: all.
+        told: those that the user named; a sweep also tells of runs that have no folder.
+
+    Raises:
+        XtkError: there is none, or one that the user named does not exist.
+    """
+    from pathlib import Path
+
+    from xtk.errors import XtkError
+
+    begun = [path for path in named if (Path(path) / "recipe.json").is_file()]
+    for path in named:
+        if path in begun:
+            continue
+        if not begun or (path in told and not Path(path).is_dir()):
+            raise XtkError("this is no run of xtk distill (recipe.json)", where=path)
+        terminal.note(f"report: {path} is left out: there is no run in it (recipe.json)")
+    return begun
+
+
 def _read(path: Path, name: str) -> Shown:
     """Read a run, finished or not.
 
     Raises:
-        XtkError: this is none.
+        XtkError: its recipe is none.
         Damaged: one of its files is no JSON.
     """
     from xtk.artifacts.files import canonical_json, read_json, sha256
     from xtk.commands.report_page import Shown
     from xtk.errors import XtkError
 
-    if not (path / "recipe.json").is_file():
-        raise XtkError("this is no run of xtk distill (recipe.json)", where=str(path))
     recipe = read_json(path / "recipe.json")
     if not {"losses", "inputs"} <= set(recipe):
         raise XtkError("this recipe is none of xtk distill", where=str(path / "recipe.json"))

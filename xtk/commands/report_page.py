@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from xtk.commands import curves, samples_page
 from xtk.commands.page import CLOSED, opened
-from xtk.evaluation.results import short_names
+from xtk.evaluation.results import rows_of, short_names
 from xtk.lookup import unknown
 
 if TYPE_CHECKING:
@@ -218,19 +218,14 @@ def _evaluations(results: Sequence[Result], baselines: Sequence[str]) -> Iterato
         if name not in models:
             raise unknown("--baseline", name, models)
     compared = list(baselines) or models[:1]
-    called, of_data = short_names(models), short_names(one.data for one in results)
-    rows: dict[str, dict[str, Result]] = {}
-    for one in results:
-        name = f"{of_data[one.data]}: {one.metric}" if one.data else one.metric
-        rows.setdefault(name, {})[one.model] = one
+    called = short_names(models)
     table: list[tuple[str, list[Cell | None]]] = []
-    for name, row in rows.items():
+    for row in rows_of(results):
         cells: list[Cell | None] = []
         for model in models:
-            others = [(row[other].value, called[other]) for other in compared if other in row and other != model]
-            others = [] if name.endswith("difference") else others  # is one already
-            cells.append(Cell(row[model].value, row[model].error, others) if model in row else None)
-        table.append((name, cells))
+            others = [(row.of[other].value, called[other]) for other in compared if other in row.of and other != model]
+            cells.append(Cell(row.of[model].value, row.of[model].error, others) if model in row.of else None)
+        table.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
     yield "<section>\n<h2>Evaluations</h2>\n"
     yield _compared([called[model] for model in models], table)
     yield "</section>\n"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from xtk.commands.alignment_page import direction
 from xtk.errors import XtkError
+from xtk.evaluation.results import short_names
 
 PROMPTS, CHARACTERS = 6, 1200  # that are shown; of each text
 
@@ -27,7 +28,7 @@ class Written:
     """A text that a model wrote.
 
     Attributes:
-        model: which one; the name of the file where it does not say.
+        model: which one, unlike the others; the name of the file where it does not say.
         number: of the prompt.
         prompt: what it read; "": nobody says.
         text: what it wrote.
@@ -43,17 +44,35 @@ class Written:
     cut_off: bool = False
 
 
-def read_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Written]:
+def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[Written]:
     """Read what `xtk rollout` wrote, or `xtk evaluate --reward -o`: the first of the texts for each prompt.
 
     Args:
-        path: of the file.
-        lines: what is in it.
+        files: each with what is in it.
 
     Raises:
-        XtkError: it holds nothing of the kind.
+        XtkError: one holds nothing of the kind, or is named twice.
     """
-    found: dict[tuple[str, int], Written] = {}
+    places = [str(path.resolve()).removesuffix(".jsonl") for path, _ in files]
+    if twice := next((at for at, place in enumerate(places) if place in places[:at]), None):
+        raise XtkError("this file of samples is named twice", where=str(files[twice][0]))
+    names = short_names(places)
+    read = {names[place]: _read(path, lines, names[place]) for place, (path, lines) in zip(places, files, strict=True)}
+    holders: dict[str, set[str]] = {}
+    for name, written in read.items():
+        for one in written:
+            holders.setdefault(one.model, set()).add(name)
+    called = short_names(holders)  # no folders of a machine
+    return [
+        replace(one, model=called[one.model] + (f", {name}" if len(holders[one.model]) > 1 else ""))
+        for name, written in read.items()
+        for one in written
+    ]
+
+
+def _read(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[Written]:
+    """Read a file; `name` is that of the model where it does not say."""
+    found: dict[tuple[str, int, str], Written] = {}
     for line in lines:
         number, prompt, text = _texts(line)
         if number is None:
@@ -61,8 +80,9 @@ def read_samples(path: Path, lines: Sequence[Mapping[str, Any]]) -> list[Written
         finish = line.get("finish", line.get("finish_reason"))
         reward = line.get("reward")
         worth = float(reward) if isinstance(reward, int | float) else None
-        model = str(line["model"]) if "problem" in line and line.get("model") else path.name.partition(".")[0]
-        found.setdefault((model, number), Written(model, number, prompt, text, worth, finish == "length"))
+        model = str(line["model"]) if "problem" in line and line.get("model") else name
+        key = (model, number, prompt)
+        found.setdefault(key, Written(model, number, prompt, text, worth, finish == "length"))
     if not found:
         raise XtkError(
             "there are no rollouts and no answers in this file",
@@ -101,13 +121,15 @@ def samples(written: Sequence[Written], number: Any) -> Iterator[str]:
     if not written:
         return
     models = list(dict.fromkeys(one.model for one in written))
-    prompts = sorted({one.number for one in written})
+    blocks: dict[tuple[int, str], dict[str, Written]] = {}
+    for one in written:
+        blocks.setdefault((one.number, _prompt_of(one, written)), {}).setdefault(one.model, one)
+    places = sorted(blocks, key=lambda place: place[0])
     yield "<section>\n<h2>Samples</h2>\n"
-    if len(prompts) > PROMPTS:
-        yield f"<p>Of {len(prompts):,} prompts, the first {PROMPTS}.</p>\n"
-    for at in prompts[:PROMPTS]:
-        here = {one.model: one for one in reversed(written) if one.number == at}
-        prompt = next((one.prompt for one in here.values() if one.prompt), "")
+    if len(places) > PROMPTS:
+        yield f"<p>Of {len(places):,} prompts, the first {PROMPTS}.</p>\n"
+    for place in places[:PROMPTS]:
+        (at, prompt), here = place, blocks[place]
         yield f"<h3>Prompt {at:,}</h3>\n" + (_text(prompt, "sample prompt") if prompt else "")
         yield '<div class="side">\n'
         for model in models:
@@ -118,6 +140,12 @@ def samples(written: Sequence[Written], number: Any) -> Iterator[str]:
                 yield f'<div><p class="facts">{escape(", ".join(facts))}</p>\n{_text(one.text)}</div>\n'
         yield "</div>\n"
     yield "</section>\n"
+
+
+def _prompt_of(one: Written, written: Sequence[Written]) -> str:
+    """Return what a model read: where it does not say, what all others of this number read, if that is one text."""
+    others = {other.prompt for other in written if other.number == one.number and other.prompt}
+    return one.prompt or (others.pop() if len(others) == 1 else "")
 
 
 def over_time(records: Sequence[Mapping[str, Any]], number: Any) -> Iterator[str]:

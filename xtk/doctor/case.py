@@ -12,7 +12,8 @@ from typing import Any
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.errors import Damaged, XtkError, exists
+from xtk.errors import XtkError, exists
+from xtk.models.headers import weight_headers
 from xtk.models.preparation import ALL_LINEAR
 from xtk.teachers.forecast import Spread
 from xtk.tokens.document import Document
@@ -78,7 +79,7 @@ class Side:
             configuration = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError as wrong:
             raise XtkError(f"this configuration is no JSON: {wrong}", where=str(path)) from None
-        tokenizer, tensors = Tokenizer(folder, name=name), _headers(folder)
+        tokenizer, tensors = Tokenizer(folder, name=name), weight_headers(folder)
         return cls(role, folder, tokenizer, configuration, tensors, not tensors and not exists(name))
 
     @property
@@ -110,25 +111,6 @@ class Side:
         )
         found = [name for ending in endings for name in self.tensors if name.endswith(ending)]
         return (found[0], self.tensors[found[0]][1][0]) if found else None
-
-
-def _headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with path.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            try:
-                header = json.loads(stream.read(size)) if 0 < size < 1 << 30 else None
-            except ValueError:
-                header = None
-        if not isinstance(header, dict):
-            raise Damaged("the weights cannot be read", where=str(path), hint="copy or download the model again")
-        header.pop("__metadata__", None)
-        end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
-        if path.stat().st_size != 8 + size + end:
-            raise Damaged("the weights are cut short", where=str(path), hint="copy or download the model again")
-        tensors |= {name: (tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()}
-    return tensors
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,25 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
 
 
+def check_judges(rewards: Rewards, prompts: Sequence[Prompt]) -> None:
+    """Refuse problems that no reward can judge before a model writes to them.
+
+    Raises:
+        XtkError: tells the fields that they have.
+    """
+    if not any(rewards.can_judge(prompt.record) for prompt in prompts):
+        fields = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
+        raise _unjudged(rewards, f"problems have the fields {', '.join(fields)}")
+
+
+def _unjudged(rewards: Rewards, where: str | None = None) -> XtkError:
+    return XtkError(
+        f"the reward {', '.join(map(str, rewards.specifications))} could judge no answer",
+        where=where,
+        hint="a column with what is right: --reward exact:column=NAME",
+    )
+
+
 def answer(
     prompts: Sequence[Prompt],
     writer: Writer,
@@ -198,10 +217,7 @@ def answer(
     written = max(int(answered.sum()) * num_generations, 1)
     result = Answers(scores, best, lengths, float(cut.sum()) / written, int((answered == 0).sum()))
     if not result.judged.any():
-        names = ", ".join(map(str, rewards.specifications))
-        raise XtkError(
-            f"the reward {names} could judge no answer", hint="a column with what is right: --reward exact:column=NAME"
-        )
+        raise _unjudged(rewards)
     return result
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xtk.errors import Damaged
+from xtk.errors import Damaged, XtkError
 
 # Of how much was measured, not what was found.
 COUNTS = frozenset(
@@ -23,6 +23,10 @@ COUNTS = frozenset(
 ERRORS = ("_error", "_stderr")
 # Of a model beside another one: who shows several of them takes differences itself.
 DIFFERENCE = "difference"
+# How it was measured, where numbers of different settings are no rivals: each setting has rows of its own.
+SETTINGS = {"reward": "{}", "temperature": "temperature {}", "num_fewshot": "{}-shot", "limit": "the first {}"}
+# What else may tell two numbers of one model apart: told where it does.
+OTHERS = {"teacher": "teacher {}", "window": "window {}", "num_generations": "{} answers each", "seed": "seed {}"}
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,9 @@ class Result:
         metric: what it is.
         value: the number.
         error: its standard error; None: nobody told.
+        settings: how it was measured, of `SETTINGS`, as rows tell it.
+        others: {name: how rows tell it}, of `OTHERS`.
+        file: where it was read.
     """
 
     model: str
@@ -42,6 +49,24 @@ class Result:
     metric: str
     value: float
     error: float | None = None
+    settings: tuple[str, ...] = ()
+    others: Mapping[str, str] = field(default_factory=dict)
+    file: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a table of results has in a row.
+
+    Attributes:
+        data: what was read, and how: "problems.jsonl, exact", "gsm8k, 5-shot".
+        metric: what it is.
+        of: {model: its number}.
+    """
+
+    data: str
+    metric: str
+    of: Mapping[str, Result]
 
 
 def read_results(path: Path) -> list[Result]:
@@ -54,7 +79,7 @@ def read_results(path: Path) -> list[Result]:
     Raises:
         Damaged: it is no such file, or holds no number.
     """
-    found = [result for record in _records(path) for result in _of(record, path.stem)]
+    found = [result for record in _records(path) for result in _of(record, path)]
     if not found:
         raise Damaged("there is no result in this file", where=str(path), hint="xtk evaluate MODEL DATA --json > FILE")
     return found
@@ -75,24 +100,37 @@ def _records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _of(record: Mapping[str, Any], name: str) -> Iterator[Result]:
-    model = next((str(record[key]) for key in ("model", "model_name") if record.get(key)), name)
+def _of(record: Mapping[str, Any], path: Path) -> Iterator[Result]:
+    model = next((str(record[key]) for key in ("model", "model_name") if record.get(key)), path.stem)
     tasks = record.get("results")
     if isinstance(tasks, dict):
+        shots = record.get("n-shot")  # as lm-evaluation-harness tells num_fewshot
         for task, figures in tasks.items():
-            yield from _figures(model, str(task), figures if isinstance(figures, dict) else {"value": figures})
+            own = figures if isinstance(figures, dict) else {"value": figures}
+            told = {"num_fewshot": shots.get(task) if isinstance(shots, dict) else None, **record, **own}
+            yield from _figures(model, str(task), own, told, path)
         return
     data = record.get("task", record.get("data", ""))
-    yield from _figures(model, ", ".join(map(str, data)) if isinstance(data, list) else str(data), record)
+    named = ", ".join(map(str, data)) if isinstance(data, list) else str(data)
+    yield from _figures(model, named, record, record, path)
 
 
-def _figures(model: str, data: str, record: Mapping[str, Any]) -> Iterator[Result]:
+def _figures(model: str, data: str, record: Mapping[str, Any], told: Mapping[str, Any], path: Path) -> Iterator[Result]:
+    settings, others = (tuple(_told(told, names)) for names in (SETTINGS, OTHERS))
     numbers = dict(_numbers(record))
     for name, value in numbers.items():
         if name.endswith((DIFFERENCE, *ERRORS)):
             continue
         error = next((numbers[name + ending] for ending in ERRORS if name + ending in numbers), None)
-        yield Result(model, data, name, value, error)
+        yield Result(model, data, name, value, error, tuple(text for _, text in settings), dict(others), str(path))
+
+
+def _told(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield the settings that a record tells, but for those that mean "nothing special": 0, but for examples."""
+    for name, form in names.items():
+        value = record.get(name)
+        if isinstance(value, str | int | float) and (value or (name == "num_fewshot" and value == 0)):
+            yield name, form.format(Path(str(value)).name if name == "teacher" else value)
 
 
 def _numbers(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
@@ -105,6 +143,41 @@ def _numbers(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str,
             yield from _numbers(value, f"{name}.")
         elif key not in COUNTS and type(value) in (int, float) and math.isfinite(value):
             yield name, float(value)
+
+
+def rows_of(results: Sequence[Result]) -> list[Row]:
+    """Return the rows of a table of results, a column for each model: only what was measured alike shares one.
+
+    Raises:
+        XtkError: a model has two different numbers in one row.
+    """
+    called = short_names(one.data for one in results)  # no folders of a machine
+    alike: dict[tuple[str, ...], list[Result]] = {}
+    for one in results:
+        alike.setdefault((called[one.data], *one.settings, one.metric), []).append(one)
+    rows: dict[tuple[str, str], dict[str, Result]] = {}
+    for (data, *settings, metric), group in alike.items():
+        apart = [name for name in OTHERS if len({one.others.get(name) for one in group}) > 1 and _differ(group)]
+        for one in group:
+            name = ", ".join(filter(None, [data, *settings, *(one.others.get(other) for other in apart)]))
+            row = rows.setdefault((name, metric), {})
+            if row.setdefault(one.model, one).value != one.value:
+                raise _clash(name, row[one.model], one)
+    return [Row(data, metric, row) for (data, metric), row in rows.items()]
+
+
+def _differ(group: Sequence[Result]) -> bool:
+    """Say whether a model has two different numbers among these."""
+    return len({(one.model, one.value) for one in group}) > len({one.model for one in group})
+
+
+def _clash(name: str, one: Result, other: Result) -> XtkError:
+    files = " and ".join(dict.fromkeys(file for file in (one.file, other.file) if file))
+    return XtkError(
+        f"two results of one name differ: {name}: {one.metric} of {one.model} is {shown(one)}, and {shown(other)}",
+        where=files or None,
+        hint="leave one of them out, or write another name for its model or data into its file",
+    )
 
 
 def shown(result: Result) -> str:

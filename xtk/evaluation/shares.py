@@ -118,6 +118,9 @@ def lay_on_text(
         if logprobs[token] == -np.inf:  # nothing tells which of its bytes was impossible
             costs[last] = np.inf
             continue
+        if np.isnan(logprobs[token]):
+            costs[first : last + 1] = np.nan
+            continue
         # Differences of prefix sums round; no beginning is less likely than what begins with it.
         behind = logprobs[token]
         for at in range(last, first - 1, -1):

@@ -6,6 +6,7 @@ states, and whoever needs logits makes those of a few rows at a time.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import warnings
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from xtk.errors import Damaged, XtkError
 from xtk.models import attention
 from xtk.models.attention import Row
 from xtk.models.head import Adapter, Head, Shard
+from xtk.models.headers import weight_headers
 from xtk.models.parallel import cut_matrices, local_part
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -69,15 +71,7 @@ def load_causal_lm(
     import transformers
 
     quieten_transformers()
-    if not (folder / "config.json").is_file():
-        raise XtkError("there is no model in this folder (config.json)", where=str(folder))
-    if not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin"))
-        raise XtkError(
-            "this model's weights are pickles" if pickled else "there are no weights in this folder (*.safetensors)",
-            where=str(folder),
-            hint="save it again with save_pretrained, which writes safetensors" if pickled else None,
-        )
+    _check_files(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -102,18 +96,65 @@ def load_causal_lm(
     return model if adapter is None else _with_adapter(model, adapter)
 
 
+def check_causal_lm(
+    folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False, adapter: Path | None = None
+) -> None:
+    """Find out what can be known without reading a model's weights, before hours of other work: it can be loaded.
+
+    Args:
+        folder: as `load_causal_lm` is given it.
+        tokenizer: the model's.
+        trust_remote_code: run the model's own Python code.
+        adapter: a folder of peft's.
+
+    Raises:
+        XtkError: there is no model, its files are damaged, or it has fewer rows than its tokenizer has tokens.
+    """
+    import transformers
+
+    quieten_transformers()
+    _check_files(folder)
+    weight_headers(folder)
+    if adapter is not None:
+        _check_adapter(adapter)
+        weight_headers(adapter)
+    try:
+        configuration = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except Exception as wrong:
+        raise loading_error(folder, wrong) from wrong
+    rows = getattr(configuration.get_text_config(), "vocab_size", None)
+    if isinstance(rows, int):
+        _check_rows(rows, tokenizer)
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a folder without a model.
+
+    Raises:
+        XtkError: what it lacks.
+    """
+    if not (folder / "config.json").is_file():
+        raise XtkError("there is no model in this folder (config.json)", where=str(folder))
+    if not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin"))
+        raise XtkError(
+            "this model's weights are pickles" if pickled else "there are no weights in this folder (*.safetensors)",
+            where=str(folder),
+            hint="save it again with save_pretrained, which writes safetensors" if pickled else None,
+        )
+
+
 def _with_adapter(model: Any, adapter: Path) -> Any:
     """Put an adapter into a model.
 
     Raises:
         XtkError: peft is not there, the adapter's weights are not, or it belongs to another model.
     """
-    if not any(adapter.glob("*.safetensors")):
-        raise XtkError("there are no weights in this adapter (*.safetensors)", where=str(adapter))
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'") from None
+    _check_adapter(adapter)
+    from peft import PeftModel
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,6 +164,18 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     except Exception as wrong:
         raise loading_error(adapter, wrong) from wrong
+
+
+def _check_adapter(adapter: Path) -> None:
+    """Refuse an adapter without weights, or any where peft is not there.
+
+    Raises:
+        XtkError: tells which.
+    """
+    if not any(adapter.glob("*.safetensors")):
+        raise XtkError("there are no weights in this adapter (*.safetensors)", where=str(adapter))
+    if importlib.util.find_spec("peft") is None:
+        raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'")
 
 
 def loading_error(folder: Path, wrong: Exception) -> Exception:
@@ -157,7 +210,10 @@ def check_rows(model: Any, tokenizer: Tokenizer) -> None:
     Raises:
         XtkError: tells how many rows and tokens there are.
     """
-    rows = model.get_input_embeddings().weight.shape[0]
+    _check_rows(model.get_input_embeddings().weight.shape[0], tokenizer)
+
+
+def _check_rows(rows: int, tokenizer: Tokenizer) -> None:
     if rows < len(tokenizer):
         raise XtkError(
             f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",

@@ -101,6 +101,18 @@ class Rewards:
         ]
         return sum(judged) if judged else math.nan, values
 
+    def can_judge(self, row: Mapping[str, Any]) -> bool:
+        """Say whether one of them may judge answers to a row, as far as its fields tell before there is an answer."""
+        return any(_can_judge(reward, specification, row) for specification, reward in self._rewards)
+
+
+def _can_judge(reward: Reward, specification: RewardSpecification, row: Mapping[str, Any]) -> bool:
+    if specification.name not in REWARDS:  # a function of the user's may do anything, and is asked about answers alone
+        return True
+    if hasattr(reward, "can_judge"):
+        return bool(reward.can_judge(row))
+    return not math.isnan(_number(reward, specification, "", "", row))
+
 
 def _number(
     reward: Reward, specification: RewardSpecification, completion: str, prompt: str, row: Mapping[str, Any]

@@ -42,6 +42,10 @@ class Tests:
                 "the limits of the reward tests are positive", hint="--reward tests:seconds=10,megabytes=1024"
             )
 
+    def can_judge(self, row: Mapping[str, Any]) -> bool:
+        """Say whether a row has tests; whether they are broken, a run tells."""
+        return _tests_of(row) is not None
+
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
         """Judge one completion; nan if the row has no tests, or broken ones."""
         tests = _tests_of(row)

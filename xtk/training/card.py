@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from xtk import __version__
-from xtk.evaluation.results import Result, short_names, shown
+from xtk.evaluation.results import Result, rows_of, short_names, shown
 
 _OF_THE_HUB = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
 # What of a recipe stands on lines of its own.
@@ -98,15 +98,20 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
 
 
 def with_evaluation(card: str, results: Sequence[Result]) -> str:
-    """Return a card with a table of evaluations before its recipe; of several models, a column for each."""
+    """Return a card with a table of evaluations before its recipe; of several models, a column for each.
+
+    Raises:
+        XtkError: two results of one name differ.
+    """
     if not results:
         return card
     models = list(dict.fromkeys(one.model for one in results))
-    called, of_data = short_names(models), short_names(one.data for one in results)  # no folders of a machine
-    values: dict[str, dict[str, str]] = {}
-    for one in results:
-        values.setdefault(f"{of_data[one.data]} | {one.metric}", {})[one.model] = shown(one)
-    rows = [f"| {name} | {' | '.join(row.get(model, '') for model in models)} |" for name, row in values.items()]
+    called = short_names(models)  # no folders of a machine
+    rows = [
+        f"| {row.data} | {row.metric} | "
+        f"{' | '.join(shown(row.of[model]) if model in row.of else '' for model in models)} |"
+        for row in rows_of(results)
+    ]
     heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else called.values())])
     table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
     head, recipe, rest = card.partition("## Recipe\n")

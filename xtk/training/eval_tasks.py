@@ -13,7 +13,7 @@ import torch
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Share, answer
+from xtk.evaluation.answers import Share, answer, check_judges
 from xtk.evaluation.harness import BATCH_SIZE, Asking, Harness, kept_random_states
 from xtk.lookup import unknown
 from xtk.models.causal_lm import Cut
@@ -97,6 +97,7 @@ class Problems:
         self._sampling = Sampling(options.temperature, options.top_p, options.top_k, options.max_completion_length,
                                   (options.stop,) if options.stop else ())  # fmt: skip
         self._rewards = Rewards([parse_reward(options.reward)])
+        check_judges(self._rewards, self._prompts)
 
     def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
         """Let the student answer, each process its share, and judge that."""
