@@ -100,6 +100,18 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp_path):
+    run = Path(shutil.copytree(tied, tmp_path / "run"))
+    tokenizer = json.loads((run / "tokenizer.json").read_text())
+    added = {**tokenizer["added_tokens"][0], "id": (end := len(tokenizer["model"]["vocab"])), "content": "<|eom_id|>"}
+    (run / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], added]}))
+    for name, ends in (("config.json", end), ("generation_config.json", [1, 2])):
+        (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": ends}))
+    told = export(Export(run), tmp_path / "out", force=False)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert written == told["eos_token_ids"] == [0, 1, end]
+
+
 def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
     """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
     training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]

@@ -273,7 +273,7 @@ def _write(
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise XtkError(f"a weight is no number in {dtype}: {name}", where=str(whole), hint="--dtype bfloat16")
-    ends = sorted(tokenizer.end_ids)
+    ends = _ends(model, tokenizer)
     described = model.generation_config
     if ends:
         # The end of a turn ends an answer too: transformers and vLLM stop at what stands here.
@@ -291,6 +291,14 @@ def _write(
         "bytes": sum(file.stat().st_size for file in files),
         "eos_token_ids": ends,
     }
+
+
+def _ends(model: Any, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that end an answer: those of the tokenizer, and those at which the model has stopped so far."""
+    said = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config.get_text_config())]
+    stops = {token for one in said if one is not None for token in (one if isinstance(one, list) else [one])}
+    # transformers' configurations have ids by default, whatever these spell: at text nothing ends.
+    return sorted(tokenizer.end_ids | stops & tokenizer.control_names.keys())
 
 
 def _card(
