@@ -26,7 +26,7 @@ from xtk.doctor.losses import caches, chosen, projection
 from xtk.doctor.machine import versions
 from xtk.doctor.templates import contents, starts
 from xtk.doctor.vocabularies import rows, special_tokens
-from xtk.doctor.weights import attention, dtypes
+from xtk.doctor.weights import attention, dtypes, tensors
 from xtk.errors import Damaged
 from xtk.losses import parse_losses
 from xtk.models.attention import NAME, register
@@ -83,7 +83,7 @@ def test_a_clean_pair_ends_with_0_and_a_wrong_one_with_1(run, pair, wrong, corpu
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["level"] for one in told} <= {"ok", "note", "warning"}
     # These speak where there is a template, a cache, conversations, or something wrong.
-    silent = {"starts", "caches", "conversations", "spelled_tokens"}
+    silent = {"starts", "caches", "conversations", "spelled_tokens", "tensors"}
     assert {one["check"] for one in told} >= {place.partition(":")[2] for place in CHECKS} - silent
     assert run("doctor", pair.student, pair.teacher, cache, corpus).stdout.splitlines()[-1].endswith("0 errors")
     assert run("doctor", pair.student, pair.teacher).returncode == 0
@@ -109,6 +109,26 @@ def test_rows(wrong):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(Damaged, match="cut short"):
         case_of(wrong)
+
+
+def test_files_and_tensors_that_are_not_there(wrong):
+    assert not list(tensors(case_of(wrong)))
+    model, whole = load_causal_lm(wrong.teacher), wrong.teacher / "model.safetensors"
+    stored = safetensors.numpy.load_file(whole)
+    lost = {name: one for name, one in stored.items() if "layers.1" not in name}
+    safetensors.numpy.save_file(lost, whole)
+    one = found(tensors(case_of(wrong)), "error", "missing tensors of the model")
+    assert (one.where, one.figures) == ("teacher teacher", {"tensors": len(stored) - len(lost)})
+    safetensors.numpy.save_file({**stored, "model.norm.weight": np.ones(3, np.float32)}, whole)
+    assert found(tensors(case_of(wrong)), "error", "other shapes than the configuration gives them: 1 (model.norm.weight)")
+    whole.unlink()
+    model.save_pretrained(wrong.teacher, max_shard_size="60KB")
+    assert not list(tensors(case_of(wrong)))
+    files = sorted(wrong.teacher.glob("*.safetensors"))
+    files[1].unlink()
+    assert found(tensors(case_of(wrong)), "error", f"missing files of weights: 1 of {len(files)} ({files[1].name})").hint
+    rewrite(wrong.student / "config.json", quantization_config={"quant_method": "fp8"}, num_hidden_layers=9)
+    assert {one.where for one in tensors(case_of(wrong))} == {"teacher teacher"}, "of packed weights nothing is said"
 
 
 def test_special_tokens(wrong):
