@@ -13,12 +13,13 @@ import safetensors.numpy
 import tokenizers
 import torch
 from tokenizers import processors
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.doctor import CHECKS
 from xtk.doctor.case import Case, Finding, Plan, Side
-from xtk.doctor.costs import disk, memory, of_training, pass_tokens
+from xtk.doctor.costs import _libraries, disk, memory, of_training, pass_tokens
 from xtk.doctor.data import compression, conversations, lengths, spelled_tokens
 from xtk.doctor.examine import examine
 from xtk.doctor.footprint import footprint
@@ -27,7 +28,7 @@ from xtk.doctor.machine import versions
 from xtk.doctor.templates import contents, starts
 from xtk.doctor.vocabularies import rows, special_tokens
 from xtk.doctor.weights import attention, dtypes, tensors
-from xtk.errors import Damaged
+from xtk.errors import Damaged, XtkError
 from xtk.losses import parse_losses
 from xtk.models.attention import NAME, register
 from xtk.models.causal_lm import load_causal_lm
@@ -311,6 +312,27 @@ def test_disk_hours_and_versions(pair, corpus, cache):
     assert found(disk(case_of(pair, cache=cache)), "ok", "a position").figures["documents"] == 40
     assert found(disk(case_of(pair, save_total_limit=10**9)), "error", "checkpoints take").hint
     assert found(versions(case), "ok", "Python").figures["torch"] == torch.__version__
+
+
+def test_the_cache_of_another_top_k_is_about_as_large_as_was_forecast(run, wrong, tmp_path):
+    configuration = LlamaConfig(
+        vocab_size=8192, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(configuration).save_pretrained(wrong.teacher)
+    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(20))
+    run("cache-teacher", wrong.teacher, data, "--top-k", 512, "-o", tmp_path / "cache")
+    written = found(disk(case_of(wrong, cache=tmp_path / "cache")), "ok", "a position").figures["bytes"]
+    one = found(disk(case_of(wrong, data, top_k=512)), "ok", "estimated from caches of 64 ids")
+    assert written / 1.5 < one.figures["bytes"] < 1.5 * written
+
+
+def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
+    """As the kernel ends a process when there is no memory: by a signal, with nothing said."""
+    (tmp_path / "silent.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(XtkError, match="(?s)cannot be imported.*SIGKILL"):
+        _libraries("", "silent")
 
 
 def test_a_check_that_cannot_be_made_is_an_error(pair, tmp_path):

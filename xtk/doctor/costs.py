@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,14 @@ from xtk.doctor.case import Case, Finding, Plan, Side, limit_of
 from xtk.doctor.weights import class_of
 from xtk.errors import XtkError
 from xtk.terminal import duration
-from xtk.tokens.signal import support_of
+from xtk.tokens.signal import USUAL_TOP_K, support_of
 
 GIB = 2**30
-# Of the default cache, measured: docs/explanation/scale.md.
+# Of a position of a cache on a disk, measured: docs/explanation/scale.md. The default; then of --top-k: what --support none
+# takes, and what each of the 64 ids of --top-k 64 takes beside that.
 BYTES_PER_POSITION = 43.3
+BYTES_WITHOUT_IDS = 6.3
+BYTES_PER_ID = 0.85
 # What a run holds on a CPU beside imported libraries, tokenizers and tensors: compiled kernels, batches made ahead,
 # threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
 WORKING = 150 << 20
@@ -231,7 +235,9 @@ def _libraries(model: str, more: str) -> int:
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise XtkError("the libraries of a run cannot be imported", where=done.stderr.strip().splitlines()[-1])
+        how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        last = (done.stderr.strip() or f"the process ended with {how}").splitlines()[-1]
+        raise XtkError("the libraries of a run cannot be imported", where=last)
     return int(done.stdout.split()[-1])
 
 
@@ -281,11 +287,11 @@ def disk(case: Case) -> Iterator[Finding]:
         what = f"the cache has {found['bytes']:,} bytes, {found['bytes'] / max(found['positions'], 1):.1f} a position"
         yield Finding("disk", "ok", what, figures=dict(found))
     elif reading.numbers:
-        size = round(BYTES_PER_POSITION * reading.positions[1])
+        each = _bytes_per_position(case)
+        size = round(each * reading.positions[1])
+        told = f", estimated from caches of {USUAL_TOP_K['top-k']} ids" if plan.top_k else ""
         more = "" if reading.whole else " of the documents that were read; xtk cache-teacher --plan tells the whole"
-        what = (
-            f"the cache: about {_amount(size)}, {reading.positions[1]:,} positions of {BYTES_PER_POSITION} bytes{more}"
-        )
+        what = f"the cache: about {_amount(size)}, {reading.positions[1]:,} positions of {each:.1f} bytes{told}{more}"
         figures = {
             "bytes": size,
             "positions": reading.positions[1],
@@ -305,6 +311,13 @@ def disk(case: Case) -> Iterator[Finding]:
     hint = "another -o, or --save-total-limit 1" if level == "error" else ""
     free_figures = {"checkpoints": kept, "cache": size, "free": free}
     yield Finding("disk", level, what, str(place), hint, free_figures)
+
+
+def _bytes_per_position(case: Case) -> float:
+    """Return about how many bytes a position takes in the cache that would be made."""
+    if not case.plan.top_k:
+        return BYTES_PER_POSITION
+    return BYTES_WITHOUT_IDS + BYTES_PER_ID * min(case.plan.top_k, case.teacher.tokenizer.width)
 
 
 def _time(case: Case) -> Finding:
