@@ -121,13 +121,17 @@ def test_files_and_tensors_that_are_not_there(wrong):
     one = found(tensors(case_of(wrong)), "error", "missing tensors of the model")
     assert (one.where, one.figures) == ("teacher teacher", {"tensors": len(stored) - len(lost)})
     safetensors.numpy.save_file({**stored, "model.norm.weight": np.ones(3, np.float32)}, whole)
-    assert found(tensors(case_of(wrong)), "error", "other shapes than the configuration gives them: 1 (model.norm.weight)")
+    assert found(
+        tensors(case_of(wrong)), "error", "other shapes than the configuration gives them: 1 (model.norm.weight)"
+    )
     whole.unlink()
     model.save_pretrained(wrong.teacher, max_shard_size="60KB")
     assert not list(tensors(case_of(wrong)))
     files = sorted(wrong.teacher.glob("*.safetensors"))
     files[1].unlink()
-    assert found(tensors(case_of(wrong)), "error", f"missing files of weights: 1 of {len(files)} ({files[1].name})").hint
+    assert found(
+        tensors(case_of(wrong)), "error", f"missing files of weights: 1 of {len(files)} ({files[1].name})"
+    ).hint
     rewrite(wrong.student / "config.json", quantization_config={"quant_method": "fp8"}, num_hidden_layers=9)
     assert {one.where for one in tensors(case_of(wrong))} == {"teacher teacher"}, "of packed weights nothing is said"
 
@@ -246,6 +250,16 @@ def test_projection_and_loss(pair, cache, corpus):
     assert found(caches(case), "ok", "support top-k").where == "cache of teacher"
     other = Case(case.teacher, case.student, Plan(), TeacherCache(cache))
     assert found(caches(other), "error", "teacher with another tokenizer").hint
+
+
+def test_a_cache_of_other_weights(wrong, cache):
+    assert found(caches(case_of(wrong, cache=cache)), "ok", "of these very weights")
+    whole = wrong.teacher / "model.safetensors"
+    stored = safetensors.numpy.load_file(whole)
+    safetensors.numpy.save_file({name: one + 1 for name, one in stored.items()}, whole)
+    assert "cache-teacher" in found(caches(case_of(wrong, cache=cache)), "warning", "other weights").hint
+    whole.unlink()
+    assert found(caches(case_of(wrong, cache=cache)), "ok", "were not compared: no weights of the teacher are here")
 
 
 def test_a_pass_on_tensors_without_content_holds_what_a_real_one_does(pair):
