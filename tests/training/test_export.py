@@ -112,6 +112,20 @@ def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp
     assert written == told["eos_token_ids"] == [0, 1, end]
 
 
+def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_path):
+    (tmp_path / "disk" / "target").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
+    for force in (False, True):
+        export(Export(tied, dtype="bfloat16" if force else ""), tmp_path / "link", force=force)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "target" / "model.safetensors").is_file()
+        assert sorted(path.name for path in (*tmp_path.iterdir(), *(tmp_path / "disk").iterdir())) == [
+            "disk",
+            "link",
+            "target",
+        ]
+
+
 def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
     """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
     training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]
@@ -177,6 +191,12 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     ):
         with pytest.raises(XtkError, match="(?s)" + told):
             export(Export(run, **options), tmp_path / "out", force=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(XtkError, match="where you are"):
+        export(Export(tied), Path(), force=False)
+    (tmp_path / "here").rmdir()
+    monkeypatch.chdir(tmp_path)
     for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
         with pytest.raises(XtkError) as refused:
             export(Export(tied), tmp_path / output, force=True)

@@ -155,12 +155,15 @@ def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]
 
 
 def _check_output(output: Path, run: Path) -> None:
-    """Refuse an output that is the run, holds it, or lies in it.
+    """Refuse an output that is the run, holds it, or lies in it; and a folder that cannot be replaced.
 
     Raises:
         XtkError: tells which.
     """
     here, there = output.resolve(), run.resolve()
+    if here == Path.cwd() or here.is_mount():
+        what = "an export takes the place of its folder, and this one is where you are, or where a disk is mounted"
+        raise XtkError(what, where=str(here), hint=f"a folder in it: -o {output / 'NAME'}")
     if here in (there, *there.parents) or there in here.parents:
         raise XtkError("the output is the run, or one lies in the other", where=str(output), hint="another -o")
 
@@ -193,7 +196,11 @@ def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str
 
 @contextmanager
 def _replaced(output: Path) -> Iterator[Path]:
-    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not."""
+    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not.
+
+    A link stays one: what it leads to is replaced.
+    """
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     for left in output.parent.glob(f"{TEMPORARY}*-{glob.escape(output.name)}"):
         if is_leftover(left.name):
