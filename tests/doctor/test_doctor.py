@@ -252,6 +252,16 @@ def test_projection_and_loss(pair, cache, corpus):
     assert found(caches(other), "error", "teacher with another tokenizer").hint
 
 
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_cache_or_data_where_a_model_should_be_is_told_at_once(run, pair, cache, corpus, role):
+    for wrong, told in ((cache, f"the {role} is a model, and this is a teacher cache"), (corpus, "this is a file")):
+        models = {"student": pair.student, "teacher": pair.teacher, role: wrong}
+        done = run("doctor", models["student"], models["teacher"], corpus, code=1)
+        assert told in done.stderr
+        assert f"where: {wrong}" in done.stderr
+        assert done.stdout == ""
+
+
 def test_a_cache_of_other_weights(wrong, cache):
     assert found(caches(case_of(wrong, cache=cache)), "ok", "of these very weights")
     whole = wrong.teacher / "model.safetensors"

@@ -12,7 +12,7 @@ from typing import Any
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.hub import with_adapter
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Damaged, XtkError, exists
 from xtk.models.preparation import ALL_LINEAR
 from xtk.teachers.forecast import Spread
@@ -74,8 +74,11 @@ class Side:
         """Read a folder of a model or of an adapter, of the weights their headers alone.
 
         Raises:
-            XtkError: there is no tokenizer, or a file cannot be read.
+            XtkError: this is a teacher cache, there is no tokenizer, or a file cannot be read.
         """
+        if is_cache(folder) and not (folder / "config.json").is_file():
+            hint = "xtk doctor STUDENT TEACHER CACHE: the models first, then the cache"
+            raise XtkError(f"the {role} is a model, and this is a teacher cache", where=name, hint=hint)
         folder, adapter = with_adapter(folder)
         path = folder / "config.json"
         try:
