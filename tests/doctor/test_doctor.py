@@ -355,8 +355,17 @@ def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
     """As the kernel ends a process when there is no memory: by a signal, with nothing said."""
     (tmp_path / "silent.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(XtkError, match="(?s)cannot be imported.*SIGKILL"):
+    with pytest.raises(XtkError, match=r"(?s)cannot be imported.*SIGKILL"):
         _libraries("", "silent")
+
+
+def test_one_cause_is_told_once(pair, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Yes."}]}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(talk) + "\n")
+    for name, told, sides in (("empty", "no document", 1), ("talks", "no chat template", 2)):
+        findings = list(examine(case_of(pair, tmp_path / f"{name}.jsonl")))
+        assert [one.level for one in findings if told in one.what] == sides * ["error"]
 
 
 def test_a_check_that_cannot_be_made_is_an_error(pair, tmp_path):

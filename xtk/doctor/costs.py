@@ -24,8 +24,8 @@ from xtk.terminal import duration
 from xtk.tokens.signal import USUAL_TOP_K, support_of
 
 GIB = 2**30
-# Of a position of a cache on a disk, measured: docs/explanation/scale.md. The default; then of --top-k: what --support none
-# takes, and what each of the 64 ids of --top-k 64 takes beside that.
+# Of a position of a cache on a disk, measured: docs/explanation/scale.md. The default; then of --top-k: what
+# --support none takes, and what each of the 64 ids of --top-k 64 takes beside that.
 BYTES_PER_POSITION = 43.3
 BYTES_WITHOUT_IDS = 6.3
 BYTES_PER_ID = 0.85
@@ -63,6 +63,9 @@ class Forecast:
 
 def memory(case: Case) -> Iterator[Finding]:
     """Forecast the memory of a process of each command, against what the machine has."""
+    from xtk.doctor.footprint import Unforeseen
+
+    _ = case.read  # what is wrong with the data is told once, by the first check that reads it
     for command, forecast in (("cache-teacher", of_caching), ("distill", of_training)):
         if command == "cache-teacher" and case.cache is not None:
             continue
@@ -71,7 +74,7 @@ def memory(case: Case) -> Iterator[Finding]:
             continue
         try:
             found = forecast(case)
-        except XtkError as wrong:
+        except Unforeseen as wrong:
             yield Finding("memory", "note", f"{command}: {wrong.what}", side.name)
             continue
         yield _told(command, found, case.plan)
@@ -100,7 +103,7 @@ def of_training(case: Case) -> Forecast:
     passes, it is one of the later ones, with the gradients of those before.
 
     Raises:
-        XtkError: the model cannot be run without weights.
+        Unforeseen: the model cannot be run without weights.
     """
     from xtk.doctor.footprint import footprint
 
@@ -156,7 +159,7 @@ def of_caching(case: Case) -> Forecast:
     """Forecast `cache-teacher`: weights, the forward pass, logits of a chunk, and what was said of two shards.
 
     Raises:
-        XtkError: the model cannot be run without weights.
+        Unforeseen: the model cannot be run without weights.
     """
     from xtk.doctor.footprint import footprint
     from xtk.teachers.request import CacheRequest
