@@ -171,6 +171,9 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     weights = load_file(large / "model.safetensors")
     weights["model.norm.weight"] += 1e6
     save_file(weights, large / "model.safetensors", {"format": "pt"})
+    damaged = Path(shutil.copytree(tied, tmp_path / "damaged"))
+    first, *others = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (damaged / "metrics.jsonl").write_text(first[: len(first) // 2] + "\n" + "".join(others))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("notes")
     (tmp_path / "empty.json").write_text("{}")
@@ -179,6 +182,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     for told, run, options in (
         ("no run of xtk distill", pair.student, {}),
         ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("no JSON object.*metrics.jsonl, line 1", damaged, {}),
         ("there are 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
