@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,20 @@ def test_xtk_report_takes_all_of_the_folder(swept):
     done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
     assert [Path(one["path"]).name for one in json.loads(done.stdout)["runs"]] == ["seed=0", "seed=1"]
     assert "no run" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
+
+
+def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_the_table(swept, tmp_path):
+    root, command, *_ = swept
+    shutil.copytree(root, tmp_path / "copy")
+    path = tmp_path / "copy" / "all" / "seed=0" / "metrics.jsonl"
+    first, *others = path.read_text().splitlines(keepends=True)
+    path.write_text(first[: len(first) // 2] + "\n" + "".join(others))
+    done = run_xtk(*command, "--json", cwd=tmp_path / "copy")
+    assert "seed=0: this line is no JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [("seconds" in one, "loss" in one, one["state"]) for one in told] == [
+        (False, True, "finished"), (True, True, "finished")
+    ]  # fmt: skip
 
 
 def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_same_student_is_not(swept):
@@ -219,6 +234,20 @@ def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
     runs = [plan([], [("here", line)], [], tmp_path)[0].given for line in printed.splitlines()]
     assert [one["seed"] for one in runs] == [0, 1] * 3
     assert (runs[-1]["student"], runs[-1]["freeze"], runs[-1]["max_steps"]) == ("my student", ["a b"], 5)
+
+
+def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):
+    (tmp_path / "list").write_text("# runs\nbase cache --loss ce\nbase cache --lerning-rate 1e-3 -o bad\n")
+    done = run_xtk("sweep", *SEEDS, "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=2)
+    assert "list, line 3: bad,seed=0: No such option: --lerning-rate" in " ".join(done.stderr.split())
+    (tmp_path / "list").write_text("base cache --loss cee -o late\n")
+    done = run_xtk("sweep", "-o", "out", "--runs", "list", cwd=tmp_path, code=1)
+    assert "list, line 1: late: " in done.stderr
+    (tmp_path / "list").write_text("base cache --seed 0 -o same\n\nother cache -o same\n")
+    done = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=1)
+    assert "two runs are called same" in done.stderr
+    assert "list, line 1: base" in done.stderr
+    assert "list, line 3: other" in done.stderr
 
 
 def test_a_pipe_is_named_in_every_run(tmp_path):

@@ -13,12 +13,13 @@ import safetensors.numpy
 import tokenizers
 import torch
 from tokenizers import processors
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.doctor import CHECKS
 from xtk.doctor.case import Case, Finding, Plan, Side
-from xtk.doctor.costs import disk, memory, of_training, pass_tokens
+from xtk.doctor.costs import _libraries, disk, memory, of_training, pass_tokens
 from xtk.doctor.data import compression, conversations, lengths, spelled_tokens
 from xtk.doctor.examine import examine
 from xtk.doctor.footprint import footprint
@@ -26,8 +27,8 @@ from xtk.doctor.losses import caches, chosen, projection
 from xtk.doctor.machine import versions
 from xtk.doctor.templates import contents, starts
 from xtk.doctor.vocabularies import rows, special_tokens
-from xtk.doctor.weights import attention, dtypes
-from xtk.errors import Damaged
+from xtk.doctor.weights import attention, dtypes, tensors
+from xtk.errors import Damaged, XtkError
 from xtk.losses import parse_losses
 from xtk.models.attention import NAME, register
 from xtk.models.causal_lm import load_causal_lm
@@ -83,7 +84,7 @@ def test_a_clean_pair_ends_with_0_and_a_wrong_one_with_1(run, pair, wrong, corpu
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["level"] for one in told} <= {"ok", "note", "warning"}
     # These speak where there is a template, a cache, conversations, or something wrong.
-    silent = {"starts", "caches", "conversations", "spelled_tokens"}
+    silent = {"starts", "caches", "conversations", "spelled_tokens", "tensors"}
     assert {one["check"] for one in told} >= {place.partition(":")[2] for place in CHECKS} - silent
     assert run("doctor", pair.student, pair.teacher, cache, corpus).stdout.splitlines()[-1].endswith("0 errors")
     assert run("doctor", pair.student, pair.teacher).returncode == 0
@@ -109,6 +110,30 @@ def test_rows(wrong):
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(Damaged, match="cut short"):
         case_of(wrong)
+
+
+def test_files_and_tensors_that_are_not_there(wrong):
+    assert not list(tensors(case_of(wrong)))
+    model, whole = load_causal_lm(wrong.teacher), wrong.teacher / "model.safetensors"
+    stored = safetensors.numpy.load_file(whole)
+    lost = {name: one for name, one in stored.items() if "layers.1" not in name}
+    safetensors.numpy.save_file(lost, whole)
+    one = found(tensors(case_of(wrong)), "error", "missing tensors of the model")
+    assert (one.where, one.figures) == ("teacher teacher", {"tensors": len(stored) - len(lost)})
+    safetensors.numpy.save_file({**stored, "model.norm.weight": np.ones(3, np.float32)}, whole)
+    assert found(
+        tensors(case_of(wrong)), "error", "other shapes than the configuration gives them: 1 (model.norm.weight)"
+    )
+    whole.unlink()
+    model.save_pretrained(wrong.teacher, max_shard_size="60KB")
+    assert not list(tensors(case_of(wrong)))
+    files = sorted(wrong.teacher.glob("*.safetensors"))
+    files[1].unlink()
+    assert found(
+        tensors(case_of(wrong)), "error", f"missing files of weights: 1 of {len(files)} ({files[1].name})"
+    ).hint
+    rewrite(wrong.student / "config.json", quantization_config={"quant_method": "fp8"}, num_hidden_layers=9)
+    assert {one.where for one in tensors(case_of(wrong))} == {"teacher teacher"}, "of packed weights nothing is said"
 
 
 def test_special_tokens(wrong):
@@ -227,6 +252,26 @@ def test_projection_and_loss(pair, cache, corpus):
     assert found(caches(other), "error", "teacher with another tokenizer").hint
 
 
+@pytest.mark.parametrize("role", ["student", "teacher"])
+def test_a_cache_or_data_where_a_model_should_be_is_told_at_once(run, pair, cache, corpus, role):
+    for wrong, told in ((cache, f"the {role} is a model, and this is a teacher cache"), (corpus, "this is a file")):
+        models = {"student": pair.student, "teacher": pair.teacher, role: wrong}
+        done = run("doctor", models["student"], models["teacher"], corpus, code=1)
+        assert told in done.stderr
+        assert f"where: {wrong}" in done.stderr
+        assert done.stdout == ""
+
+
+def test_a_cache_of_other_weights(wrong, cache):
+    assert found(caches(case_of(wrong, cache=cache)), "ok", "of these very weights")
+    whole = wrong.teacher / "model.safetensors"
+    stored = safetensors.numpy.load_file(whole)
+    safetensors.numpy.save_file({name: one + 1 for name, one in stored.items()}, whole)
+    assert "cache-teacher" in found(caches(case_of(wrong, cache=cache)), "warning", "other weights").hint
+    whole.unlink()
+    assert found(caches(case_of(wrong, cache=cache)), "ok", "were not compared: no weights of the teacher are here")
+
+
 def test_a_pass_on_tensors_without_content_holds_what_a_real_one_does(pair):
     """What is kept for the backward pass, and the peak, against tensors that are there."""
     model = load_causal_lm(pair.student)
@@ -291,6 +336,36 @@ def test_disk_hours_and_versions(pair, corpus, cache):
     assert found(disk(case_of(pair, cache=cache)), "ok", "a position").figures["documents"] == 40
     assert found(disk(case_of(pair, save_total_limit=10**9)), "error", "checkpoints take").hint
     assert found(versions(case), "ok", "Python").figures["torch"] == torch.__version__
+
+
+def test_the_cache_of_another_top_k_is_about_as_large_as_was_forecast(run, wrong, tmp_path):
+    configuration = LlamaConfig(
+        vocab_size=8192, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    LlamaForCausalLM(configuration).save_pretrained(wrong.teacher)
+    data = material.write_jsonl(tmp_path / "data.jsonl", material.sentences(20))
+    run("cache-teacher", wrong.teacher, data, "--top-k", 512, "-o", tmp_path / "cache")
+    written = found(disk(case_of(wrong, cache=tmp_path / "cache")), "ok", "a position").figures["bytes"]
+    one = found(disk(case_of(wrong, data, top_k=512)), "ok", "estimated from caches of 64 ids")
+    assert written / 1.5 < one.figures["bytes"] < 1.5 * written
+
+
+def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
+    """As the kernel ends a process when there is no memory: by a signal, with nothing said."""
+    (tmp_path / "silent.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(XtkError, match=r"(?s)cannot be imported.*SIGKILL"):
+        _libraries("", "silent")
+
+
+def test_one_cause_is_told_once(pair, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Yes."}]}
+    (tmp_path / "talks.jsonl").write_text(json.dumps(talk) + "\n")
+    for name, told, sides in (("empty", "no document", 1), ("talks", "no chat template", 2)):
+        findings = list(examine(case_of(pair, tmp_path / f"{name}.jsonl")))
+        assert [one.level for one in findings if told in one.what] == sides * ["error"]
 
 
 def test_a_check_that_cannot_be_made_is_an_error(pair, tmp_path):

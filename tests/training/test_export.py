@@ -100,6 +100,32 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
 
+def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp_path):
+    run = Path(shutil.copytree(tied, tmp_path / "run"))
+    tokenizer = json.loads((run / "tokenizer.json").read_text())
+    added = {**tokenizer["added_tokens"][0], "id": (end := len(tokenizer["model"]["vocab"])), "content": "<|eom_id|>"}
+    (run / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], added]}))
+    for name, ends in (("config.json", end), ("generation_config.json", [1, 2])):
+        (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": ends}))
+    told = export(Export(run), tmp_path / "out", force=False)
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
+    assert written == told["eos_token_ids"] == [0, 1, end]
+
+
+def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_path):
+    (tmp_path / "disk" / "target").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
+    for force in (False, True):
+        export(Export(tied, dtype="bfloat16" if force else ""), tmp_path / "link", force=force)
+        assert (tmp_path / "link").is_symlink()
+        assert (tmp_path / "disk" / "target" / "model.safetensors").is_file()
+        assert sorted(path.name for path in (*tmp_path.iterdir(), *(tmp_path / "disk").iterdir())) == [
+            "disk",
+            "link",
+            "target",
+        ]
+
+
 def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
     """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
     training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]
@@ -145,6 +171,9 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     weights = load_file(large / "model.safetensors")
     weights["model.norm.weight"] += 1e6
     save_file(weights, large / "model.safetensors", {"format": "pt"})
+    damaged = Path(shutil.copytree(tied, tmp_path / "damaged"))
+    first, *others = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (damaged / "metrics.jsonl").write_text(first[: len(first) // 2] + "\n" + "".join(others))
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("notes")
     (tmp_path / "empty.json").write_text("{}")
@@ -153,6 +182,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     for told, run, options in (
         ("no run of xtk distill", pair.student, {}),
         ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("no JSON object.*metrics.jsonl, line 1", damaged, {}),
         ("there are 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
@@ -165,6 +195,12 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     ):
         with pytest.raises(XtkError, match="(?s)" + told):
             export(Export(run, **options), tmp_path / "out", force=False)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(XtkError, match="where you are"):
+        export(Export(tied), Path(), force=False)
+    (tmp_path / "here").rmdir()
+    monkeypatch.chdir(tmp_path)
     for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
         with pytest.raises(XtkError) as refused:
             export(Export(tied), tmp_path / output, force=True)

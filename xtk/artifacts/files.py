@@ -86,6 +86,26 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, a line each; none if there is no file. A last line may be cut short by a kill.
+
+    Raises:
+        Damaged: another line is no JSON object.
+    """
+    if not path.is_file():
+        return []
+    # Not splitlines, which would cut at U+2028 too, which texts may hold.
+    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    found = []
+    for number, line in enumerate(lines):
+        try:
+            found.append(dict(json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
+            if number + 1 < len(lines):
+                raise Damaged("this line is no JSON object", where=f"{path}, line {number + 1}") from None
+    return found
+
+
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Remove what killed writers left in a folder, of one file or of all.
 

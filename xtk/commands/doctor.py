@@ -71,7 +71,7 @@ def doctor(
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.hub import local_folder
     from xtk.artifacts.teacher_cache import TeacherCache, is_cache
     from xtk.doctor.case import LEVELS, Case, Plan, Side
     from xtk.doctor.examine import examine
@@ -103,8 +103,8 @@ def doctor(
         }
     )
     case = Case(
-        Side.read("student", with_adapter(local_folder(student, weights=False))[0], student),
-        Side.read("teacher", with_adapter(local_folder(teacher, weights=False))[0], teacher),
+        Side.read("student", local_folder(student, weights=False), student),
+        Side.read("teacher", local_folder(teacher, weights=False), teacher),
         plan,
         TeacherCache(caches[0]) if caches else None,
         Corpus(others, columns_option(columns)) if others else None,

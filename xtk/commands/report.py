@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -76,7 +76,7 @@ def report(
     import json
     from pathlib import Path
 
-    from xtk.artifacts.files import sha256
+    from xtk.artifacts.files import read_json_lines, sha256
     from xtk.commands import alignment_page, audit_page, cache_page
     from xtk.commands.page import check_page, write_page
     from xtk.commands.report_page import page
@@ -104,7 +104,7 @@ def report(
     names = short_names(places.values())
     shown = [_read(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
-    written = read_samples([(Path(file), _lines(Path(file))) for file in texts])
+    written = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
     pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
     pictures += _cache(cache) if cache else []
     style = alignment_page.STYLE + cache_page.STYLE + audit_page.STYLE
@@ -144,14 +144,14 @@ def _read(path: Path, name: str) -> Shown:
         XtkError: its recipe is none.
         Damaged: one of its files is no JSON.
     """
-    from xtk.artifacts.files import canonical_json, read_json, sha256
+    from xtk.artifacts.files import canonical_json, read_json, read_json_lines, sha256
     from xtk.commands.report_page import Shown
     from xtk.errors import XtkError
 
     recipe = read_json(path / "recipe.json")
     if not {"losses", "inputs"} <= set(recipe):
         raise XtkError("this recipe is none of xtk distill", where=str(path / "recipe.json"))
-    metrics = [one for one in _lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
+    metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
     at = metrics[-1]["step"] if metrics else 0
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
     if (path / "xtk.json").is_file():
@@ -159,32 +159,8 @@ def _read(path: Path, name: str) -> Shown:
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
             state += f", the best at {best['step']:,}"
-    samples = _lines(path / "rollouts.jsonl")
+    samples = read_json_lines(path / "rollouts.jsonl")
     return Shown(name, str(path), state, sha256(canonical_json(recipe)), recipe, metrics, samples)
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, a line each; none if there is no file. A last line may be cut short by a kill.
-
-    Raises:
-        Damaged: another line is no JSON object.
-    """
-    import json
-
-    from xtk.errors import Damaged
-
-    if not path.is_file():
-        return []
-    # Not splitlines, which would cut at U+2028 too, which texts may hold.
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
-    found = []
-    for number, line in enumerate(lines):
-        try:
-            found.append(dict(json.loads(line)))
-        except (ValueError, TypeError, RecursionError):
-            if number + 1 < len(lines):
-                raise Damaged("this line is no JSON object", where=f"{path}, line {number + 1}") from None
-    return found
 
 
 def _cache(place: str) -> list[str]:

@@ -34,12 +34,14 @@ class PlannedRun:
         folder: where it goes.
         arguments: of `xtk distill`, with `-o`.
         given: the same as its options, by the names of the parameters of the command.
+        place: "FILE, line N: ", where it is from a list; how errors of it begin.
     """
 
     name: str
     folder: Path
     arguments: tuple[str, ...]
     given: dict[str, Any]
+    place: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -49,11 +51,15 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one line, or one value, adds to a command line: words in front of it, words behind it, and to its name."""
+    """What one line, or one value, adds to a command line: words in front of it, words behind it, and to its name.
+
+    A line has a `where`: its file and number.
+    """
 
     name: str = ""
     front: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    where: str = ""
 
 
 @functools.cache
@@ -96,20 +102,21 @@ def plan(
     runs: dict[str, PlannedRun] = {}
     for chosen in itertools.product(*parts):
         name = _cut(",".join(part.name for part in chosen))
+        place = "".join(f"{part.where}: " for part in chosen if part.where)
         front = [word for part in chosen for word in part.front]
         words = [*front, *arguments, *(word for part in chosen for word in part.words), "-o", str(folder / name)]
         if name in runs:
             raise XtkError(
                 f"two runs are called {name}",
-                where=f"{shlex.join(runs[name].arguments[:-2])} and {shlex.join(words[:-2])}",
+                where=f"{runs[name].place}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words[:-2])}",
                 hint="each value once; a line of --runs names its run by -o NAME",
             )
-        runs[name] = run = PlannedRun(name, folder / name, tuple(words), _read(name, words))
+        runs[name] = run = PlannedRun(name, folder / name, tuple(words), _read(f"{place}{name}", words), place)
         same = next((one for one in runs.values() if one is not run and one.options == run.options), None)
         if same is not None:
             raise XtkError(
                 f"{same.name} and {name} are one and the same run",
-                where=shlex.join(words[:-2]),
+                where=f"{place}{shlex.join(words[:-2])}",
                 hint="what varies is added to what all runs have: leave it out there",
             )
     return list(runs.values())
@@ -117,6 +124,10 @@ def plan(
 
 def _read(name: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of a run as `xtk distill` reads them.
+
+    Args:
+        name: how errors call it.
+        words: its command line.
 
     Raises:
         typer.BadParameter: it does not.
@@ -139,7 +150,7 @@ def _read(name: str, words: Sequence[str]) -> dict[str, Any]:
 
 
 def of_run(name: str, wrong: XtkError) -> XtkError:
-    """Return an error that says of which run it is."""
+    """Return an error that says of which run it is, by its name."""
     told = XtkError(f"{name}: {wrong.what}", where=wrong.where, hint=wrong.hint)
     told.exit_code = wrong.exit_code
     return told
@@ -225,7 +236,7 @@ def _of_line(where: str, line: str) -> _Part:
     name = name or ",".join(told).lstrip(".-")
     if not name:
         raise XtkError("this line has no arguments", where=where)
-    return _Part(name, words=tuple(kept))
+    return _Part(name, words=tuple(kept), where=where)
 
 
 def _shortened(values: Sequence[str]) -> list[str]:
@@ -300,7 +311,7 @@ def finished(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bo
                 raise
             return find_run(run.folder, identity, force=True), True
     except XtkError as wrong:
-        raise of_run(run.name, wrong) from None
+        raise of_run(f"{run.place}{run.name}", wrong) from None
 
 
 def piped_named(arguments: Sequence[str], piped: str) -> list[str]:

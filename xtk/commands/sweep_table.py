@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.commands.sweep_plan import PlannedRun
+from xtk import terminal
+from xtk.commands.sweep_plan import PlannedRun, of_run
+from xtk.errors import Damaged
 
 SEED = "seed"
 # Of the metrics of a run, those that are shown, and how.
@@ -44,8 +46,12 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
     metrics = dict(content["metrics"])
     if "best" in content:  # which is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
-    lines = read_metrics(run.folder / METRICS)
-    metrics |= {"steps": content["steps"], "seconds": trained_for(lines)}
+    try:
+        lines = read_metrics(run.folder / METRICS)
+    except Damaged as wrong:  # the student is there: its speed alone is not known
+        terminal.error(of_run(run.name, wrong))
+        lines = []
+    metrics |= {"steps": content["steps"], "seconds": trained_for(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
     metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
     figures = {name: metrics[name] for name in HEADS if math.isfinite(metrics.get(name, math.nan))}

@@ -10,6 +10,7 @@ CHECKS = (
     "xtk.doctor.vocabularies:special_tokens",
     "xtk.doctor.templates:starts",
     "xtk.doctor.templates:contents",
+    "xtk.doctor.weights:tensors",
     "xtk.doctor.weights:attention",
     "xtk.doctor.weights:dtypes",
     "xtk.doctor.data:lengths",

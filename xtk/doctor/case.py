@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.teacher_cache import TeacherCache
+from xtk.artifacts.hub import with_adapter
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import XtkError, exists
 from xtk.models.headers import weight_headers
 from xtk.models.preparation import ALL_LINEAR
@@ -58,6 +59,7 @@ class Side:
         configuration: config.json; empty where there is none.
         tensors: {name: (dtype as safetensors calls it, shape)} of the weights, from their headers.
         remote: whether its weights are on the hub, and stay there.
+        adapter: a folder of peft's, where it is a model with an adapter.
     """
 
     role: str
@@ -66,21 +68,26 @@ class Side:
     configuration: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     remote: bool = False
+    adapter: Path | None = None
 
     @classmethod
     def read(cls, role: str, folder: Path, name: str) -> Side:
-        """Read a folder, of the weights their headers alone.
+        """Read a folder of a model or of an adapter, of the weights their headers alone.
 
         Raises:
-            XtkError: there is no tokenizer, or a file cannot be read.
+            XtkError: this is a teacher cache, there is no tokenizer, or a file cannot be read.
         """
+        if is_cache(folder) and not (folder / "config.json").is_file():
+            hint = "xtk doctor STUDENT TEACHER CACHE: the models first, then the cache"
+            raise XtkError(f"the {role} is a model, and this is a teacher cache", where=name, hint=hint)
+        folder, adapter = with_adapter(folder)
         path = folder / "config.json"
         try:
             configuration = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError as wrong:
             raise XtkError(f"this configuration is no JSON: {wrong}", where=str(path)) from None
         tokenizer, tensors = Tokenizer(folder, name=name), weight_headers(folder)
-        return cls(role, folder, tokenizer, configuration, tensors, not tensors and not exists(name))
+        return cls(role, folder, tokenizer, configuration, tensors, not tensors and not exists(name), adapter)
 
     @property
     def name(self) -> str:

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,14 @@ from xtk.doctor.case import Case, Finding, Plan, Side, limit_of
 from xtk.doctor.weights import class_of
 from xtk.errors import XtkError
 from xtk.terminal import duration
-from xtk.tokens.signal import support_of
+from xtk.tokens.signal import USUAL_TOP_K, support_of
 
 GIB = 2**30
-# Of the default cache, measured: docs/explanation/scale.md.
+# Of a position of a cache on a disk, measured: docs/explanation/scale.md. The default; then of --top-k: what
+# --support none takes, and what each of the 64 ids of --top-k 64 takes beside that.
 BYTES_PER_POSITION = 43.3
+BYTES_WITHOUT_IDS = 6.3
+BYTES_PER_ID = 0.85
 # What a run holds on a CPU beside imported libraries, tokenizers and tensors: compiled kernels, batches made ahead,
 # threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
 WORKING = 150 << 20
@@ -59,6 +63,9 @@ class Forecast:
 
 def memory(case: Case) -> Iterator[Finding]:
     """Forecast the memory of a process of each command, against what the machine has."""
+    from xtk.doctor.footprint import Unforeseen
+
+    _ = case.read  # what is wrong with the data is told once, by the first check that reads it
     for command, forecast in (("cache-teacher", of_caching), ("distill", of_training)):
         if command == "cache-teacher" and case.cache is not None:
             continue
@@ -67,7 +74,7 @@ def memory(case: Case) -> Iterator[Finding]:
             continue
         try:
             found = forecast(case)
-        except XtkError as wrong:
+        except Unforeseen as wrong:
             yield Finding("memory", "note", f"{command}: {wrong.what}", side.name)
             continue
         yield _told(command, found, case.plan)
@@ -96,7 +103,7 @@ def of_training(case: Case) -> Forecast:
     passes, it is one of the later ones, with the gradients of those before.
 
     Raises:
-        XtkError: the model cannot be run without weights.
+        Unforeseen: the model cannot be run without weights.
     """
     from xtk.doctor.footprint import footprint
 
@@ -152,7 +159,7 @@ def of_caching(case: Case) -> Forecast:
     """Forecast `cache-teacher`: weights, the forward pass, logits of a chunk, and what was said of two shards.
 
     Raises:
-        XtkError: the model cannot be run without weights.
+        Unforeseen: the model cannot be run without weights.
     """
     from xtk.doctor.footprint import footprint
     from xtk.teachers.request import CacheRequest
@@ -231,7 +238,9 @@ def _libraries(model: str, more: str) -> int:
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise XtkError("the libraries of a run cannot be imported", where=done.stderr.strip().splitlines()[-1])
+        how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        last = (done.stderr.strip() or f"the process ended with {how}").splitlines()[-1]
+        raise XtkError("the libraries of a run cannot be imported", where=last)
     return int(done.stdout.split()[-1])
 
 
@@ -281,11 +290,11 @@ def disk(case: Case) -> Iterator[Finding]:
         what = f"the cache has {found['bytes']:,} bytes, {found['bytes'] / max(found['positions'], 1):.1f} a position"
         yield Finding("disk", "ok", what, figures=dict(found))
     elif reading.numbers:
-        size = round(BYTES_PER_POSITION * reading.positions[1])
+        each = _bytes_per_position(case)
+        size = round(each * reading.positions[1])
+        told = f", estimated from caches of {USUAL_TOP_K['top-k']} ids" if plan.top_k else ""
         more = "" if reading.whole else " of the documents that were read; xtk cache-teacher --plan tells the whole"
-        what = (
-            f"the cache: about {_amount(size)}, {reading.positions[1]:,} positions of {BYTES_PER_POSITION} bytes{more}"
-        )
+        what = f"the cache: about {_amount(size)}, {reading.positions[1]:,} positions of {each:.1f} bytes{told}{more}"
         figures = {
             "bytes": size,
             "positions": reading.positions[1],
@@ -305,6 +314,13 @@ def disk(case: Case) -> Iterator[Finding]:
     hint = "another -o, or --save-total-limit 1" if level == "error" else ""
     free_figures = {"checkpoints": kept, "cache": size, "free": free}
     yield Finding("disk", level, what, str(place), hint, free_figures)
+
+
+def _bytes_per_position(case: Case) -> float:
+    """Return about how many bytes a position takes in the cache that would be made."""
+    if not case.plan.top_k:
+        return BYTES_PER_POSITION
+    return BYTES_WITHOUT_IDS + BYTES_PER_ID * min(case.plan.top_k, case.teacher.tokenizer.width)
 
 
 def _time(case: Case) -> Finding:

@@ -12,12 +12,16 @@ from xtk.lookup import lookup
 
 def examine(case: Case) -> Iterator[Finding]:
     """Yield what each check finds; one that cannot be made is an error of its own, what several meet is told once."""
-    met: set[str] = set()
+    met: list[tuple[str, str]] = []
     table = {place.partition(":")[2]: place for place in CHECKS}
     for name in table:
         try:
-            yield from lookup(table, name, "check")(case)
+            for finding in lookup(table, name, "check")(case):
+                if finding.level == "error":
+                    met.append((finding.what, finding.where))
+                yield finding
         except XtkError as wrong:
-            if str(wrong) not in met:
-                yield Finding(name, "error", wrong.what, wrong.where or "", wrong.hint or "")
-            met.add(str(wrong))
+            where = wrong.where or ""
+            if not any(wrong.what == what and where in there for what, there in met):
+                yield Finding(name, "error", wrong.what, where, wrong.hint or "")
+            met.append((wrong.what, where))

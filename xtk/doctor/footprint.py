@@ -25,6 +25,10 @@ from xtk.models.causal_lm import DTYPES
 from xtk.models.preparation import ALL_LINEAR, Origin, Preparation, with_trained_adapter
 
 
+class Unforeseen(XtkError):
+    """No mistake of anybody's: a model of which nothing is known before it is run."""
+
+
 @dataclass(frozen=True)
 class Footprint:
     """Bytes, of one process that has all of the model.
@@ -126,7 +130,7 @@ def footprint(
         lora_target_modules: what gets them.
 
     Raises:
-        XtkError: transformers does not know the model, or it cannot be run so.
+        Unforeseen: transformers does not know the model, or it cannot be run so.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -158,7 +162,7 @@ def footprint(
                 return _run(model.train(backward), (rows, tokens), autocast, passes if backward else 0)
         except Exception as wrong:  # whatever a model does that tensors without content cannot
             told = told or " ".join(str(wrong).split())[:200]
-    raise XtkError(f"this model cannot be run without its weights: {told}", where=str(folder))
+    raise Unforeseen(f"this model cannot be run without its weights: {told}", where=str(folder))
 
 
 def _put(model: Any, device: str) -> None:

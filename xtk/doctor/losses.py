@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.projection_store import projection_for
-from xtk.doctor.case import Case, Finding
+from xtk.doctor.case import Case, Finding, Side
 from xtk.projection.audit import warning
 from xtk.tokens.signal import USUAL
 from xtk.training.teachers import METHOD, Teacher
@@ -24,11 +25,29 @@ def caches(case: Case) -> Iterator[Finding]:
         what = f"the cache is of a teacher with another tokenizer ({identity['tokenizer'][:15]})"
         hint = f"xtk cache-teacher {teacher.name} ...; or name the teacher of the cache"
         yield Finding("caches", "error", what, f"{where}; {case.teacher.name} has {teacher.fingerprint[:15]}", hint)
+        return
+    told = f"{len(case.cache):,} documents, support {support}"
+    # Of a server's teacher a cache knows the configuration alone.
+    said = [part for part in str(identity.get("weights")).split() if part.startswith("sha256:")]
+    own = _fingerprints(case.teacher)
+    if said and own and said != own:
+        what = f"the cache is of a teacher with other weights or another configuration ({said[0][:15]})"
+        hint = f"name the teacher of the cache, which distill learns from; or xtk cache-teacher {teacher.name} ..."
+        yield Finding("caches", "warning", what, f"{where}; {case.teacher.name} has {own[0][:15]}", hint)
     elif case.read.documents and identity["template"] != teacher.template_fingerprint:
         what = "the cache was made with another chat template"
         yield Finding("caches", "warning", what, where, "--force caches again, if the data holds conversations")
+    elif not said or not own:
+        lacking = "no weights of the teacher are here" if said else "the cache does not name any"
+        yield Finding("caches", "ok", f"{told}; weights were not compared: {lacking}", where)
     else:
-        yield Finding("caches", "ok", f"{len(case.cache):,} documents, support {support}", where)
+        yield Finding("caches", "ok", f"{told}, of these very weights", where)
+
+
+def _fingerprints(side: Side) -> list[str]:
+    """Return what names the weights of a side and of its adapter, as caches have it; [] where there are none here."""
+    folders = [side.folder, *([side.adapter] if side.adapter else [])]
+    return [fingerprint_of_weights(folder) for folder in folders] if side.tensors else []
 
 
 def projection(case: Case) -> Iterator[Finding]:

@@ -50,9 +50,13 @@ def contents(case: Case) -> Iterator[Finding]:
     talks = case.has_conversations
     for side in case.sides:
         if not _has_template(side):
-            level = "error" if talks else "ok"
-            hint = "put chat_template.jinja of the model's chat version into its folder" if talks else ""
-            yield Finding("contents", level, "there is no chat template", side.name, hint)
+            if not talks:
+                yield Finding("contents", "ok", "there is no chat template", side.name)
+                continue
+            try:  # as the commands tell it
+                _ = side.tokenizer.chat_template
+            except XtkError as wrong:
+                yield Finding("contents", "error", wrong.what, side.name, wrong.hint or "")
             continue
         try:
             found = list(_tried(side))

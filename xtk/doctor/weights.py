@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from xtk.artifacts.files import read_json
 from xtk.doctor.case import Case, Finding, Side
 from xtk.models.preparation import TRAINED_IN
 
@@ -58,6 +60,79 @@ def class_of(side: Side) -> Any:
     return getattr(transformers, name, None) if isinstance(name, str) else None
 
 
+def tensors(case: Case) -> Iterator[Finding]:
+    """Find files and tensors of the weights that are not there, which transformers would make up or fail at."""
+    for side in case.sides:
+        if not side.tensors:
+            continue
+        # A cache needs no teacher any more.
+        level = "note" if side.role == "teacher" and case.cache is not None else "error"
+        hint = "copy or download the model again"
+        named = _named(side)
+        files = sorted({file for file in named.values() if not (side.folder / file).is_file()})
+        if files:
+            lost = sum(file in files for file in named.values())
+            what = f"missing files of weights: {len(files)} of {len(set(named.values()))} ({_some(files)})"
+            yield Finding("tensors", level, what, side.name, hint, {"files": files, "tensors": lost})
+            continue
+        missing, others = _lacking(side, named)
+        if missing:
+            what = f"missing tensors of the model: {len(missing):,} ({_some(missing)})"
+            yield Finding("tensors", level, what, side.name, hint, {"tensors": len(missing)})
+        if others:
+            what = f"tensors of other shapes than the configuration gives them: {len(others):,} ({_some(others)})"
+            yield Finding("tensors", level, what, side.name, "config.json of this very model", {"shapes": len(others)})
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+
+
+def _named(side: Side) -> dict[str, str]:
+    """Return {tensor: file} as the index of the weights has it; empty where transformers reads none."""
+    index = side.folder / "model.safetensors.index.json"
+    if not index.is_file() or (side.folder / "model.safetensors").is_file():
+        return {}
+    named = read_json(index).get("weight_map")
+    return {str(name): str(file) for name, file in named.items()} if isinstance(named, dict) else {}
+
+
+def _lacking(side: Side, named: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Return the tensors that the model has and its files have not, and those that have another shape there.
+
+    transformers itself loads them, without content: it knows which are tied, and what older files call them. Of what
+    it cannot load so, and of packed weights, nothing is said; of embedding and head `rows` tells.
+    """
+    import torch
+    import transformers
+
+    known = class_of(side)
+    if known is None or _is_packed(side):
+        return [], []
+    stored = {name: shape for name, (_, shape) in side.tensors.items() if not named or name in named}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, told = known.from_pretrained(
+                None,
+                config=transformers.AutoConfig.from_pretrained(side.folder, local_files_only=True),
+                state_dict={name: torch.empty(shape, device="meta") for name, shape in stored.items()},
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception:  # whatever a model does that tensors without content cannot
+        return [], []
+    rows = side.embedding[1] if side.embedding else None
+    others = [name for name, shape, _ in told["mismatched_keys"] if not shape or shape[0] != rows]
+    return sorted(told["missing_keys"]), sorted(others)
+
+
+def _is_packed(side: Side) -> bool:
+    return "quantization_config" in side.configuration or any(kind in PACKED for kind, _ in side.tensors.values())
+
+
 def dtypes(case: Case) -> Iterator[Finding]:
     """Compare the dtype of the weights with that of the run."""
     import torch
@@ -68,8 +143,7 @@ def dtypes(case: Case) -> Iterator[Finding]:
             continue
         kinds = Counter(kind for kind, _ in side.tensors.values())
         told = ", ".join(f"{count:,} in {kind}" for kind, count in kinds.most_common())
-        packed = "quantization_config" in side.configuration or any(kind in PACKED for kind in kinds)
-        if packed and side.role == "student":
+        if _is_packed(side) and side.role == "student":
             what = f"packed weights are not trained ({told})"
             yield Finding("dtypes", "error", what, side.name, "the model as it was before; --load-in-4bit packs it")
         else:

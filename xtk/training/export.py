@@ -155,12 +155,15 @@ def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]
 
 
 def _check_output(output: Path, run: Path) -> None:
-    """Refuse an output that is the run, holds it, or lies in it.
+    """Refuse an output that is the run, holds it, or lies in it; and a folder that cannot be replaced.
 
     Raises:
         XtkError: tells which.
     """
     here, there = output.resolve(), run.resolve()
+    if here == Path.cwd() or here.is_mount():
+        what = "an export takes the place of its folder, and this one is where you are, or where a disk is mounted"
+        raise XtkError(what, where=str(here), hint=f"a folder in it: -o {output / 'NAME'}")
     if here in (there, *there.parents) or there in here.parents:
         raise XtkError("the output is the run, or one lies in the other", where=str(output), hint="another -o")
 
@@ -193,7 +196,11 @@ def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str
 
 @contextmanager
 def _replaced(output: Path) -> Iterator[Path]:
-    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not."""
+    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not.
+
+    A link stays one: what it leads to is replaced.
+    """
+    output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
     for left in output.parent.glob(f"{TEMPORARY}*-{glob.escape(output.name)}"):
         if is_leftover(left.name):
@@ -273,7 +280,7 @@ def _write(
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise XtkError(f"a weight is no number in {dtype}: {name}", where=str(whole), hint="--dtype bfloat16")
-    ends = sorted(tokenizer.end_ids)
+    ends = _ends(model, tokenizer)
     described = model.generation_config
     if ends:
         # The end of a turn ends an answer too: transformers and vLLM stop at what stands here.
@@ -291,6 +298,14 @@ def _write(
         "bytes": sum(file.stat().st_size for file in files),
         "eos_token_ids": ends,
     }
+
+
+def _ends(model: Any, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that end an answer: those of the tokenizer, and those at which the model has stopped so far."""
+    said = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config.get_text_config())]
+    stops = {token for one in said if one is not None for token in (one if isinstance(one, list) else [one])}
+    # transformers' configurations have ids by default, whatever these spell: at text nothing ends.
+    return sorted(tokenizer.end_ids | stops & tokenizer.control_names.keys())
 
 
 def _card(

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from xtk.artifacts.files import read_json_lines
+
 
 def metric(name: str, teacher: str, teachers: Sequence[str]) -> str:
     """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
@@ -36,8 +38,8 @@ class MetricsFile:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = [line for line in _lines(path) if json.loads(line).get("step", 0) <= step]
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        kept = [record for record in read_metrics(path) if record.get("step", 0) <= step]
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; what is no number, which JSON does not know, is left out."""
@@ -47,8 +49,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file."""
-    return [json.loads(line) for line in _lines(path)]
+    """Return the records of a metrics file; none if there is no file.
+
+    Raises:
+        Damaged: a line, not the last one, is no JSON object.
+    """
+    return read_json_lines(path)
 
 
 def last_values(path: Path) -> dict[str, Any]:
@@ -65,12 +71,3 @@ def first_values(path: Path) -> dict[str, Any]:
     for record in reversed(read_metrics(path)):
         values.update(record)
     return values
-
-
-def _lines(path: Path) -> list[str]:
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines()
-    if lines and not lines[-1].endswith("}"):  # a kill cut it short
-        lines.pop()
-    return lines
