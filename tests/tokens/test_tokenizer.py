@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import material
 import numpy as np
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from test_properties import readable_byte_ends
 from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
+from transformers import AutoTokenizer
 
 from xtk.errors import XtkError
 from xtk.tokens.kernels import byte_ends
@@ -251,3 +253,20 @@ def test_a_broken_configuration_beside_the_tokenizer_is_named(families, tmp_path
     with pytest.raises(XtkError, match="this file is no JSON") as caught:
         Tokenizer(folder)
     assert caught.value.where == str(folder / "tokenizer_config.json")
+
+
+def test_added_tokens_whose_numbers_leave_a_gap_have_those_of_transformers(tmp_path):
+    folder = material.make_student_tokenizer(tmp_path / "gap")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    last = content["added_tokens"][-1]
+    most = max(*content["model"]["vocab"].values(), last["id"])
+    content["added_tokens"] += [
+        {**last, "id": most + 5, "content": "<|new|>"},
+        {**last, "id": most + 9, "content": "plainword", "special": False, "normalized": False},
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
+    assert len(ours) == len(theirs) == most + 3
+    assert ours.control_names[most + 1] == "<|new|>"
+    assert ours.vocabulary.spelling(most + 2) == b"plainword"
+    assert ours.encode(["a plainword"])[0].ids.tolist() == theirs("a plainword", add_special_tokens=False).input_ids

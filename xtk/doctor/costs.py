@@ -89,6 +89,8 @@ def _told(command: str, found: Forecast, plan: Plan) -> Finding:
     figures = {"command": command, "device": found.device, "bytes": found.total, "there": there,
                **{name.replace(" ", "_"): size for name, size in found.parts.items()}}  # fmt: skip
     hint = "--gradient-checkpointing, --max-batch-tokens, --parallel fsdp=N, --lora-r; docs/how-to/doctor.md"
+    if found.parts.get("holes in the heap"):
+        hint = f"MALLOC_MMAP_THRESHOLD_=1048576, which gives memory back; {hint}"
     if command == "cache-teacher":
         hint = "--batch-tokens, --dtype bfloat16, --engine tp_size=N"
     level = "error" if found.total > there else "warning" if found.total > 0.9 * there else "ok"
