@@ -40,9 +40,12 @@ def called(processes: int, options: dict[str, object]) -> str:
 
 
 def worst(found: list[Difference]) -> str:
-    """Return the columns of a row."""
-    names = ("loss", "gradient", "norm", "weights")
-    return " | ".join(f"{max(getattr(one, name) or 0 for one in found):.0e}" for name in names)
+    """Return the columns of a row; of eight processes no weights are moved."""
+    told = []
+    for name in ("loss", "gradient", "norm", "weights"):
+        known = [value for one in found if (value := getattr(one, name)) is not None]
+        told.append(f"{max(known):.0e}" if known else "")
+    return " | ".join(told)
 
 
 def main() -> None:
