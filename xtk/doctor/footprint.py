@@ -46,7 +46,8 @@ class Footprint:
             passes before too, but for that of the head.
         forward: the most that the forward pass holds, without weights.
         backward: the most that the backward pass holds, with gradients of the weights, but for that of the head.
-        holes: what a heap on this machine keeps beyond that, if these passes are made again and again; 0 on a GPU.
+        holes: what a heap on this machine keeps beyond that, if these passes are made again and again; 0 on a GPU, and
+            where nothing is trained.
     """
 
     weights: int
@@ -212,7 +213,7 @@ def _run(model: Any, shape: tuple[int, int], autocast: Any, passes: int) -> Foot
         kept=kept,
         forward=forward,
         backward=most,
-        holes=heap.kept(live.events) if embedding.device.type == "cpu" else 0,
+        holes=heap.kept(live.events) if passes and embedding.device.type == "cpu" else 0,
     )
 
 
