@@ -8,7 +8,7 @@ import pytest
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.rollouts.prompts import PromptForm, read_prompts
+from xtk.rollouts.prompts import PromptForm, read_prompts, read_template
 
 ROW = {"prompt": "Add.", "problem": "1 + 1", "test_list": ["assert a", "assert b"], "answer": 2}
 
@@ -27,7 +27,7 @@ def test_a_template_is_filled_with_the_fields_of_the_row(corpus, tmp_path):
     assert not any(segment.train for segment in one.document.segments)
     assert one.record == ROW
     (tmp_path / "form.jinja").write_text("{{problem}} =\n")
-    (one,) = read_prompts(corpus(), None, PromptForm(str(tmp_path / "form.jinja")))
+    (one,) = read_prompts(corpus(), None, PromptForm(read_template(str(tmp_path / "form.jinja"))))
     assert one.document.text == "1 + 1 ="  # the last line feed is the file's
 
 
@@ -44,6 +44,24 @@ def test_a_text_is_what_a_user_says_and_a_talk_stays(corpus, tmp_path):
 
 def test_what_no_template_can_be_filled_with_is_told(corpus):
     for template, message in [("{{problm}}", "problm"), ("{{problem", "template is none"), ("{{answer.x.y}}", "fails"),
-                              ("{{problem.__class__.__mro__}}", "unsafe"), ("no.jinja", "no such file")]:  # fmt: skip
+                              ("{{problem.__class__.__mro__}}", "unsafe")]:  # fmt: skip
         with pytest.raises(XtkError, match=message):
             read_prompts(corpus(), None, PromptForm(template))
+    with pytest.raises(XtkError, match="no such file"):
+        read_template("no.jinja")
+
+
+def test_an_answer_of_the_data_stands_behind_the_prompt_that_is_put(corpus):
+    (record, where), columns = next(iter(corpus().records())), {"prompt": "problem", "completion": "said"}
+    told = {**record, "said": " two"}
+    for form, written in [(PromptForm("{{problem}} ="), "1 + 1 ="), (PromptForm(), "1 + 1")]:
+        document = form.answered(told, columns, where)
+        assert [(part.text, part.train) for part in document.segments] == [(written, False), (" two", True)]
+    talk = PromptForm("{{problem}} =", chat=True).answered(told, columns, where)
+    assert talk.conversation.messages == (
+        {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": " two"}
+    )  # fmt: skip
+    assert [part.train for part in talk.segments] == [False, True]
+    for wrong in (record, {**record, "said": 2}):
+        with pytest.raises(XtkError, match="said"):
+            PromptForm("{{problem}} =").answered(wrong, columns, where)

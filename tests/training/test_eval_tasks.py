@@ -29,6 +29,10 @@ def length(completion, prompt, row):
 """
 
 
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if brief %} In short:{% endif %}"
+TOLD = '{"brief": true, "kind": 1}'
+
+
 @pytest.fixture(scope="module")
 def folder(pair, tmp_path_factory) -> Path:
     """A student with dropout, problems, tasks, and a reward."""
@@ -36,6 +40,7 @@ def folder(pair, tmp_path_factory) -> Path:
     shutil.copytree(pair.student, folder / "student")
     configuration = json.loads((folder / "student" / "config.json").read_text())
     (folder / "student" / "config.json").write_text(json.dumps(configuration | {"attention_dropout": 0.2}))
+    (folder / "student" / "chat_template.jinja").write_text(TEMPLATE)
     harness_tasks.write_tasks(folder / "tasks")
     (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in harness_tasks.rows(7)))
     (folder / "judge.py").write_text(JUDGE)
@@ -44,7 +49,7 @@ def folder(pair, tmp_path_factory) -> Path:
 
 ASKED = [
     "--eval-tasks", "problems.jsonl:reward=judge.py:length:weight=2,prompt=question,num_generations=2,temperature=1,"
-    "max_completion_length=8,seed=3",
+    f"max_completion_length=8,apply_chat_template=true,chat_template_kwargs={TOLD},seed=3",
     "--eval-tasks", "choose_sum,write_sum:include_path=tasks,num_fewshot=1",
 ]  # fmt: skip
 
@@ -91,7 +96,7 @@ def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
     assert "eval_bits_per_byte" not in found[4]
     answers = run("evaluate", "asked", "problems.jsonl", "--reward", "judge.py:length:weight=2", "--columns",
                   "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8, "--seed",
-                  3, "--json", cwd=folder)  # fmt: skip
+                  3, "--apply-chat-template", "--chat-template-kwargs", TOLD, "--json", cwd=folder)  # fmt: skip
     told = json.loads(answers.stdout)
     for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated"):
         assert found[4][f"eval_problems/{key}"] == pytest.approx(told[key]), key
@@ -141,6 +146,7 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
         ("problems.jsonl:reward=exact,num_fewshot=1", "is of tasks of lm-evaluation-harness"),
         ("problems.jsonl:reward=exact,prompt=question,num_generations=4", "at temperature 0 all 4 answers are one"),
         ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
+        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "no JSON object"),
         ("run_sum:include_path=tasks", "runs what the model writes"),
     ]:
         with pytest.raises(XtkError) as refusal:

@@ -334,6 +334,54 @@ def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
     assert all(line["byte-kl"] > 0 for line in lines)
 
 
+def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pair, tmp_path):
+    """A template, a chat's user and words to the chat template; with steps that take the data's answers."""
+    student, teacher, other = (tmp_path / name for name in ("student", "teacher", "other"))
+    thinks = "{% if add_generation_prompt and not enable_thinking | default(true) %}<none>{% endif %}"
+    for folder, source, template in (
+        (student, pair.student, HEADERS + GENERATION[HEADERS] + thinks),
+        (other, pair.student, HEADERS + GENERATION[HEADERS].replace("{% endif %}", "<none>{% endif %}")),
+        (teacher, pair.teacher, TURNS + GENERATION[TURNS]),
+    ):
+        shutil.copytree(source, folder)
+        (folder / "chat_template.jinja").write_text(template)
+    names = ["Anna", "Bert", "Clara", "Dora", "Emil"]
+    said = [f" {at} apples are left." for at in range(len(names))]
+    write(tmp_path / "rows.jsonl", [{"who": who, "left": text} for who, text in zip(names, said, strict=True)])
+    asked = [f"{who} gives some.\nHow many?" for who in names]
+    write(
+        tmp_path / "talks.jsonl",
+        [
+            {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+            for question, answer in zip(asked, said, strict=True)
+        ],
+    )
+    (tmp_path / "form.jinja").write_text("{{who}} gives some.\nHow many?\n")
+    common = ["--teacher", f"{teacher}:top_k=16", *OPTIONS, "--max-steps", 6, "--save-steps", 0, "--lmbda", 0.5,
+              "--loss", "ce", "--loss", "byte-kl"]  # fmt: skip
+    form = ["--prompt-template", tmp_path / "form.jinja", "--apply-chat-template", "--chat-template-kwargs",
+            '{"enable_thinking": false}', "--columns", "completion=left"]  # fmt: skip
+    run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "out")
+    run_xtk("distill", other, tmp_path / "talks.jsonl", *common, "-o", tmp_path / "same")
+    lines, same = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("out", "same"))
+    assert {line["ce"] == 0 for line in lines} == {True, False}
+    assert [line["loss"] for line in lines] == [line["loss"] for line in same]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "same")]
+    assert weights[0] == weights[1]
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["on_policy"]
+    assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
+    assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["on_policy"]
+    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-2], "-o", tmp_path / "x", code=1)
+    assert "the completion of a prompt, completion, is not there; there is who, left" in refused.stderr
+    refused = run_xtk("distill", pair.student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "x", code=1)
+    assert "chat template" in refused.stderr
+    assert not (tmp_path / "x").exists()
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
     """Reverse KL over the tokens that the student found likeliest, with its own base as teacher: zero at the start."""
     done = run_xtk("distill", pair.student, prompts, "--teacher", f"{pair.student}:support=given,top_k=8", *OPTIONS,
@@ -426,6 +474,9 @@ def test_refusals(pair, prompts, tmp_path):
     assert "--teacher MODEL beside --on-policy" in done.stderr
     done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
     assert "a multiple of --num-generations" in done.stderr
+    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
+                   "--reward", "exact", "-o", output, code=1)  # fmt: skip
+    assert "only a student that writes has --temperature, --stop, --reward" in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import os
 import signal
@@ -120,6 +121,9 @@ def distill(
             "options from here to --stop-if are about this.",
         ),
     ] = False,
+    prompt_template: options.PromptTemplate = "",
+    apply_chat_template: options.ApplyChatTemplate = False,
+    chat_template_kwargs: options.ChatTemplateKwargs = "",
     num_generations: Annotated[int, typer.Option(help="Completions of a prompt, all in one step.", min=1)] = 1,
     max_completion_length: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
     temperature: options.Temperature = 1.0,
@@ -442,6 +446,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     from xtk.training.layout import read_placement
     from xtk.training.recipe import Places, Recipe, Reporting
 
+    _refuse_unread(given)
     named = {"-": piped}
     projections = [path for path in given["projection"] or [] if path != "auto"]
     student, on_policy, eval_data = given["student"], given["on_policy"], given["eval_data"]
@@ -499,10 +504,33 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     return places, recipe, reporting
 
 
+def _refuse_unread(given: dict[str, Any]) -> None:
+    """Refuse options about the student's writing where it does not write.
+
+    Raises:
+        XtkError: names them.
+    """
+    from xtk.errors import XtkError
+
+    parameters = inspect.signature(distill).parameters
+    names = list(parameters)
+    of_writing = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
+    unread = [
+        f"--{name.replace('_', '-')}"
+        for name in of_writing
+        if name != "placement"  # teachers have devices of their own too
+        and given[name] != parameters[name].default
+        and (given[name] or parameters[name].default)
+    ]
+    if unread and not given["on_policy"]:
+        raise XtkError(f"only a student that writes has {', '.join(unread)}", hint="--on-policy beside it, or without")
+
+
 def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices: tuple[int, ...]) -> OnPolicy:
     """Return what the options say of the student's writing."""
     from xtk.engines.options import engine_options
     from xtk.rewards.specification import parse_reward
+    from xtk.rollouts.prompts import read_template, read_template_arguments
     from xtk.rollouts.writer import Sampling
     from xtk.training.on_policy import OnPolicy, parse_stop_if
 
@@ -511,6 +539,8 @@ def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices
     return OnPolicy(
         **_own(OnPolicy, given)
         | {
+            "prompt_template": read_template(given["prompt_template"]),
+            "chat_template_kwargs": read_template_arguments(given["chat_template_kwargs"]),
             "sampling": sampling,
             "rewards": tuple(map(parse_reward, given["reward"] or [])),
             "stop_if": tuple(map(parse_stop_if, given["stop_if"] or [])),

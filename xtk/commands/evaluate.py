@@ -214,13 +214,12 @@ def _answers(
 
     from xtk.artifacts.files import written_whole
     from xtk.commands.evaluate_tasks import answers_file
-    from xtk.commands.rollout import read_template_arguments
     from xtk.errors import XtkError
     from xtk.evaluation.answers import answer, check_judges
     from xtk.lookup import lookup
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts import WRITERS
-    from xtk.rollouts.prompts import PromptForm, read_prompts
+    from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
     from xtk.rollouts.rollout import Prompt, Rollout
     from xtk.rollouts.writer import Sampling, WriterRequest
     from xtk.teachers.engine import backend_options
@@ -235,7 +234,7 @@ def _answers(
     )
     rewards = Rewards([parse_reward(given["reward"])])
     arguments = read_template_arguments(given["chat_template_kwargs"])
-    form = PromptForm(given["prompt_template"], chat=given["apply_chat_template"])
+    form = PromptForm(read_template(given["prompt_template"]), chat=given["apply_chat_template"])
     prompts = read_prompts(corpus, given["max_prompts"] or None, form)
     check_judges(rewards, prompts)
     path = answers_file(given["output"])

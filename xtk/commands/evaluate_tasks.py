@@ -22,9 +22,9 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
         as_json: print a JSON line a model; else a table.
     """
     from xtk.artifacts.files import written_whole
-    from xtk.commands.rollout import read_template_arguments
     from xtk.evaluation.harness import Asking, Harness, Scores
     from xtk.models.causal_lm import context_length
+    from xtk.rollouts.prompts import read_template_arguments
 
     asking = Asking(
         tasks=tuple(dict.fromkeys(name.strip() for name in given["tasks"].split(",") if name.strip())),

@@ -84,6 +84,10 @@ PromptTemplate = Annotated[
         metavar="TEXT|FILE.jinja",
     ),
 ]
+ApplyChatTemplate = Annotated[
+    bool,
+    typer.Option("--apply-chat-template", help="A prompt that is text is what a user says, in the chat template."),
+]
 MaxPrompts = Annotated[int, typer.Option(help="Only so many prompts, the first ones; 0: all.", min=0)]
 Rewards = Annotated[
     list[str] | None,

@@ -58,10 +58,7 @@ def rollout(
     environment: options.Environment = "",
     max_turns: options.MaxTurns = 8,
     prompt_template: options.PromptTemplate = "",
-    apply_chat_template: Annotated[
-        bool,
-        typer.Option("--apply-chat-template", help="A prompt that is text is what a user says, in the chat template."),
-    ] = False,
+    apply_chat_template: options.ApplyChatTemplate = False,
     chat_template_kwargs: options.ChatTemplateKwargs = "",
     columns: options.Columns = "",
     weight_column: options.WeightColumn = "",
@@ -120,7 +117,7 @@ def rollout(
     from xtk.models.causal_lm import DTYPES
     from xtk.rewards.specification import Rewards, parse_reward
     from xtk.rollouts.environments import environment_of
-    from xtk.rollouts.prompts import PromptForm, read_prompts
+    from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
     from xtk.rollouts.writer import Sampling, WriterRequest
     from xtk.rollouts.writing import write_rollouts
     from xtk.teachers.engine import backend_options
@@ -135,7 +132,7 @@ def rollout(
     played = environment_of(environment) if environment else None
     template_arguments = read_template_arguments(chat_template_kwargs)
     tokenizer = Tokenizer(folder, name=student)
-    form = PromptForm(prompt_template, chat=apply_chat_template)
+    form = PromptForm(read_template(prompt_template), chat=apply_chat_template)
     read = read_prompts(corpus, max_prompts or None, form)
     request = _fingerprint(
         {
@@ -268,23 +265,6 @@ def _write(
         if not figures.rollouts:
             raise XtkError("there is no rollout to write", where=str(path), hint="the notes above tell why")
     return figures
-
-
-def read_template_arguments(text: str) -> dict[str, Any]:
-    """Read `--chat-template-kwargs`.
-
-    Raises:
-        XtkError: it is no JSON object.
-    """
-    from xtk.errors import XtkError
-
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise XtkError(f"--chat-template-kwargs is {text!r}, and no JSON object", hint="'{\"enable_thinking\": false}'")
-    return found
 
 
 def _identity(folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.records import Record, prompt_of
+from xtk.artifacts.records import Record, document_of, prompt_of
 from xtk.errors import XtkError
 from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
@@ -22,12 +23,11 @@ class PromptForm:
     """How a record is put to a model.
 
     Args:
-        template: of Jinja, which writes the prompt from the record's fields, or a file of it, FILE.jinja; "": the
-            record's own prompt.
+        template: of Jinja, which writes the prompt from the record's fields; "": the record's own prompt.
         chat: a prompt that is text is what a user says, in the model's chat template.
 
     Raises:
-        XtkError: it is no template, or there is no such file.
+        XtkError: it is no template.
     """
 
     def __init__(self, template: str = "", *, chat: bool = False) -> None:
@@ -37,12 +37,9 @@ class PromptForm:
         from jinja2 import StrictUndefined, TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        path = Path(template) if template.endswith(".jinja") else None
-        if path is not None and not path.is_file():
-            raise XtkError("no such file", where=template, hint="--prompt-template FILE.jinja, or the template itself")
         try:
-            own = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=path is None)
-            self._template = own.from_string(template if path is None else path.read_text(encoding="utf-8"))
+            own = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+            self._template = own.from_string(template)
         except TemplateError as wrong:
             raise XtkError(f"the prompt template is none: {wrong}", where=template[:200]) from None
 
@@ -52,13 +49,34 @@ class PromptForm:
         Raises:
             XtkError: the record lacks a field that the template names, or has no prompt.
         """
+        return prompt_of(*self._asked(record, columns, where), where)
+
+    def answered(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
+        """Return the same, and behind it the completion that the record has.
+
+        Raises:
+            XtkError: as `document`; or the record has no completion.
+        """
+        own, named = self._asked(record, columns, where)
+        if own is record:
+            return document_of(record, columns, where)
+        completion, column = "completion", named.get("completion", "completion")
+        said = record.get(column)
+        if not isinstance(said, str):
+            found = "is no text" if column in record else f"is not there; there is {', '.join(map(str, record))}"
+            raise XtkError(f"the completion of a prompt, {column}, {found}", where=where,
+                           hint="--columns completion=COLUMN")  # fmt: skip
+        if not isinstance(own["prompt"], str):
+            said = [{"role": "assistant", "content": said}]
+        return document_of({**own, completion: said}, {**named, completion: completion}, where)
+
+    def _asked(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
+        """Return a record with the prompt as it is put, and the names of its columns; the same if that is its own."""
         if self._template is not None:
             record, columns = self._put(record, columns, self._rendered(record, where))
-        document = prompt_of(record, columns, where)
-        if self._chat and document.conversation is None:
-            said = [{"role": "user", "content": document.text}]
-            document = prompt_of(*self._put(record, columns, said), where)
-        return document
+        if self._chat and (document := prompt_of(record, columns, where)).conversation is None:
+            record, columns = self._put(record, columns, [{"role": "user", "content": document.text}])
+        return record, columns
 
     def _rendered(self, record: Record, where: str) -> str:
         try:
@@ -73,6 +91,39 @@ class PromptForm:
         """Return a record that has this prompt, and the names of its columns."""
         others = {field: name for field, name in columns.items() if field not in ("prompt", "messages", "text")}
         return {**record, "prompt": prompt}, others | {"prompt": "prompt"}
+
+
+def read_template(text: str) -> str:
+    """Return a template of prompts: what a file FILE.jinja holds, without the line feed at its end, or the text itself.
+
+    Raises:
+        XtkError: there is no such file, or it is no text in UTF-8.
+    """
+    if not text.endswith(".jinja"):
+        return text
+    try:
+        return Path(text).read_text(encoding="utf-8").removesuffix("\n")
+    except FileNotFoundError:
+        raise XtkError(
+            "no such file", where=text, hint="--prompt-template FILE.jinja, or the template itself"
+        ) from None
+    except UnicodeDecodeError:
+        raise XtkError("a template is text in UTF-8", where=text) from None
+
+
+def read_template_arguments(text: str) -> dict[str, Any]:
+    """Read `--chat-template-kwargs`: what chat templates are told beside the messages, a JSON object; "": nothing.
+
+    Raises:
+        XtkError: it is no JSON object.
+    """
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise XtkError(f"--chat-template-kwargs is {text!r}, and no JSON object", hint="'{\"enable_thinking\": false}'")
+    return found
 
 
 def read_prompts(corpus: Corpus, limit: int | None = None, form: PromptForm | None = None) -> list[Prompt]:

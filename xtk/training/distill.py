@@ -25,6 +25,7 @@ from xtk.lookup import lookup
 from xtk.losses import AUTO, LOSSES
 from xtk.losses.objective import Objective
 from xtk.projection.projection import Projection
+from xtk.rollouts.prompts import prompt_ids
 from xtk.rollouts.rollout import Prompt
 from xtk.teachers.live import LiveTeacher
 from xtk.tokens.document import Document
@@ -134,7 +135,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     else:
         _check_live(places, alone=alone)
         if on_policy is not None:
-            prompts = read_prompts_for(live, corpus)
+            prompts = read_prompts_for(live, corpus, on_policy.form)
         else:
             documents, sizes = read_for(live, corpus, routed=combination.way == "route")
     teachers = open_teachers(places.caches, places.projections, tokenizer, live)
@@ -186,9 +187,13 @@ def _of_rounds(
     tokenizer: Tokenizer,
 ) -> RoundSource:
     """Return what the student writes, and, where some steps take them, the documents of the data."""
+    talk = next((one.document for one in prompts if one.document.conversation is not None), None)
+    if talk is not None:  # a student without a chat template is told of now
+        prompt_ids(tokenizer, [talk], on_policy.chat_template_kwargs)
     data: list[Document] = []
     if on_policy.lmbda < 1:
-        data = list(corpus)
+        form = on_policy.form
+        data = [form.answered(record, corpus.columns, where) for record, where in corpus.records()]
         unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
         if len(data) != len(prompts) or unanswered is not None:
             raise XtkError(

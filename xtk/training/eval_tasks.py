@@ -19,7 +19,7 @@ from xtk.lookup import unknown
 from xtk.models.causal_lm import Cut
 from xtk.options import filled, names_of
 from xtk.rewards.specification import Rewards, parse_reward
-from xtk.rollouts.prompts import PromptForm, read_prompts
+from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
 from xtk.rollouts.transformers import TransformersWriter
 from xtk.rollouts.writer import Sampling
 from xtk.tokens.tokenizer import Tokenizer
@@ -48,6 +48,7 @@ class ProblemOptions:
     prompt: str = ""
     prompt_template: str = ""
     apply_chat_template: bool = False
+    chat_template_kwargs: str = ""
     max_prompts: int = 0
     num_generations: int = 1
     temperature: float = 0.0
@@ -68,6 +69,7 @@ class HarnessOptions:
     max_prompts: int = 0
     batch_size: int = BATCH_SIZE
     apply_chat_template: bool = False
+    chat_template_kwargs: str = ""
     seed: int = 0
 
 
@@ -92,10 +94,11 @@ class Problems:
         self.names: tuple[str, ...] = (options.name or Path(data).name.partition(".")[0],)
         self._options = options
         corpus = Corpus([data], {"prompt": options.prompt} if options.prompt else {})
-        form = PromptForm(options.prompt_template, chat=options.apply_chat_template)
+        form = PromptForm(read_template(options.prompt_template), chat=options.apply_chat_template)
         self._prompts = read_prompts(corpus, options.max_prompts or None, form)
         self._sampling = Sampling(options.temperature, options.top_p, options.top_k, options.max_completion_length,
                                   (options.stop,) if options.stop else ())  # fmt: skip
+        self._template_arguments = read_template_arguments(options.chat_template_kwargs)
         self._rewards = Rewards([parse_reward(options.reward)])
         check_judges(self._rewards, self._prompts)
 
@@ -104,7 +107,8 @@ class Problems:
         options = self._options
         writer = TransformersWriter(model, tokenizer, batch_tokens=options.batch_tokens)
         found = answer(self._prompts, writer, tokenizer, self._sampling, self._rewards, seed=options.seed,
-                       num_generations=options.num_generations, share=share)  # fmt: skip
+                       num_generations=options.num_generations, template_arguments=self._template_arguments,
+                       share=share)  # fmt: skip
         record = {key: value for key, value in found.record().items() if key.startswith(FIGURES)}
         return {f"{self.names[0]}/{key}": float(value) for key, value in record.items() if value is not None}
 
@@ -130,6 +134,7 @@ class HarnessTasks:
                 limit=options.max_prompts,
                 batch_size=options.batch_size,
                 apply_chat_template=options.apply_chat_template,
+                template_arguments=read_template_arguments(options.chat_template_kwargs),
                 seed=options.seed,
             )
         )

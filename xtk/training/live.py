@@ -25,7 +25,7 @@ from xtk.artifacts.folders import folder_at
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import XtkError
 from xtk.losses.objective import Heard
-from xtk.rollouts.prompts import read_prompts
+from xtk.rollouts.prompts import PromptForm, read_prompts
 from xtk.rollouts.rollout import Prompt
 from xtk.teachers.caching import Work
 from xtk.teachers.live import LiveTeacher, read_together
@@ -283,17 +283,18 @@ def read_for(
     return documents, sizes
 
 
-def read_prompts_for(teachers: Sequence[LiveTeacher], corpus: Corpus) -> list[Prompt]:
+def read_prompts_for(teachers: Sequence[LiveTeacher], corpus: Corpus, form: PromptForm) -> list[Prompt]:
     """Read the prompts of a run; of what follows them nothing is known yet.
 
     Args:
         teachers: of the run, which read the prompts too, so that they can tell what they are.
         corpus: the data.
+        form: how its records are put.
 
     Raises:
-        XtkError: the data is empty, or a prompt is longer than a teacher reads.
+        XtkError: the data is empty, or a record has no prompt, or one is longer than a teacher reads.
     """
-    prompts = read_prompts(corpus)
+    prompts = read_prompts(corpus, form=form)
     held = HeldCorpus([prompt.document for prompt in prompts], corpus.sources, corpus.columns)
     for teacher in teachers:
         teacher.read(held, "")

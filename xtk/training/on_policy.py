@@ -16,6 +16,7 @@ from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.rewards.specification import RewardSpecification
 from xtk.rollouts import WRITERS
+from xtk.rollouts.prompts import PromptForm
 from xtk.rollouts.writer import Sampling
 from xtk.training.batches import Order
 
@@ -30,6 +31,8 @@ FIGURES = {
     "turns": "how often the student spoke",
     "tool_share": "share of the tokens behind the prompt that the student did not draw",
 }
+# What came after runs had been trained: left as it is, it does not tell two of them apart.
+LATER = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
 _COMPARISON = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
@@ -87,6 +90,9 @@ class OnPolicy:
         scale_rewards: whether advantages are divided by the deviation of a prompt's rewards.
         reward_beta: b; rollouts count by `softmax(reward / b)`, over the completions of a prompt, or where each has
             one, of a step. 0: all count alike.
+        prompt_template: writes prompts from the fields of a record; "": records have prompts.
+        apply_chat_template: a prompt that is text is what a user says, in the student's chat template.
+        chat_template_kwargs: what the student's chat template is told beside the messages.
         environment: who answers the student, `FILE.py:CLASS`; "": nobody.
         max_turns: how often the student speaks at most.
         backend: who writes: a key of `WRITERS`.
@@ -106,6 +112,9 @@ class OnPolicy:
     rewards: tuple[RewardSpecification, ...] = ()
     scale_rewards: bool = True
     reward_beta: float = 0.0
+    prompt_template: str = ""
+    apply_chat_template: bool = False
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     environment: str = ""
     max_turns: int = 1
     backend: str = "transformers"
@@ -138,6 +147,11 @@ class OnPolicy:
             raise unknown("backend", self.backend, WRITERS)
 
     @property
+    def form(self) -> PromptForm:
+        """How records are put to the student."""
+        return PromptForm(self.prompt_template, chat=self.apply_chat_template)
+
+    @property
     def round(self) -> int:
         """Steps between two times of writing."""
         return self.steps_per_generation * self.num_iterations
@@ -160,6 +174,9 @@ class OnPolicy:
             for name, value in asdict(self).items()
             if name not in ("batch_tokens", "devices", "server", "stop_if")
         }
+        for name in LATER:
+            if not content[name]:
+                del content[name]
         content["sampling"]["stop"] = list(self.sampling.stop)
         return {**content, "rewards": [str(reward) for reward in self.rewards], "engine": dict(self.engine)}
 

@@ -141,6 +141,7 @@ class StudentWriter:
                 environment=self._environment,
                 max_turns=self._on_policy.max_turns,
                 scale_rewards=self._on_policy.scale_rewards,
+                template_arguments=self._on_policy.chat_template_kwargs,
             )
 
     def rest(self) -> None:
