@@ -359,6 +359,31 @@ def test_libraries_that_end_without_a_word_are_told(monkeypatch, tmp_path):
         _libraries("", "silent")
 
 
+def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch, tmp_path):
+    monkeypatch.setattr("xtk.doctor.costs.IMPORTS", "from xtk.doctor.costs import resident")  # the rest takes seconds
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "counted.py").write_text(
+        f"with open({str(tmp_path / 'log')!r}, 'a') as log:\n    log.write('once\\n')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def measured() -> tuple[int, int]:
+        _libraries.cache_clear()  # as another process
+        return _libraries("", "counted"), len((tmp_path / "log").read_text().splitlines())
+
+    first, times = measured()
+    assert times == 1
+    assert measured() == (first, 1)
+    (kept,) = (tmp_path / "cache" / "libraries").iterdir()
+    kept.write_text("damaged")
+    assert measured()[1] == 2
+    (tmp_path / "another-1.0.dist-info").mkdir()
+    assert measured()[1] == 3
+    monkeypatch.setenv("XTK_CACHE", "/proc/nowhere")
+    assert measured()[1] == 4  # nothing can be kept there
+    _libraries.cache_clear()
+
+
 def test_one_cause_is_told_once(pair, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     talk = {"messages": [{"role": "user", "content": "Two?"}, {"role": "assistant", "content": "Yes."}]}

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -16,6 +17,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from xtk import __version__
+from xtk.artifacts.files import canonical_json, sha256, written_whole
+from xtk.artifacts.projection_store import cache_folder
 from xtk.artifacts.teacher_cache import totals
 from xtk.doctor.case import Case, Finding, Plan, Side, limit_of
 from xtk.doctor.weights import class_of
@@ -233,10 +237,36 @@ def _with_libraries(parts: dict[str, int], side: Side, tokens: int, more: str = 
 
 @functools.lru_cache
 def _libraries(model: str, more: str) -> int:
-    """Return the bytes of a process that has imported what both commands import, and transformers' class of a model."""
+    """Return the bytes of a process that has imported what both commands import, and transformers' class of a model.
+
+    A process of its own tells, which takes seconds; so the number is kept in the user's cache folder, for as long as
+    the same packages are installed.
+    """
     named = [f"from transformers import {model}"] if model else []
     named += [f"import {more}"] if more else []
     code = "; ".join([IMPORTS, *named, "print(resident())"])
+    path = None
+    with contextlib.suppress(OSError, RuntimeError):  # nobody knows a home, or a folder of packages cannot be read
+        path = cache_folder() / "libraries" / sha256(canonical_json([code, *_installed()])).removeprefix("sha256:")
+    if path is not None:
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_text(encoding="ascii"))
+    found = _resident_after(code)
+    if path is not None:
+        with contextlib.suppress(OSError, XtkError), written_whole(path) as temporary:
+            temporary.write_text(f"{found}\n", encoding="ascii")
+    return found
+
+
+def _installed() -> tuple[str, list[str], dict[str, str]]:
+    """Return what the size of imports depends on: Python, packages with versions, words to the linker and the heap."""
+    packages = {found.name for place in filter(None, sys.path) for found in Path(place).glob("*.dist-info")}
+    told = {name: value for name, value in os.environ.items() if name.startswith(("GLIBC_", "LD_", "MALLOC_", "OMP_"))}
+    return f"{sys.version} {__version__}", sorted(packages), told
+
+
+def _resident_after(code: str) -> int:
+    """Return what a process prints that runs this code."""
     surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
     if done.returncode:
