@@ -95,12 +95,21 @@ def types(session: nox.Session) -> None:
     run(session, "mypy")
 
 
+# A module in one worker, in the order of tests/conftest.py: groups of xdist 3.8 do nothing with pytest 9.2.
+ON_ALL_CORES = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
+
+
 @nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Truths: pytest, warnings are errors."""
-    # A module in one worker, in the order of tests/conftest.py: groups of xdist 3.8 do nothing with pytest 9.2.
-    by_module = ("--dist", "loadfile", "--no-loadscope-reorder")
-    run(session, "python", "-m", "pytest", "-n", "auto", *by_module, *session.posargs)
+    run(session, "python", "-m", "pytest", *ON_ALL_CORES, *session.posargs)
+
+
+@nox.session(name="slow", venv_backend="none")
+def slow_tests(session: nox.Session) -> None:
+    """Run what takes minutes of real processes, launchers and kills; CI does, after the others."""
+    wanted = ("-m", "slow and not long and not vllm")
+    run(session, "python", "-m", "pytest", *wanted, *ON_ALL_CORES, *session.posargs)
 
 
 @nox.session(venv_backend="none")

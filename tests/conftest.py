@@ -29,9 +29,10 @@ command_line.start_fork_server()
 
 
 # Minutes each; a module runs in one worker, since its tests share what takes long to make.
-LONGEST = ("test_parity", "test_layouts", "test_remote_caches", "test_bad_input", "test_losses", "test_several_writers",
-           "test_byte_kl", "test_teachers", "test_resume", "test_real_vocabularies", "test_large_teachers",
-           "test_cache_teacher", "test_contract", "test_shards", "test_formats")  # fmt: skip
+LONGEST = ("test_interruptions", "test_layouts", "test_several_writers", "test_bad_input", "test_parity",
+           "test_on_policy", "test_loss_contract", "test_cache_teacher", "test_losses", "test_contract",
+           "test_remote_caches", "test_live_teacher", "test_doctor", "test_teachers", "test_align_statistics",
+           "test_rollout", "test_inspect_caches")  # fmt: skip
 
 
 def pytest_sessionfinish() -> None:

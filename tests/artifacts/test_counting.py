@@ -149,6 +149,7 @@ def check_kills(families, data, tmp_path, delays: list[float]) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "p", "whole"]
 
 
+@pytest.mark.slow
 def test_a_killed_command_goes_on_and_ends_with_the_same_bytes(families, data, tmp_path):
     check_kills(families, data, tmp_path, [0.03, 0.15])
 

@@ -178,6 +178,7 @@ def test_a_flipped_byte_in_an_object_is_named_by_shard_and_row(at_s3, rows):
         TeacherCache(at_s3)
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tmp_path):
     writer = write_to(RemoteFolder(at_s3), rows, [0, 1])
     store.cut(True)

@@ -222,6 +222,7 @@ def test_a_page_without_its_place_is_wrong_usage(run, pair, tmp_path, arguments)
     refused(run("align", pair.student, pair.teacher, "x", "--order", "frist", cwd=tmp_path, code=None), "first")
 
 
+@pytest.mark.slow
 def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
     sides = (real_data / "tokenizers" / "llama3", real_data / "tokenizers" / "mistral-v1")
     lines = (real_data / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()[:200]

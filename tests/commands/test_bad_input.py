@@ -211,6 +211,7 @@ def test_a_dash_with_an_empty_stdin(run, pair, tmp_path, arguments):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_what_all_processes_find_is_told_once(run, pair, cache, projection, tmp_path):
     short = material.make_student(tmp_path / "short", context=24)
     done = run("distill", short, cache, "--projection", projection, "--num-processes", 2, "-o", "out", cwd=tmp_path,
@@ -283,6 +284,7 @@ def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):
     assert (student / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, projection, tmp_path):
     train = ("distill", pair.student, cache, "--projection", projection, "-o", "out")
     for arguments, words in (
@@ -346,6 +348,7 @@ def same_files(one: Path, other: Path) -> bool:
     return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, *(pytest.param(one, marks=pytest.mark.long) for one in (signal.SIGINT, signal.SIGTERM))]
 )

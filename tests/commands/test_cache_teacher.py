@@ -22,6 +22,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, projection, tmp_path, kind):
     run("cache-teacher", pair.teacher, corpus, "--support", kind, *OPTIONS[kind], "-o", tmp_path / "c")

@@ -105,6 +105,7 @@ def test_a_json_line_through_the_pipe_is_as_good_as_a_path(run, projection, tmp_
     assert only_line(run("prune-projection", "-", "--top-k", 1, "-o", "p1", stdin=line + "\n", cwd=tmp_path)) == "p1"
 
 
+@pytest.mark.slow
 def test_run_again_a_command_finds_its_artifact_and_another_request_is_refused(
     run, pair, corpus, cache, projection, tmp_path
 ):

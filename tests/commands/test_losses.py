@@ -69,6 +69,7 @@ def test_draws_are_for_the_divergence_that_has_no_bias(run, pair, corpus, tmp_pa
     run("distill", pair.student, "drawn", "--loss", "byte-kl", "--max-steps", 1, "-o", "out", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_support_that_does_not_hold_what_a_loss_asks_for_is_refused(run, pair, corpus, tmp_path):
     for support in ("none", "sample"):
         run("cache-teacher", pair.teacher, corpus, "--support", support, "-o", support, cwd=tmp_path)

@@ -15,6 +15,7 @@ def aligned(run, pair, *arguments: object, **keywords) -> list[str]:
     return [json.loads(line)["text"] for line in lines]
 
 
+@pytest.mark.slow
 def test_any_text_is_aligned_wherever_it_stands(run, pair, tmp_path):
     for text in (LONG, "x" * 5000, "~nobody/x", "a/b/c"):
         assert aligned(run, pair, text, cwd=tmp_path) == [text]

@@ -11,6 +11,7 @@ from test_bad_input import refused
 FORCE = ((), ("--force",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", FORCE)
 def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection, tmp_path, force):
     for content in (b"my notes", b"notes", (pair.student / "model.safetensors").read_bytes()):

@@ -13,6 +13,7 @@ def metrics(done) -> dict:
     return json.loads(done.stdout)["metrics"]
 
 
+@pytest.mark.slow
 def test_a_run_without_a_projection_is_the_run_with_the_one_that_would_be_built(
     run, pair, cache, projection, tmp_path, monkeypatch
 ):

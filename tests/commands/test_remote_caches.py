@@ -15,6 +15,8 @@ from material import sentences, write_jsonl
 
 from xtk.artifacts.teacher_cache import TeacherCache
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ["--top-k", 16, "--shard-tokens", 400]
 
 

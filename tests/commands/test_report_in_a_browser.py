@@ -11,7 +11,7 @@ import browser
 import pytest
 from command_line import run_xtk
 
-pytestmark = pytest.mark.skipif(not browser.PROGRAM, reason=browser.MISSING)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not browser.PROGRAM, reason=browser.MISSING)]
 WINDOWS = {"phone": (390, 844), "desk": (1280, 900)}
 # What sticks out of the window, but for what scrolls by itself.
 OVERFLOWING = """[...document.querySelectorAll("body *")].filter(one =>

@@ -63,6 +63,7 @@ def assert_trains_what_was_drawn(cache, student, records):
         assert len(row.signal) == row.tokens.trained.sum()
 
 
+@pytest.mark.slow
 def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, folder):
     line = (
         f"{XTK} rollout {pair.student} prompts.jsonl -o r.jsonl --num-generations 3 --max-completion-length 24 --stop a"
@@ -129,6 +130,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
         assert all(len(ids) == 3 for ids in record["given_ids"])
 
 
+@pytest.mark.slow
 def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     shutil.copytree(pair.student, tmp_path / "student")
     (tmp_path / "student" / "chat_template.jinja").write_text(TEMPLATE)

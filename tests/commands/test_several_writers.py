@@ -21,6 +21,8 @@ from xtk.teachers.caching import Share, cache_teacher
 from xtk.teachers.request import CacheRequest
 from xtk.tokens.signal import Support
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("--top-k", 16, "--shard-tokens", 400)  # those of the fixture `cache`
 
 

@@ -25,8 +25,6 @@ from xtk.commands.sweep_plan import plan
 from xtk.commands.sweep_table import trained_for
 from xtk.training.metrics import read_metrics
 
-pytestmark = pytest.mark.xdist_group("sweep")  # what its tests share takes half a minute to make
-
 COME_AGAIN, INTERRUPTED = 75, 130
 STEPS = 24
 SEEDS = ("--vary", "seed=0 1")
@@ -55,6 +53,7 @@ def swept(pair, corpus, tmp_path_factory):
     return root, command, failed, mended
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_told_and_the_others_are_not_lost(swept):
     _, _, failed, mended = swept
     told = failed.stderr
@@ -65,6 +64,7 @@ def test_a_run_that_fails_is_told_and_the_others_are_not_lost(swept):
     assert [json.loads(line)["state"] for line in mended.stdout.splitlines()] == ["finished", "finished"]
 
 
+@pytest.mark.slow
 def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
     root, command, _, mended = swept
     before = times(root)
@@ -89,6 +89,7 @@ def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
     assert table[2].split()[:3] == ["0", "1", "3"]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_one_that_its_printed_command_makes(swept):
     root, command, *_ = swept
     lines = run_xtk(*command, "--dry-run", cwd=root).stdout.splitlines()
@@ -102,6 +103,7 @@ def test_a_run_is_the_one_that_its_printed_command_makes(swept):
     assert_same(root / "all" / "seed=1", root / "alone")
 
 
+@pytest.mark.slow
 def test_xtk_report_takes_all_of_the_folder(swept):
     root = swept[0]
     done = run_xtk("report", *sorted((root / "all").glob("*")), "-o", root / "page.html", "--json")
@@ -109,6 +111,7 @@ def test_xtk_report_takes_all_of_the_folder(swept):
     assert "no run" in run_xtk("report", root / "all" / "seed=0.log", "-o", root / "other.html", code=1).stderr
 
 
+@pytest.mark.slow
 def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_the_table(swept, tmp_path):
     root, command, *_ = swept
     shutil.copytree(root, tmp_path / "copy")
@@ -123,6 +126,7 @@ def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_th
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_same_student_is_not(swept):
     root, command, *_ = swept
     before = times(root)
@@ -133,6 +137,7 @@ def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_sa
     assert times(root) == before
 
 
+@pytest.mark.slow
 def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
     root, command, *_ = swept
     with only_writer(root / "all", "sweep"):
@@ -169,6 +174,7 @@ def test_what_is_wrong_with_any_run_is_told_before_the_first_begins(pair, cache,
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_something_else_is_refused(swept, tmp_path):
     root, command, *_ = swept
     (tmp_path / "file").touch()

@@ -301,6 +301,7 @@ def test_a_pass_on_tensors_without_content_holds_what_a_real_one_does(pair):
     assert footprint(pair.student, 200, backward=False).kept < told.kept / 4
 
 
+@pytest.mark.slow
 def test_memory_and_layouts(pair, corpus):
     said = [one.figures["command"] for one in memory(case_of(pair, corpus))]
     assert said == ["cache-teacher", "distill"]

@@ -67,6 +67,7 @@ def dense_kl(student: Path, teacher: Path) -> float:
     return nats / count
 
 
+@pytest.mark.slow
 def test_with_the_teachers_tokenizer_it_is_the_divergence_of_full_distributions(run, pair, folder, tmp_path):
     other = material.make_student(tmp_path / "other", seed=9)
     expected = dense_kl(pair.student, other)

@@ -106,6 +106,7 @@ def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
     assert text.endswith("0 + 0 =<assistant>")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
     for names, message in [("choose_sums", "did you mean choose_sum?"), ("run_sum", "runs what the model writes")]:
         with pytest.raises(XtkError) as refused:

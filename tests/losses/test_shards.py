@@ -38,6 +38,7 @@ def assert_as_one_process(questions, folder):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_processes_that_share_the_work_agree_with_one(tmp_path):
     questions = product(list(LOSSES), LAYOUTS)
     questions += product(list(LOSSES), [LAYOUTS[-2]], dtype="float32")

@@ -47,6 +47,7 @@ def runs(process: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_apart_it_writes_what_it_writes_here_and_takes_new_weights_and_its_end_is_told(pair, tmp_path):
     request = request_of(pair.student)
     here = TransformersWriter.open(request)
@@ -91,6 +92,7 @@ def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
         Apart(request, "vlm")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_it_ends_with_its_parent_that_is_killed(pair):
     script = (

@@ -79,6 +79,7 @@ def kill_many_times(pair, texts, folder: Path, whole: dict[str, bytes], seconds:
     return caches
 
 
+@pytest.mark.slow
 def test_five_kills(pair, texts, whole, tmp_path):
     kill_many_times(pair, texts, tmp_path, *whole, kills=5)
 

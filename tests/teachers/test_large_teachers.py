@@ -107,6 +107,7 @@ def adapter(pair, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, tmp_path):
     exact = ("--top-k", 8, "--precision", "float32")
     for teacher, name in ((adapter / "adapter", "a"), (adapter / "merged", "m"), (pair.teacher, "t")):
@@ -150,6 +151,7 @@ def even(pair, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_cut_over_two_processes(run, even, corpus, tmp_path):
     exact = ("--top-k", 8, "--precision", "float32")
     run("cache-teacher", even, corpus, *exact, "-o", tmp_path / "one")

@@ -52,6 +52,7 @@ def test_a_cache_of_servers_holds_what_one_of_transformers_holds(pair, corpus, t
         assert (one.scores.entropy <= two.scores.entropy + 1e-5).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hang", "nan", "short", "cut", "500"])
 def test_a_run_that_a_server_ends_goes_on_with_another_one(pair, corpus, tmp_path, kind):
     texts = Corpus([str(corpus)], {})

@@ -97,6 +97,7 @@ def test_what_fails_now_and_then_leaves_no_trace(pair, proxy, documents, clean, 
         assert_same(found, [one for one, document in zip(clean, documents, strict=True) if document in some])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["500", "cut", "close", "html", "hang", "drip", *SPOIL])
 def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair, proxy, documents, kind):
     answer = 3 if kind in ("hang", "drip") else 60

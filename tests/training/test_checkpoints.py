@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from xtk.errors import Damaged, XtkError
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # what its tests share takes half a minute to make
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(checkpoint_processes.__file__)
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",

@@ -126,6 +126,7 @@ def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_p
         ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair, cache, tmp_path):
     """The run is stopped after two of four steps, and has two steps in all the second time: its end is known."""
     training = ["--lora-r", 4, "--lora-modules-to-save", "lm_head", "--lr-scheduler-type", "constant"]

@@ -42,6 +42,7 @@ def run(pair, corpus, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")  # peft's way to ask
 def test_an_adapter_over_packed_weights_is_merged_into_the_unpacked_ones(pair, corpus, tmp_path):
     pytest.importorskip("bitsandbytes", reason="there is no bitsandbytes")

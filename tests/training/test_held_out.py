@@ -183,6 +183,7 @@ def evaluated(run, arguments, caches, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_evaluations_and_workers_change_nothing(plain, evaluated):
     assert (plain / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
     clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
@@ -197,6 +198,7 @@ def test_evaluations_and_workers_change_nothing(plain, evaluated):
     assert records[0] == records[1]
 
 
+@pytest.mark.slow
 def test_the_gain_is_known(run, evaluated, with_dropout, caches):
     records = {record["step"]: record for record in read_metrics(evaluated / "metrics.jsonl")}
     assert sorted(records) == [0, 1, 2, 3, 4]
@@ -211,6 +213,7 @@ def test_the_gain_is_known(run, evaluated, with_dropout, caches):
     assert all(math.isfinite(value) for record in records.values() for value in record.values())
 
 
+@pytest.mark.slow
 def test_a_tracker_gets_each_step_once_in_one_run(evaluated):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

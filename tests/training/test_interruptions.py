@@ -34,7 +34,7 @@ from xtk.training.batches import Order
 from xtk.training.card import name_of
 from xtk.training.metrics import read_metrics
 
-pytestmark = pytest.mark.xdist_group("interruptions")  # what its tests share takes half a minute to make
+pytestmark = pytest.mark.slow
 
 STEPS = 16
 COME_AGAIN = 75

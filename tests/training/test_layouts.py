@@ -33,6 +33,8 @@ from xtk.models.causal_lm import Cut, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.layout import Layout, read_layout
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def cache(run, pair, tmp_path_factory) -> Path:

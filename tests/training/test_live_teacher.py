@@ -127,6 +127,7 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     assert recipe["inputs"].keys() == {"student", "teacher", "projection"}
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(pair, corpus, whole, tmp_path):
     shared = ["--num-processes", 2, "--per-device-train-batch-size", 4, "-o", tmp_path / "two"]
     done = run_xtk(*command(pair, corpus), *shared, fresh=True)
@@ -141,6 +142,7 @@ def test_two_processes_give_what_one_gives(pair, corpus, whole, tmp_path):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-5 * float(expected[name].abs().max()))
 
 
+@pytest.mark.slow
 def test_killed_in_the_midst_of_a_block_the_run_ends_bitwise_equal(pair, corpus, whole, tmp_path):
     output = tmp_path / "out"
     arguments = [*command(pair, corpus), "--save-steps", 1, "--save-total-limit", 10, "-o", output]
@@ -165,6 +167,7 @@ def test_killed_in_the_midst_of_a_block_the_run_ends_bitwise_equal(pair, corpus,
     assert not list(output.glob(f"{TEMPORARY}*"))
 
 
+@pytest.mark.slow
 def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go_on_to_the_bit(
     pair, corpus, whole, tmp_path
 ):

@@ -180,6 +180,7 @@ def whole(pair, prompts, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_a_run_tells_and_leaves(whole):
     lines = read_metrics(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
@@ -197,6 +198,7 @@ def test_what_a_run_tells_and_leaves(whole):
     assert recipe["on_policy"]["rewards"] == ["regex:pattern=apples"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path):
     """Round 2 is steps 5 and 6; the checkpoint of step 6 comes at its end, that of step 3 inside of round 1."""
     output = tmp_path / "out"
@@ -227,6 +229,7 @@ def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_two_processes_give_what_one_gives(pair, prompts, whole, tmp_path):
     output = tmp_path / "two"
     done = run(pair, prompts, output, "--max-steps", 8, "--save-steps", 3, "--steps-per-generation", 2,
@@ -241,6 +244,7 @@ def test_two_processes_give_what_one_gives(pair, prompts, whole, tmp_path):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-4 * float(expected[name].abs().max()))
 
 
+@pytest.mark.slow
 def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_path):
     """One round, all of whose documents are one step."""
     sampling = ["--num-generations", 2, "--max-completion-length", 12, "--seed", 42]
@@ -268,6 +272,7 @@ def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_pa
     assert (ours - theirs).norm() < 0.02 * (ours - before).norm()
 
 
+@pytest.mark.slow
 def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
     """Weights of rewards are compared over the step, not over a micro-batch, within which they would cancel."""
     judge = tmp_path / "judge.py"
@@ -288,6 +293,7 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
     assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
@@ -393,6 +399,7 @@ def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
     assert [line["staleness"] for line in lines] == [0, 1, 0, 1]
 
 
+@pytest.mark.slow
 def test_the_student_as_its_own_teacher_with_more_to_go_by(pair, tmp_path):
     data = tmp_path / "privileged.jsonl"
     rows = [

@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from xtk.losses import parse_losses
 from xtk.training.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 LOSSES = "ce:weight=0.5 p-kl boundary-kl:weight=0.25 byte-kl:weight=2 alm uld:weight=0.5 gold h-kl:weight=0.25"
 TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0",
             "--nproc-per-node", "2"]  # fmt: skip

@@ -51,6 +51,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 def test_a_prepared_student_is_trained_resumed_to_the_bit_and_loads_anywhere(run_of, corpus, cache, tmp_path):
     kind, student, arguments = run_of
     whole = tmp_path / "whole"

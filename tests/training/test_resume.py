@@ -45,6 +45,7 @@ def whole(arguments, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, tmp_path):
     output = tmp_path / "out"
     code, _ = stop_at_a_checkpoint(arguments, output, signal.SIGKILL)
@@ -55,6 +56,7 @@ def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, t
     assert_same(output, whole)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(arguments, whole, tmp_path):
     output = tmp_path / "out"
     code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
