@@ -6,6 +6,8 @@ import json
 import os
 from pathlib import Path
 
+import pytest
+
 from xtk.training.teachers import CHOSEN
 
 
