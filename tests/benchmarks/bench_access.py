@@ -4,7 +4,7 @@ Rows: a cache of GSM8K as the benchmark's teacher scores it, top-k 64, four shar
 and verified by its checksum, and unpacked into a student's arrays besides. The files are in the system's cache.
 
 Memory: what this process holds of its own (RssAnon) before and after it has read every row; and `xtk cache-teacher`, a
-process of its own, over corpora of which one is 16 times the other.
+process of its own, over corpora of which one is 8 times the other, both of more shards than it holds at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from xtk.tokens.tokenizer import Tokenizer
 
 SHARDS, ROWS = 4, 200  # of a shard; documents repeat
 TOKENS, ROUNDS = 2000, 5
-SMALL, LARGE = 25, 400  # documents
+SMALL, LARGE = 100, 800  # documents
+SHARD_TOKENS = 2048
 SUPPORT = Support("top-k", top_k=64)
 
 
@@ -101,6 +102,7 @@ def own_memory() -> int:
 def peak(teacher: Path, corpus: Path, output: Path) -> float:
     """Return the most memory that `cache-teacher` held, in GiB."""
     command = [sys.executable, "-m", "xtk", "cache-teacher", str(teacher), str(corpus), "-o", str(output)]
+    command += ["--shard-tokens", str(SHARD_TOKENS)]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     most = 0
     while child.poll() is None:
@@ -122,7 +124,9 @@ def memory(folder: Path) -> list[tuple[str, str, str]]:
         corpus = folder / f"{documents}.jsonl"
         lines = (json.dumps({"text": f"{number} apples and {number + 1} pears. " * 8}) for number in range(documents))
         corpus.write_text("\n".join(lines) + "\n")
-        found.append(f"{peak(teacher, corpus, folder / f'cache-{documents}'):.2f} GiB of {documents:,} documents")
+        cache = folder / f"cache-{documents}"
+        most = peak(teacher, corpus, cache)
+        found.append(f"{most:.2f} GiB of {documents:,} documents in {len(list(cache.glob('*.arrow')))} shards")
     return [("peak of `cache-teacher`", ", ".join(found), "independent of the corpus")]
 
 
