@@ -36,8 +36,8 @@ POSITIONS = 1e12
 # Bytes a position of the whole cache, text and tokens included: `bench_codec.py whole`, GSM8K, entropy 2.1 nats.
 BYTES_A_POSITION = {
     "top-k+sample, 16 and 16 draws (the default)": 43.3,
-    "top-k 64": 60.8,
-    "top-p 0.99, 64 at most": 41.1,
+    "top-k 64": 60.7,
+    "top-p 0.99, 64 at most": 40.9,
     "sample of 16 draws": 16.6,
     "none": 6.3,
     "top-k 64, float32": 540.4,

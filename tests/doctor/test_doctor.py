@@ -382,6 +382,9 @@ def test_what_libraries_take_is_measured_once_for_what_is_installed(monkeypatch,
     assert measured()[1] == 3
     monkeypatch.setenv("XTK_CACHE", "/proc/nowhere")
     assert measured()[1] == 4  # nothing can be kept there
+    monkeypatch.setenv("XTK_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("LD_SOMETHING", "\udcff")  # no UTF-8
+    assert measured()[1] == 5
     _libraries.cache_clear()
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.rollouts.prompts import PromptForm, read_prompts, read_template
+from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
 
 ROW = {"prompt": "Add.", "problem": "1 + 1", "test_list": ["assert a", "assert b"], "answer": 2}
 
@@ -65,3 +65,31 @@ def test_an_answer_of_the_data_stands_behind_the_prompt_that_is_put(corpus):
     for wrong in (record, {**record, "said": 2}):
         with pytest.raises(XtkError, match="said"):
             PromptForm("{{problem}} =").answered(wrong, columns, where)
+
+
+def test_what_only_the_teacher_reads_is_put_as_the_prompt_is_and_no_column_is_lost(corpus):
+    (record, where), columns = next(iter(corpus().records())), {"prompt": "problem"}
+    for told in ("1 + 1 is 2.", [{"role": "user", "content": "1 + 1 is 2."}]):
+        talk = PromptForm(chat=True).document({**record, "teacher_prompt": told}, columns, where)
+        assert talk.conversation.messages == ({"role": "user", "content": "1 + 1"},)
+        assert list(talk.teacher_prompt) == [{"role": "user", "content": "1 + 1 is 2."}]
+    # The teacher's prompt stands in columns that are called as what is put.
+    row = {"question": "1 + 1", "prompt": "1 + 1, which is 2", "said": " two", "completion": "It is 2."}
+    for column in ("prompt", "completion"):
+        columns = {"teacher_prompt": column, "completion": "said"}
+        for document in (
+            PromptForm("{{question}} =").document(row, columns, where),
+            PromptForm("{{question}} =").answered(row, columns, where),
+        ):
+            assert document.text.startswith("1 + 1 =")
+            assert document.teacher_prompt == row[column]
+
+
+def test_what_templates_are_told_anyway_and_empty_ones_are_refused(tmp_path):
+    assert read_template_arguments('{"enable_thinking": false}') == {"enable_thinking": False}
+    for text in ('{"tools": []}', '{"messages": 1}', '{"add_generation_prompt": false}', "[]", "no"):
+        with pytest.raises(XtkError, match="--chat-template-kwargs"):
+            read_template_arguments(text)
+    (tmp_path / "empty.jinja").write_text("\n")
+    with pytest.raises(XtkError, match="empty"):
+        read_template(str(tmp_path / "empty.jinja"))

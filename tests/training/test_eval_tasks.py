@@ -29,7 +29,10 @@ def length(completion, prompt, row):
 """
 
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{% if brief %} In short:{% endif %}"
+TEMPLATE = (
+    "{% if brief is not defined %}{{ raise_exception('brief or not?') }}{% endif %}"
+    "{% for message in messages %}{{ message.content }}{% endfor %}{% if brief %} In short:{% endif %}"
+)
 TOLD = '{"brief": true, "kind": 1}'
 
 
@@ -50,7 +53,8 @@ def folder(pair, tmp_path_factory) -> Path:
 ASKED = [
     "--eval-tasks", "problems.jsonl:reward=judge.py:length:weight=2,prompt=question,num_generations=2,temperature=1,"
     f"max_completion_length=8,apply_chat_template=true,chat_template_kwargs={TOLD},seed=3",
-    "--eval-tasks", "choose_sum,write_sum:include_path=tasks,num_fewshot=1",
+    "--eval-tasks", "choose_sum,write_sum:include_path=tasks,num_fewshot=1,apply_chat_template=true,"
+    f"chat_template_kwargs={TOLD}",
 ]  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
         assert found[4][f"eval_problems/{key}"] == pytest.approx(told[key]), key
     assert found[4]["eval_problems/avg@2"] != found[0]["eval_problems/avg@2"]
     tasks = run("evaluate", "asked", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,
-                "--json", cwd=folder)  # fmt: skip
+                "--apply-chat-template", "--chat-template-kwargs", TOLD, "--json", cwd=folder)  # fmt: skip
     for task, scores in json.loads(tasks.stdout)["results"].items():
         for metric in scores.keys() - {"problems", "num_fewshot"}:
             assert found[4][f"eval_{task}/{metric}"] == pytest.approx(scores[metric]), metric

@@ -378,7 +378,12 @@ def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pai
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
     assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["on_policy"]
     refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-2], "-o", tmp_path / "x", code=1)
-    assert "the completion of a prompt, completion, is not there; there is who, left" in refused.stderr
+    assert "own answer to a prompt, completion, is not there; there is who, left" in refused.stderr
+    assert "--lmbda 1" in refused.stderr
+    # The data's answers are a part of the request: with others, what is there is the student of another one.
+    refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-1], "completion=who", "-o",
+                      tmp_path / "out", code=1)  # fmt: skip
+    assert "--force" in refused.stderr
     refused = run_xtk("distill", pair.student, tmp_path / "rows.jsonl", *common, *form, "-o", tmp_path / "x", code=1)
     assert "chat template" in refused.stderr
     assert not (tmp_path / "x").exists()
@@ -482,8 +487,11 @@ def test_refusals(pair, prompts, tmp_path):
     done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
     assert "a multiple of --num-generations" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
-                   "--reward", "exact", "-o", output, code=1)  # fmt: skip
-    assert "only a student that writes has --temperature, --stop, --reward" in done.stderr
+                   "--reward", "exact", "--no-scale-rewards", "-o", output, code=1)  # fmt: skip
+    assert "only a student that writes has --temperature, --stop, --reward, --no-scale-rewards" in done.stderr
+    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--placement", "rollout=0",
+                   "-o", output, code=1)  # fmt: skip
+    assert "only a student that writes has --placement rollout" in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()

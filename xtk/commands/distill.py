@@ -439,6 +439,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
     from xtk.artifacts.teacher_cache import is_cache
+    from xtk.errors import XtkError
     from xtk.losses import AUTO, parse_losses
     from xtk.models.preparation import Preparation
     from xtk.teachers.live import read_live_teacher
@@ -452,6 +453,10 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     student, on_policy, eval_data = given["student"], given["on_policy"], given["eval_data"]
     folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
     devices = read_placement(given["placement"])
+    if devices["rollout"] and not on_policy:
+        raise XtkError(
+            "only a student that writes has --placement rollout=...", hint="--on-policy, or teacher=... alone"
+        )
     places = Places(
         folder,
         tuple(named.get(path, path) for path in given["cache"]),
@@ -516,14 +521,17 @@ def _refuse_unread(given: dict[str, Any]) -> None:
     names = list(parameters)
     of_writing = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
     unread = [
-        f"--{name.replace('_', '-')}"
+        f"--{'no-' if parameters[name].default is True else ''}{name.replace('_', '-')}"
         for name in of_writing
         if name != "placement"  # teachers have devices of their own too
         and given[name] != parameters[name].default
         and (given[name] or parameters[name].default)
     ]
     if unread and not given["on_policy"]:
-        raise XtkError(f"only a student that writes has {', '.join(unread)}", hint="--on-policy beside it, or without")
+        raise XtkError(
+            f"only a student that writes has {', '.join(unread)}",
+            hint="--on-policy beside it, or without; docs/how-to/sweep.md of both in one sweep",
+        )
 
 
 def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices: tuple[int, ...]) -> OnPolicy:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import math
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -246,7 +247,8 @@ def _libraries(model: str, more: str) -> int:
     named += [f"import {more}"] if more else []
     code = "; ".join([IMPORTS, *named, "print(resident())"])
     path = None
-    with contextlib.suppress(OSError, RuntimeError):  # nobody knows a home, or a folder of packages cannot be read
+    # Nobody knows a home, a folder of packages cannot be read, or a variable is no UTF-8.
+    with contextlib.suppress(OSError, RuntimeError, ValueError):
         path = cache_folder() / "libraries" / sha256(canonical_json([code, *_installed()])).removeprefix("sha256:")
     if path is not None:
         with contextlib.suppress(OSError, ValueError):
@@ -259,10 +261,11 @@ def _libraries(model: str, more: str) -> int:
 
 
 def _installed() -> tuple[str, list[str], dict[str, str]]:
-    """Return what the size of imports depends on: Python, packages with versions, words to the linker and the heap."""
+    """Return what the size of imports depends on: Python, machine, packages, words to the linker and the heap."""
     packages = {found.name for place in filter(None, sys.path) for found in Path(place).glob("*.dist-info")}
     told = {name: value for name, value in os.environ.items() if name.startswith(("GLIBC_", "LD_", "MALLOC_", "OMP_"))}
-    return f"{sys.version} {__version__}", sorted(packages), told
+    machine = f"{platform.node()} {platform.machine()} {os.sysconf('SC_PAGE_SIZE')}"  # folders may be shared
+    return f"{sys.version} {__version__} {machine}", sorted(packages), told
 
 
 def _resident_after(code: str) -> int:

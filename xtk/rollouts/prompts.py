@@ -18,6 +18,8 @@ from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
 from xtk.tokens.tokenizer import Tokenizer
 
+OWN_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates
+
 
 class PromptForm:
     """How a record is put to a model.
@@ -60,22 +62,29 @@ class PromptForm:
         own, named = self._asked(record, columns, where)
         if own is record:
             return document_of(record, columns, where)
-        completion, column = "completion", named.get("completion", "completion")
+        column = columns.get("completion", "completion")
         said = record.get(column)
         if not isinstance(said, str):
             found = "is no text" if column in record else f"is not there; there is {', '.join(map(str, record))}"
-            raise XtkError(f"the completion of a prompt, {column}, {found}", where=where,
-                           hint="--columns completion=COLUMN")  # fmt: skip
-        if not isinstance(own["prompt"], str):
+            raise XtkError(
+                f"the data's own answer to a prompt, {column}, {found}", where=where,
+                hint="--columns completion=COLUMN; or --lmbda 1, which takes none",
+            )  # fmt: skip
+        if not isinstance(own[named["prompt"]], str):
             said = [{"role": "assistant", "content": said}]
-        return document_of({**own, completion: said}, {**named, completion: completion}, where)
+        return document_of(*_put(own, named, "completion", said), where)
 
     def _asked(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
         """Return a record with the prompt as it is put, and the names of its columns; the same if that is its own."""
         if self._template is not None:
-            record, columns = self._put(record, columns, self._rendered(record, where))
-        if self._chat and (document := prompt_of(record, columns, where)).conversation is None:
-            record, columns = self._put(record, columns, [{"role": "user", "content": document.text}])
+            record, columns = _put(record, columns, "prompt", self._rendered(record, where))
+        if self._chat:
+            teachers = columns.get("teacher_prompt", "teacher_prompt")
+            alone = prompt_of({**record, teachers: None}, columns, where)  # what only the teacher reads is no text yet
+            if alone.conversation is None:
+                record, columns = _put(record, columns, "prompt", _of_user(alone.text))
+                if isinstance(told := record.get(teachers), str):
+                    record, columns = _put(record, columns, "teacher_prompt", _of_user(told))
         return record, columns
 
     def _rendered(self, record: Record, where: str) -> str:
@@ -86,36 +95,47 @@ class PromptForm:
             known = ", ".join(map(str, record))
             raise XtkError(f"the prompt template fails: {wrong}", where=where, hint=f"fields: {known}") from None
 
-    @staticmethod
-    def _put(record: Record, columns: Mapping[str, str], prompt: Any) -> tuple[Record, Mapping[str, str]]:
-        """Return a record that has this prompt, and the names of its columns."""
-        others = {field: name for field, name in columns.items() if field not in ("prompt", "messages", "text")}
-        return {**record, "prompt": prompt}, others | {"prompt": "prompt"}
+
+def _put(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
+    """Return a record that has this in a field, in a column that no other field may mean, and the names of columns."""
+    column = field
+    while column in record:
+        column += "_"
+    told_by = ("prompt", "messages", "text") if field == "prompt" else (field,)
+    others = {name: place for name, place in columns.items() if name not in told_by}
+    return {**record, column: value}, {**others, field: column}
+
+
+def _of_user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def read_template(text: str) -> str:
     """Return a template of prompts: what a file FILE.jinja holds, without the line feed at its end, or the text itself.
 
     Raises:
-        XtkError: there is no such file, or it is no text in UTF-8.
+        XtkError: there is no such file, it is empty, or it is no text in UTF-8.
     """
     if not text.endswith(".jinja"):
         return text
     try:
-        return Path(text).read_text(encoding="utf-8").removesuffix("\n")
+        template = Path(text).read_text(encoding="utf-8").removesuffix("\n")
     except FileNotFoundError:
         raise XtkError(
             "no such file", where=text, hint="--prompt-template FILE.jinja, or the template itself"
         ) from None
     except UnicodeDecodeError:
         raise XtkError("a template is text in UTF-8", where=text) from None
+    if not template:
+        raise XtkError("this template is empty", where=text)
+    return template
 
 
 def read_template_arguments(text: str) -> dict[str, Any]:
     """Read `--chat-template-kwargs`: what chat templates are told beside the messages, a JSON object; "": nothing.
 
     Raises:
-        XtkError: it is no JSON object.
+        XtkError: it is no JSON object, or has what templates are told anyway.
     """
     try:
         found = json.loads(text) if text else {}
@@ -123,6 +143,8 @@ def read_template_arguments(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise XtkError(f"--chat-template-kwargs is {text!r}, and no JSON object", hint="'{\"enable_thinking\": false}'")
+    if named := OWN_ARGUMENTS & found.keys():
+        raise XtkError(f"--chat-template-kwargs has {', '.join(sorted(named))}, which the data or the command tells")
     return found
 
 

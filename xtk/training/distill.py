@@ -188,7 +188,9 @@ def _of_rounds(
 ) -> RoundSource:
     """Return what the student writes, and, where some steps take them, the documents of the data."""
     talk = next((one.document for one in prompts if one.document.conversation is not None), None)
-    if talk is not None:  # a student without a chat template is told of now
+    if talk is not None and on_policy.environment:  # which has the first word, so that a template may refuse this alone
+        _ = tokenizer.chat_template
+    elif talk is not None:
         prompt_ids(tokenizer, [talk], on_policy.chat_template_kwargs)
     data: list[Document] = []
     if on_policy.lmbda < 1:

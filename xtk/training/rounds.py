@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.corpus import HeldCorpus
+from xtk.artifacts.corpus import Fingerprint, HeldCorpus
 from xtk.artifacts.files import sha256
 from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
 from xtk.errors import XtkError
@@ -102,7 +102,13 @@ class RoundSource(LiveSource):
     def fingerprint(self) -> str:
         """Return the hash of the records: what prompts, rewards, environments and the data's completions come from."""
         told = [dict(prompt.record) for prompt in self.prompts]
-        return sha256(json.dumps(told, sort_keys=True, default=str).encode())
+        content = json.dumps(told, sort_keys=True, default=str)
+        if answered := self._documents[len(self.prompts) * self.count :]:
+            of_data = Fingerprint()
+            for document in answered:
+                of_data.add(document)
+            content += str(of_data)
+        return sha256(content.encode())
 
     def document(self, number: int) -> Document:
         """Return a document; of a completion, that of the present round."""
