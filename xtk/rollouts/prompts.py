@@ -120,7 +120,7 @@ def read_template(text: str) -> str:
         return text
     try:
         template = Path(text).read_text(encoding="utf-8").removesuffix("\n")
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise XtkError(
             "no such file", where=text, hint="--prompt-template FILE.jinja, or the template itself"
         ) from None
