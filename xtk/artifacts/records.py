@@ -9,9 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from xtk.errors import XtkError
+from xtk.artifacts.files import canonical_json
+from xtk.errors import Damaged, XtkError
 from xtk.tokens.document import MARKS, Conversation, Document, Segment, readable
 from xtk.tokens.ids import DrawnTokens
 
@@ -30,6 +32,7 @@ CONTENTS = {
     "input_ids": ("input_ids",),
 }
 NOT_TRAINED = -100  # of labels, since PyTorch's cross-entropy
+ROLLOUT_CHECKSUM = "rollout_checksum"
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
 
 Record = Mapping[str, Any]
@@ -47,6 +50,7 @@ def document_of(record: Record, columns: Mapping[str, str], where: str) -> Docum
         XtkError: it has none of the contents that a document can have, or more than one, or a column that is not
             what its field is.
     """
+    check_rollout(record, where)
     row = _Row(record, columns, where)
     content = _content_of(row)
     try:
@@ -219,6 +223,36 @@ def _segments(parts: Any) -> Iterator[Segment]:
         if not isinstance(role, str) or not isinstance(text, str) or not isinstance(train, bool):
             raise ValueError(f'a segment is {{"role": ..., "text": ..., "train": true}}, and one is {part!r}')
         yield Segment(readable(role), readable(text), train)
+
+
+def rollout_checksum(record: Record) -> str:
+    """Return "xxh3:..." of a rollout's record, without the checksum that it holds.
+
+    Keys without a value do not count: a table fills the columns that a row lacks with nulls.
+    """
+    content = _without_nulls({key: value for key, value in record.items() if key != ROLLOUT_CHECKSUM})
+    return f"xxh3:{xxhash.xxh3_64_hexdigest(canonical_json(content).encode('utf-8', 'surrogatepass'))}"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
+
+
+def check_rollout(record: Record, where: str) -> None:
+    """Compare a rollout's record with the checksum that it holds; one without a checksum is not checked.
+
+    Raises:
+        Damaged: they differ.
+    """
+    stated = record.get(ROLLOUT_CHECKSUM)
+    if stated is not None and stated != rollout_checksum(record):
+        raise Damaged(
+            "this rollout does not match its checksum",
+            where=where,
+            hint=f"run xtk rollout again; if you edited the line on purpose, remove its {ROLLOUT_CHECKSUM}",
+        )
 
 
 def _with_drawn_tokens(document: Document, row: _Row) -> Document:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from xtk.artifacts.records import FIELDS
+from xtk.artifacts.records import FIELDS, ROLLOUT_CHECKSUM, rollout_checksum
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.tokens.document import Document
 
@@ -28,7 +28,7 @@ def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], reques
     record = {key: value for key, value in prompt.record.items() if key not in taken}
     if rollout.top_ids is not None:
         record["given_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
-    return {
+    line = {
         **record,
         **contents(document),
         "ends": document.ends,
@@ -46,6 +46,8 @@ def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], reques
         "rewards": {name: _number(value) for name, value in rollout.rewards.items()},
         "request": request,
     }
+    # Of what a reader of the line will find: numbers and texts as JSON holds them.
+    return {**line, ROLLOUT_CHECKSUM: rollout_checksum(json.loads(json_line(line)))}
 
 
 def contents(document: Document) -> dict[str, Any]:
