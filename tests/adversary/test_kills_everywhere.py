@@ -19,7 +19,6 @@ import pytest
 SEED = 18
 KILLS = 100
 TRAINING = ["--max-steps", 6, "--save-steps", 2, "--logging-steps", 1, "--per-device-train-batch-size", 4]
-CLOCKS = {"seconds", "tokens_per_second", "path", "model"}
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,10 @@ def contents(output: Path) -> dict[str, object]:
 
 def timeless(path: Path) -> object:
     if path.name == "metrics.jsonl":
-        return interrupting.told(path.parent)
+        return [
+            {key: value for key, value in line.items() if not key.endswith("_seconds")}
+            for line in interrupting.told(path.parent)
+        ]
     # They hold clocks, or checksums of what does.
     if path.suffix in (".log", ".md") or path.name in ("xtk.json", "state.json", "manifest.json", "trainer.json"):
         return None if path.parent.name != "cache" else path.read_bytes()

@@ -39,13 +39,14 @@ class MetricsFile:
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
         kept = [record for record in read_metrics(path) if record.get("step", 0) <= step]
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
+        path.write_text("".join(lines), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; what is no number, which JSON does not know, is left out."""
         record = {key: value for key, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(record) + "\n")
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -37,6 +37,7 @@ from xtk.training.checkpoint import checkpoints
 from xtk.training.live import Blocks, Join, LiveSource
 from xtk.training.on_policy import OnPolicy, RoundOrder, repetition, reward_weights
 from xtk.training.sources import NONE
+from xtk.training.metrics import MetricsFile
 from xtk.training.stopping import Stop
 
 ROUNDS = "rounds"
@@ -225,6 +226,7 @@ class Rounds(Blocks):
         self._order: RoundOrder = order
         self.figures: dict[str, float] = {}
         self.writing_seconds = 0.0
+        self._reported: MetricsFile | None = None
 
     def __call__(self, steps: range, stop: Stop) -> Iterator[range]:
         """Yield the steps in rounds; before each the student writes and its teachers score, or what they did is read.
@@ -355,8 +357,9 @@ class Rounds(Blocks):
                 "finish": one.finish,
                 **({} if math.isnan(one.reward) else {"reward": one.reward}),
             }
-            with (self._output / REPORTED).open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+            if self._reported is None:  # a killed run wrote those of rounds that come again
+                self._reported = MetricsFile(self._output / REPORTED, block.start - 1)
+            self._reported.write(record)
         for sign in self._on_policy.stop_if:
             if sign.holds(self.figures):
                 raise XtkError(
