@@ -35,9 +35,9 @@ from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.checkpoint import checkpoints
 from xtk.training.live import Blocks, Join, LiveSource
+from xtk.training.metrics import MetricsFile
 from xtk.training.on_policy import OnPolicy, RoundOrder, repetition, reward_weights
 from xtk.training.sources import NONE
-from xtk.training.metrics import MetricsFile
 from xtk.training.stopping import Stop
 
 ROUNDS = "rounds"
