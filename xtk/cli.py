@@ -31,7 +31,7 @@ from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.errors import XtkError, from_os_error
 
-DONE, INTERRUPTED = 0, 130
+DONE, INTERRUPTED, TERMINATED = 0, 130, 128 + signal.SIGTERM
 SECONDS_FOR_THE_FIRST_PROCESS = 3
 
 
@@ -112,12 +112,14 @@ def run(arguments: list[str]) -> int:
             raise KeyboardInterrupt
         return code if isinstance(code, int) else DONE
     except XtkError as failure:
+        _end_by_the_signal(failure)
         return _failed(failure)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except KeyboardInterrupt:
         raise
     except Exception as failure:
+        _end_by_the_signal(failure)
         if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # the command line's own errors
             failure.show(file=sys.stderr)
             return int(failure.exit_code)
@@ -148,6 +150,14 @@ def _was_told(failure: XtkError) -> bool:
     except OSError:  # the launcher has gone
         return False
     return False
+
+
+def _end_by_the_signal(failure: BaseException) -> None:
+    """Raise what a signal raised, where something else failed on the way out: a map that is in use cannot be closed."""
+    while failure.__context__ is not None:
+        failure = failure.__context__
+        if isinstance(failure, KeyboardInterrupt) or (isinstance(failure, SystemExit) and failure.code == TERMINATED):
+            raise failure from None
 
 
 def _stop(number: int, frame: object) -> None:
