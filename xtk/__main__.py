@@ -27,7 +27,8 @@ def main() -> None:
 
 def _stop_again(dropped: Any) -> None:
     """Send a signal once more whose exception fell into a destructor, where Python would drop it."""
-    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(dropped.exc_type)
+    raised = dropped.exc_type
+    number = signal.SIGINT if raised is KeyboardInterrupt else signal.SIGTERM if issubclass(raised, SystemExit) else None
     if number is None:
         sys.__unraisablehook__(dropped)
         return

@@ -29,7 +29,7 @@ from xtk.commands.reading import Command
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
-from xtk.errors import XtkError, from_os_error
+from xtk.errors import Terminated, XtkError, from_os_error
 
 DONE, INTERRUPTED = 0, 130
 SECONDS_FOR_THE_FIRST_PROCESS = 3
@@ -151,4 +151,4 @@ def _was_told(failure: XtkError) -> bool:
 
 
 def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)
+    raise Terminated(128 + number)
