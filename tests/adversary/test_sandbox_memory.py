@@ -225,7 +225,9 @@ def test_memory_of_the_weaker_sandbox_is_that_of_one_process(monkeypatch):
             outcome, most = run(sandbox, REFUSED[name])
             assert (outcome.end, outcome.code) == ("ended", 1), (name, outcome)
             assert most < LIMIT
-        outcome, most = run(sandbox, "held = []\nwhile True:\n    held.append(mmap.mmap(-1, 1 << 24, 2)); fill(held[-1])")
+        outcome, most = run(
+            sandbox, "held = []\nwhile True:\n    held.append(mmap.mmap(-1, 1 << 24, 2)); fill(held[-1])"
+        )
         assert "error" in outcome.output.lower() or outcome.end == "memory"
         assert most < LIMIT + (64 << 20)
 

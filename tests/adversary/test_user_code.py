@@ -63,7 +63,9 @@ def test_a_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code
 def test_an_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path, method, code):
     methods = {"__init__": "self", "reset": "self, record", "step": "self, text", "reward": "self"}
     bodies = {"step": "return 'x', False", "reward": "return 1.0"} | {method: code}
-    lines = [f"    def {name}({given}):\n        {bodies.get(name, 'return None')}\n" for name, given in methods.items()]
+    lines = [
+        f"    def {name}({given}):\n        {bodies.get(name, 'return None')}\n" for name, given in methods.items()
+    ]
     (tmp_path / "own.py").write_text("class Own:\n" + "".join(lines))
     with pytest.raises(XtkError, match=f"{method} of the environment"):
         play(environment_of(f"{tmp_path / 'own.py'}:Own"))
