@@ -22,13 +22,14 @@ IN_HF_HOME = {
 READ_IN_HF_HOME = {"HF_HUB_CACHE": "hub", "HF_TOKEN_PATH": "token"}
 WITHOUT_A_USER = "TORCHINDUCTOR_CACHE_DIR"  # in the folder of temporary files, under the user's name
 SHARED_MEMORY = Path("/dev/shm")
+OTHER_PLACES = ("/tmp", "/var/tmp", str(SHARED_MEMORY))
 
 
 def use_writable_folders(*, quiet: bool) -> None:
     """Point libraries that would write to a folder that cannot be written to a temporary one, before their import.
 
-    The folder is private: of this user, mode 700 (numba and others run what is in their caches). It is found again by the
-    next command. Models of Hugging Face in a folder that can only be read are still read.
+    The folder is private: of this user, mode 700 (numba and others run what is in their caches). The next command finds
+    it again. Models of Hugging Face in a folder that can only be read are still read.
 
     Args:
         quiet: print no note.
@@ -83,7 +84,11 @@ def _changes() -> dict[str, str | Path]:
         home = _place(os.environ.get("HF_HOME"), caches, IN_CACHES["HF_HOME"])
         for name, below in READ_IN_HF_HOME.items():
             place = _place(os.environ.get(name), home, below)
-            if place is not None and _is_there(place) and not (below == "hub" and "HUGGINGFACE_HUB_CACHE" in os.environ):
+            if (
+                place is not None
+                and _is_there(place)
+                and not (below == "hub" and "HUGGINGFACE_HUB_CACHE" in os.environ)
+            ):
                 found[name] = place
     for name, below in IN_HF_HOME.items():
         if os.environ.get(name) and not _can_write(_place(os.environ.get(name), None, "")):
@@ -165,7 +170,7 @@ def _temporary_folder() -> Path:
     import tempfile
 
     name = f"xtk-caches-{os.getuid()}"
-    places = [os.environ.get("TMPDIR", ""), "/tmp", "/var/tmp", str(SHARED_MEMORY)]
+    places = [os.environ.get("TMPDIR", ""), *OTHER_PLACES]
     for place in filter(None, dict.fromkeys(places)):
         path = Path(place).absolute() / name
         try:

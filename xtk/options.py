@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.lookup import unknown
 
 
 @dataclasses.dataclass(frozen=True)

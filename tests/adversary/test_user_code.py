@@ -41,7 +41,7 @@ def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
     code, message = REWARDS[name]
     (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
     rewards = Rewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
-    with pytest.raises(XtkError, match="the reward .*own.py:score") as refused:
+    with pytest.raises(XtkError, match=r"the reward .*own\.py:score") as refused:
         rewards("text", "prompt", {})
     assert message in str(refused.value)
     assert "completion 'text'" in str(refused.value)
@@ -53,7 +53,7 @@ def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
 ])  # fmt: skip
 def test_a_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
     (tmp_path / "own.py").write_text(code + "\ndef score(*given): return 1.0\n")
-    with pytest.raises(XtkError, match="importing .*own.py") as refused:
+    with pytest.raises(XtkError, match=r"importing .*own\.py") as refused:
         parse_reward(f"{tmp_path / 'own.py'}:score").reward()
     assert message in str(refused.value)
 
@@ -95,12 +95,17 @@ def test_signals_from_outside_pass():
         timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
         timer.start()
         try:
-            with pytest.raises(kind), calling("the reward"):
-                while True:
-                    time.sleep(0.01)
+            with pytest.raises(kind):
+                wait()
         finally:
             timer.join()
             signal.signal(signal.SIGTERM, before)
+
+
+def wait():
+    with calling("the reward"):
+        while True:
+            time.sleep(0.01)
 
 
 def end(number, frame):
@@ -136,7 +141,8 @@ def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
 
 @pytest.mark.parametrize(("row", "message"), [
     ({"test_list": 5}, "the field test_list is 5; the reward tests needs a list of lines"),
-    ({"test_list": [1]}, "the field test_list is [1]"), ({"test": {}, "test_list": ["assert f()"]}, "the field test is {}"),
+    ({"test_list": [1]}, "the field test_list is [1]"),
+    ({"test": {}, "test_list": ["assert f()"]}, "the field test is {}"),
     ({"test_list": ["assert f()"], "test_imports": True}, "the field test_imports is True"),
     ({"test_list": ["assert f()"], "entry_point": 3}, "the field entry_point is 3"),
     ({"test_list": ["assert f()"], "test_setup_code": ["a"]}, "the field test_setup_code is ['a']"),

@@ -29,7 +29,8 @@ ADDS = {"task_id": "HumanEval/0", "entry_point": "add", "prompt": 'def add(a, b)
         "canonical_solution": "    return a + b\n", "test": "import numpy as np\n\ndef check(candidate):\n"
         "    for a, b in [(1, 2), (3, -4)]:\n        assert np.isclose(candidate(a, b), a + b)\n"}  # fmt: skip
 DOUBLES = {**ADDS, "task_id": "HumanEval/1", "entry_point": "double", "prompt": 'def double(a):\n    """Twice."""\n',
-           "canonical_solution": "    return 2 * a\n", "test": "def check(candidate):\n    assert candidate(2) == 4\n"}  # fmt: skip
+           "canonical_solution": "    return 2 * a\n",
+           "test": "def check(candidate):\n    assert candidate(2) == 4\n"}  # fmt: skip
 SQUARES = {"task_id": 2, "code": "def square(a):\n    return a * a", "prompt": "Write a function that squares.",
            "source_file": "x", "test_imports": ["import math"], "test_list": ["assert square(2) == 4"],
            "test": "import math\nfor a in range(9):\n    assert math.isclose(square(a), a ** 2)\n"}  # fmt: skip
@@ -119,8 +120,8 @@ def test_code_is_run_in_the_sandbox(run, sandbox, pair, tmp_path):
     write_rows(tmp_path / "humaneval" / "data" / "test-00000-of-00001-f7.parquet", [ADDS, DOUBLES])
     write_rows(tmp_path / "mbpp" / "data" / "test-00000-of-00001-0.parquet", [SQUARES])
     put = f'"""\n{SQUARES["prompt"]}\n{SQUARES["test_list"][0]}\n"""\n'
-    model = make_oracle(tmp_path / "oracle", {ADDS["prompt"]: ADDS["canonical_solution"], DOUBLES["prompt"]: "    pass\n",
-                                              put: SQUARES["code"] + '\n"""\nprint(1'})  # fmt: skip
+    answers = {ADDS["prompt"]: ADDS["canonical_solution"], DOUBLES["prompt"]: "    pass\n"}
+    model = make_oracle(tmp_path / "oracle", {**answers, put: SQUARES["code"] + '\n"""\nprint(1'})
     tasks = "humaneval_plus=humaneval,mbpp_plus=mbpp"
     done = run("evaluate", model, "--tasks", tasks, "--trust-remote-code", "--compare-to", pair.student, "--json",
                "-o", "answers.jsonl", cwd=tmp_path)  # fmt: skip
@@ -153,8 +154,10 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
         (f"mmlu_stem={mmlu}", "no test and dev files of abstract_algebra"),
         (f"mmlu_astronomy={mmlu}", "no test and dev files of astronomy"),
         (f"humaneval_plus={tmp_path / 'empty'}", "no files test-*.parquet"),
-        ("mmlu=nowhere", "no such folder"), ("gsm8k=.", "no task that is read from a folder called 'gsm8k'"),
-        (f"mmlu_anatomy={mmlu},mmlu_virology={tmp_path}", "read from one folder"), ("mbpp_pluss=.", "did you mean mbpp"),
+        ("mmlu=nowhere", "no such folder"),
+        ("gsm8k=.", "no task that is read from a folder called 'gsm8k'"),
+        (f"mmlu_anatomy={mmlu},mmlu_virology={tmp_path}", "read from one folder"),
+        ("mbpp_pluss=.", "did you mean mbpp"),
     ]:  # fmt: skip
         with pytest.raises(XtkError) as refused:
             read_eval_task(tasks)

@@ -134,7 +134,8 @@ class Harness:
             for name in code
         ]  # fmt: skip
         asking = replace(asking, tasks=tuple(name for name in asking.tasks if name not in code))
-        self.asking, self._loaded = asking, None
+        self.asking = asking
+        self._loaded: Any = None
         if not asking.tasks:
             return
         if importlib.util.find_spec("lm_eval") is None:
@@ -200,7 +201,9 @@ class Harness:
         """
         share = share or Share()
         with kept_random_states():
-            parts = [_code_scores(one, *one.ask(model, tokenizer, share, keep_samples=keep_samples)) for one in self._code]
+            parts = [
+                _code_scores(one, *one.ask(model, tokenizer, share, keep_samples=keep_samples)) for one in self._code
+            ]
         if self._loaded is not None:
             parts.append(self._ask_harness(model, tokenizer, max_length, share, keep_samples=keep_samples))
         return _together(parts)
@@ -257,7 +260,9 @@ def _code_scores(
 ) -> Scores:
     name, metric, judged = task.name, "pass@1", answers.judged
     estimate = answers.pass_at(1)
-    single = {number: float(score) for number, score, one in zip(numbers, answers.scores[:, 0], judged, strict=True) if one}
+    single = {
+        number: float(score) for number, score, one in zip(numbers, answers.scores[:, 0], judged, strict=True) if one
+    }
     error = math.nan if estimate.told_error is None else estimate.told_error
     return Scores({name: {metric: (estimate.value, error)}}, {name: int(judged.sum())}, {name: 0}, [name],
                   {(name, metric): single}, samples)  # fmt: skip

@@ -44,9 +44,8 @@ _STOP = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as EvalPlus has th
 
 def _from_tests(text: str) -> CodeTask:
     tests = '{{ test_list | join("\n") }}'
-    return CodeTask(
-        f'"""\n{{{{ {text} }}}}\n{tests}\n"""\n', f"{{{{ {text} }}}}\nYour code should pass these tests:\n{tests}", _STOP
-    )
+    task = f"{{{{ {text} }}}}\n"
+    return CodeTask(f'"""\n{task}{tests}\n"""\n', f"{task}Your code should pass these tests:\n{tests}", _STOP)
 
 
 CODE_TASKS = {
@@ -135,7 +134,9 @@ class CodeProblems:
         XtkError: there are no such files, or their rows have no tests.
     """
 
-    def __init__(self, name: str, folder: str, limit: int, *, chat: bool, template_arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, folder: str, limit: int, *, chat: bool, template_arguments: Mapping[str, Any]
+    ) -> None:
         self.name, self._task, self._chat = name, CODE_TASKS[name], chat
         self._template_arguments = dict(template_arguments)
         files = [path for place in (folder, f"{folder}/data", f"{folder}/full")

@@ -5,7 +5,6 @@ Only the standard library is imported: the processes of the sandbox start withou
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -298,7 +297,7 @@ def _names(path: str, proc: int) -> list[str]:
     except OSError:
         return []
     try:
-        return os.listdir(folder)
+        return os.listdir(folder)  # noqa: PTH208 - of an open folder
     except OSError:
         return []
     finally:

@@ -44,13 +44,13 @@ class MalformedCall:
 def tool_calls(text: str, form: str = "tags") -> list[ToolCall | MalformedCall]:
     """Return the calls in a turn of a model, in order; an empty list if there are none.
 
-    Reasoning before the last `</think>` is skipped. Never fails, whatever the text is: a call that cannot be read, is longer
-    than `MAX_CHARACTERS` or nested deeper than `MAX_DEPTH`, or comes after `MAX_CALLS` others, is a `MalformedCall`.
+    Reasoning before the last `</think>` is skipped. Never fails, whatever the text is: a call that cannot be read, is
+    longer than `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or comes after `MAX_CALLS` others is a `MalformedCall`.
 
     Args:
         text: the turn.
-        form: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a turn that
-            is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
+        form: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a turn
+            that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
 
     Raises:
         ValueError: another form.
@@ -90,9 +90,7 @@ def _tagged(text: str) -> list[str | MalformedCall]:
 
 def _in_string(text: str) -> bool:
     """Return whether a string of JSON is open at the end of a text."""
-    last = None
-    for last in _BRACKETS.finditer(text):
-        pass
+    last = max(_BRACKETS.finditer(text), key=re.Match.end, default=None)
     return last is not None and last[0].startswith('"') and last.end() == len(text) and not _is_closed(last[0])
 
 
@@ -146,9 +144,9 @@ def _refuse_constant(name: str) -> NoReturn:
 class ToolEnvironment:
     """An environment that answers tool calls with what functions return. Derive a class from it.
 
-    A malformed call, an unknown tool, wrong arguments and an exception of a tool are answered with `error: ...`, so that
-    the model can try again. One call is answered with its result; several with a JSON line each, in order. Results are
-    text, or written as JSON. A turn without a call ends the episode.
+    A malformed call, an unknown tool, wrong arguments and an exception of a tool are answered with `error: ...`, so
+    that the model can try again. One call is answered with its result; several with a JSON line each, in order.
+    Results are text, or written as JSON. A turn without a call ends the episode.
 
     Attributes:
         tools: functions by the names that the model calls; called with the arguments by name.
