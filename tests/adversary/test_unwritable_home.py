@@ -56,6 +56,7 @@ def place(tmp_path, pair) -> Path:
     (tmp_path / "tmp").mkdir()
     (tmp_path / "tmp").chmod(0o1777)
     (tmp_path / "corpus.jsonl").write_text('{"text": "One and two make three."}\n' * 8)
+    (tmp_path / "corpus.jsonl").chmod(0o644)
     return tmp_path
 
 

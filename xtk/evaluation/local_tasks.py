@@ -49,8 +49,11 @@ def _from_tests(text: str) -> CodeTask:
 
 
 CODE_TASKS = {
-    "humaneval": _COMPLETE, "humaneval_plus": _COMPLETE, "mbpp": _from_tests("text"), "mbpp_plus": _from_tests("prompt"),
-}  # fmt: skip
+    "humaneval": _COMPLETE,
+    "humaneval_plus": _COMPLETE,
+    "mbpp": _from_tests("text"),
+    "mbpp_plus": _from_tests("prompt"),
+}
 
 
 def read_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
