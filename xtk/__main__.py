@@ -15,6 +15,7 @@ def main() -> None:
     """Run the command line and end with its exit code."""
     sys.unraisablehook = _stop_again
     try:
+        _choose_caches(sys.argv[1:])
         from xtk.cli import run
 
         code = run(sys.argv[1:])
@@ -25,9 +26,26 @@ def main() -> None:
     sys.exit(code)
 
 
+def _choose_caches(arguments: list[str]) -> None:
+    """Find folders that libraries can write, before they are imported."""
+    if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
+        return
+    from xtk.caches import use_writable_folders
+    from xtk.errors import XtkError
+
+    try:
+        use_writable_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))
+    except XtkError as failure:
+        sys.stderr.write(f"xtk: {failure}\n")
+        sys.exit(failure.exit_code)
+
+
 def _stop_again(dropped: Any) -> None:
     """Send a signal once more whose exception fell into a destructor, where Python would drop it."""
-    number = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}.get(dropped.exc_type)
+    raised = dropped.exc_type
+    number = (
+        signal.SIGINT if raised is KeyboardInterrupt else signal.SIGTERM if issubclass(raised, SystemExit) else None
+    )
     if number is None:
         sys.__unraisablehook__(dropped)
         return

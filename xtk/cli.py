@@ -29,7 +29,7 @@ from xtk.commands.reading import Command
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
-from xtk.errors import XtkError, from_os_error
+from xtk.errors import Terminated, XtkError, from_os_error
 
 DONE, INTERRUPTED, TERMINATED = 0, 130, 128 + signal.SIGTERM
 SECONDS_FOR_THE_FIRST_PROCESS = 3
@@ -161,4 +161,4 @@ def _end_by_the_signal(failure: BaseException) -> None:
 
 
 def _stop(number: int, frame: object) -> None:
-    sys.exit(128 + number)
+    raise Terminated(128 + number)

@@ -41,6 +41,10 @@ class Damaged(XtkError):
     """A file whose bytes are not those that were written."""
 
 
+class Terminated(SystemExit):
+    """SIGTERM ended the process; an exit that no code called for."""
+
+
 class Stopped(XtkError):
     """No mistake: a run that ended early because it was asked to, and goes on when its command is run again."""
 

@@ -1,15 +1,11 @@
-"""`NAME:key=value,...`, options of losses, divergences and rewards as the fields of a dataclass; and `FILE.py:NAME`."""
+"""`NAME:key=value,...`, options of losses, divergences and rewards as the fields of a dataclass."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.lookup import unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,34 +84,3 @@ def positive(value: str, name: str, noun: str) -> float:
     if not 0 < number < float("inf"):
         raise XtkError(f"the weight of the {noun} {name} is {value!r}", hint=f"--{noun} {name}:weight=0.5")
     return number
-
-
-def own_object(place: str, usage: str, noun: str) -> Any:
-    """Import a function or class of the user's.
-
-    Args:
-        place: `FILE.py:NAME`.
-        usage: the option, for messages.
-        noun: what it is to be, for messages.
-
-    Raises:
-        XtkError: there is no such file, it cannot be imported, or it has nothing of this name that can be called.
-    """
-    path, _, name = place.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        raise XtkError("no such file or folder", where=path or place, hint=usage)
-    full_name = f"{Path(path).resolve()}"  # no module of a library has it
-    specification = importlib.util.spec_from_file_location(full_name, path)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[full_name] = module  # dataclasses look there for the types of their fields
-    try:
-        specification.loader.exec_module(module)
-    except Exception as error:
-        raise XtkError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise unknown(f"{noun} in {path}", name, known)
-    return found

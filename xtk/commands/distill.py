@@ -336,8 +336,8 @@ def distill(
         typer.Option(
             help="What the student is asked at each evaluation, with options of evaluate: problems and a reward, "
             "gsm8k_test.jsonl:reward=exact,prompt=question,max_prompts=200; or tasks of lm-evaluation-harness, "
-            "arc_easy,hellaswag:max_prompts=200. Repeat it for more.",
-            metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME,...[:KEY=VALUE,...]",
+            "arc_easy,hellaswag:max_prompts=200, mmlu=FOLDER,humaneval_plus=FOLDER. Repeat it for more.",
+            metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME[=FOLDER],...[:KEY=VALUE,...]",
         ),
     ] = None,
     eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,

@@ -120,9 +120,10 @@ def evaluate(
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks of lm-evaluation-harness, by their names, without DATA: mmlu,gsm8k,arc_challenge. Those that "
-            "run code are refused: --reward tests runs it in the sandbox.",
-            metavar="NAME,...",
+            help="Tasks of lm-evaluation-harness, by their names, without DATA: mmlu,gsm8k,arc_challenge. mmlu=FOLDER, "
+            "humaneval_plus=FOLDER and mbpp_plus=FOLDER read the hub's files from a local folder; code is run in the "
+            "sandbox. Other tasks that run code are refused.",
+            metavar="NAME[=FOLDER],...",
         ),
     ] = "",
     include_path: Annotated[

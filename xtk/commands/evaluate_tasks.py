@@ -23,11 +23,14 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
     """
     from xtk.artifacts.files import written_whole
     from xtk.evaluation.harness import Asking, Harness, Scores
+    from xtk.evaluation.local_tasks import read_tasks
     from xtk.models.causal_lm import context_length
     from xtk.rollouts.prompts import read_template_arguments
 
+    tasks, local = read_tasks(given["tasks"])
     asking = Asking(
-        tasks=tuple(dict.fromkeys(name.strip() for name in given["tasks"].split(",") if name.strip())),
+        tasks=tasks,
+        folders=local,
         include_path=given["include_path"],
         num_fewshot=given["num_fewshot"],
         limit=given["max_prompts"],

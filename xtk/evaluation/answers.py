@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.evaluation.estimates import Estimate
-from xtk.rewards.specification import Rewards
+from xtk.rewards.specification import Rewards, row_named
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.rollouts.writer import Sampling, Writer
 from xtk.rollouts.writing import write_rollouts
@@ -143,7 +143,11 @@ def check_judges(rewards: Rewards, prompts: Sequence[Prompt]) -> None:
     Raises:
         XtkError: tells the fields that they have.
     """
-    if not any(rewards.can_judge(prompt.record) for prompt in prompts):
+    judged = False
+    for prompt in prompts:
+        with row_named(prompt.number):
+            judged = rewards.can_judge(prompt.record) or judged
+    if not judged:
         fields = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
         raise _unjudged(rewards, f"problems have the fields {', '.join(fields)}")
 

@@ -14,8 +14,9 @@ import math
 import os
 import random
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -23,8 +24,9 @@ import numpy as np
 import torch
 
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Share
+from xtk.evaluation.answers import Answers, Share
 from xtk.evaluation.estimates import Estimate
+from xtk.evaluation.local_tasks import CODE_TASKS, CodeProblems, write_mmlu_tasks
 from xtk.lookup import did_you_mean
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -42,6 +44,7 @@ class Asking:
     Attributes:
         tasks: names of tasks, groups or tags.
         include_path: a folder with tasks of one's own (YAML); "": there is none.
+        folders: {task: folder}, of tasks that are read from a folder of this machine; of MMLU and sets of code.
         num_fewshot: examples before each problem; None: as the task says.
         limit: problems of each task at most, the first ones; 0: all.
         batch_size: requests in a forward pass.
@@ -52,6 +55,7 @@ class Asking:
 
     tasks: tuple[str, ...]
     include_path: str = ""
+    folders: Mapping[str, str] = field(default_factory=dict)
     num_fewshot: int | None = None
     limit: int = 0
     batch_size: int = BATCH_SIZE
@@ -123,24 +127,35 @@ class Harness:
     """
 
     def __init__(self, asking: Asking) -> None:
+        code = [name for name in asking.tasks if name in CODE_TASKS and name in asking.folders]
+        self._code = [
+            CodeProblems(name, asking.folders[name], asking.limit, chat=asking.apply_chat_template,
+                         template_arguments=asking.template_arguments)
+            for name in code
+        ]  # fmt: skip
+        asking = replace(asking, tasks=tuple(name for name in asking.tasks if name not in code))
+        self.asking = asking
+        self._loaded: Any = None
+        if not asking.tasks:
+            return
         if importlib.util.find_spec("lm_eval") is None:
             raise XtkError("tasks need lm-evaluation-harness", hint="pip install 'xtk[evaluation]'")
         if asking.include_path and not Path(asking.include_path).is_dir():
             raise XtkError("no such folder of tasks", where=asking.include_path, hint="--include-path FOLDER")
-        self.asking = asking
-        with _silent(), kept_random_states():
-            self._loaded = self._load()
+        with _silent(), kept_random_states(), tempfile.TemporaryDirectory() as folder:
+            self._loaded = self._load(write_mmlu_tasks(asking.folders, Path(folder)))
             for name, task in self._loaded["tasks"].items():
                 self._prepare(name, task)
 
-    def _load(self) -> Any:
+    def _load(self, paths: list[Path]) -> Any:
         from lm_eval.tasks import TaskManager
 
         asking = self.asking
         known: list[str] = []
+        paths = [*([Path(asking.include_path)] if asking.include_path else []), *paths]
         # To read the names of all of the harness's own tasks takes ten seconds.
-        for with_own in (False, True) if asking.include_path else (True,):
-            manager = TaskManager(include_path=asking.include_path or None, include_defaults=with_own)
+        for with_own in (False, True) if paths else (True,):
+            manager = TaskManager(include_path=paths or None, include_defaults=with_own)
             known = manager.all_tasks
             if set(asking.tasks) <= set(known):
                 for name in asking.tasks:  # before anything of theirs is loaded
@@ -184,6 +199,18 @@ class Harness:
         Raises:
             XtkError: the harness, or a task's own code, fails.
         """
+        share = share or Share()
+        with kept_random_states():
+            parts = [
+                _code_scores(one, *one.ask(model, tokenizer, share, keep_samples=keep_samples)) for one in self._code
+            ]
+        if self._loaded is not None:
+            parts.append(self._ask_harness(model, tokenizer, max_length, share, keep_samples=keep_samples))
+        return _together(parts)
+
+    def _ask_harness(
+        self, model: Any, tokenizer: Tokenizer, max_length: int | None, share: Share, *, keep_samples: bool
+    ) -> Scores:
         from lm_eval import evaluator
 
         from xtk.evaluation.harness_model import HarnessModel
@@ -197,7 +224,7 @@ class Harness:
             with _silent() as stderr, kept_random_states(), writing(inner):
                 self._seed()
                 lm = HarnessModel(inner, tokenizer, batch_size=asking.batch_size, max_length=max_length,
-                                  template_arguments=dict(asking.template_arguments), share=share or Share(),
+                                  template_arguments=dict(asking.template_arguments), share=share,
                                   stderr=stderr)  # fmt: skip
                 found = evaluator.evaluate(
                     lm, self._loaded, limit=asking.limit or None, bootstrap_iters=BOOTSTRAPS, log_samples=keep_samples,
@@ -221,10 +248,35 @@ class Harness:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
+        local = f"--tasks {name}=FOLDER or " if name in CODE_TASKS else ""
         raise XtkError(
             f"the task {name} runs what the model writes, in the process of the harness",
-            hint="xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
+            hint=f"{local}xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
         )
+
+
+def _code_scores(
+    task: CodeProblems, answers: Answers, numbers: Sequence[int], samples: Sequence[Mapping[str, Any]]
+) -> Scores:
+    name, metric, judged = task.name, "pass@1", answers.judged
+    estimate = answers.pass_at(1)
+    single = {
+        number: float(score) for number, score, one in zip(numbers, answers.scores[:, 0], judged, strict=True) if one
+    }
+    error = math.nan if estimate.told_error is None else estimate.told_error
+    return Scores({name: {metric: (estimate.value, error)}}, {name: int(judged.sum())}, {name: 0}, [name],
+                  {(name, metric): single}, samples)  # fmt: skip
+
+
+def _together(parts: Sequence[Scores]) -> Scores:
+    return Scores(
+        {task: values for part in parts for task, values in part.values.items()},
+        {task: number for part in parts for task, number in part.problems.items()},
+        {task: number for part in parts for task, number in part.shots.items()},
+        [task for part in parts for task in part.top],
+        {key: values for part in parts for key, values in part.single.items()},
+        [sample for part in parts for sample in part.samples],
+    )
 
 
 def _scores(found: Mapping[str, Any]) -> Scores:

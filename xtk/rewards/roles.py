@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 from xtk.rewards.values import NotPlain, read, write
 
 LARGEST_MESSAGE = 1 << 24
+LARGEST_ERROR = 1 << 16
 
 
 def run_program(job: dict[str, Any]) -> None:
@@ -41,9 +42,9 @@ def answer_calls(job: dict[str, Any], link: int) -> None:
                 raise failed
             reply = write((True, names[name](*arguments, **keywords), arguments))
         except NotPlain as error:
-            reply = write((False, "TypeError", f"the result is no plain value: {error}"))
+            reply = write((False, "TypeError", [f"the result is no plain value: {error}"]))
         except BaseException as error:
-            reply = write((False, _nearest(error), str(error)[:1000]))
+            reply = _raised(error)
         writer.write(reply)
         writer.flush()
 
@@ -64,6 +65,17 @@ def _program(text: str) -> Any:
                 raise
 
 
+def _raised(error: BaseException) -> bytes:
+    """Return the reply for a call that raised an exception: its built-in kind, and what it was made of."""
+    arguments: list[Any] = []
+    with contextlib.suppress(Exception):  # what an exception of the code's own says of itself
+        arguments = [str(error)[:1000]]
+    with contextlib.suppress(Exception):
+        if len(reply := write((False, _nearest(error), list(error.args)))) < LARGEST_ERROR:
+            return reply
+    return write((False, _nearest(error), arguments))
+
+
 def _nearest(error: BaseException) -> str:
     """Return the name of the built-in exception that an error is, or comes of."""
     return next(
@@ -81,49 +93,93 @@ class _Broken(BaseException):
 
 
 class _Gone(BaseException):
-    """The process of the code has ended, or sends what is no result."""
+    """The process of the code has ended, or sends something that is not a result."""
 
 
 class _Stop(BaseException):
     """One test has failed: the others do not matter."""
 
 
-class Called:
-    """A function of the code, as the tests see it."""
+class Calls:
+    """The calls of all functions of the code.
 
-    made = 0  # calls, of all functions
+    Attributes:
+        made: how many.
+        raised: exceptions that the code raised, so that they are not taken for those of the tests.
+        lost: why no further call can be answered.
+    """
 
-    def __init__(self, name: str, reader: BinaryIO, writer: BinaryIO) -> None:
-        self._name, self._reader, self._writer = name, reader, writer
-        self.__name__ = name
+    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+        self._reader, self._writer = reader, writer
+        self.made = 0
+        self.raised: list[BaseException] = []
+        self.lost: _Gone | _Broken | None = None
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it over there. Arguments that it changes are changed here too."""
-        Called.made += 1
+    def answer(self, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return whether a call succeeded; its result, or the name of an exception; and the arguments afterwards.
+
+        Raises:
+            _Gone: the process of the code has ended.
+            _Broken: an argument is not a plain value.
+        """
+        self.made += 1
+        if self.lost is not None:
+            raise self.lost
         try:
-            message = write((self._name, list(arguments), keywords))
+            message = write((name, list(arguments), keywords))
         except NotPlain as error:
-            raise _Broken(f"an argument is no plain value: {error}") from None
+            self.lost = _Broken(f"an argument is no plain value: {error}")
+            raise self.lost from None
         try:
             self._writer.write(message)
             self._writer.flush()
-            line = self._reader.readline(LARGEST_MESSAGE)
-            reply = read(line)
+            reply = read(self._reader.readline(LARGEST_MESSAGE))
             if not isinstance(reply, tuple) or len(reply) != 3:
                 raise ValueError("no reply")
         except (OSError, ValueError, TypeError):
-            raise _Gone from None
-        good, result, after = reply
+            self.lost = _Gone()
+            raise self.lost from None
+        return reply
+
+
+class Called:
+    """A function of the code, as the tests see it."""
+
+    def __init__(self, name: str, calls: Calls) -> None:
+        self._name, self._calls = name, calls
+        self.__name__ = name
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call it in the process of the code. Arguments that it changes are changed here too.
+
+        Raises:
+            BaseException: what the code raised, as an exception of the same built-in type.
+        """
+        good, result, after = self._calls.answer(self._name, arguments, keywords)
         if good is not True:
-            kind: Any = getattr(builtins, str(result), None)
-            usual = isinstance(kind, type) and issubclass(kind, Exception)
-            with contextlib.suppress(TypeError):  # UnicodeError and its kind want five arguments
-                raise (kind if usual else RuntimeError)(str(after))
-            raise RuntimeError(str(after))
+            error = _exception(result, after)
+            self._calls.raised.append(error)
+            raise error
         if isinstance(after, list) and len(after) == len(arguments):
             for here, there in zip(arguments, after, strict=True):
                 _bring(here, there)
         return result
+
+
+def _exception(name: Any, arguments: Any) -> BaseException:
+    """Return a built-in exception of this name, without raising it; a RuntimeError if there is none."""
+    values = arguments if isinstance(arguments, list) else [arguments]
+    kind: Any = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return RuntimeError(*values)
+    try:
+        made = kind(*values)
+    except Exception:  # UnicodeDecodeError and its kind want five arguments
+        try:
+            made = kind.__new__(kind, *values)
+        except Exception:
+            made = RuntimeError(*values)
+    return made if isinstance(made, BaseException) else RuntimeError(*values)
 
 
 def _bring(here: Any, there: Any) -> None:
@@ -173,7 +229,9 @@ def call_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
     def note(test: Any) -> None:
         try:
             good = bool(test())
-        except Exception:
+        except (_Gone, _Broken, _Stop):
+            raise
+        except BaseException:
             good = False
         os.write(verdicts, b"+" if good else b"-")
         if not good and not job["partial"]:
@@ -181,8 +239,9 @@ def call_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
 
     names: dict[str, Any] = {"__name__": "tests", "__note__": note}
     asked = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
-    names |= {name: Called(name, reader, writer) for name in asked - {"__note__"}}
-    calls = {name: Called(job["entry_point"], reader, writer) for name in (job["entry_point"], "candidate") if name}
+    link_calls = Calls(reader, writer)
+    names |= {name: Called(name, link_calls) for name in asked - {"__note__"}}
+    calls = {name: Called(job["entry_point"], link_calls) for name in (job["entry_point"], "candidate") if name}
     try:
         for setup in setups:
             exec(setup, names)
@@ -190,10 +249,14 @@ def call_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
         exec(program, names)
         if job["entry_point"] and "check" in names and not isinstance(names["check"], Called):
             names["check"](calls["candidate"])
-        os.write(verdicts, b"." if Called.made else b"?")
+        if link_calls.lost is not None:  # the tests caught it
+            raise link_calls.lost
+        os.write(verdicts, b"." if link_calls.made else b"?")
     except (_Stop, _Gone):
         os.write(verdicts, b"-")
-    except (_Broken, ImportError):
+    except _Broken:
         os.write(verdicts, b"?")
-    except Exception:
+    except ImportError as error:
+        os.write(verdicts, b"-" if error in link_calls.raised else b"?")
+    except BaseException:
         os.write(verdicts, b"-")

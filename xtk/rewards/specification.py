@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from xtk.errors import XtkError
 from xtk.lookup import lookup, unknown
-from xtk.options import Specification, filled, names_of, own_object, positive
+from xtk.options import Specification, filled, names_of, positive
 from xtk.rewards import REWARDS
+from xtk.user_code import calling, own_object
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
 
@@ -63,6 +65,16 @@ def parse_reward(text: str) -> RewardSpecification:
         pairs[key] = value
     weight = positive(pairs.pop("weight"), name, "reward") if "weight" in pairs else 1.0
     return RewardSpecification(name, weight, tuple(sorted(pairs.items())))
+
+
+@contextlib.contextmanager
+def row_named(number: int) -> Iterator[None]:
+    """Let errors name the row of the data that they are about, counted from 0."""
+    try:
+        yield
+    except XtkError as error:
+        where = f"row {number} of the data" + (f"; {error.where}" if error.where else "")
+        raise XtkError(error.what, where=where, hint=error.hint) from error
 
 
 @dataclass
@@ -117,14 +129,17 @@ def _can_judge(reward: Reward, specification: RewardSpecification, row: Mapping[
 def _number(
     reward: Reward, specification: RewardSpecification, completion: str, prompt: str, row: Mapping[str, Any]
 ) -> float:
-    try:
-        value = reward(completion, prompt, row)
-        return math.nan if value is None else float(value)
-    except XtkError:
-        raise
-    except Exception as error:
-        raise XtkError(
-            f"the reward {specification} failed: {type(error).__name__}: {error}",
-            where=f"completion {completion[:80]!r}",
-            hint="return nan or None for what cannot be judged",
-        ) from error
+    where, hint = f"completion {completion[:80]!r}", "return a number; nan or None for what cannot be judged"
+    with calling(f"the reward {specification}", where=where, hint=hint):
+        value: Any = reward(completion, prompt, row)
+        shown = repr(value)[:80]
+        if value is None:
+            return math.nan
+        try:
+            number = None if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+    if number is None or math.isinf(number):
+        wrong = "not a number" if number is None else "not finite"
+        raise XtkError(f"the reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
+    return number

@@ -54,10 +54,10 @@ class Tests:
         if self._sandbox is None:
             limits = Limits(seconds=self.seconds, memory=self.megabytes << 20)
             object.__setattr__(self, "_sandbox", Sandbox(limits, self.weaker))
-        entry_point = str(row.get("entry_point") or "")
-        before = str(row.get("prompt") or "") if entry_point else ""
+        entry_point = _text(row, "entry_point")
+        before = _text(row, "prompt") if entry_point else ""
         helpers = _runs(before)
-        setup = [text for text in (helpers, str(row.get("test_setup_code") or "")) if text]
+        setup = [text for text in (helpers, _text(row, "test_setup_code")) if text]
         code = _programs(completion, before, helpers, entry_point)
         verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
         if verdict.good is None or not self.partial:
@@ -66,13 +66,41 @@ class Tests:
 
 
 def _tests_of(row: Mapping[str, Any]) -> str | None:
-    """Return the tests of a row as one program."""
-    tests = row.get("test") or row.get("test_list")
-    if not tests:
-        return None
-    imports = row.get("test_imports") or []
-    lines = [*imports, *([tests] if isinstance(tests, str) else tests)]
-    return "\n".join(str(line) for line in lines)
+    """Return the tests of a row as one program; None if there are none.
+
+    Raises:
+        XtkError: a field of the row has a wrong type.
+    """
+    lists = {name: _lines(row, name) for name in ("test", "test_list", "test_imports")}
+    for name in ("prompt", "entry_point", "test_setup_code"):
+        _text(row, name)
+    tests = lists["test"] or lists["test_list"]
+    return "\n".join([*lists["test_imports"], *tests]) if tests else None
+
+
+def _lines(row: Mapping[str, Any], name: str) -> list[str]:
+    value = row.get(name)
+    value = [] if value is None or value == "" else [value] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
+        raise _wrong(row, name, "a list of lines of code, or a text")
+    return list(value)
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    """Return a field as text, "" if the row has none; a prompt that is a conversation is not code."""
+    value = row.get(name)
+    if name == "prompt" and isinstance(value, list):
+        return ""
+    if value is not None and not isinstance(value, str):
+        raise _wrong(row, name, "a text")
+    return value or ""
+
+
+def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
+    return XtkError(
+        f"the field {name} is {repr(row[name])[:80]}; the reward tests needs {wanted}",
+        hint="docs/reference/rewards.md lists the fields that it reads",
+    )
 
 
 def _runs(text: str) -> str:

@@ -5,7 +5,6 @@ Only the standard library is imported: the processes of the sandbox start withou
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -75,13 +74,13 @@ def read_only(target: str, recursive: bool) -> None:
 
 
 def enter_root(new: str, readable: Sequence[str]) -> None:
-    """Make a root of a few read-only folders, with /dev/null, /dev/zero and /dev/urandom, and leave the old one.
+    """Make a root of a few read-only folders, with /dev/null and /dev/urandom, and leave the old one.
 
     Args:
         new: an empty folder.
         readable: folders, found in the new root under the same names. Those that do not exist are passed over.
     """
-    devices = ("/dev/null", "/dev/zero", "/dev/urandom")
+    devices = ("/dev/null", "/dev/urandom")  # a shared mapping of /dev/zero is memory that no process is charged for
     wanted = [path for path in dict.fromkeys([*readable, *devices]) if Path(path).exists()]
     opened = {path: os.open(path, os.O_PATH) for path in wanted}  # `new` may hide them
     libc("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
@@ -143,6 +142,9 @@ _REACHING_OUT: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265), "init_module": (175, 105), "finit_module": (313, 273), "kexec_load": (246, 104),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "pidfd_getfd": (438, 438),
     "mount_setattr": (442, 442), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
+    # Memory that no process is charged for: files without a name, pages in pipes, large buffers.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75), "io_setup": (206, 0),
+    "setsockopt": (54, 208),  # which makes the buffers of a pair of sockets larger than `BYTES_OF_A_FILE`
 }  # fmt: skip
 # Where no namespace hides the machine: no change of any file, and no signal to anybody.
 _CHANGING: dict[str, tuple[int | None, int | None]] = {
@@ -160,6 +162,8 @@ _CHANGING: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140),
 }  # fmt: skip
 _OPEN, _OPENAT, _CLONE, _CLONE3, _IOCTL = (2, None), (257, 56), (56, 220), (435, 435), (16, 29)
+_MMAP = (9, 222)
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _EPERM, _ENOSYS = 1, 38
@@ -217,6 +221,11 @@ def filter_program(alone: bool) -> bytes:
         refuse(numbers[column])
     refuse(_CLONE3[column], _ENOSYS)  # its flags are out of sight; the C library goes on to clone
     refuse_if(_CLONE[column], 0, CLONE_NEWUSER)
+    # Shared memory without a file: its pages stay when they are unmapped, as long as one page of it is mapped.
+    program.extend([
+        (_EQUAL, 0, 5, _MMAP[column]), (_LOAD, 0, 0, 16 + 8 * 3), (_ANY_OF, 0, 2, _MAP_ANONYMOUS),
+        (_ANY_OF, 0, 1, _MAP_SHARED), (_RETURN, 0, 0, _ERRNO | _EPERM), (_LOAD, 0, 0, 0),
+    ])  # fmt: skip
     if alone:
         refuse_if(_CLONE[column], 0, CLONE_THREAD, wanted=False)
         refuse_if(_OPEN[column], 1, _WRITES)
@@ -227,24 +236,69 @@ def filter_program(alone: bool) -> bytes:
 
 
 def descendants(process: int, proc: int) -> list[int]:
-    """Return a process and all that came of it, as far as the kernel tells."""
-    found, todo = [], [process]
+    """Return a process and all processes below it, those started by its threads too."""
+    found, todo = list[int](), [process]
     while todo:
         found.append(todo.pop())
-        with contextlib.suppress(OSError):
-            file = os.open(f"{found[-1]}/task/{found[-1]}/children", os.O_RDONLY, dir_fd=proc)
-            todo += [int(word) for word in os.read(file, 65536).split()]
-            os.close(file)
+        for task in _names(f"{found[-1]}/task", proc):
+            text = _content(f"{found[-1]}/task/{task}/children", proc) or b""
+            todo += [int(word) for word in text.split() if int(word) not in found]
     return found
 
 
-def memory_of(processes: Sequence[int], proc: int) -> int:
-    """Return the bytes that processes hold of their own."""
-    pages = 0
+BYTES_OF_A_FILE = 512 << 10  # what an open file is charged: the buffer of a pipe or a socket, which no process shows
+
+
+def memory_at_most(processes: Sequence[int], proc: int) -> int:
+    """Return an upper bound of `memory_of`, at a small cost: pages that processes share count once for each."""
+    total = 0
     for process in processes:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            file = os.open(f"{process}/statm", os.O_RDONLY, dir_fd=proc)
-            _, resident, shared = os.read(file, 4096).split()[:3]
-            os.close(file)
-            pages += max(0, int(resident) - int(shared))
-    return pages * resource.getpagesize()
+        words = (_content(f"{process}/statm", proc) or b"0 0").split()
+        total += int(words[1]) * resource.getpagesize() + len(_names(f"{process}/fd", proc)) * BYTES_OF_A_FILE
+    return total
+
+
+def memory_of(processes: Sequence[int], proc: int) -> int:
+    """Return the bytes that processes hold together.
+
+    Memory in RAM and in swap; a page that several of them map counts once. An open file counts `BYTES_OF_A_FILE`. A
+    process whose pages cannot be read counts with all that it maps.
+    """
+    counted = (b"Pss:", b"SwapPss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")
+    total = 0
+    for process in processes:
+        text = _content(f"{process}/smaps_rollup", proc)
+        if text is None:
+            total += memory_at_most([process], proc)
+            continue
+        rows = [line.split() for line in text.splitlines() if line.startswith(counted)]
+        total += 1024 * sum(int(row[1]) for row in rows) + len(_names(f"{process}/fd", proc)) * BYTES_OF_A_FILE
+    return total
+
+
+def _content(path: str, proc: int) -> bytes | None:
+    """Return the content of a file in /proc; None if it cannot be read or its process has ended."""
+    try:
+        file = os.open(path, os.O_RDONLY, dir_fd=proc)
+    except OSError:
+        return None
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _names(path: str, proc: int) -> list[str]:
+    """Return the names in a folder of /proc; none if it cannot be read or its process has ended."""
+    try:
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
+    except OSError:
+        return []
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - of an open folder
+    except OSError:
+        return []
+    finally:
+        os.close(folder)

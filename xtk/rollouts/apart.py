@@ -15,6 +15,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
 
+from xtk.caches import SHARED_MEMORY, shared_memory_is_writable
 from xtk.children import environment_without_launcher, without_interrupts
 from xtk.errors import XtkError
 from xtk.lookup import lookup
@@ -23,7 +24,6 @@ from xtk.rollouts.weights import save_weights
 from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
 
 SECONDS_TO_END = 10.0
-SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "xtk-weights-"
 
 
@@ -159,7 +159,7 @@ class Apart:
 def _folder_for(size: int) -> Iterator[Path]:
     """Make a folder for so many bytes, in memory where there is room for twice as many, and remove it."""
     place = tempfile.gettempdir()
-    if SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
+    if shared_memory_is_writable() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
         place = str(SHARED_MEMORY)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=place) as folder:
         yield Path(folder)

@@ -23,9 +23,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from xtk.errors import XtkError
-from xtk.options import own_object
 from xtk.tokens.document import readable
+from xtk.user_code import calling, own_object
 
 USAGE = "--environment FILE.py:CLASS"
 Answer = TypeVar("Answer")
@@ -67,7 +69,7 @@ class Played:
 
     def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
         self._own = self._try("__init__", environment)
-        self.role = str(getattr(self._own, "role", "tool"))
+        self.role = self._try("role", lambda: str(getattr(self._own, "role", "tool")))
         self.beginning = self._try("reset", lambda: self._own.reset(record))
         if not isinstance(self.beginning, str | None):
             raise self._wrong("reset", self.beginning, "a text or None")
@@ -82,6 +84,8 @@ class Played:
         found: Any = self._try("step", lambda: self._own.step(text))
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], str):
             raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
+        if not isinstance(found[1], bool | np.bool_ | int):
+            raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
         return readable(found[0]), bool(found[1])
 
     def reward(self) -> float | None:
@@ -90,23 +94,19 @@ class Played:
         Raises:
             XtkError: it fails, or returns what is no number.
         """
-        judge = getattr(self._own, "reward", None)
+        judge = self._try("reward", lambda: getattr(self._own, "reward", None))
         if judge is None:
             return None
         value = self._try("reward", judge)
         if value is None:
             return math.nan
-        if not isinstance(value, int | float):
-            raise self._wrong("reward", value, "a number")
+        if not isinstance(value, int | float) or math.isinf(value):
+            raise self._wrong("reward", value, "a finite number")
         return float(value)
 
     def _try(self, name: str, call: Callable[[], Answer]) -> Answer:
-        try:
+        with calling(f"{name} of the environment", hint=USAGE):
             return call()
-        except XtkError:
-            raise
-        except Exception as wrong:
-            raise XtkError(f"{name} of the environment failed: {type(wrong).__name__}: {wrong}", hint=USAGE) from wrong
 
     def _wrong(self, name: str, value: Any, wanted: str) -> XtkError:
         return XtkError(f"{name} of the environment returned {str(value)[:80]!r}; it returns {wanted}", hint=USAGE)

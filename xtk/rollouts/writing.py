@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.rewards.specification import Rewards
+from xtk.rewards.specification import Rewards, row_named
 from xtk.rollouts.advantages import group_advantages
 from xtk.rollouts.environments import Environment, Played
 from xtk.rollouts.prompts import ids_between_turns, ids_of_text, prompt_ids
@@ -254,7 +254,10 @@ class _Episode:
 
 
 def _judged(episodes: Sequence[_Episode], rewards: Rewards | None, *, scale_rewards: bool) -> list[Rollout]:
-    values = [episode.judge(rewards) for episode in episodes]
+    values = []
+    for episode in episodes:
+        with row_named(episode.prompt.number):
+            values.append(episode.judge(rewards))
     groups: dict[int, list[int]] = {}
     for at, episode in enumerate(episodes):
         groups.setdefault(episode.prompt.number, []).append(at)

@@ -15,6 +15,7 @@ from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
 from xtk.evaluation.answers import Share, answer, check_judges
 from xtk.evaluation.harness import BATCH_SIZE, Asking, Harness, kept_random_states
+from xtk.evaluation.local_tasks import read_tasks
 from xtk.lookup import unknown
 from xtk.models.causal_lm import Cut
 from xtk.options import filled, names_of
@@ -117,18 +118,19 @@ class HarnessTasks:
     """Tasks of the harness, read and ready to be asked.
 
     Args:
-        names: of tasks.
+        tasks: `gsm8k,mmlu=FOLDER`.
         options: how they are asked.
 
     Raises:
-        XtkError: as `Harness`.
+        XtkError: as `Harness` and `read_tasks`.
     """
 
-    def __init__(self, names: Sequence[str], options: HarnessOptions) -> None:
-        self.names = tuple(dict.fromkeys(names))
+    def __init__(self, tasks: str, options: HarnessOptions) -> None:
+        self.names, folders = read_tasks(tasks)
         self._harness = Harness(
             Asking(
                 tasks=self.names,
+                folders=folders,
                 include_path=options.include_path,
                 num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
                 limit=options.max_prompts,
@@ -150,7 +152,7 @@ class HarnessTasks:
 
 
 def read_eval_task(text: str) -> EvalTask:
-    """Read `gsm8k,arc_easy:num_fewshot=5`, tasks of the harness, or `FILE.jsonl:reward=exact`, problems.
+    """Read `gsm8k,mmlu=FOLDER:num_fewshot=5`, tasks, or `FILE.jsonl:reward=exact`, problems.
 
     A comma begins another option only before the name of one and `=`, so that rewards and templates may have commas.
 
@@ -176,7 +178,7 @@ def read_eval_task(text: str) -> EvalTask:
         return Problems(place, own)
     if Path(place).is_file():
         raise XtkError("nothing judges these answers", where=place, hint=f"--eval-tasks {place}:reward=exact")
-    return HarnessTasks([name.strip() for name in place.split(",") if name.strip()], own)
+    return HarnessTasks(place, own)
 
 
 def read_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from xtk import terminal
+from xtk.caches import shared_memory_is_writable
 from xtk.children import die_with
 from xtk.errors import XtkError
 from xtk.training.batches import BatchMaker, MicroBatch, Order, ahead
@@ -60,6 +62,12 @@ def made_ahead(make: StepBatches, steps: range, workers: int) -> Iterator[list[M
     Raises:
         XtkError: what a process met.
     """
+    if workers and steps and not shared_memory_is_writable():
+        terminal.note(
+            "cannot write to /dev/shm, where processes keep locks: batches are prepared in a thread, without "
+            f"--dataloader-num-workers {workers}"
+        )
+        workers = 0
     return _by_processes(make, steps, workers) if workers and steps else ahead(make, steps)
 
 

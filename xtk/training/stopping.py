@@ -6,13 +6,13 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
+from xtk.errors import Terminated
 from xtk.training import processes
 
 # Slurm sends the second before a time limit (--signal=USR1@120).
@@ -26,7 +26,7 @@ def come_again_when_asked() -> None:
     """Let a signal end this process at once, with the exit code of a run that goes on when it is started again."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        sys.exit(os.EX_TEMPFAIL)
+        raise Terminated(os.EX_TEMPFAIL)
 
     for number in SIGNALS:
         signal.signal(number, end)
@@ -62,7 +62,7 @@ class Stop:
         if self._signal == NOTHING:
             self._signal, self._since = number, now
         elif now - self._since > SECONDS_OF_ONE_ASKING:
-            sys.exit(128 + number)
+            raise Terminated(128 + number)
 
     def agreed(self, device: torch.device, *, by_signals: bool = False) -> str:
         """Return why all processes stop now, "" if they go on; every process has to call it.

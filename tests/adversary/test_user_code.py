@@ -1,0 +1,239 @@
+"""Code of the user that ends the process, raises anything or returns anything: an error names it, and a run fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from xtk.errors import Terminated, XtkError
+from xtk.rewards import tests as code_tests
+from xtk.rewards.sandbox import Sandbox
+from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rollouts.environments import Played, environment_of
+from xtk.user_code import calling
+
+REWARDS = {
+    "sys.exit(0)": ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"),
+    "sys.exit()": ("import sys; sys.exit()", "ended the process: sys.exit(None)"),
+    "os._exit(0)": ("import os; os._exit(0)", "ended the process: os._exit(0)"),
+    "quit": ("raise SystemExit", "ended the process: sys.exit(None)"),
+    "KeyboardInterrupt": ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"),
+    "GeneratorExit": ("raise GeneratorExit", "failed: GeneratorExit"),
+    "an exception of its own": ("class Own(BaseException): pass\n    raise Own('x')", "failed: Own: x"),
+    "a text": ("return '0.5'", "returned '0.5', which is not a number"),
+    "a list": ("return [1.0, 2.0]", "returned [1.0, 2.0], which is not a number"),
+    "an object": ("return {}", "returned {}, which is not a number"),
+    "infinity": ("return float('inf')", "returned inf, which is not finite"),
+    "a tensor of two": ("import torch; return torch.ones(2)", "which is not a number"),
+}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
+    code, message = REWARDS[name]
+    (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
+    rewards = Rewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
+    with pytest.raises(XtkError, match=r"the reward .*own\.py:score") as refused:
+        rewards("text", "prompt", {})
+    assert message in str(refused.value)
+    assert "completion 'text'" in str(refused.value)
+
+
+@pytest.mark.parametrize(("code", "message"), [
+    ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"), ("import os; os._exit(0)", "os._exit(0)"),
+    ("raise KeyboardInterrupt", "failed: KeyboardInterrupt"), ("def f(", "failed: SyntaxError"),
+])  # fmt: skip
+def test_a_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
+    (tmp_path / "own.py").write_text(code + "\ndef score(*given): return 1.0\n")
+    with pytest.raises(XtkError, match=r"importing .*own\.py") as refused:
+        parse_reward(f"{tmp_path / 'own.py'}:score").reward()
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["__init__", "reset", "step", "reward"])
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)", "raise KeyboardInterrupt"])
+def test_an_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path, method, code):
+    methods = {"__init__": "self", "reset": "self, record", "step": "self, text", "reward": "self"}
+    bodies = {"step": "return 'x', False", "reward": "return 1.0"} | {method: code}
+    lines = [
+        f"    def {name}({given}):\n        {bodies.get(name, 'return None')}\n" for name, given in methods.items()
+    ]
+    (tmp_path / "own.py").write_text("class Own:\n" + "".join(lines))
+    with pytest.raises(XtkError, match=f"{method} of the environment"):
+        play(environment_of(f"{tmp_path / 'own.py'}:Own"))
+
+
+def play(environment):
+    played = Played(environment, {})
+    played.step("text")
+    played.reward()
+
+
+@pytest.mark.parametrize(("returned", "message"), [
+    ("'x', 'no'", "step of the environment returned"), ("'x'", "step of the environment returned"),
+    ("'x', True, 1", "step of the environment returned"), ("1, True", "step of the environment returned"),
+])  # fmt: skip
+def test_an_environment_that_returns_anything_is_an_error(tmp_path, returned, message):
+    (tmp_path / "own.py").write_text(
+        f"class Own:\n    def reset(self, record): pass\n    def step(self, text): return {returned}\n"
+    )
+    with pytest.raises(XtkError, match=message):
+        play(environment_of(f"{tmp_path / 'own.py'}:Own"))
+
+
+def test_signals_from_outside_pass():
+    for number, kind in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        before = signal.signal(signal.SIGTERM, end)
+        timer = threading.Timer(0.2, os.kill, (os.getpid(), number))
+        timer.start()
+        try:
+            with pytest.raises(kind):
+                wait()
+        finally:
+            timer.join()
+            signal.signal(signal.SIGTERM, before)
+
+
+def wait():
+    with calling("the reward"):
+        while True:
+            time.sleep(0.01)
+
+
+def end(number, frame):
+    raise Terminated(128 + number)
+
+
+def test_processes_that_code_forks_leave_as_they_did():
+    program = """
+        import os
+        from xtk.user_code import calling
+        with calling("the reward"):
+            child = os.fork()
+            if child == 0:
+                os._exit(7)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True)
+    assert done.stdout == "7\n"
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(0)", "import os; os._exit(0)"])
+def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
+    (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": "One"}) + "\n" + json.dumps({"prompt": "Two"}) + "\n")
+    done = run("rollout", pair.student, "p.jsonl", "--reward", "own.py:score", "--max-completion-length", 4,
+               "-o", "r.jsonl", code=1, cwd=tmp_path)  # fmt: skip
+    assert "the reward own.py:score ended the process" in done.stderr
+    assert "row 0 of the data" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"test_list": 5}, "the field test_list is 5; the reward tests needs a list of lines"),
+    ({"test_list": [1]}, "the field test_list is [1]"),
+    ({"test": {}, "test_list": ["assert f()"]}, "the field test is {}"),
+    ({"test_list": ["assert f()"], "test_imports": True}, "the field test_imports is True"),
+    ({"test_list": ["assert f()"], "entry_point": 3}, "the field entry_point is 3"),
+    ({"test_list": ["assert f()"], "test_setup_code": ["a"]}, "the field test_setup_code is ['a']"),
+    ({"test": "assert f()", "entry_point": "f", "prompt": 5}, "the field prompt is 5"),
+])  # fmt: skip
+def test_fields_of_a_wrong_type_are_an_error_that_names_them(row, message):
+    with pytest.raises(XtkError) as refused:
+        code_tests.Tests()("text", "prompt", row)
+    assert message in str(refused.value)
+
+
+def test_a_row_with_a_wrong_field_is_named(run, pair, tmp_path):
+    rows = [{"prompt": "One", "test_list": ["assert f() == 1"]}, {"prompt": "Two", "test_list": 5}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run("evaluate", pair.student, "p.jsonl", "--reward", "tests", code=1, cwd=tmp_path)
+    assert "the field test_list is 5" in done.stderr
+    assert "row 1 of the data" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+EXPECTED = """
+class Own(KeyError): pass
+def type_error(): raise TypeError("no", 3)
+def decode(): b"\\xff".decode()
+def encode(): "\\ud800".encode()
+def missing(): open("no such file")
+def imports(): import no_such_module
+def leaves(): raise SystemExit(2)
+def interrupts(): raise KeyboardInterrupt
+def stops(): next(iter([]))
+def own(): raise Own("key")
+def group(): raise ExceptionGroup("several", [ValueError(1)])
+def odd():
+    class Odd(ValueError):
+        def __str__(self): raise TypeError
+    raise Odd(object())
+"""
+EXPECTS = {
+    "TypeError": "type_error", "UnicodeDecodeError": "decode", "UnicodeEncodeError": "encode",
+    "FileNotFoundError": "missing", "ModuleNotFoundError": "imports", "SystemExit": "leaves",
+    "KeyboardInterrupt": "interrupts", "StopIteration": "stops", "KeyError": "own", "ValueError": "odd",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    try:
+        with Sandbox() as made:
+            yield made
+    except XtkError as error:
+        pytest.skip(f"no sandbox here: {error.where}")
+
+
+@pytest.mark.parametrize("name", EXPECTS)
+def test_code_that_raises_what_its_tests_expect_is_right(sandbox, name):
+    tests = f"try:\n    {EXPECTS[name]}()\nexcept {name} as error:\n    assert type(error).__name__ == {name!r}\n"
+    tests += "else:\n    assert False\n"
+    assert sandbox.test([EXPECTED], tests).good is True
+    other = "LookupError" if name != "KeyError" else "OSError"
+    assert sandbox.test([EXPECTED], tests.replace(f"except {name}", f"except {other}")).good is False
+
+
+def test_what_an_exception_was_made_of_is_seen(sandbox):
+    tests = """
+        try:
+            type_error()
+        except TypeError as error:
+            assert error.args == ("no", 3)
+        try:
+            decode()
+        except UnicodeDecodeError as error:
+            assert error.start == 0 and error.object == b"\\xff"
+        try:
+            missing()
+        except OSError as error:
+            assert error.errno == 2
+    """
+    assert sandbox.test([EXPECTED], textwrap.dedent(tests)).good is True
+
+
+def test_an_error_of_the_code_is_not_one_of_its_tests(sandbox):
+    assert sandbox.test([EXPECTED], "x = imports()\nassert x").good is False
+    assert sandbox.test([EXPECTED], "import no_such_module\nassert imports()").good is None
+    assert sandbox.test([EXPECTED], "x = group()\nassert x").good is False
+    assert sandbox.test([EXPECTED], "x = leaves()\nassert x").good is False
+    partial = sandbox.test([EXPECTED], "assert leaves()\nassert own()\nassert not []", partial=True)
+    assert (partial.good, partial.passed, partial.asserts) == (False, 1, 3)
+
+
+def test_tests_that_catch_everything_do_not_hide_that_the_code_has_ended(sandbox):
+    caught = "try:\n    f()\nexcept BaseException:\n    assert True is True\nassert 1 == 1\n"
+    assert sandbox.test(["import os\ndef f(): os._exit(0)"], caught).good is False
+    assert sandbox.test(["def f(): raise ValueError"], caught).good is True
+    assert sandbox.test(["def f(x): pass"], caught.replace("f()", "f(object())")).good is None

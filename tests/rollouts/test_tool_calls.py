@@ -1,0 +1,107 @@
+"""Tool calls in text: read where they are well formed, and answered with an error where they are not."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xtk.rollouts.environments import Played
+from xtk.rollouts.tool_calls import MAX_CALLS, MAX_CHARACTERS, MalformedCall, ToolCall, ToolEnvironment, tool_calls
+
+VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda part: st.lists(part, max_size=3)
+                      | st.dictionaries(st.text(), part, max_size=3), max_leaves=8)  # fmt: skip
+
+
+def tagged(call: object) -> str:
+    return f"<tool_call>\n{call if isinstance(call, str) else json.dumps(call)}\n</tool_call>"
+
+
+@given(st.lists(st.tuples(st.text(), st.dictionaries(st.text(), VALUES, max_size=3)), max_size=4), st.booleans())
+def test_calls_that_were_written_are_read(calls, as_ascii):
+    written = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=as_ascii) for name, arguments in calls]
+    if "</think>" not in "".join(written):
+        assert tool_calls(" and ".join(map(tagged, written))) == [ToolCall(*call) for call in calls]
+    bare = [text.replace('"arguments"', '"parameters"', 1) for text in written]
+    if "</think>" not in "".join(bare) and all("arguments" not in name for name, _ in calls):
+        assert tool_calls("<|python_tag|>" + "; ".join(bare), "json") == [ToolCall(*call) for call in calls]
+
+
+@given(st.text(alphabet='<tool_call>/{}[]":,\\ \n;name"argumnts1'), st.sampled_from(["tags", "json"]))
+def test_no_text_is_an_exception(text, form):
+    for start in ("", "<tool_call>", "{", '<tool_call>{"name": "'):
+        for call in tool_calls(start + text, form):
+            assert isinstance(call, ToolCall | MalformedCall)
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    (tagged("{"), "not valid JSON"), (tagged(""), "not valid JSON"), (tagged("[1]"), "not an object with"),
+    (tagged('{"name": 1, "arguments": {}}'), "not an object with"),
+    (tagged('{"name": "f", "arguments": [1]}'), "of f are"),
+    (tagged('{"name": "f", "arguments": {"x": NaN}}'), "NaN is not a JSON number"),
+    (tagged('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}"), "not valid JSON"),
+    ('<tool_call>{"name": "f"}', "not closed"), ('<tool_call>{"name": "f"} <tool_call>', "not closed"),
+    (tagged("[" * 100_000), "longer than"), (tagged("[" * 10_000), "nested deeper"),
+    (tagged('{"name": "' + "x" * MAX_CHARACTERS + '"}'), "longer than"),
+])  # fmt: skip
+def test_a_malformed_call_has_a_reason(text, reason):
+    calls = tool_calls(text)
+    assert isinstance(calls[0], MalformedCall)
+    assert reason in calls[0].reason
+
+
+def test_text_without_calls_has_none():
+    for text in ("", "4", "tool_call", "</tool_call>", "<tool_call", "<think>" + tagged({"name": "f"}) + "</think> 4"):
+        assert tool_calls(text) == []
+    assert tool_calls("The sum is {}.", "json") == []
+    with pytest.raises(ValueError, match="no form"):
+        tool_calls("", "xml")
+
+
+def test_limits_keep_it_fast():
+    many = tool_calls(tagged({"name": "f", "arguments": {}}) * 1000)
+    assert len(many) == MAX_CALLS + 1
+    assert "more than 16 calls" in many[-1].reason
+    started = time.monotonic()
+    for text in ("<tool_call>" * 100_000, "<tool_call>" + '"</tool_call>' * 100_000, '<tool_call>"' + "\\" * 1_000_000,
+                 "<tool_call>" + "</tool_call>" * 100_000, "{" * 1_000_000, "{}" * 500_000):  # fmt: skip
+        tool_calls(text)
+        tool_calls(text, "json")
+    assert time.monotonic() - started < 10
+
+
+class Tools(ToolEnvironment):
+    tools = {"add": lambda a, b: a + b, "fail": lambda: 1 / 0, "odd": object, "long": lambda: "x" * 10**6}  # noqa: RUF012
+
+
+def test_calls_are_answered_and_mistakes_told():
+    played = Played(Tools, {})
+    assert (played.role, played.beginning, played.reward()) == ("tool", None, None)
+    for call, answer in [
+        ({"name": "add", "arguments": {"a": 1, "b": 2}}, "3"),
+        ({"name": "add", "arguments": {"a": "x", "b": "é"}}, "xé"),
+        ({"name": "add", "arguments": {"a": 1}}, "error: TypeError: missing a required argument: 'b'"),
+        ({"name": "sub", "arguments": {}}, "error: no tool called sub; there are: add, fail, odd, long"),
+        ({"name": "fail"}, "error: ZeroDivisionError: division by zero"),
+        ({"name": "odd"}, "error: TypeError: Object of type object is not JSON serializable"),
+        ("no", "error: the call is not valid JSON: Expecting value: line 2 column 1 (char 1)"),
+    ]:  # fmt: skip
+        assert played.step(f"So: {tagged(call)}") == (answer, False)
+    assert len(played.step(tagged({"name": "long"}))[0]) == Tools.max_characters
+    both, over = played.step(tagged({"name": "add", "arguments": {"a": 1, "b": 2}}) + tagged("{}"))
+    assert [json.loads(line) for line in both.splitlines()] == [
+        {"name": "add", "content": "3"},
+        {"name": None, "content": 'error: the call is not an object with a "name" and "arguments"'},
+    ]
+    assert not over
+    assert played.step("It is 3.") == ("", True)
+
+
+def test_the_example_answers():
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tools.py"))["Arithmetic"]
+    assert Played(example, {}).step(tagged({"name": "multiply", "arguments": {"a": 6, "b": 7}})) == ("42", False)

@@ -1,0 +1,187 @@
+"""Tool calls in a model's text, and an environment that answers them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+PYTHON_TAG = "<|python_tag|>"  # of Llama 3
+MAX_CALLS = 16
+MAX_CHARACTERS = 1 << 16  # of one call
+MAX_DEPTH = 32
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call.
+
+    Attributes:
+        name: of the tool.
+        arguments: by name.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """A call that cannot be read.
+
+    Attributes:
+        reason: one sentence, which the model can be answered with.
+    """
+
+    reason: str
+
+
+def tool_calls(text: str, form: str = "tags") -> list[ToolCall | MalformedCall]:
+    """Return the calls in a turn of a model, in order; an empty list if there are none.
+
+    Reasoning before the last `</think>` is skipped. Never fails, whatever the text is: a call that cannot be read, is
+    longer than `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or comes after `MAX_CALLS` others is a `MalformedCall`.
+
+    Args:
+        text: the turn.
+        form: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a turn
+            that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
+
+    Raises:
+        ValueError: another form.
+    """
+    if form not in ("tags", "json"):
+        raise ValueError(f"no form of tool calls called {form!r}: tags, json")
+    text = text.rpartition("</think>")[2]
+    found: list[ToolCall | MalformedCall] = []
+    for content in _tagged(text) if form == "tags" else _separated(text):
+        if len(found) == MAX_CALLS:
+            return [*found, MalformedCall(f"more than {MAX_CALLS} calls in one turn; the others were not made")]
+        found.append(MalformedCall(content.reason) if isinstance(content, MalformedCall) else _call(content))
+    return found
+
+
+def _tagged(text: str) -> list[str | MalformedCall]:
+    """Return what is between tags; a tag inside a JSON string is part of the string."""
+    found: list[str | MalformedCall] = []
+    place = text.find(OPEN)
+    while place >= 0 and len(found) <= MAX_CALLS:
+        start = place + len(OPEN)
+        end = text.find(CLOSE, start)
+        inner = text.find(OPEN, start)
+        while end >= 0 and _in_string(text[start:end]) and end - start <= MAX_CHARACTERS:
+            later = text.find(CLOSE, end + 1)
+            if later < 0:
+                break
+            end = later
+        if end < 0 or (0 <= inner < end and not _in_string(text[start:inner])):
+            found.append(MalformedCall(f"the call is not closed with {CLOSE}"))
+            place = inner
+            continue
+        found.append(text[start:end])
+        place = text.find(OPEN, end)
+    return found
+
+
+def _in_string(text: str) -> bool:
+    """Return whether a string of JSON is open at the end of a text."""
+    last = max(_BRACKETS.finditer(text), key=re.Match.end, default=None)
+    return last is not None and last[0].startswith('"') and last.end() == len(text) and not _is_closed(last[0])
+
+
+def _is_closed(string: str) -> bool:
+    return len(string) > 1 and re.fullmatch(r'"(?:[^"\\]|\\.)*"', string, re.DOTALL) is not None
+
+
+def _separated(text: str) -> list[str | MalformedCall]:
+    """Return the JSON objects that a turn consists of; none if it does not begin with one."""
+    text = text.strip().removeprefix(PYTHON_TAG).strip()
+    if not text.startswith("{"):
+        return []
+    found: list[str | MalformedCall] = []
+    start = depth = 0
+    for match in _BRACKETS.finditer(text):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
+        if depth == 0 and match[0] in "}]":
+            found.append(text[start : match.end()].strip().removeprefix(";"))
+            start = match.end()
+            if len(found) > MAX_CALLS:
+                return found
+    rest = text[start:].strip().removeprefix(";").strip()
+    return [*found, rest] if rest else found
+
+
+def _call(content: str) -> ToolCall | MalformedCall:
+    if len(content) > MAX_CHARACTERS:
+        return MalformedCall(f"the call is longer than {MAX_CHARACTERS} characters")
+    depth = deepest = 0
+    for match in _BRACKETS.finditer(content):
+        depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        return MalformedCall(f"the call is nested deeper than {MAX_DEPTH} levels")
+    try:
+        read = json.loads(content, parse_constant=_refuse_constant)
+    except ValueError as wrong:
+        return MalformedCall(f"the call is not valid JSON: {wrong}")
+    if not isinstance(read, dict) or not isinstance(read.get("name"), str):
+        return MalformedCall('the call is not an object with a "name" and "arguments"')
+    arguments = read.get("arguments", read.get("parameters", {}))
+    if not isinstance(arguments, dict):
+        return MalformedCall(f'the "arguments" of {read["name"][:80]} are not an object')
+    return ToolCall(read["name"], arguments)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+class ToolEnvironment:
+    """An environment that answers tool calls with what functions return. Derive a class from it.
+
+    A malformed call, an unknown tool, wrong arguments and an exception of a tool are answered with `error: ...`, so
+    that the model can try again. One call is answered with its result; several with a JSON line each, in order.
+    Results are text, or written as JSON. A turn without a call ends the episode.
+
+    Attributes:
+        tools: functions by the names that the model calls; called with the arguments by name.
+        form: of the calls, as in `tool_calls`.
+        max_characters: of an answer; the rest is cut off.
+    """
+
+    role = "tool"
+    tools: Mapping[str, Callable[..., Any]] = {}
+    form = "tags"
+    max_characters = 4000
+
+    def reset(self, record: Mapping[str, Any]) -> str | None:
+        """Begin an episode: nothing is added to the prompt."""
+        return None
+
+    def step(self, text: str) -> tuple[str, bool]:
+        """Return the answers to the calls in a turn, and whether the episode is over: there was no call."""
+        calls = tool_calls(text, self.form)
+        answers = [self._answer(call) for call in calls]
+        if len(answers) > 1:
+            names = [call.name if isinstance(call, ToolCall) else None for call in calls]
+            lines = [{"name": name, "content": one} for name, one in zip(names, answers, strict=True)]
+            answers = ["\n".join(json.dumps(line, ensure_ascii=False) for line in lines)]
+        return "".join(answers)[: self.max_characters], not calls
+
+    def _answer(self, call: ToolCall | MalformedCall) -> str:
+        if isinstance(call, MalformedCall):
+            return f"error: {call.reason}"
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return f"error: no tool called {call.name[:80]}; there are: {', '.join(self.tools)}"
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+            result = tool(**call.arguments)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        except Exception as wrong:
+            return f"error: {type(wrong).__name__}: {wrong}"[: self.max_characters]
