@@ -30,8 +30,9 @@ from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.errors import Terminated, XtkError, from_os_error
+from xtk.lookup import unknown
 
-DONE, INTERRUPTED, TERMINATED = 0, 130, 128 + signal.SIGTERM
+DONE, USAGE, INTERRUPTED = 0, 2, 130
 SECONDS_FOR_THE_FIRST_PROCESS = 3
 
 
@@ -41,6 +42,18 @@ class Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Name the commands in the order in which they were added."""
         return list(self.commands)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of a line.
+
+        Raises:
+            XtkError: there is no such command; the nearest one is proposed.
+        """
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            failure = unknown("command", args[0], self.commands)
+            failure.exit_code = USAGE
+            raise failure
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
@@ -156,7 +169,7 @@ def _end_by_the_signal(failure: BaseException) -> None:
     """Raise what a signal raised, where something else failed on the way out: a map that is in use cannot be closed."""
     while failure.__context__ is not None:
         failure = failure.__context__
-        if isinstance(failure, KeyboardInterrupt) or (isinstance(failure, SystemExit) and failure.code == TERMINATED):
+        if isinstance(failure, Terminated):
             raise failure from None
 
 

@@ -86,10 +86,11 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
     assert document.segments[0].train
 
 
-def test_bytes_that_are_no_utf_8_become_replacement_characters(tmp_path):
+def test_bytes_that_are_not_utf_8_are_refused_with_their_offset(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
-    (document,) = Corpus([str(tmp_path / "a.txt")])
-    assert document.text == "caf\ufffd au lait"
+    failure = failure_of([tmp_path / "a.txt"])
+    assert failure.what == "this text is not UTF-8: byte 0xe9 at offset 3"
+    assert failure.where == str(tmp_path / "a.txt")
 
 
 def test_globs_and_folders_are_read_in_the_order_of_names(tmp_path):
@@ -146,7 +147,7 @@ def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> 
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ('{"text": "unfinished', "this line is no JSON"),
+        ('{"text": "unfinished', "this line is not JSON"),
         ('["a list"]', "a document is a JSON object"),
         ('"Anna"', "a document is a JSON object"),
     ],
@@ -192,9 +193,9 @@ def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name)
 
 
 def test_an_unknown_ending_is_answered_with_the_known_ones(tmp_path):
-    (tmp_path / "a.csv").write_text("text\nAnna\n")
-    failure = failure_of([tmp_path / "a.csv"])
-    assert failure.what == "data ending in .csv cannot be read"
+    (tmp_path / "a.xlsx").write_text("text\nAnna\n")
+    failure = failure_of([tmp_path / "a.xlsx"])
+    assert failure.what == "data ending in .xlsx cannot be read"
     assert ".parquet" in failure.hint
 
 
@@ -238,14 +239,14 @@ def test_columns_that_are_no_pairs_are_refused(value):
     ],
 )
 def test_a_pipe_holds_json_lines_or_one_text(monkeypatch, piped, texts):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped.encode())))
     corpus = Corpus(["-"])
     assert [document.text for document in corpus] == texts
     assert [document.text for document in corpus] == texts
 
 
 def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b" \n")))
     with pytest.raises(XtkError, match="the command before it seems to have failed"):
         Corpus(["-"])
 
@@ -357,7 +358,7 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"messages": "hello"}, "no JSON"),
+        ({"messages": "hello"}, "not JSON"),
         ({"messages": '{"role": "user"}'}, "no list"),
         ({"messages": CHAT, "tools": {"type": "function"}}, "tools is dict"),
         ({"messages": CHAT, "tools": "[{"}, "tools is a string"),

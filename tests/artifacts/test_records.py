@@ -99,7 +99,7 @@ def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
 
 def test_a_column_that_was_asked_for_and_is_not_there_is_missed():
     failure = failure_of({"text": "a", "hints": "b"}, teacher_prompt="hint")
-    assert failure.what == "a document has no hint; it has text, hints"
+    assert failure.what == "a document has no hint; it has text, hints; did you mean hints?"
     assert "labels" in failure_of({"input_ids": [1]}, labels="labels").what
 
 

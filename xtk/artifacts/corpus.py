@@ -5,42 +5,65 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import lzma
 import re
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.hub import ADAPTER, is_run
+from xtk.artifacts.data_files import (
+    FORMATS,
+    MAX_DOCUMENT_BYTES,
+    SPLIT,
+    Reading,
+    first_line,
+    format_of,
+    is_array,
+    json_record,
+    lines_of,
+    read_file,
+    records_of_json,
+    saved_files,
+    whole_text,
+)
+from xtk.artifacts.hub import ADAPTER, is_run, refuse_unreachable
 from xtk.artifacts.records import ASKED, FIELDS, Record, document_of
 from xtk.artifacts.spool import Spool
 from xtk.errors import XtkError, exists
 from xtk.lookup import unknown
 from xtk.tokens.document import Document
 
-_HUB_DATASET = re.compile(r"^[\w.-]+/[\w.-]+$")
+_HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")
+_HUB_DATASET = re.compile(r"^(?:hf://(?:datasets/)?)?(?P<name>[\w.-]+/[\w.-]+?)(?::(?P<split>[\w.-]+))?$")
+_HUB_FILE = re.compile(r"^hf://datasets/([\w.-]+/[\w.-]+)(?:@[^/]+)?/.+$")
 _REMOTE = re.compile(r"^\w+://")
-DATA = "a file, a folder of files, a glob in quotes, a hub dataset, or - for a pipe"
+DATA = "a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for a pipe"
 
 
 class Corpus:
     """Documents from one or more sources, readable as often as wanted.
 
-    A line of `.jsonl`, a row of `.parquet` or `.arrow` and a whole `.txt` file are one document each.
-    `-` reads JSON lines (or else one text) from stdin and keeps them in a temporary file.
+    A line of `.jsonl`, an object of a JSON array, a row of `.csv`, `.tsv`, `.parquet` or `.arrow` and a whole `.txt`
+    file are one document each; so is a row of a folder of `datasets.save_to_disk`. `-` reads JSON lines, a JSON array
+    or else one text from stdin and keeps them in a temporary file.
 
     Args:
-        sources: paths, globs, remote paths (`s3://`, `hf://`), ids of hub datasets (their train split), `-`.
+        sources: paths, globs, remote paths (`s3://`, `hf://`), hub datasets (`owner/name`, `owner/name:split`; their
+            train split if none is named), `-`.
         columns: {field: column} where data has other names than those of FIELDS; and for each of ASKED that is read.
+        max_document_bytes: a record with more is refused, before all of it is in memory.
         piped: what came through stdin, where it has been read already.
     """
 
     def __init__(
-        self, sources: list[str], columns: Mapping[str, str] | None = None, piped: Spool | None = None
+        self,
+        sources: list[str],
+        columns: Mapping[str, str] | None = None,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        piped: Spool | None = None,
     ) -> None:
         self.sources = sources
         self.columns = dict(columns or {})
+        self._reading = Reading(self.columns, max_document_bytes)
         self._piped = piped
         for field in self.columns:
             if field not in (*FIELDS, *ASKED):
@@ -57,7 +80,7 @@ class Corpus:
         return [] if self._piped is None else [self._piped.descriptor]
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
-        return Corpus, (self.sources, self.columns, self._piped)
+        return Corpus, (self.sources, self.columns, self._reading.max_bytes, self._piped)
 
     def __iter__(self) -> Iterator[Document]:
         for record, where in self.records():
@@ -86,16 +109,47 @@ class Corpus:
             if self._piped is None or self.sources.count("-") > 1:
                 self._piped = Spool.of_stdin()
             piped = self._piped
-            return [("stdin", lambda: _read_pipe(piped))]
-        if _REMOTE.match(source):
-            return [_reader(source)]
+            return [("stdin", lambda: _read_pipe(piped, self._reading))]
+        if dataset := _HUB_FILE.match(source):
+            _known_format(source)
+            return [(source, lambda: _read_hub_file(source, dataset[1], self._reading))]
+        if _REMOTE.match(source) and not _HUB_URL.match(source):
+            return [self._file(source)]
         paths = [source] if exists(source) else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
         if paths:
-            files = [file for path in paths for file in _files_of(Path(path))]
-            return [_reader(str(file)) for file in files]
-        if _HUB_DATASET.match(source) and not Path(source).suffix:
-            return [(source, lambda: _read_hub(source))]
+            return [self._file(str(file)) for path in paths for file in _files_of(Path(path))]
+        name, _, split = source.rpartition(":")
+        if name and exists(name) and Path(name).is_dir():
+            return [self._file(str(file)) for file in _files_of(Path(name), split)]
+        if (dataset := _HUB_DATASET.match(source)) and not Path(dataset["name"]).suffix:
+            return [(source, lambda: _read_hub(dataset["name"], dataset["split"] or ""))]
         raise XtkError("there is no such data", where=source, hint=DATA)
+
+    def _file(self, name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
+        _known_format(name)
+        return name, lambda: read_file(name, self._reading)
+
+
+def is_data(place: str) -> bool:
+    """Say whether a path is a file of data, or a folder of `datasets.save_to_disk`."""
+    path = Path(place)
+    if not exists(place):
+        return False
+    return (path.is_file() and format_of(path.name) in FORMATS) or (path.is_dir() and saved_files(path, "") is not None)
+
+
+def _known_format(name: str) -> None:
+    if format_of(name) not in FORMATS:
+        raise XtkError(
+            f"data ending in {format_of(name) or 'nothing'} cannot be read",
+            where=name,
+            hint=f"one of {', '.join(FORMATS)}",
+        )
+
+
+def _read_hub_file(name: str, dataset: str, reading: Reading) -> Iterator[Record]:
+    refuse_unreachable(dataset)
+    yield from read_file(name, reading)
 
 
 class HeldCorpus(Corpus):
@@ -177,15 +231,16 @@ def _beside(document: Document) -> dict[str, bytes]:
     return found
 
 
-def _files_of(path: Path) -> list[Path]:
+def _files_of(path: Path, split: str = "") -> list[Path]:
     if not path.is_dir():
         return [path]
+    saved = saved_files(path, split)
+    if saved is not None:
+        return saved
     _refuse_models(path)
-    files = sorted(file for file in path.iterdir() if _format_of(file.name) in _FORMATS)
+    files = sorted(file for file in path.iterdir() if format_of(file.name) in FORMATS)
     if not files:
-        raise XtkError(
-            "this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(_FORMATS)}"
-        )
+        raise XtkError("this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(FORMATS)}")
     return files
 
 
@@ -203,123 +258,43 @@ def _refuse_models(folder: Path) -> None:
         raise XtkError("this is a model, not data", where=str(folder), hint=DATA)
 
 
-def _reader(name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
-    kind = _format_of(name)
-    if kind not in _FORMATS:
-        raise XtkError(
-            f"data ending in {kind or 'nothing'} cannot be read", where=name, hint=f"one of {', '.join(_FORMATS)}"
-        )
-    return name, lambda: _named(name, _FORMATS[kind](name))
-
-
-def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
-    """Pass records on; a file that is cut short or of another format is told by its name."""
-    try:
-        yield from records
-    except (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError) as wrong:  # Arrow's are ValueErrors
-        if isinstance(wrong, OSError) and wrong.errno:  # the operating system's: no such file, no permission
-            raise
-        raise XtkError(
-            f"this data cannot be read to its end: {wrong}",
-            where=name,
-            hint="look whether it is whole, and whether its ending tells its format",
-        ) from None
-
-
-def _format_of(name: str) -> str:
-    plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
-    return Path(plain).suffix.lower()
-
-
-def _read_json_lines(name: str) -> Iterator[Record]:
-    import fsspec
-
-    with fsspec.open(name, "rt", encoding="utf-8", compression="infer", errors="replace") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                yield _json_record(line, f"{name}, line {number}")
-
-
-def _json_record(line: str, where: str) -> Record:
-    try:
-        record = json.loads(line)
-    except ValueError as wrong:
-        raise XtkError(f"this line is no JSON: {wrong}", where=where) from None
-    if not isinstance(record, dict):
-        raise XtkError('a document is a JSON object such as {"text": "..."}', where=where)
-    return record
-
-
-def _read_text(name: str) -> Iterator[Record]:
-    import fsspec
-
-    # newline="": the bytes of the file are the bytes of the document.
-    with fsspec.open(name, "rt", encoding="utf-8", compression="infer", errors="replace", newline="") as stream:
-        text = stream.read()
-    if text:
-        yield {"text": text}
-
-
-def _read_parquet(name: str) -> Iterator[Record]:
-    import fsspec
-    import pyarrow.parquet
-
-    with fsspec.open(name, "rb") as stream:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
-            yield from batch.to_pylist()
-
-
-def _read_arrow(name: str) -> Iterator[Record]:
-    import fsspec
-    import pyarrow
-
-    with fsspec.open(name, "rb") as stream:
-        try:
-            batches = pyarrow.ipc.open_stream(stream)  # what `datasets` writes
-            for batch in batches:
-                yield from batch.to_pylist()
-        except pyarrow.ArrowInvalid:
-            stream.seek(0)
-            table = pyarrow.ipc.open_file(stream)
-            for number in range(table.num_record_batches):
-                yield from table.get_batch(number).to_pylist()
-
-
-def _read_hub(name: str) -> Iterator[Record]:
+def _read_hub(name: str, split: str) -> Iterator[Record]:
+    refuse_unreachable(name)
     import datasets
 
     try:
-        yield from datasets.load_dataset(name, split="train", streaming=True)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as wrong:
-        raise XtkError(f"this dataset cannot be loaded from the hub: {wrong}", where=name) from None
+        found = datasets.load_dataset(name, split=split or SPLIT, streaming=True)
+        yield from found
+    except Exception as wrong:  # of the hub's client, of the network's, of each format's reader
+        reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
+        raise XtkError(
+            f"this dataset cannot be loaded from the hub: {reason}", where=name,
+            hint=f"check the name and the split ({name}:SPLIT); or files of it: hf download {name} --repo-type dataset",
+        ) from None  # fmt: skip
 
 
-def _read_pipe(piped: Spool) -> Iterator[Record]:
-    with piped.open() as lines:
-        first = next(line for line in lines if line.strip())
-    if not first.lstrip().startswith("{"):
-        with piped.open() as stream:
-            text = stream.read()
-        path = text.strip()
-        if "\n" not in path and exists(path) and Path(path).is_file() and _format_of(path) in _FORMATS:
-            yield from _reader(path)[1]()
-        else:
-            yield {"text": text}
-        return
-    with piped.open() as lines:
-        for number, line in enumerate(lines, start=1):
+def _read_pipe(piped: Spool, reading: Reading) -> Iterator[Record]:
+    with piped.open() as stream:
+        first = first_line(stream)
+    with piped.open() as stream:
+        if is_array(first):
+            yield from records_of_json(stream, first, "stdin", reading)
+            return
+        if not first.startswith("{"):
+            yield from _text_or_path(whole_text(stream, "stdin", reading), reading)
+            return
+        for number, line in lines_of(stream, "stdin", reading):
             if line.strip():
-                record = _json_record(line, f"stdin, line {number}")
+                record = json_record(line, f"stdin, line {number}")
                 if "path" in record and "kind" in record and not set(FIELDS) & set(record):
-                    yield from _reader(str(record["path"]))[1]()
+                    yield from read_file(str(record["path"]), reading)
                 else:
                     yield record
 
 
-_FORMATS: dict[str, Callable[[str], Iterator[Record]]] = {
-    ".jsonl": _read_json_lines,
-    ".json": _read_json_lines,
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-    ".txt": _read_text,
-}
+def _text_or_path(text: str, reading: Reading) -> Iterator[Record]:
+    path = text.strip()
+    if "\n" not in path and exists(path) and Path(path).is_file() and format_of(path) in FORMATS:
+        yield from read_file(path, reading)
+    else:
+        yield {"text": text}

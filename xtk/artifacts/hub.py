@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 from pathlib import Path
 
 from xtk.errors import XtkError, exists
@@ -16,6 +17,7 @@ _TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "chat_template
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors", "*.safetensors.index.json", "generation_config.json", "*.py",
                 ADAPTER]  # fmt: skip
 _BLOCK, _BLOCKS = 1 << 16, 64
+SECONDS_TO_ANSWER = 8.0
 
 
 def local_folder(source: str, *, weights: bool) -> Path:
@@ -44,15 +46,58 @@ def local_folder(source: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
     name, _, revision = source.removeprefix("hf://").partition("@")
+    patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+    unreachable = _unreachable(name, "model")
     try:
-        patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        # Without network a copy that was downloaded before is as good.
+        local = unreachable is not None
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns, local_files_only=local))
     except Exception as wrong:  # the hub's client has dozens of errors, all of which mean the same here
+        reason = unreachable or next(iter(str(wrong).splitlines()), type(wrong).__name__)
         raise XtkError(
-            f"there is no such folder, and the hub does not give it: {str(wrong).splitlines()[0]}",
+            f"there is no such folder, and the hub does not give it: {reason}",
             where=source,
             hint="check the spelling, the network, and whether the model asks for an account (hf auth login)",
         ) from None
+
+
+def refuse_unreachable(dataset: str) -> None:
+    """Refuse a dataset of the hub (`owner/name`) that cannot be reached, after SECONDS_TO_ANSWER at most.
+
+    Raises:
+        XtkError: the hub does not answer, or has no such dataset for this user.
+    """
+    reason = _unreachable(dataset, "dataset")
+    if reason is not None:
+        raise XtkError(
+            f"there is no such file or folder, and the hub does not give it: {reason}",
+            where=dataset,
+            hint="check the spelling, the network, HF_ENDPOINT, and whether it asks for an account (hf auth login)",
+        )
+
+
+def _unreachable(name: str, kind: str) -> str | None:
+    """Return why the hub does not give a repository; None where it answers, or HF_HUB_OFFLINE asks for copies alone.
+
+    The request has a thread, as looking up an address may take minutes, which no timeout of a client limits.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    found: list[str | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().repo_info(name, repo_type=kind, timeout=SECONDS_TO_ANSWER / 2)
+            found.append(None)
+        except Exception as wrong:  # the hub's client has dozens of errors
+            found.append(next(iter(str(wrong).splitlines()), "") or type(wrong).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_ANSWER)
+    return found[0] if found else f"{constants.ENDPOINT} does not answer within {SECONDS_TO_ANSWER:.0f} seconds"
 
 
 def is_run(folder: Path) -> bool:

@@ -48,10 +48,7 @@ def projection_for(
         special_tokens: as in build_projection.
         options: the method's own.
     """
-    header = request(student, teacher, method, special_tokens, **options)
-    path = None
-    with contextlib.suppress(RuntimeError):  # nobody knows a home
-        path = cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
+    path = projection_path(student, teacher, method, top_k=top_k, special_tokens=special_tokens, **options)
     projection = None if path is None else _read(path)
     if projection is None:
         projection = build_projection(student, teacher, method, special_tokens=special_tokens, **options)
@@ -61,6 +58,22 @@ def projection_for(
             with contextlib.suppress(OSError, XtkError):
                 write_projection(projection, path)
     return projection
+
+
+def projection_path(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    method: str,
+    *,
+    top_k: int | None = None,
+    special_tokens: SpecialTokens = ROLE,
+    **options: Any,
+) -> Path | None:
+    """Return where `projection_for` keeps the projection of the same arguments; None where there is no such folder."""
+    header = request(student, teacher, method, special_tokens, **options)
+    with contextlib.suppress(RuntimeError):  # this user has no home
+        return cache_folder() / "projections" / f"{_key(header, top_k)}.safetensors"
+    return None
 
 
 def next_bytes_for(student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokens = ROLE) -> NextBytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +13,8 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.files import canonical_json
 from xtk.errors import Damaged, XtkError
+from xtk.lookup import did_you_mean
+from xtk.plain_json import parse_json
 from xtk.tokens.document import MARKS, Conversation, Document, Segment, readable
 from xtk.tokens.ids import DrawnTokens
 
@@ -23,6 +24,8 @@ FIELDS = (
     "input_ids", "attention_mask", "labels", *MASKS, "given_ids", "segments",
     "student_ids", "student_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "ends",
 )  # fmt: skip
+# Text where data has nothing but text (CSV); other fields are JSON there.
+TEXT_FIELDS = ("text", "prompt", "completion", "teacher_prompt", "student_tokenizer", "student_template", "route")
 ASKED = ("weight", "route")  # read from the columns that they are given, and from no other
 CONTENTS = {
     "messages": ("messages",),
@@ -83,7 +86,9 @@ def prompt_of(record: Record, columns: Mapping[str, str], where: str) -> Documen
     row = _Row(record, columns, where)
     fields = [field for field in ("prompt", "messages", "text") if field in row and row[field] is not None]
     asked = [field for field in ("prompt", "messages", "text") if field in columns]
-    if not (asked or fields) or (asked and asked[0] not in row):
+    if asked and asked[0] not in row:
+        raise row.missing(asked[0])
+    if not asked and not fields:
         raise XtkError(
             f"a record has no prompt, nor messages, nor text; it has {', '.join(map(str, record)) or 'nothing'}",
             where=where,
@@ -135,12 +140,25 @@ class _Row:
             XtkError: the column was asked for by its name, and there is none.
         """
         if field in self.columns and field not in self:
-            raise XtkError(
-                f"a document has no {self.name(field)}; it has {', '.join(map(str, self.record)) or 'nothing'}",
-                where=self.where,
-                hint="every document needs one" if field in ASKED else f"null where there is no {field}",
-            )
+            raise self.missing(field)
         return self.record.get(self.name(field))
+
+    def missing(self, field: str) -> XtkError:
+        """Return the error for a column that `--columns` names and that is not there."""
+        name, known = self.name(field), list(map(str, self.record))
+        near = did_you_mean(name, known)
+        return XtkError(
+            f"a document has no {name}; it has {', '.join(known) or 'nothing'}"
+            + (f"; did you mean {near}?" if near else ""),
+            where=self.where,
+            hint=_hint_for(field),
+        )
+
+
+def _hint_for(field: str) -> str:
+    if any(field in fields for fields in CONTENTS.values()):
+        return f"--columns {field}=COLUMN, with a column that it has"
+    return "every document needs one" if field in ASKED else f"null where there is no {field}"
 
 
 def _content_of(row: _Row) -> str:
@@ -157,7 +175,9 @@ def _content_of(row: _Row) -> str:
             hint="--columns input_ids=input_ids, if they are of the teacher's tokenizer; or --columns "
             + ",".join(f"{field}={row.name(field)}" for field in CONTENTS[found[0]]),
         )
-    if not found or found[0] not in there:
+    if found and found[0] not in there:
+        raise row.missing(next(field for field in CONTENTS[found[0]] if field not in row))
+    if not found:
         raise XtkError(
             "a document has no text, nor messages, nor prompt and completion, nor input_ids; "
             f"it has {', '.join(map(str, row.record)) or 'nothing'}",
@@ -183,7 +203,7 @@ def _text_or_talk(values: list[Any], row: _Row, fields: tuple[str, ...]) -> Docu
 def _conversation(parts: list[list[Any]], row: _Row) -> Document:
     """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
     given = len(parts[0]) if len(parts) > 1 else 0
-    tools = row.record.get(row.name("tools"))
+    tools = row.get("tools")
     if isinstance(tools, str):
         tools = _from_json(tools, "tools", row.where) if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
@@ -336,10 +356,7 @@ def _numbers(row: _Row, field: str, size: int | None = None) -> NDArray[np.int64
 
 def _from_json(value: str, name: str, where: str) -> Any:
     """Decode a column: parquet holds no objects of different shapes, so data sets write them as JSON."""
-    try:
-        return json.loads(value)
-    except ValueError as wrong:
-        raise XtkError(f"{name} is a string, and no JSON: {wrong}", where=where) from None
+    return parse_json(value, what=f"{name} is a string, which", where=where)
 
 
 def _message(message: Any) -> Any:

@@ -7,15 +7,15 @@ import sys
 import tempfile
 import weakref
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO
 
 from xtk.errors import XtkError
 
-CHARACTERS_AT_ONCE = 1 << 20
+BYTES_AT_ONCE = 1 << 20
 
 
 class Spool:
-    """Text in a temporary file without a name: it is gone with the last process that has it open, however that ends.
+    """Bytes in a temporary file without a name: it is gone with the last process that has it open, however that ends.
 
     Args:
         descriptor: of the file, open in this process.
@@ -38,7 +38,7 @@ class Spool:
         blank = True
         with open(descriptor, "wb", closefd=False) as file:
             while part := _next_part():
-                file.write(part.encode("utf-8", "surrogatepass"))
+                file.write(part)
                 blank = blank and not part.strip()
         if blank:
             raise XtkError(
@@ -48,12 +48,12 @@ class Spool:
             )
         return spool
 
-    def open(self) -> TextIO:
-        """Return the text from its beginning; lines end at line feeds alone, JSON strings may hold other ends."""
+    def open(self) -> BinaryIO:
+        """Return the bytes from their beginning."""
         again: str | int = f"/proc/self/fd/{self.descriptor}"
         if not Path(str(again)).exists():
             again = os.dup(self.descriptor)
-        stream = open(again, encoding="utf-8", errors="surrogatepass", newline="\n")  # noqa: SIM115 (its reader closes)
+        stream = open(again, "rb")  # noqa: SIM115 (its reader closes)
         stream.seek(0)
         return stream
 
@@ -62,5 +62,5 @@ class Spool:
         return Spool, (self.descriptor,)
 
 
-def _next_part() -> str:
-    return sys.stdin.read(CHARACTERS_AT_ONCE) if sys.stdin is not None and not sys.stdin.isatty() else ""
+def _next_part() -> bytes:
+    return sys.stdin.buffer.read(BYTES_AT_ONCE) if sys.stdin is not None and not sys.stdin.isatty() else b""

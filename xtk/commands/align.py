@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
-DATA = (".jsonl", ".json", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
+DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
 
 
 def align(
@@ -42,6 +42,7 @@ def align(
         ),
     ] = "",
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     stats: Annotated[
         bool,
         typer.Option("--stats", help="Count over all documents instead: spans by kind, bytes in each, the worst."),
@@ -93,7 +94,9 @@ def align(
         _show_different(text, teacher_text, [student, teacher], as_json=as_json)
         return
     documents: Iterable[Document]
-    documents = Corpus([text], columns_option(columns)) if _is_data(text) else [Document.of_text(_readable(text))]
+    documents = [Document.of_text(_readable(text))]
+    if _is_data(text):
+        documents = Corpus([text], columns_option(columns), max_document_bytes)
     one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher))
     if html:
         _, content = fingerprint_of_corpus(documents)

@@ -56,6 +56,7 @@ def build_projection(
         typer.Option(help="counts: data that both tokenizers read; may be given again.", metavar="DATA"),
     ] = None,
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     smoothing: Annotated[
         float | None,
         typer.Option(
@@ -100,7 +101,10 @@ def build_projection(
     folders = [local_folder(side, weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
     if method == "counts":
-        projection = _count(one, other, corpus or [], columns, chosen, matching, path, force=force)
+        from xtk.artifacts.corpus import Corpus, columns_option
+
+        data = Corpus(corpus or [], columns_option(columns), max_document_bytes)
+        projection = _count(one, other, data, chosen, matching, path, force=force)
     else:
         if method == "embedding":
             chosen |= _embeddings(*folders)
@@ -164,8 +168,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def _count(
     student: Tokenizer,
     teacher: Tokenizer,
-    sources: list[str],
-    columns: str,
+    data: Any,
     chosen: dict[str, Any],
     matching: Any,
     path: Path,
@@ -177,7 +180,6 @@ def _count(
 
     import numpy as np
 
-    from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.counting import count_corpus, fingerprint_of_corpus, remove_unfinished
     from xtk.artifacts.projection_file import write_projection
     from xtk.commands.reuse import reuse_projection
@@ -185,7 +187,6 @@ def _count(
     from xtk.projection.build import request
     from xtk.projection.methods.counts import Counts, PairCounts
 
-    data = Corpus(sources, columns_option(columns))
     nothing = np.zeros(0, np.int32)
     Counts(PairCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen)  # refuses bad values before it counts
     if path.exists():

@@ -20,7 +20,8 @@ def cache_teacher(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset, or - for a pipe. "
+            help="Documents: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
+            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://), or - for a pipe. "
             "With --merge: more caches.",
             metavar="DATA...",
             show_default=False,
@@ -74,6 +75,7 @@ def cache_teacher(
         ),
     ] = "standard",
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     weight_column: options.WeightColumn = "",
     route_column: options.RouteColumn = "",
     dtype: Annotated[
@@ -163,7 +165,7 @@ def cache_teacher(
         raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
-    corpus = Corpus(data, columns_option(columns, weight=weight_column, route=route_column))
+    corpus = Corpus(data, columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
     folder, adapter = with_adapter(local_folder(teacher, weights=backend != "server"))
 
     from xtk.artifacts.codecs import codec_of

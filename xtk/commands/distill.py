@@ -351,6 +351,7 @@ def distill(
         ),
     ] = 0,
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     report_to: Annotated[
         list[str] | None,
         typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
@@ -464,8 +465,8 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
         Path(given["output"]),
         columns_option(given["columns"], weight=given["weight_column"], route=given["route_column"]),
         adapter,
-        held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
-        tuple(
+        eval_caches=held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
+        teachers=tuple(
             read_live_teacher(
                 one,
                 # What a student writes cannot be refused.
@@ -476,6 +477,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
             )
             for one in given["teacher"] or []
         ),
+        max_document_bytes=given["max_document_bytes"],
     )
     preparation = Preparation(
         **_own(Preparation, given)
@@ -500,7 +502,7 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
             "report_to": tuple(name.strip() for names in given["report_to"] or [] for name in names.split(",")),
             "deadline": started + given["max_seconds"] if given["max_seconds"] else math.inf,
             # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(given["columns"])))
+            "eval_documents": tuple(Corpus(eval_data, columns_option(given["columns"]), given["max_document_bytes"]))
             if eval_data and not places.eval_caches
             else (),
             "eval_tasks": read_eval_tasks(given["eval_tasks"] or []),

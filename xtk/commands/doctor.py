@@ -27,6 +27,7 @@ def doctor(
         ),
     ] = None,
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     output: Annotated[
         str, typer.Option("--output", "-o", help="Where cache and student would go: its free disk is told.")
     ] = ".",
@@ -107,7 +108,7 @@ def doctor(
         Side.read("teacher", local_folder(teacher, weights=False), teacher),
         plan,
         TeacherCache(caches[0]) if caches else None,
-        Corpus(others, columns_option(columns)) if others else None,
+        Corpus(others, columns_option(columns), max_document_bytes) if others else None,
     )
     findings = []
     for finding in examine(case):

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 BITS, ANSWERS, TASKS = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
 # What is read when, of the options that are not always: each of the others would be passed over without a word.
 READ = {
-    BITS: {"teacher", "by_category", "columns", "max_length", "batch_tokens"},
+    BITS: {"teacher", "by_category", "columns", "max_document_bytes", "max_length", "batch_tokens"},
     ANSWERS: {
         "reward", "num_generations", "temperature", "top_p", "top_k", "max_completion_length", "stop", "seed",
         "max_prompts", "prompt_template", "apply_chat_template", "chat_template_kwargs", "backend", "engine", "output",
-        "columns", "batch_tokens",
+        "columns", "max_document_bytes", "batch_tokens",
     },
     TASKS: {
         "tasks", "include_path", "num_fewshot", "batch_size", "max_prompts", "apply_chat_template",
@@ -41,9 +41,10 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help=".jsonl, .parquet, .arrow, .txt (a document each), a glob in quotes, a hub dataset. Or one teacher "
-            "cache: its documents, and what its teacher said of them. With --reward: problems, as rollout reads "
-            "prompts. With --tasks there is none.",
+            help="Documents: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
+            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://). "
+            "Or one teacher cache: its documents, and what its teacher said of them. With --reward: "
+            "problems, as rollout reads prompts. With --tasks there is none.",
             metavar="DATA...",
         ),
     ] = None,
@@ -135,6 +136,7 @@ def evaluate(
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Of --tasks: requests in a forward pass.", min=1)] = 8,
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     dtype: Annotated[
         str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
@@ -183,7 +185,7 @@ def evaluate(
         evaluate_tasks(folders, given, as_json=as_json)
         return
     if reward:
-        _answers(folders, Corpus(data, columns_option(columns)), given, as_json=as_json)
+        _answers(folders, Corpus(data, columns_option(columns), max_document_bytes), given, as_json=as_json)
         return
     from xtk.commands.evaluate_bits import evaluate_bits
 

@@ -77,7 +77,7 @@ def evaluate_bits(
             cache = TeacherCache(cached[0])
             documents = CachedDocuments(cache)
         else:
-            documents = corpus = Corpus(data, columns_option(given["columns"]))
+            documents = corpus = Corpus(data, columns_option(given["columns"]), given["max_document_bytes"])
             if given["teacher"]:
                 place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
                 cache = _scored(given["teacher"], corpus, place, given)

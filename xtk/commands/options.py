@@ -34,6 +34,13 @@ Columns = Annotated[
         metavar="FIELD=COLUMN,...",
     ),
 ]
+MaxDocumentBytes = Annotated[
+    int,
+    typer.Option(
+        help="Largest document that is read, in bytes as the file has it; one above is refused, not loaded.", min=1
+    ),
+]
+MAX_DOCUMENT_BYTES = 16_000_000  # of `xtk.artifacts.data_files`, whose import --help does not wait for
 WeightColumn = Annotated[
     str,
     typer.Option(

@@ -29,7 +29,8 @@ def rollout(
         list[str],
         typer.Argument(
             help="Data with prompt (text or messages), or messages, of which the last answer is left out, or text: "
-            ".jsonl, .parquet, .arrow, .txt, a glob in quotes, a hub dataset, or - for a pipe.",
+            ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
+            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://), or - for a pipe.",
             metavar="PROMPTS...",
         ),
     ],
@@ -61,6 +62,7 @@ def rollout(
     apply_chat_template: options.ApplyChatTemplate = False,
     chat_template_kwargs: options.ChatTemplateKwargs = "",
     columns: options.Columns = "",
+    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
     weight_column: options.WeightColumn = "",
     route_column: options.RouteColumn = "",
     max_prompts: options.MaxPrompts = 0,
@@ -110,7 +112,7 @@ def rollout(
         raise typer.BadParameter("only one of STUDENT and PROMPTS can come through the pipe")
     student = terminal.path_argument(student)
     path = _checked_output(output, force=force)
-    corpus = Corpus(prompts, columns_option(columns, weight=weight_column, route=route_column))
+    corpus = Corpus(prompts, columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
     folder, adapter = with_adapter(local_folder(student, weights=backend != "server"))
 
     from xtk.lookup import lookup

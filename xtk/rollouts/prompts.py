@@ -16,6 +16,7 @@ from xtk.artifacts.records import Record, document_of, prompt_of
 from xtk.errors import XtkError
 from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
+from xtk.tokens.rendering import PROMPT, Template
 from xtk.tokens.tokenizer import Tokenizer
 
 OWN_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates
@@ -33,17 +34,8 @@ class PromptForm:
     """
 
     def __init__(self, template: str = "", *, chat: bool = False) -> None:
-        self._chat, self._template = chat, None
-        if not template:
-            return
-        from jinja2 import StrictUndefined, TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        try:
-            own = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-            self._template = own.from_string(template)
-        except TemplateError as wrong:
-            raise XtkError(f"the prompt template is none: {wrong}", where=template[:200]) from None
+        self._chat = chat
+        self._template = Template(template, PROMPT, template[:200]) if template else None
 
     def document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
         """Return what a model is to go on from.
@@ -88,12 +80,12 @@ class PromptForm:
         return record, columns
 
     def _rendered(self, record: Record, where: str) -> str:
+        assert self._template is not None
         try:
-            assert self._template is not None
-            return str(self._template.render(**{str(key): value for key, value in record.items()}))
-        except Exception as wrong:  # a template may call what it likes on a field
-            known = ", ".join(map(str, record))
-            raise XtkError(f"the prompt template fails: {wrong}", where=where, hint=f"fields: {known}") from None
+            (text,) = self._template.render_all([{str(key): value for key, value in record.items()}])
+        except XtkError as wrong:
+            raise XtkError(wrong.what, where=where, hint=f"fields: {', '.join(map(str, record))}") from None
+        return text
 
 
 def _put(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
@@ -186,7 +178,7 @@ def prompt_ids(
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
     talks = [document.conversation for document in documents if document.conversation is not None]
-    renderings = [tokenizer.chat_template.place(talk, **arguments) for talk in talks]
+    renderings = tokenizer.chat_template.place_all(talks, **arguments) if talks else []
     rendered = iter(
         tokenizer.encode_rendered(
             [rendering.text for rendering in renderings],

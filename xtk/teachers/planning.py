@@ -162,6 +162,12 @@ def make_plan(
         terminal.note(f"{who}: {told_rewritten(rewritten)}")
     if empty == plan.documents or not plan.pieces:
         raise XtkError("there is no text in this corpus", where=corpus.name)
+    if not plan.positions and who:
+        raise XtkError(
+            "nothing of this data is trained: no token of the teacher spells text that is",
+            where=f"{corpus.name}; {tokenizer.name}",
+            hint="look whether the chat template writes what the assistant says, and whether masks leave anything",
+        )
     return plan
 
 

@@ -89,7 +89,7 @@ def sequences(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[Seq
     others = [document for document, drawn in zip(documents, own, strict=True) if drawn is None]
     encoded = iter(tokenizer.encode([document.text for document in others if document.conversation is None]))
     talks = [document.conversation for document in others if document.conversation is not None]
-    renderings = [tokenizer.chat_template.place(talk) for talk in talks]
+    renderings = tokenizer.chat_template.place_all(talks) if talks else []
     tokens = tokenizer.encode_rendered(
         [rendering.text for rendering in renderings],
         [

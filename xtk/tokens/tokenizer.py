@@ -19,8 +19,11 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from xtk import terminal
 from xtk.errors import XtkError
+from xtk.plain_json import parse_json
 from xtk.tokens.offsets import ends_by_offsets, kept_characters
+from xtk.tokens.tokenizer_limits import MAX_TOKENS, backend_errors, check_content, dropout_of
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -34,6 +37,8 @@ from xtk.tokens.vocabulary import (
 
 if TYPE_CHECKING:
     from xtk.tokens.chat import ChatTemplate
+
+_told_dropout: set[str] = set()  # fingerprints of tokenizers, in this process
 
 ROLES = ("bos", "eos", "pad", "unk")
 
@@ -92,21 +97,16 @@ class Tokenizer:
         self.folder = Path(folder)
         self.name = name or str(folder)
         raw, configuration = self._read_files()
-        try:
-            with _no_garbage_collection():
-                content = json.loads(raw, parse_float=_rounded)
-                self._backend = tokenizers.Tokenizer.from_buffer(raw)
-                self.fingerprint = _fingerprint_of(content)
-        except Exception as wrong:  # the backend raises bare Exceptions
-            raise XtkError(
-                f"this tokenizer.json cannot be read: {wrong}",
-                where=str(self.folder),
-                hint="copy tokenizer.json of the model into it again, whole",
-            ) from None
+        with backend_errors("this tokenizer.json cannot be read", str(self.folder)), _no_garbage_collection():
+            content = json.loads(raw, parse_float=_rounded)
+            check_content(content, str(self.folder))
+            self._backend = tokenizers.Tokenizer.from_buffer(raw)
+            self.fingerprint = _fingerprint_of(content)
         # Where numbers of added tokens leave a gap, the backend (and so transformers) counts on without it.
         content["added_tokens"] = [
             {**token, "id": self._backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
         ]
+        self._without_dropout(dropout_of(content))
         self._backend.no_truncation()
         self._backend.no_padding()
         # It adds special tokens, which are not asked for here, and cuts white space off the offsets.
@@ -164,26 +164,40 @@ class Tokenizer:
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
         Where the tokenizer rewrote the text, its own character offsets are used: see `ends_by_offsets`.
         """
-        with self._lock:
+        with self._told(), self._lock:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         results = self._all_by_bytes(texts, [encoding.ids for encoding in encodings])
         rewritten = [at for at, encoded in enumerate(results) if not encoded.exact]
         if rewritten:
             some = [texts[at] for at in rewritten]
-            with self._lock:
+            with self._told(), self._lock:
                 encodings = self._backend.encode_batch(some, add_special_tokens=False)
             for at, text, encoding in zip(rewritten, some, encodings, strict=True):
                 results[at] = self._by_offsets(text, encoding)
         return results
 
     def _encode_one(self, backend: Any, text: str) -> Any:
-        with self._lock:
+        with self._told(), self._lock:
             return backend.encode(text, add_special_tokens=False)
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        """Return what tells errors of the backend: an unknown token that its model lacks, say."""
+        return backend_errors("this tokenizer cannot encode a text", self.name)
+
+    def _without_dropout(self, share: float) -> None:
+        """Switch off merges that are left out at random: the same text has the same tokens, always."""
+        if not share:
+            return
+        self._backend.model.dropout = None
+        if self.fingerprint not in _told_dropout:
+            _told_dropout.add(self.fingerprint)
+            terminal.note(f"{self.name}: this tokenizer has a BPE dropout of {share:g}; xtk tokenizes without it")
 
     def normalise(self, text: str) -> str:
         """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
         normalizer = self._backend.normalizer
-        return text if normalizer is None else str(normalizer.normalize_str(text))
+        with self._told():
+            return text if normalizer is None else str(normalizer.normalize_str(text))
 
     def _all_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
         from xtk.tokens.kernels import byte_ends_of_all  # numba takes half a second to import
@@ -256,7 +270,8 @@ class Tokenizer:
         else:
             return self._backend
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
-        backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+        with backend_errors("this tokenizer.json cannot be read without its control tokens", self.name):
+            backend = tokenizers.Tokenizer.from_str(json.dumps(content))
         backend.encode_special_tokens = True
         return backend
 
@@ -294,7 +309,7 @@ class Tokenizer:
             controls is not None and any(controls.search(text, start, stop) for start, stop in regions)
             for text, regions in zip(texts, contents, strict=True)
         ]
-        with self._as_written():
+        with self._told(), self._as_written():
             plain = [text for text, special in zip(texts, spelled, strict=True) if not special]
             encodings = iter(self._backend.encode_batch_fast(plain, add_special_tokens=False))
         return [
@@ -430,7 +445,7 @@ class Tokenizer:
         results: list[NDArray[np.int32] | None] = [None] * len(spellings)
         if self.vocabulary.family == BYTE_LEVEL:
             texts = [(at, text) for at, text in enumerate(map(_decoded, spellings)) if text is not None]
-            with self._lock:
+            with self._told(), self._lock:
                 normalizer = self._backend.normalizer
                 self._backend.normalizer = None  # what a token spells is normalised already
                 try:
@@ -461,7 +476,8 @@ class Tokenizer:
         else:
             written = text.replace(" ", METASPACE_LETTER) if family == METASPACE else text
         if written:
-            ids = [token.id for token in self._backend.model.tokenize(written)]
+            with self._told():
+                ids = [token.id for token in self._backend.model.tokenize(written)]
             if ids and self._spells(ids, spelling):
                 return np.array(ids, np.int32)
         table = self.vocabulary.token_of_bytes
@@ -609,9 +625,12 @@ def _json_of(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
-        raise XtkError(f"this file is no JSON: {wrong}", where=str(path)) from None
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise XtkError("this file is not JSON: it is not UTF-8", where=str(path)) from None
+    content = parse_json(text, what="this file", where=str(path))
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a character, which cannot be written as UTF-8
+        content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     return content if isinstance(content, dict) else {}
 
 
@@ -619,6 +638,11 @@ def _embedding_rows(folder: Path) -> int:
     configuration = _json_of(folder / "config.json")
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    if rows and (not isinstance(rows, int) or not 0 < rows <= MAX_TOKENS):
+        raise XtkError(
+            f"vocab_size is {str(rows)[:40]}; it must be a whole number from 1 to {MAX_TOKENS:,}",
+            where=str(folder / "config.json"),
+        )
     return int(rows or 0)
 
 

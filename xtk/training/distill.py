@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.corpus import Corpus, Fingerprint
+from xtk.artifacts.corpus import Corpus, Fingerprint, is_data
 from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
@@ -114,7 +114,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if places.adapter:
         student["adapter"] = fingerprint_of_weights(places.adapter)
-    alone = all(loss.name != AUTO and lookup(LOSSES, loss.name, "loss").ground == "text" for loss in recipe.losses)
+    alone = all(loss.name != AUTO and _on_text(loss.name) for loss in recipe.losses)
     live = places.teachers
     on_policy = recipe.on_policy
     if on_policy is not None and not live:
@@ -129,9 +129,9 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
         )  # fmt: skip
     if plain:
         return _of_texts(places, recipe, tokenizer, student)
-    corpus = Corpus(list(places.caches), places.columns) if live else None
+    corpus = Corpus(list(places.caches), places.columns, places.max_document_bytes) if live else None
     if corpus is None:
-        _check_caches(places)
+        _check_caches(places, recipe)
     else:
         _check_live(places, alone=alone)
         if on_policy is not None:
@@ -258,11 +258,16 @@ def _held_out(
     return HeldOut(source, objectives, by_name, combination.weighing, meetings[: len(by_name)])
 
 
+def _on_text(name: str) -> bool:
+    """Say whether a loss needs no teacher."""
+    return bool(lookup(LOSSES, name, "loss").ground == "text")
+
+
 def _of_texts(places: Places, recipe: Recipe, tokenizer: Tokenizer, student: dict[str, str]) -> Inputs:
     """Return the inputs of a run without a teacher."""
     taken, _ = take_losses(recipe.losses, [])
     _check_balance(recipe, taken)
-    documents = list(Corpus(list(places.caches), places.columns))
+    documents = list(Corpus(list(places.caches), places.columns, places.max_document_bytes))
     fingerprint = Fingerprint()
     for document in documents:
         fingerprint.add(document)
@@ -310,8 +315,16 @@ def _check_mixable(teachers: Sequence[Teacher]) -> None:
             )
 
 
-def _check_caches(places: Places) -> None:
-    """Refuse columns that caches have of their own."""
+def _check_caches(places: Places, recipe: Recipe) -> None:
+    """Refuse plain data for losses that need a teacher, and columns that caches have of their own."""
+    for place in places.caches:
+        if is_data(place):
+            names = [loss.name for loss in recipe.losses if loss.name == AUTO or not _on_text(loss.name)]
+            raise XtkError(
+                f"--loss {names[0]} needs what a teacher assigns to the text, and this is plain data",
+                where=place,
+                hint=f"xtk cache-teacher TEACHER {place} -o CACHE, and CACHE here; or --teacher TEACHER; or --loss ce",
+            )
     for name in ("weight", "route"):
         if name in places.columns:
             raise XtkError(

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.data_files import MAX_DOCUMENT_BYTES
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.losses import LossSpecification
@@ -225,6 +226,7 @@ class Places:
         columns: names of the columns of plain data.
         eval_caches: of the same teachers on held-out documents, each a folder or a URL.
         teachers: who score the data while the student trains, in the place of caches.
+        max_document_bytes: the largest document of plain data that is read.
     """
 
     student: Path
@@ -235,3 +237,4 @@ class Places:
     adapter: Path | None = None
     eval_caches: tuple[str, ...] = ()
     teachers: tuple[LiveTeacher, ...] = ()
+    max_document_bytes: int = MAX_DOCUMENT_BYTES

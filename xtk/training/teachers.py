@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from xtk import terminal
 from xtk.artifacts.projection_file import read_projection
-from xtk.artifacts.projection_store import next_bytes_for, projection_for
+from xtk.artifacts.projection_store import next_bytes_for, projection_for, projection_path
 from xtk.artifacts.shard import asked_of
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
@@ -95,7 +96,15 @@ class Teacher:
         """The projection that was named, or else one that is built."""
         if self.named_projection is not None:
             return self.named_projection[1]
-        return projection_for(self.student, self.tokenizer, METHOD)
+        made = projection_for(self.student, self.tokenizer, METHOD)
+        path = projection_path(self.student, self.tokenizer, METHOD)
+        audited = made.header["audit"]
+        terminal.note(
+            f"distill: projection to {self.name}: method {METHOD}; {audited['rows']['exact']:,} of "
+            f"{len(self.student):,} student tokens exact, missing mass {audited['missing_mass']:.2%}; "
+            + (f"kept as {path}" if path is not None and path.is_file() else "not kept")
+        )
+        return made
 
     def refusal(self, loss: LossSpecification) -> XtkError | None:
         """Return why a loss cannot learn from it; None if it can."""
@@ -304,7 +313,18 @@ def take_losses(
             if (loss.name, about) not in [(one.loss.name, one.teacher) for one in taken]:
                 taken.append(Taken(loss, about, auto=True))
     taken.sort(key=lambda one: one.teacher is not None)
-    return taken, "; ".join(f"{' and '.join(names)}, for {why}" for names, why in reasons)
+    return taken, "; ".join(told_of_auto(taken, [why for _, why in reasons]))
+
+
+def told_of_auto(taken: Sequence[Taken], reasons: Sequence[str]) -> Iterator[str]:
+    """Yield the losses of `--loss auto` for each teacher, and why; before them those that all teachers share."""
+    shared = [str(one.loss) for one in taken if one.auto and one.teacher is None]
+    if len(reasons) > 1:
+        yield from shared
+        shared = []
+    for number, why in enumerate(reasons):
+        own = [str(one.loss) for one in taken if one.auto and one.teacher == number]
+        yield f"{' and '.join(shared + own)}, for {why}"
 
 
 def _taken(loss: LossSpecification, teachers: Sequence[Teacher]) -> list[Taken]:

@@ -1,0 +1,111 @@
+"""Chat templates and prompt templates that take endless memory, time or output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.tokens.chat import ChatTemplate
+
+CHAT = [{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content": "It is 17."}]
+EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ATTACKS = {
+    "{{ 'a' * 2000000000 }}": "more than 1 GiB of memory",
+    "{{ 'a' * 100000000 }}": "writes more than",
+    "{% set n = 'a' * 2000000000 %}": "more than 1 GiB of memory",
+    "{{ 'a'|center(10**9) }}": "more than 1 GiB of memory",
+    "{{ 'a'|center(10**8) }}": "writes more than",
+    "{{ '%2000000000d'|format(1) }}": "more than 1 GiB of memory",
+    "{{ 'a'.ljust(2000000000) }}": "more than 1 GiB of memory",
+    "{{ [0] * 10**9 }}": "more than 1 GiB of memory",
+    "{{ 10**(10**8) }}": "took more than 5 seconds of processor time",
+    "{% for i in range(10**9) %}a{% endfor %}": "Range too big",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "took more than 5 seconds",
+    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}": "writes more than",
+    "{% set x = namespace(s='aa') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}": "1 GiB of memory",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "cannot be read",
+    "{{ " + "[" * 900 + "]" * 900 + " }}": "cannot be read",
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "cannot be read",
+    "{{ " + "not " * 100_000 + "1 }}": "cannot be read",
+    "a" * (1 << 20) + "b": "this template has 1,048,6",
+}
+
+
+@pytest.mark.parametrize("source", ATTACKS, ids=[source[:60] for source in ATTACKS])
+def test_a_template_without_limits_ends_in_a_sentence(source):
+    started = time.monotonic()
+    with pytest.raises(XtkError) as caught:
+        ChatTemplate(source + EACH, {}, "here").render(CHAT)
+    assert ATTACKS[source] in caught.value.what
+    assert caught.value.where == "here"
+    assert time.monotonic() - started < 60
+    # The next one is rendered, by a new process if need be.
+    assert ChatTemplate(EACH, {}, "here").render(CHAT) == "12 + 5?It is 17."
+
+
+def with_template(folder, to, source):
+    shutil.copytree(folder, to)
+    (to / "chat_template.jinja").write_text(source)
+    return to
+
+
+@pytest.fixture
+def talks(tmp_path):
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    return tmp_path / "talks.jsonl"
+
+
+def refused(done: subprocess.CompletedProcess[str], sentence: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sentence in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("source", ["{{ 'a' * 2000000000 }}", "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"])
+def test_commands_tell_what_a_template_did(run, pair, tmp_path, talks, source):
+    student, teacher = (
+        with_template(side, tmp_path / name, source) for side, name in ((pair.student, "s"), (pair.teacher, "t"))
+    )
+    out = ("-o", tmp_path / "out")
+    for command in (
+        ("cache-teacher", teacher, talks, *out),
+        ("distill", student, talks, "--loss", "ce", *out),
+        ("rollout", student, talks, "-o", tmp_path / "out.jsonl"),
+        ("evaluate", student, talks),
+    ):
+        refused(run(*command, code=None), "template")
+
+
+def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"problem": "12 + 5"}) + "\n")
+    command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "-o", tmp_path / "out.jsonl", "--prompt-template")
+    refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
+    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "cannot be read")
+
+
+def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):
+    teacher = with_template(pair.teacher, tmp_path / "t", "{% for m in messages %}-{% endfor %}")
+    done = run("cache-teacher", teacher, talks, "-o", tmp_path / "cache", code=None)
+    refused(done, "nothing of this data is trained")
+    assert not (tmp_path / "cache" / "manifest.json").exists()
+
+
+def test_a_fork_renders_with_a_process_of_its_own():
+    import multiprocessing
+
+    template = ChatTemplate(EACH, {}, "here")
+    assert template.render(CHAT) == "12 + 5?It is 17."
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        found = pool.starmap(_render, [(EACH, str(number)) for number in range(20)])
+    assert found == [str(number) for number in range(20)]
+    assert template.render(CHAT) == "12 + 5?It is 17."
+
+
+def _render(source, content):
+    return ChatTemplate(source, {}, "here").render([{"role": "user", "content": content}])

@@ -1,0 +1,158 @@
+"""Data that is broken or endless: each attack ends in a sentence that names the file and the place."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+
+def refused(done: subprocess.CompletedProcess[str], *sentences: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    for sentence in sentences:
+        assert sentence in done.stderr, done.stderr
+
+
+DEEP = "[" * 10_000 + "]" * 10_000
+ATTACKS = {
+    "deep line": ("a.jsonl", f'{{"text": "a", "x": {DEEP}}}'.encode(), "line 1", "nested more than 100 levels deep"),
+    "deep messages": (
+        "a.jsonl", json.dumps({"messages": DEEP}).encode(), "document 0", "nested more than 100 levels deep"
+    ),
+    "half deep": ("a.jsonl", ('{"text": "a", "x": ' + "[" * 900 + "]" * 900 + "}").encode(), "line 1", "nested"),
+    "deep array": ("a.json", f'[{{"text": "a"}},\n{{"text": {DEEP}}}]'.encode(), "line 2", "nested"),
+    "open array": ("a.json", b'[{"text": "a"}', "a.json", "this JSON array has no end"),
+    "array of text": ("a.json", b'[{"text": "a"} {"text": "b"}]', "line 1", "no comma between two documents"),
+    "latin-1": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "a.jsonl", "byte 0xe9 at offset 27"),
+    "latin-1 text": ("a.txt", b"caf\xe9", "a.txt", "byte 0xe9 at offset 3"),
+    "latin-1 in an array": ("a.json", b'[{"text": "caf\xe9"}]', "a.json", "byte 0xe9 at offset 14"),
+    "utf-16": ("a.txt", "Anna".encode("utf-16"), "a.txt", "this text is UTF-16, and data is UTF-8"),
+    "utf-16 lines": ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl", "this text is UTF-16"),
+    "utf-32": ("a.csv", "text\na\n".encode("utf-32"), "a.csv", "this text is UTF-32"),
+    "csv fields": ("a.csv", b'text,id\n"a",1\nb\n', "line 3", "this row has 1 fields, and the header has 2"),
+    "csv quotes": ("a.csv", b'text,id\n"a,1\nb,2\n', "line 2", "this row is not CSV"),
+    "csv header": ("a.csv", b"text,text\na,b\n", "a.csv", "two columns called 'text'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_broken_data_is_refused_with_its_place(run, pair, tmp_path, attack):
+    name, content, where, sentence = ATTACKS[attack]
+    (tmp_path / name).write_bytes(content)
+    refused(run("align", pair.student, pair.teacher, tmp_path / name, code=None), where, sentence)
+
+
+def long_line(path):
+    path.write_bytes(b'{"text": "' + b"a" * 50_000_000 + b'"}\n')
+
+
+def long_array(path):
+    path.write_bytes(b'[{"text": "' + b"a" * 50_000_000 + b'"}]\n')
+
+
+def long_field(path):
+    path.write_bytes(b'text,id\n"' + b"a\n" * 25_000_000 + b'",1\n')
+
+
+def long_text(path):
+    path.write_bytes(b"a" * 50_000_000)
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(long_line, "a.jsonl"), (long_array, "a.json"), (long_field, "a.csv"), (long_text, "a.txt")]
+)
+def test_a_document_of_50_mb_is_refused_at_once(run, pair, tmp_path, write, name):
+    write(tmp_path / name)
+    started = time.monotonic()
+    done = run("align", pair.student, pair.teacher, tmp_path / name, code=None)
+    refused(done, "larger than --max-document-bytes (16,000,000)", name)
+    assert time.monotonic() - started < 30
+
+
+def test_the_limit_is_an_option_of_every_command_that_reads_data(run, pair, tmp_path):
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps({"text": "Anna has 12 apples."}) + "\n")
+    limit, sentence = ("--max-document-bytes", 20), "larger than --max-document-bytes (20)"
+    out = ("-o", tmp_path / "out")
+    refused(run("cache-teacher", pair.teacher, data, *out, *limit, code=None), sentence, "line 1")
+    refused(run("distill", pair.student, data, "--loss", "ce", *out, *limit, code=None), sentence)
+    refused(run("rollout", pair.student, data, "-o", tmp_path / "out.jsonl", *limit, code=None), sentence)
+    refused(run("evaluate", pair.student, data, *limit, code=None), sentence)
+    refused(
+        run("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", data, *out, *limit,
+            code=None), sentence
+    )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_id_of_3e8_is_named(run, pair, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"input_ids": [1, 300_000_000]}) + "\n")
+    done = run("cache-teacher", pair.teacher, tmp_path / "a.jsonl", "-o", tmp_path / "cache", code=None)
+    refused(done, "token 1 of a document's input_ids is 300000000")
+
+
+def test_a_pipe_that_is_not_utf_8_is_refused(pair, tmp_path):
+    import sys
+
+    command = [sys.executable, "-m", "xtk", "align", str(pair.student), str(pair.teacher), "-"]
+    done = subprocess.run(command, input=b'{"text": "caf\xe9"}\n', capture_output=True, check=False)
+    assert done.returncode == 1
+    assert "this text is not UTF-8: byte 0xe9 at offset 13" in done.stderr.decode()
+
+
+# Without network.
+
+
+@pytest.fixture
+def silent_server() -> Iterator[int]:
+    """A server that accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held: list[socket.socket] = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+        server.shutdown(socket.SHUT_RDWR)
+        for one in held:
+            one.close()
+
+
+SOURCES = ("owner/name", "owner/name:test", "hf://datasets/owner/name", "hf://datasets/owner/name/a.jsonl")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_without_network_the_hub_ends_in_a_sentence(run, pair, tmp_path, source):
+    surroundings = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    started = time.monotonic()
+    # A fresh process: the hub's client reads its variables when it is imported.
+    out = tmp_path / "cache"
+    done = run("cache-teacher", pair.teacher, source, "-o", out, code=None, env=surroundings, fresh=True)
+    refused(done, "the hub does not give it")
+    assert time.monotonic() - started < 40  # under load; seconds on a machine that does nothing else
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_a_hub_that_never_answers_ends_in_a_sentence_within_20_seconds(run, pair, tmp_path, silent_server, model):
+    surroundings = {"HF_ENDPOINT": f"http://127.0.0.1:{silent_server}", "HF_HUB_OFFLINE": "0"}
+    command = ("align", "owner/model", pair.teacher, "text")
+    if not model:
+        command = ("cache-teacher", pair.teacher, "owner/name", "-o", tmp_path / "cache")
+    started = time.monotonic()
+    run("inspect", tmp_path, code=1, fresh=True)  # what imports take on this machine now
+    imports = time.monotonic() - started
+    started = time.monotonic()
+    done = run(*command, code=None, env=surroundings, fresh=True)
+    refused(done, "the hub does not give it", "owner/")
+    assert time.monotonic() - started < 18 + imports

@@ -1,0 +1,128 @@
+"""JSON arrays, CSV and TSV, folders of `datasets.save_to_disk`, and the sentences for what is none of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import datasets
+import pytest
+
+from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.data_files import AT_ONCE
+from xtk.errors import XtkError
+from xtk.tokens.document import Document
+
+TEXTS = ["Anna has 12 apples.", '日本語 😀, "quoted"', "two\nlines and\r\nthree", "", "[{,"]
+RECORDS = [{"text": text, "id": number} for number, text in enumerate(TEXTS)]
+
+
+def texts_of(*sources, **options):
+    return [document.text for document in Corpus([str(source) for source in sources], **options)]
+
+
+def failure_of(*sources, **options) -> XtkError:
+    with pytest.raises(XtkError) as caught:
+        texts_of(*sources, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("ascii_only", [False, True])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_an_array_holds_documents(tmp_path, name, indent, ascii_only):
+    path = tmp_path / name
+    path.write_text("\ufeff \n" + json.dumps(RECORDS, indent=indent, ensure_ascii=ascii_only) + "\n", encoding="utf-8")
+    assert texts_of(path) == TEXTS
+
+
+def test_objects_over_several_lines_are_documents(tmp_path):
+    (tmp_path / "a.json").write_text("\n".join(json.dumps(record, indent=1) for record in RECORDS))
+    assert texts_of(tmp_path / "a.json") == TEXTS
+    (tmp_path / "a.json").write_text("[]")
+    assert failure_of(tmp_path / "a.json").what == "there is no document in this corpus"
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_an_array_is_read_piece_by_piece(tmp_path, shift):
+    texts = ["x" * shift, *["é😀" * 20_000, "y" * 3 * AT_ONCE, '"\\' * 50_000], *map(str, range(20_000))]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
+    assert texts_of(tmp_path / "a.json") == texts
+
+
+def test_an_array_comes_through_a_pipe(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(RECORDS).encode())))
+    assert texts_of("-") == TEXTS
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"[1] A footnote.")))
+    assert texts_of("-") == ["[1] A footnote."]
+
+
+@pytest.mark.parametrize(("name", "comma"), [("a.csv", ","), ("a.tsv", "\t")])
+def test_rows_of_csv_are_documents(tmp_path, name, comma):
+    def quoted(text: str) -> str:
+        return '"' + text.replace('"', '""') + '"'
+
+    lines = [f"id{comma}text", *(f"{number}{comma}{quoted(text)}" for number, text in enumerate(TEXTS))]
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode() + b"\r\n\r\n")
+    assert texts_of(tmp_path / name) == TEXTS
+
+
+def test_fields_of_csv_that_are_not_text_are_json(tmp_path):
+    chat = [{"role": "user", "content": "12?"}, {"role": "assistant", "content": "12."}]
+    quoted = json.dumps(chat).replace('"', '""')
+    (tmp_path / "a.csv").write_text(f'messages,quality,tools\n"{quoted}",0.5,\n')
+    (document,) = Corpus([str(tmp_path / "a.csv")], {"weight": "quality"})
+    assert document.conversation == Document.of_messages(chat).conversation
+    assert document.weight == 0.5
+    (tmp_path / "a.csv").write_text('input_ids,labels\n"[5, 6]","[-100, 6]"\n')
+    (document,) = Corpus([str(tmp_path / "a.csv")])
+    assert document == Document.of_ids([5, 6], [False, True])
+    (tmp_path / "a.csv").write_text("question,answer\n12,17\n")
+    (document,) = Corpus([str(tmp_path / "a.csv")], {"prompt": "question", "completion": "answer"})
+    assert document == Document.of_completion("12", "17")  # a number is text where text is asked for
+
+
+def saved(records):
+    return datasets.Dataset.from_list(records)
+
+
+def test_folders_that_datasets_saves_are_read_in_their_order(tmp_path):
+    datasets.disable_progress_bars()
+    saved(RECORDS).save_to_disk(tmp_path / "one", num_shards=3)
+    assert texts_of(tmp_path / "one") == TEXTS
+    both = datasets.DatasetDict(train=saved(RECORDS[:2]), test=saved(RECORDS[2:]))
+    both.save_to_disk(tmp_path / "both")
+    assert texts_of(tmp_path / "both") == TEXTS[:2]
+    assert texts_of(f"{tmp_path}/both:test") == TEXTS[2:]
+    failure = failure_of(f"{tmp_path}/both:tset")
+    assert failure.what == "this data set has no split 'tset'; did you mean test?"
+    assert "train, test" in failure.hint
+    assert "one split" in failure_of(f"{tmp_path}/one:test").what
+
+
+def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
+    datasets.disable_progress_bars()
+    saved(RECORDS).save_to_disk(tmp_path / "one")
+    state = json.loads((tmp_path / "one" / "state.json").read_text())
+    state["_data_files"][0]["filename"] = "../elsewhere.arrow"
+    (tmp_path / "one" / "state.json").write_text(json.dumps(state))
+    assert "cannot be a file of this artifact" in failure_of(tmp_path / "one").what
+
+
+@pytest.mark.parametrize("write", ["jsonl", "json", "csv", "txt", "parquet"])
+def test_a_document_above_the_limit_is_refused(tmp_path, write):
+    path = tmp_path / f"a.{write}"
+    frame = saved([{"text": "short"}, {"text": "x" * 1000}])
+    if write == "parquet":
+        frame.to_parquet(path)
+    elif write == "txt":
+        path.write_text("x" * 1000)
+    elif write == "csv":
+        frame.to_csv(path, index=False)
+    else:
+        path.write_text("\n".join(map(json.dumps, frame)) if write == "jsonl" else json.dumps(list(frame)))
+    assert len(texts_of(path, max_document_bytes=1100)[-1]) == 1000
+    failure = failure_of(path, max_document_bytes=500)
+    assert failure.what == "this document is larger than --max-document-bytes (500)"
+    assert failure.where.startswith(str(path))

@@ -1,0 +1,538 @@
+"""Files of data as records: JSON lines, JSON arrays, CSV, Parquet, Arrow, text."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.members import member, read_member
+from xtk.artifacts.records import ASKED, FIELDS, TEXT_FIELDS, Record
+from xtk.errors import XtkError
+from xtk.lookup import did_you_mean
+from xtk.plain_json import check_depth, parse_json
+
+MAX_DOCUMENT_BYTES = 16_000_000
+AT_ONCE = 1 << 18  # bytes that are read at once
+ROWS_AT_ONCE = 1000
+SPLIT = "train"  # of a data set that has several, where none is named
+_REMOTE = re.compile(r"^\w+://")
+# Of UTF-32 first: it begins as UTF-16 does.
+_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_UTF_8_MARK = b"\xef\xbb\xbf"
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # of `datasets.save_to_disk`
+_ARROW_FILE = re.compile(r"[\w.-]+\.arrow")
+_STATE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How files are read.
+
+    Attributes:
+        columns: {field: column} where a field has another name.
+        max_bytes: the most that a record may have, as its file has it.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    max_bytes: int = MAX_DOCUMENT_BYTES
+
+    def too_large(self, where: str) -> XtkError:
+        """Return the error for a record above `max_bytes`."""
+        return XtkError(
+            f"this document is larger than --max-document-bytes ({self.max_bytes:,})",
+            where=where,
+            hint="split it; or a larger --max-document-bytes, if memory allows",
+        )
+
+
+Read = Callable[[str, Reading], Iterator[Record]]
+
+
+def read_file(name: str, reading: Reading) -> Iterator[Record]:
+    """Yield the records of a file, a remote one too.
+
+    Raises:
+        XtkError: its ending is of no known format, or its content of another one; it is cut short, not UTF-8, or has
+            a record above `reading.max_bytes`.
+    """
+    kind = format_of(name)
+    if kind not in FORMATS:
+        raise XtkError(
+            f"data ending in {kind or 'nothing'} cannot be read", where=name, hint=f"one of {', '.join(FORMATS)}"
+        )
+    return _named(name, FORMATS[kind](name, reading))
+
+
+def format_of(name: str) -> str:
+    """Return the ending that tells the format of a file, past those of compression."""
+    plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
+    return Path(plain).suffix.lower()
+
+
+def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
+    """Pass records on; a file that is cut short or of another format is told by its name."""
+    try:
+        yield from records
+    except XtkError:
+        raise
+    except Exception as wrong:
+        local = not _REMOTE.match(name)
+        if isinstance(wrong, OSError) and wrong.errno and local:  # the system's: no such file, no permission
+            raise
+        known = ValueError | EOFError | OSError | zlib.error | lzma.LZMAError | csv.Error  # Arrow's are ValueErrors
+        if local and not isinstance(wrong, known):
+            raise
+        reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
+        hint = "look whether it is whole, and whether its ending tells its format"
+        raise XtkError(
+            f"this data cannot be read to its end: {reason}",
+            where=name,
+            hint=hint if local else f"check the network and the address; {hint}",
+        ) from None
+
+
+def _opened(name: str, compression: str | None = "infer") -> Any:
+    import fsspec
+
+    return fsspec.open(name, "rb", compression=compression)
+
+
+# Text.
+
+
+def lines_of(stream: Any, name: str, reading: Reading) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text with their numbers, from 1 on. Lines end at line feeds alone, and keep them.
+
+    Args:
+        stream: of bytes.
+        name: for messages.
+        reading: its limit is that of a line.
+
+    Raises:
+        XtkError: a line above the limit, or bytes that are not UTF-8, with their offset in the text.
+    """
+    offset, number, rest = 0, 0, b""
+    first = True
+    while True:
+        chunk = stream.read(AT_ONCE)
+        if first:
+            chunk, offset = _without_mark(chunk, name)
+            first = False
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            number += 1
+            if len(line) > reading.max_bytes:
+                raise reading.too_large(f"{name}, line {number}")
+            yield number, _decoded(line + b"\n", offset, name)
+            offset += len(line) + 1
+        if len(rest) > reading.max_bytes:
+            raise reading.too_large(f"{name}, line {number + 1}")
+        if not chunk:
+            break
+    if rest:
+        yield number + 1, _decoded(rest, offset, name)
+
+
+def whole_text(stream: Any, name: str, reading: Reading) -> str:
+    """Return a text as it is, but for the mark of UTF-8 in front of it.
+
+    Raises:
+        XtkError: as `lines_of`, with a limit for the whole.
+    """
+    parts, size = [], 0
+    while chunk := stream.read(AT_ONCE):
+        parts.append(chunk)
+        size += len(chunk)
+        if size > reading.max_bytes:
+            raise reading.too_large(name)
+    return _decoded(*_without_mark(b"".join(parts), name), name)
+
+
+def _without_mark(raw: bytes, name: str) -> tuple[bytes, int]:
+    """Return the beginning of a text without a byte order mark, and how many bytes that mark has."""
+    for mark, encoding in _MARKS.items():
+        if raw.startswith(mark):
+            raise XtkError(
+                f"this text is {encoding}, and data is UTF-8", where=name, hint=f"iconv -f {encoding} -t UTF-8"
+            )
+    size = len(_UTF_8_MARK) if raw.startswith(_UTF_8_MARK) else 0
+    return raw[size:], size
+
+
+def _decoded(raw: bytes, offset: int, name: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as wrong:
+        at = offset + wrong.start
+        raise XtkError(
+            f"this text is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
+            where=name,
+            hint="iconv -f LATIN1 -t UTF-8, with the encoding that it has",
+        ) from None
+
+
+def _read_text(name: str, reading: Reading) -> Iterator[Record]:
+    with _opened(name) as stream:
+        text = whole_text(stream, name, reading)
+    if text:
+        yield {"text": text}
+
+
+# JSON.
+
+
+def _read_json(name: str, reading: Reading) -> Iterator[Record]:
+    """Read JSON lines; or objects one after the other, in an array or not, over as many lines as they like."""
+    with _opened(name) as stream:
+        first = first_line(stream)
+    with _opened(name) as stream:
+        yield from records_of_json(stream, first, name, reading)
+
+
+def records_of_json(stream: Any, first: str, name: str, reading: Reading) -> Iterator[Record]:
+    """Yield the records of JSON lines, or of an array.
+
+    Args:
+        stream: of bytes, at its beginning.
+        first: its first line that is not empty.
+        name: for messages.
+        reading: its limit is that of a record.
+
+    Raises:
+        XtkError: it is not JSON, or a record is not an object, or above the limit.
+    """
+    lines = lines_of(stream, name, reading)
+    if not is_array(first) and not (format_of(name) == ".json" and _is_open(first)):
+        for number, line in lines:
+            if line.strip():
+                yield json_record(line, f"{name}, line {number}")
+        return
+    parts = iter(lambda: stream.read(AT_ONCE), b"")
+    for value, where in _values(_Text(_characters(parts, name)), name, reading):
+        yield _record(value, where)
+
+
+def first_line(stream: Any) -> str:
+    """Return the first line of a text that is not empty, or the beginning of a long one."""
+    text: str = stream.read(AT_ONCE).removeprefix(_UTF_8_MARK).decode("utf-8", "replace").lstrip()
+    return text.partition("\n")[0]
+
+
+def is_array(line: str) -> bool:
+    """Say whether a text that begins with this line is a JSON array of objects, or an empty one."""
+    return re.match(r"\s*\[\s*([{\]]|$)", line) is not None
+
+
+def _is_open(line: str) -> bool:
+    """Say whether an object begins in a line and goes on in the next."""
+    try:
+        json.loads(line)
+    except RecursionError:
+        return False
+    except ValueError:
+        return line.startswith("{")
+    return False
+
+
+def json_record(line: str, where: str) -> Record:
+    """Return the object that a line holds.
+
+    Raises:
+        XtkError: it is not JSON, nested too deeply, or not an object.
+    """
+    return _record(parse_json(line, what="this line", where=where), where)
+
+
+def _record(value: Any, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise XtkError('a document is a JSON object such as {"text": "..."}', where=where)
+    return value
+
+
+def _characters(parts: Iterable[bytes], name: str) -> Iterator[str]:
+    """Decode bytes part by part."""
+    offset, rest = 0, b""
+    for number, part in enumerate(parts):
+        if number == 0:
+            part, offset = _without_mark(part, name)
+        whole = rest + part
+        # A character that goes on in the next part: up to three bytes, from the last one that begins a character.
+        cut = next((at for at in range(1, min(3, len(whole)) + 1) if whole[-at] >= 0xC0), 0)
+        text, rest = (whole[:-cut], whole[-cut:]) if cut else (whole, b"")
+        yield _decoded(text, offset, name)
+        offset += len(text)
+    yield _decoded(rest, offset, name)
+
+
+class _Text:
+    """A text that is read part by part, and taken from its beginning."""
+
+    def __init__(self, parts: Iterator[str]) -> None:
+        self._parts, self._text, self._at = parts, "", 0
+        self.line = 1
+
+    def peek(self) -> str:
+        """Return the next character that is not white space; "" at the end."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            assert space is not None
+            self._pass(space.end())
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def skip(self) -> None:
+        """Take one character."""
+        self._at += 1
+
+    def value(self, where: str, reading: Reading) -> Any:
+        """Take a JSON value.
+
+        Raises:
+            XtkError: there is none, or it is nested too deeply, or longer than the limit.
+        """
+        while True:
+            held = len(self._text) - self._at
+            try:
+                value, stop = _DECODER.raw_decode(self._text, self._at)
+            except RecursionError:
+                return parse_json(self._text[self._at :], what="this document", where=where)  # which refuses it
+            except ValueError as wrong:
+                cut = getattr(wrong, "pos", 0) > len(self._text) - 100 or "Unterminated" in str(wrong)
+                if cut and held > reading.max_bytes:
+                    raise reading.too_large(where) from None
+                # More may mend it: two parts are enough where the mistake is not at the end.
+                if held > max(reading.max_bytes, 2 * AT_ONCE) or not self._more():
+                    reason = (
+                        f"{wrong.msg} (line {self.line}" if isinstance(wrong, json.JSONDecodeError) else f"{wrong} ("
+                    )
+                    raise XtkError(f"this is not JSON: {reason})", where=where) from None
+                continue
+            break
+        if stop - self._at > reading.max_bytes:
+            raise reading.too_large(where)
+        brackets = self._text.count("[", self._at, stop) + self._text.count("{", self._at, stop)
+        check_depth(value, brackets, what="this document", where=where)
+        self._pass(stop)
+        return value
+
+    def _pass(self, stop: int) -> None:
+        self.line += self._text.count("\n", self._at, stop)
+        self._at = stop
+
+    def _more(self) -> bool:
+        """Read as much again as is held, so that a long value is not tried too often."""
+        held = self._text[self._at :]
+        parts = list(itertools.islice(self._parts, 1 + len(held) // AT_ONCE))
+        self._text, self._at = held + "".join(parts), 0
+        return bool(parts)
+
+
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
+def _values(text: _Text, name: str, reading: Reading) -> Iterator[tuple[Any, str]]:
+    """Yield the values of an array, or of a text of values one after the other, and where each begins."""
+    array = text.peek() == "["
+    if array:
+        text.skip()
+    first = True
+    while letter := text.peek():
+        where = f"{name}, line {text.line}"
+        if array and letter == "]":
+            text.skip()
+            if text.peek():
+                raise XtkError("there is more text after the end of this JSON array", where=where)
+            return
+        if array and not first:
+            if letter != ",":
+                raise XtkError("this JSON array has no comma between two documents", where=where)
+            text.skip()
+            text.peek()
+            where = f"{name}, line {text.line}"
+        yield text.value(where, reading), where
+        first = False
+    if array:
+        raise XtkError("this JSON array has no end", where=name, hint="look whether the file is whole")
+
+
+# CSV.
+
+
+def _read_csv(name: str, reading: Reading) -> Iterator[Record]:
+    """Read rows under a header, as RFC 4180 has them: fields in quotes may hold commas, quotes (twice) and newlines."""
+    csv.field_size_limit(reading.max_bytes)
+    texts = {reading.columns.get(name, name) for name in TEXT_FIELDS}
+    parsed = {reading.columns.get(name, name) for name in (*FIELDS, *ASKED)} - texts
+    teachers = reading.columns.get("teacher_prompt", "teacher_prompt")
+    with _opened(name) as stream:
+        lines = _Lines(lines_of(stream, name, reading), name, reading)
+        rows = csv.reader(lines, delimiter="\t" if format_of(name) == ".tsv" else ",", strict=True)
+        header: list[str] | None = None
+        while True:
+            first, lines.size = lines.number + 1, 0
+            try:
+                row = next(rows, None)
+            except csv.Error as wrong:
+                if "field limit" in str(wrong):
+                    raise reading.too_large(f"{name}, line {first}") from None
+                raise XtkError(f"this row is not CSV: {wrong}", where=f"{name}, line {first}") from None
+            if row is None:
+                return
+            if not row:
+                continue
+            if header is None:
+                header = _header(row, name)
+                continue
+            if len(row) != len(header):
+                raise XtkError(
+                    f"this row has {len(row):,} fields, and the header has {len(header):,}",
+                    where=f"{name}, line {first}",
+                    hint="a field with a comma, a quote or a newline stands in double quotes",
+                )
+            record = dict(zip(header, row, strict=True))
+            yield {
+                column: _typed(value) if column in parsed else None if column == teachers and not value else value
+                for column, value in record.items()
+            }
+
+
+class _Lines:
+    """Lines for the parser of CSV, which takes as many as a row has: counted, and limited by the row."""
+
+    def __init__(self, lines: Iterator[tuple[int, str]], name: str, reading: Reading) -> None:
+        self._lines, self._name, self._reading = lines, name, reading
+        self.number = self.size = 0
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        self.number, line = next(self._lines)
+        self.size += len(line)
+        if self.size > self._reading.max_bytes:
+            raise self._reading.too_large(f"{self._name}, the row that ends after line {self.number}")
+        return line
+
+
+def _header(row: list[str], name: str) -> list[str]:
+    repeated = sorted({column for column in row if row.count(column) > 1})
+    if repeated:
+        raise XtkError(
+            f"the header has two columns called {repeated[0]!r}", where=name, hint="the first row names the columns"
+        )
+    return row
+
+
+def _typed(value: str) -> Any:
+    """Return what a field holds that is not text: JSON, or nothing."""
+    if not value.strip():
+        return None
+    try:
+        return parse_json(value, what="", where="")
+    except XtkError:
+        return value  # the field's own check refuses it
+
+
+# Arrow.
+
+
+def _read_parquet(name: str, reading: Reading) -> Iterator[Record]:
+    import pyarrow.parquet
+
+    with _opened(name, None) as stream:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
+            yield from _rows(batch, name, reading)
+
+
+def _read_arrow(name: str, reading: Reading) -> Iterator[Record]:
+    import pyarrow
+
+    with _opened(name, None) as stream:
+        try:
+            batches: Iterable[Any] = pyarrow.ipc.open_stream(stream)  # what `datasets` writes
+        except pyarrow.ArrowInvalid:
+            stream.seek(0)
+            table = pyarrow.ipc.open_file(stream)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        for batch in batches:
+            yield from _rows(batch, name, reading)
+
+
+def _rows(batch: Any, name: str, reading: Reading) -> Iterator[Record]:
+    batch.validate(full=True)  # offsets that lead out of the file, bytes that are not UTF-8
+    if batch.nbytes > reading.max_bytes:
+        for number in range(len(batch)):
+            row = batch.slice(number, 1)
+            if row.nbytes > reading.max_bytes:
+                raise reading.too_large(name)
+            yield from row.to_pylist()
+    else:
+        yield from batch.to_pylist()
+
+
+# Folders of `datasets.save_to_disk`.
+
+
+def saved_files(folder: Path, split: str) -> list[Path] | None:
+    """Return the files of a folder of `datasets.save_to_disk`, in their order; None of another folder.
+
+    Args:
+        folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote it.
+        split: which of a DatasetDict; "": `train`.
+
+    Raises:
+        XtkError: there is no such split, or what the folder states is damaged.
+    """
+    if (folder / _SPLITS).is_file():
+        splits = _stated(folder, _SPLITS).get("splits")
+        names = splits if isinstance(splits, list) and all(isinstance(name, str) for name in splits) else []
+        chosen = split or (SPLIT if SPLIT in names else names[0] if len(names) == 1 else "")
+        if chosen not in names:
+            near = did_you_mean(chosen, names)
+            raise XtkError(
+                f"this data set has no split {chosen or SPLIT!r}" + (f"; did you mean {near}?" if near else ""),
+                where=str(folder),
+                hint=f"{folder}:SPLIT, one of {', '.join(names)}",
+            )
+        return saved_files(folder / member(chosen, [re.compile(r"[\w.-]+")], where=str(folder / _SPLITS)), "")
+    if not (folder / _STATE).is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    if split:
+        raise XtkError(f"this data set has one split, and is asked for {split!r}", where=str(folder))
+    state = _stated(folder, _STATE)
+    if state.get("_indices_data_files") or state.get("_indices_files"):
+        raise XtkError(
+            "this data set keeps a selection apart from its rows", where=str(folder),
+            hint="dataset.flatten_indices().save_to_disk(...)",
+        )  # fmt: skip
+    listed = state.get("_data_files")
+    files = [one.get("filename") if isinstance(one, dict) else one for one in listed if one] if listed else []
+    return [folder / member(file, [_ARROW_FILE], where=str(folder / _STATE)) for file in files]
+
+
+def _stated(folder: Path, name: str) -> dict[str, Any]:
+    where = str(folder / name)
+    content = parse_json(_decoded(read_member(folder, name, _STATE_BYTES), 0, where), what="this file", where=where)
+    return content if isinstance(content, dict) else {}
+
+
+FORMATS: dict[str, Read] = {
+    ".jsonl": _read_json,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".tsv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_text,
+}
