@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from xtk.artifacts.runs import read_recipe
 from xtk.training.metrics import read_metrics
 
 
@@ -67,7 +68,7 @@ def told(folder: Path) -> list[dict[str, object]]:
 def assert_same(found: Path, expected: Path) -> None:
     assert told(found) == told(expected)
     assert (found / "model.safetensors").read_bytes() == (expected / "model.safetensors").read_bytes()
-    assert (found / "recipe.json").read_bytes() == (expected / "recipe.json").read_bytes()
+    assert read_recipe(found) == read_recipe(expected)
 
 
 def processes_that_name(output: Path) -> list[int]:

@@ -118,7 +118,8 @@ def runs(pair, cache, corpus, tmp_path_factory) -> tuple[Path, Path]:
     run_xtk("distill", pair.student, cache, *losses, *reading, "-o", root / "first")
     killed = root / ODD
     killed.mkdir()
-    recipe = json.loads((root / "first" / "recipe.json").read_text()) | {"seed": 7, "max_steps": 400}
+    recipe = json.loads((root / "first" / "recipe.json").read_text())
+    recipe["identity"] |= {"seed": 7, "max_steps": 400}
     (killed / "recipe.json").write_text(json.dumps(recipe))
     lines = [json.dumps(record) for record in WRITTEN]
     (killed / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "lo']))

@@ -378,7 +378,7 @@ def test_sh_makes_the_same_students_of_the_printed_commands_and_force_replaces_t
     before = times(tmp_path / "out" / "learning-rate=1e-3,seed=0")
     changed = tmp_path / "out" / "learning-rate=1e-2,seed=1"
     recipe = json.loads((changed / "recipe.json").read_text())
-    (changed / "recipe.json").write_text(json.dumps(recipe | {"weight_decay": 0.5}))
+    (changed / "recipe.json").write_text(json.dumps(recipe | {"identity": {**recipe["identity"], "weight_decay": 0.5}}))
     assert "weight_decay: 0.5 there" in run_xtk(*arguments, tmp_path / "out", code=1).stderr
     run_xtk(*arguments, tmp_path / "out", "--force")
     assert_same(changed, whole / changed.name)

@@ -87,8 +87,8 @@ def test_each_process_writes_its_own_part_and_nothing_is_written_twice(written, 
     checkpoint = written / name / "checkpoint-3"
     held: dict[str, list[tuple[int, list[int]]]] = {}
     for rank in range(2):
-        with safe_open(checkpoint / f"trainer-0000{rank}-of-00002.safetensors", "pt") as file:
-            pieces = json.loads(file.metadata()["xtk"])["pieces"]
+        with safe_open(checkpoint / "trainer" / f"rank-0000{rank}-of-00002.safetensors", "pt") as file:
+            pieces = json.loads(file.metadata()["xtk"])["sharded_state"]
             assert set(pieces) == set(file.keys())
             assert sum(of.startswith("exp_avg.") for of in pieces) > 5
             for key, piece in pieces.items():
@@ -103,7 +103,7 @@ def test_what_is_missing_or_of_another_model_is_told(written, tmp_path):
     copy = tmp_path / "checkpoint-3"
     shutil.copytree(written / "fsdp-2" / "checkpoint-3", copy)
     run = Trained(copy, "dp")
-    lost = copy / "trainer-00001-of-00002.safetensors"
+    lost = copy / "trainer" / "rank-00001-of-00002.safetensors"
     kept = lost.read_bytes()
     lost.write_bytes(kept[: len(kept) // 2])
     with pytest.raises(Damaged, match="cannot be read"):
@@ -111,7 +111,7 @@ def test_what_is_missing_or_of_another_model_is_told(written, tmp_path):
     lost.unlink()
     with pytest.raises(Damaged, match="1 of 2 processes' parts are not in this checkpoint"):
         run.saver.load(copy, 0)
-    shutil.copyfile(copy / "trainer-00000-of-00002.safetensors", lost)
+    shutil.copyfile(copy / "trainer" / "rank-00000-of-00002.safetensors", lost)
     with pytest.raises(Damaged, match=r"numbers of .* are missing"):
         run.saver.load(copy, 0)
     lost.write_bytes(kept)

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from xtk.artifacts.runs import entries, write_manifest
 from xtk.errors import XtkError
 from xtk.evaluation.results import Result
 from xtk.training.card import with_evaluation
@@ -27,6 +28,13 @@ TEMPLATE = (
 )
 TRAINING = ["--loss", "ce", "--save-steps", 2, "--logging-steps", 1, "--learning-rate", 1e-2,
             "--per-device-train-batch-size", 4, "--max-steps"]  # fmt: skip
+
+
+def sign(run: Path) -> None:
+    """Let a finished run state the files that are in it now."""
+    stated = json.loads((run / "xtk.json").read_text())
+    content = {key: value for key, value in stated.items() if key not in ("files", "folders", "checksum")}
+    write_manifest(run, content, entries(run, stated["files"]))
 
 
 def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -107,6 +115,7 @@ def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp
     (run / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": [*tokenizer["added_tokens"], added]}))
     for name, ends in (("config.json", end), ("generation_config.json", [1, 2])):
         (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": ends}))
+    sign(run)
     told = export(Export(run), tmp_path / "out", force=False)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert written == told["eos_token_ids"] == [0, 1, end]
@@ -146,7 +155,7 @@ def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair,
 def test_of_a_run_with_an_average_a_checkpoint_gives_the_average(pair, corpus, tmp_path):
     run_xtk("distill", pair.student, corpus, *TRAINING, 3, "--ema-decay", 0.5, "-o", tmp_path / "run")
     run_xtk("export", tmp_path / "run", "--checkpoint", 2, "--dtype", "float16", "-o", tmp_path / "out")
-    pieces = Pieces(sorted((tmp_path / "run" / "checkpoint-2").glob("trainer-*")))
+    pieces = Pieces(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(tensor, pieces.alone(f"average.{name}").half())
 
@@ -172,6 +181,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     weights = load_file(large / "model.safetensors")
     weights["model.norm.weight"] += 1e6
     save_file(weights, large / "model.safetensors", {"format": "pt"})
+    sign(large)
     damaged = Path(shutil.copytree(tied, tmp_path / "damaged"))
     first, *others = (damaged / "metrics.jsonl").read_text().splitlines(keepends=True)
     (damaged / "metrics.jsonl").write_text(first[: len(first) // 2] + "\n" + "".join(others))

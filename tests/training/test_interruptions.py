@@ -29,6 +29,7 @@ from material import sentences, write_jsonl
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from xtk.artifacts.runs import read_recipe
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.batches import Order
 from xtk.training.card import name_of
@@ -234,7 +235,7 @@ def test_a_step_whose_loss_is_no_number_moves_nothing_and_is_counted(broken, tmp
     for step in range(2, 6):
         one, other = (weights["lm_head.weight"] for weights in moved[step - 2 : step])
         assert torch.equal(one, other) == (step in skipped)
-    with safe_open(tmp_path / "out" / "checkpoint-5" / "trainer-00000-of-00001.safetensors", "pt") as state:
+    with safe_open(tmp_path / "out" / "checkpoint-5" / "trainer" / "rank-00000-of-00001.safetensors", "pt") as state:
         assert state.get_tensor("step.lm_head.weight") == 5 - sum(step <= 5 for step in skipped)
         assert all(state.get_tensor(key).isfinite().all() for key in state.keys() if key.startswith("exp_avg"))  # noqa: SIM118
 
@@ -321,7 +322,7 @@ def test_the_card_says_from_what_the_student_was_distilled_and_names_no_path(pai
     head = yaml.safe_load(card.split("---")[1])
     assert head["base_model"] == "some-lab/small-1"
     assert "distillation" in head["tags"]
-    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    recipe = read_recipe(tmp_path / "out")
     manifest = json.loads((cache / "manifest.json").read_text())["header"]
     for fingerprint in (
         recipe["inputs"]["student"]["weights"], manifest["teacher"]["weights"], manifest["data"]["documents"],

@@ -123,7 +123,7 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     assert [line["teacher_seconds"] for line in ours] == sorted(line["teacher_seconds"] for line in ours)
     assert all("teacher_seconds" not in line for line in theirs)
     assert not list((tmp_path / "live").glob(f"{TEMPORARY}*"))
-    recipe = json.loads((tmp_path / "live" / "recipe.json").read_text())
+    recipe = json.loads((tmp_path / "live" / "recipe.json").read_text())["identity"]
     assert recipe["inputs"].keys() == {"student", "teacher", "projection"}
 
 

@@ -193,7 +193,7 @@ def test_what_a_run_tells_and_leaves(whole):
     assert not (whole / "rounds").exists()
     told_of = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     assert [one["step"] for one in told_of] == [0, 2, 4, 6]
-    recipe = json.loads((whole / "recipe.json").read_text())
+    recipe = json.loads((whole / "recipe.json").read_text())["identity"]
     assert recipe["on_policy"]["num_generations"] == 2
     assert recipe["on_policy"]["rewards"] == ["regex:pattern=apples"]
 
@@ -374,9 +374,9 @@ def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pai
     assert [line["loss"] for line in lines] == [line["loss"] for line in same]
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "same")]
     assert weights[0] == weights[1]
-    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["on_policy"]
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["identity"]["on_policy"]
     assert recipe["prompt_template"] == "{{who}} gives some.\nHow many?"
-    assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["on_policy"]
+    assert "prompt_template" not in json.loads((tmp_path / "same" / "recipe.json").read_text())["identity"]["on_policy"]
     refused = run_xtk("distill", student, tmp_path / "rows.jsonl", *common, *form[:-2], "-o", tmp_path / "x", code=1)
     assert "own answer to a prompt, completion, is not there; there is who, left" in refused.stderr
     assert "--lmbda 1" in refused.stderr

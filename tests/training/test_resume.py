@@ -141,7 +141,7 @@ def test_the_newest_checkpoints_are_kept_and_whole(whole):
         tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
         content = json.loads((whole / name / "xtk.json").read_text())
         assert content["kind"] == "checkpoint"
-        assert (content["version"], content["processes"]) == (2, 1)
+        assert (content["version"], content["processes"]) == (3, 1)
         assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
         AutoModelForCausalLM.from_pretrained(whole / name)
     assert len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1

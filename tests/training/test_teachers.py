@@ -328,7 +328,7 @@ def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, t
     expected = {"ce", "byte-kl/teacher", "forward-kl/alike", "kd", "balance", "weight/teacher", "weight/alike"}
     assert expected | {"unaligned/teacher", "unaligned/alike"} <= set(metrics)
     assert all(math.isfinite(value) for value in metrics.values())
-    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())
+    recipe = json.loads((tmp_path / "out" / "recipe.json").read_text())["identity"]
     assert recipe["losses"] == ["ce", "byte-kl of teacher", "forward-kl of alike"]
     assert recipe["teacher_weights"] == "entropy:per=span"
     assert len(recipe["inputs"]["caches"]) == 2

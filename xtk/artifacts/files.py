@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import secrets
 import socket
 from collections.abc import Iterator
@@ -64,10 +65,15 @@ def share(*paths: Path) -> None:
         path.chmod(mode)
 
 
+# What YAML 1.1 does not read as JSON does, and what UTF-8 cannot hold: written as escapes.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write readable JSON, whole."""
+    """Write readable JSON, whole; as YAML it reads the same."""
     with written_whole(path) as temporary:
         text = json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False)
+        text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
         temporary.write_text(text + "\n", encoding="utf-8")
 
 

@@ -8,6 +8,7 @@ import re
 import threading
 from pathlib import Path
 
+from xtk.artifacts.runs import RECIPE, numbered
 from xtk.errors import XtkError, exists
 
 ADAPTER = "adapter_config.json"
@@ -102,7 +103,7 @@ def _unreachable(name: str, kind: str) -> str | None:
 
 def is_run(folder: Path) -> bool:
     """Say whether a folder is one of `xtk distill`, finished or not."""
-    return (folder / "recipe.json").is_file()
+    return (folder / RECIPE).is_file()
 
 
 def _check_finished(folder: Path) -> None:
@@ -113,9 +114,7 @@ def _check_finished(folder: Path) -> None:
     """
     if not is_run(folder) or any((folder / name).is_file() for name in ("config.json", ADAPTER, "tokenizer.json")):
         return
-    steps = [path.name.rpartition("-")[2] for path in folder.glob("checkpoint-*")]
-    last = max((int(step) for step in steps if step.isdecimal()), default=None)
-    there = "" if last is None else f"{folder / f'checkpoint-{last}'}, or "
+    there = "".join(f"{path}, or " for _, path in numbered(folder)[-1:])
     raise XtkError(
         "this run is not finished", where=str(folder), hint=f"{there}the same xtk distill command, which goes on"
     )

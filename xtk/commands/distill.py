@@ -389,9 +389,10 @@ def distill(
     given = dict(locals())
     started = time.monotonic()
     from xtk.children import die_with
+    from xtk.commands.rerun import check_rerun, kept_options
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
-    from xtk.training.distill import open_inputs
+    from xtk.training.distill import identity_of, open_inputs
     from xtk.training.eval_tasks import check_asked
     from xtk.training.launch import Machines, is_worker, launch, world_size
     from xtk.training.layout import read_layout
@@ -410,15 +411,18 @@ def distill(
     places, recipe, reporting = read_request(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
     processes = num_processes * num_machines
-    check_asked(reporting.eval_tasks, read_layout(recipe.parallel, world_size() if is_worker() else processes))
+    layout = read_layout(recipe.parallel, world_size() if is_worker() else processes)
+    check_asked(reporting.eval_tasks, layout)
     inputs = open_inputs(places, recipe, Tokenizer(places.student))
+    kept = kept_options(given, piped, world_size() // num_machines if is_worker() else num_processes)
+    check_rerun(config, kept, identity_of(recipe, inputs, layout.data_ranks, reporting))
     come_again_when_asked()
     if is_worker():
         die_with(number=signal.SIGKILL)
     elif processes > 1:
         launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
-    content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code)
+    content = train(places, recipe, reporting, inputs, force=force, trust_remote_code=trust_remote_code, options=kept)
     terminal.result_artifact(
         {"path": output, "kind": "student", "steps": content["steps"], "metrics": content["metrics"]}, as_json=as_json
     )

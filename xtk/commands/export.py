@@ -11,7 +11,9 @@ from xtk.commands import options
 
 
 def export(
-    run: Annotated[str, typer.Argument(help="What xtk distill wrote; - for a pipe.", metavar="RUN")],
+    run: Annotated[
+        str, typer.Argument(help="What xtk distill wrote, or a checkpoint in it; - for a pipe.", metavar="RUN")
+    ],
     output: options.Output,
     checkpoint: Annotated[
         int,
@@ -55,8 +57,15 @@ def export(
     terminal.set_quiet(quiet)
     place = Path(terminal.path_argument(run))
 
+    from xtk.artifacts.runs import checkpoint_of
     from xtk.training.export import Export, check_push, push
     from xtk.training.export import export as write
+
+    if (of := checkpoint_of(place)) is not None:
+        place, step = of
+        if checkpoint not in (0, step):
+            raise typer.BadParameter(f"--checkpoint is {checkpoint}, and RUN is the checkpoint of step {step}")
+        checkpoint = step
 
     if push_to_hub:
         check_push(push_to_hub)

@@ -158,20 +158,23 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
-    from xtk.artifacts.files import read_json
+    from xtk.artifacts.runs import DONE, RECIPE, read_manifest, read_recipe
+    from xtk.artifacts.runs import verify as compare
     from xtk.errors import XtkError
 
-    finished = path / "xtk.json"
-    content = read_json(finished) if finished.is_file() else {"kind": "unfinished student"}
-    if verify and not finished.is_file():
+    finished = (path / DONE).is_file()
+    content: dict[str, Any] = read_manifest(path) if finished else {"kind": "unfinished student"}
+    if verify and not finished:
         raise XtkError(
             "this student is unfinished", where=str(path), hint="run the same xtk distill command again; it goes on"
         )
-    recipe = content.get("recipe") or (read_json(path / "recipe.json") if (path / "recipe.json").is_file() else {})
+    recipe = content.get("recipe") or (read_recipe(path) if (path / RECIPE).is_file() else {})
     steps = content.get("steps", content.get("step"))
     statistics: dict[str, Any] = {"steps": steps, "metrics": content.get("metrics", {})}
     if verify:
-        statistics |= _weights(path)
+        compare(path, content)
+        count = len(content["files"]) + sum(len(files) for files in content["folders"].values())
+        statistics |= {**_weights(path), "files_verified": count}
     return {"path": str(path), "kind": content["kind"], "header": recipe, "statistics": statistics}
 
 

@@ -39,8 +39,11 @@ class Command(TyperCommand):
         options = {name_of(parameter): parameter for parameter in self.params}
         options = {name: option for name, option in options.items() if name not in ("config", "help")}
         values: dict[str, Any] = {}
+        of_a_recipe = _check_recipe(root, path) if "cache" in options and "student" in options else ()
         for key, value in root.value:
             name = str(key.value).replace("_", "-")
+            if name in of_a_recipe:
+                continue
             if name not in options:
                 wrong_name = unknown("option", str(key.value), options)
                 raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
@@ -50,6 +53,21 @@ class Command(TyperCommand):
             several = getattr(option, "multiple", False) or option.nargs != 1
             values[option.name] = _value_in_file(value, name, several, f"{path}, line {value.start_mark.line + 1}")
         return values
+
+
+def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
+    """Return what a configuration file has besides options if it is the recipe of a run; nothing if it is not one.
+
+    Raises:
+        XtkError: it is a recipe of another version.
+    """
+    from xtk.artifacts.runs import RECIPE_KEYS, read_recipe, recipe_version
+
+    content = {str(key.value): value.value for key, value in root.value}
+    if recipe_version(content) is None:
+        return ()
+    read_recipe(path)
+    return RECIPE_KEYS
 
 
 def name_of(parameter: Any) -> str:

@@ -109,7 +109,9 @@ def report(
     pictures += _cache(cache) if cache else []
     style = alignment_page.STYLE + cache_page.STYLE + audit_page.STYLE
     write_page(Path(output), "".join(page(shown, results, baselines, written, pictures, style, request)))
-    told = [{"path": run.path, "state": run.state, "metrics": run.last()} for run in shown]
+    told = [{"path": run.path, "state": run.state, "command": run.command, "metrics": run.last()} for run in shown]
+    for run in shown:
+        terminal.note(f"report: {run.name}, trained again: {run.command}")
     terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
 
 
@@ -141,26 +143,25 @@ def _read(path: Path, name: str) -> Shown:
     """Read a run, finished or not.
 
     Raises:
-        XtkError: its recipe is none.
-        Damaged: one of its files is no JSON.
+        XtkError: its recipe is none, or of another version.
+        Damaged: one of its files is no JSON, or was altered.
     """
-    from xtk.artifacts.files import canonical_json, read_json, read_json_lines, sha256
+    from xtk.artifacts.files import read_json_lines
+    from xtk.artifacts.runs import DONE, fingerprint_of_run, read_manifest, read_recipe
     from xtk.commands.report_page import Shown
-    from xtk.errors import XtkError
+    from xtk.commands.rerun import command_again
 
-    recipe = read_json(path / "recipe.json")
-    if not {"losses", "inputs"} <= set(recipe):
-        raise XtkError("this recipe is none of xtk distill", where=str(path / "recipe.json"))
+    recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
     at = metrics[-1]["step"] if metrics else 0
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
-    if (path / "xtk.json").is_file():
-        content = read_json(path / "xtk.json")
+    if (path / DONE).is_file():
+        content = read_manifest(path, ("student",))
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
-            state += f", the best at {best['step']:,}"
+            state += f", the best at {best.get('step'):,}"
     samples = read_json_lines(path / "rollouts.jsonl")
-    return Shown(name, str(path), state, sha256(canonical_json(recipe)), recipe, metrics, samples)
+    return Shown(name, str(path), state, fingerprint_of_run(recipe), recipe, metrics, samples, command_again(path))
 
 
 def _cache(place: str) -> list[str]:
@@ -225,10 +226,11 @@ def _tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer of a run, or of its last checkpoint; None if there is none yet."""
     from contextlib import suppress
 
+    from xtk.artifacts.runs import numbered
     from xtk.errors import XtkError
     from xtk.tokens.tokenizer import Tokenizer
 
-    for folder in (run, *sorted(run.glob("checkpoint-*"), reverse=True)):
+    for folder in (run, *(path for _, path in reversed(numbered(run)))):
         with suppress(XtkError):
             return Tokenizer(folder, name="student")
     return None

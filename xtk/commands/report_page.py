@@ -56,6 +56,7 @@ class Shown:
         recipe: what it does.
         metrics: its records, by rising steps.
         samples: what its student wrote, one a round.
+        command: makes it again.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Shown:
     recipe: Mapping[str, Any]
     metrics: Sequence[Mapping[str, Any]]
     samples: Sequence[Mapping[str, Any]] = field(default=())
+    command: str = ""
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
@@ -272,7 +274,9 @@ def _recipes(runs: Sequence[Shown]) -> Iterator[str]:
         kind = ' class="differs"' if name in differing else ""
         cells = "".join(f'<td class="wide">{escape(one.get(name, ""))}</td>' for one in flat)
         yield f'<tr{kind}><th scope="row">{escape(name)}</th>{cells}</tr>\n'
-    yield "</table></div>\n</details>\n</section>\n"
+    again = "\n".join(run.command for run in runs if run.command)
+    yield "</table></div>\n</details>\n"
+    yield f"<h3>The same again</h3>\n<pre>{escape(again)}</pre>\n</section>\n" if again else "</section>\n"
 
 
 def _flat(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

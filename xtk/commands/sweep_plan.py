@@ -294,6 +294,7 @@ def finished(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bo
     Raises:
         XtkError: inputs do not fit each other, or the folder holds other things, or a run of another recipe.
     """
+    from xtk.commands.rerun import check_rerun, kept_options
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.checkpoint import find_run
     from xtk.training.distill import identity_of, open_inputs
@@ -304,6 +305,7 @@ def finished(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bo
         layout = read_layout(recipe.parallel, run.given["num_processes"])
         inputs = open_inputs(places, recipe, Tokenizer(places.student))
         identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
+        check_rerun(run.given["config"], kept_options(run.given), identity)
         try:
             return find_run(run.folder, identity, force=False), False
         except XtkError:

@@ -36,7 +36,7 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
         exit_code: 0: it is finished.
     """
     from xtk.artifacts.files import read_json
-    from xtk.training.checkpoint import DONE, METRICS
+    from xtk.artifacts.runs import DONE, METRICS
     from xtk.training.metrics import read_metrics
 
     told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}

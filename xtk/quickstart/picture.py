@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xtk.training.checkpoint import METRICS
+from xtk.artifacts.runs import METRICS
 from xtk.training.metrics import read_metrics
 
 STYLES = {"ce": ("cross-entropy alone", "tab:orange"), "distilled": ("distilled", "tab:blue")}

@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder, with the optimizer and random numbers beside it as safetensors.
+"""Checkpoints: a Hugging Face folder with a manifest; optimizer and random numbers as safetensors in a subfolder.
 
 The model is whole, so that anything loads it; the rest is written by each process in a file of its own (pieces.py), and
 read by any number of processes, however they cut the model.
@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +20,38 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, read_json, share, write_json
+from xtk.artifacts.files import TEMPORARY, read_json, share
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.runs import (
+    ADAPTER,
+    BEST,
+    CARD,
+    CHECKPOINT,
+    DONE,
+    METRICS,
+    RECIPE,
+    ROLLOUTS,
+    TRAINER,
+    beginning,
+    check_sizes,
+    entries,
+    fingerprint_of_run,
+    listed_names,
+    numbered,
+    read_manifest,
+    read_recipe,
+    recipe_version,
+    verify,
+    write_manifest,
+    write_recipe,
+)
 from xtk.errors import Damaged, XtkError
 from xtk.models.preparation import is_adapted, save_trained
 from xtk.training import processes
-from xtk.training.pieces import Box, Pieces, Share, local, write_pieces
+from xtk.training.pieces import Box, Pieces, Share, damage, local, write_pieces
+from xtk.training.standing import Standing
 
-RECIPE, DONE, METRICS, CARD = "recipe.json", "xtk.json", "metrics.jsonl", "README.md"
-VERSION = 2
+STUDENT = "student"
 AVERAGE, RANDOM = "average", "random"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -34,36 +59,52 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
-def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
+def find_run(output: Path, identity: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
     """Look for a run in a folder, and touch nothing.
 
     Returns:
         What the finished run wrote to `xtk.json`; None if there is something left to train (or to begin anew: `force`).
 
     Raises:
-        XtkError: the folder holds other things, or a run of another recipe.
+        XtkError: the folder holds other things, or a run of another recipe or another version.
+        Damaged: the manifest of a finished run was altered, or a file of weights has another size.
     """
     if output.is_file():
         raise XtkError("a student is a folder, and there is a file of this name", where=str(output))
     if not output.is_dir() or all(path.name.startswith((TEMPORARY, LOCK)) for path in output.iterdir()):
         return None
-    found = read_json(output / RECIPE) if (output / RECIPE).is_file() else {}
-    if not {"losses", "inputs"} <= set(found):
+    if recipe_version(read_json(output / RECIPE) if (output / RECIPE).is_file() else {}) is None:
         raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
     if force:
         return None
-    if found != recipe:
-        differences = [key for key in sorted({*found, *recipe}) if found.get(key) != recipe.get(key)]
-        told = ", ".join(f"{key}: {found.get(key)} there, {recipe.get(key)} asked for" for key in differences[:3])
+    found = read_recipe(output)
+    if found != identity:
+        differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
+        told = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} asked for" for key in differences[:3])
         raise XtkError(
             "there is a run of another recipe",
             where=f"{output} ({told})",
             hint="another -o, or --force to replace it",
         )
-    return read_json(output / DONE) if (output / DONE).is_file() else None
+    return _finished(output) if (output / DONE).is_file() else None
 
 
-def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
+def _finished(output: Path) -> dict[str, Any]:
+    """Return what a finished run wrote to `xtk.json`.
+
+    Raises:
+        Damaged: the manifest was altered, or a file of weights has another size.
+    """
+    try:
+        content = read_manifest(output, (STUDENT,))
+        check_sizes(output, content)
+    except Damaged as wrong:
+        hint = f"rm {output / DONE}, and the same command again: it goes on from the last checkpoint"
+        raise Damaged(wrong.what, where=wrong.where, hint=hint) from None
+    return content
+
+
+def begin_run(output: Path, options: Mapping[str, Any], identity: dict[str, Any], *, force: bool) -> None:
     """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
     output.mkdir(parents=True, exist_ok=True)
     for path in output.glob("*" if force else f"{TEMPORARY}*"):
@@ -74,30 +115,125 @@ def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
         else:
             path.unlink(missing_ok=True)
     if not (output / RECIPE).is_file():
-        write_json(output / RECIPE, recipe)
+        write_recipe(output, options, identity)
 
 
-def checkpoints(output: Path) -> list[tuple[int, Path]]:
-    """Return (step, folder) of the checkpoints of a run, oldest first."""
-    found = []
-    for path in output.glob("checkpoint-*"):
-        with contextlib.suppress(ValueError):
-            found.append((int(path.name.rpartition("-")[2]), path))
-    return sorted(found)
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        step: steps that are done; 0: the run begins.
+        folder: of the checkpoint; None: the run begins.
+        damaged: later checkpoints, which cannot be used.
+    """
+
+    step: int = 0
+    folder: Path | None = None
+    damaged: tuple[Path, ...] = ()
 
 
-def remove_old_checkpoints(output: Path, keep: int) -> None:
-    """Keep the newest `keep` checkpoints, and the best weights of which they know."""
-    for _, path in checkpoints(output)[: -keep or None]:
+def find_checkpoint(output: Path, identity: Mapping[str, Any], *, best: bool) -> Resumed:
+    """Return the newest checkpoint of a run whose files all match its manifest; every process has to call it.
+
+    Each process reads its share of the files. A checkpoint that does not match is reported, and the one before it is
+    tried.
+
+    Args:
+        output: the run's folder.
+        identity: of the run.
+        best: whether the run keeps the best weights, so that those of the checkpoint are needed too.
+
+    Raises:
+        Damaged: there are checkpoints, and none of them can be used; or the metrics up to it were altered.
+        XtkError: another version wrote it.
+    """
+    found = processes.told_by_all(numbered(output))[0]
+    run, damaged, wrong = fingerprint_of_run(identity), list[Path](), None
+    for step, folder in reversed(found):
+        wrong = next(filter(None, processes.told_by_all(_problem(output, step, folder, run, best=best))), None)
+        if wrong is None:
+            if processes.is_first():
+                _check_metrics(output, folder)
+            return Resumed(step, folder, tuple(damaged))
+        if not isinstance(wrong, Damaged):
+            raise wrong
+        damaged.append(folder)
+        terminal.note(f"distill: warning: {folder.name} cannot be used: {wrong.what} ({wrong.where})")
+    if wrong is not None:
+        raise Damaged(
+            f"no checkpoint of this run can be used: {wrong.what}",
+            where=wrong.where,
+            hint="restore a checkpoint from a copy; or --force, to train again from step 0",
+        )
+    return Resumed()
+
+
+def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> XtkError | None:
+    """Return why a checkpoint cannot be used, as far as this process has read it; None if it can."""
+    here = (processes.rank(), processes.number())
+    try:
+        content = read_manifest(folder, (CHECKPOINT,))
+        if content.get("step") != step:
+            raise Damaged(f"this is the checkpoint of step {content.get('step')}", where=str(folder))
+        if content.get("run") != run:
+            raise Damaged("this checkpoint is of another run", where=str(folder))
+        verify(folder, content, share=here)
+        parts_of(folder, content)
+        of = Standing.of(content).best_step
+        if best and of:
+            weights = output / f"{BEST}-{of}"
+            kept = read_manifest(weights, (BEST,))
+            if (kept.get("step"), kept.get("run")) != (of, run):
+                raise Damaged("these are the best weights of another step or run", where=str(weights))
+            verify(weights, kept, share=here)
+    except XtkError as wrong:
+        wrong.where = wrong.where or str(folder / DONE)
+        return wrong
+    except OSError as wrong:
+        return Damaged(f"it cannot be read: {wrong.strerror}", where=str(wrong.filename or folder))
+    return None
+
+
+def _check_metrics(output: Path, folder: Path) -> None:
+    """Refuse a file of metrics that is not as it was when a checkpoint was written; one that is gone is none.
+
+    Raises:
+        Damaged: so it is.
+    """
+    stated = read_manifest(folder).get("metrics_file")
+    size = stated.get("bytes") if isinstance(stated, dict) else None
+    found = beginning(output, METRICS, size) if isinstance(size, int) else None
+    if found is not None and found != stated:
+        raise Damaged(
+            f"these metrics are not those that were there when {folder.name} was written",
+            where=str(output / METRICS),
+            hint="restore the file from a copy; or remove it, and the run goes on without its lines up to there",
+        )
+
+
+def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = ()) -> None:
+    """Keep the newest `keep` checkpoints, and the best weights of which they know.
+
+    Args:
+        output: the run's folder.
+        keep: how many.
+        damaged: checkpoints that could not be used, which go in any case.
+    """
+    found = [path for _, path in numbered(output) if path not in damaged]
+    for path in (*damaged, *found[: -keep or None]):
         shutil.rmtree(path, ignore_errors=True)
     _remove_bests(output, 0)
 
 
 def _remove_bests(output: Path, new: int) -> None:
     """Remove best weights of which no checkpoint knows, from which a run could go on, but for new ones."""
-    known = {new, *(read_json(path / DONE).get("best_step", 0) for _, path in checkpoints(output))}
-    for path in output.glob("best-*"):
-        if path.name not in {f"best-{step}" for step in known}:
+    known = {new}
+    for _, path in numbered(output):
+        with contextlib.suppress(XtkError):
+            known.add(Standing.of(read_manifest(path, (CHECKPOINT,))).best_step)
+    for step, path in numbered(output, BEST):
+        if step not in known:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -112,6 +248,7 @@ class Saver:
         layout: how the work is cut. Random numbers go on where it is the same.
         merge: writes the finished student into a folder, from a folder with its adapter; None: there is no adapter, or
             none that can be merged.
+        run: the run's fingerprint, which its checkpoints state.
     """
 
     def __init__(
@@ -123,8 +260,9 @@ class Saver:
         averages: Mapping[str, Tensor] | None = None,
         layout: str = "",
         merge: Callable[[Path, Path], None] | None = None,
+        run: str = "",
     ) -> None:
-        self._merge = merge
+        self._merge, self._run = merge, run
         self._model, self._optimizer, self._tokenizer_folder = model, optimizer, tokenizer_folder
         self._averages, self._layout = averages or {}, layout
         self._weights = dict(model.state_dict(keep_vars=True))
@@ -145,25 +283,29 @@ class Saver:
         Raises:
             XtkError: a process wrote to another disk than the first.
         """
-        temporary, final = output / f"{TEMPORARY}checkpoint-{step}", output / f"checkpoint-{step}"
+        temporary, final = output / f"{TEMPORARY}{CHECKPOINT}-{step}", output / f"{CHECKPOINT}-{step}"
         ranks = processes.number()
         try:
             if processes.is_first():
                 shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir()
+                (temporary / TRAINER).mkdir(parents=True)
             processes.wait()
-            path = temporary / _part(processes.rank(), ranks)
-            self._write_part(path)
-            self.write_model(temporary)
-            processes.wait()
+            name = part_name(processes.rank(), ranks)
+            self._write_part(temporary / TRAINER / name)
+            with ThreadPoolExecutor(1) as thread:  # the checksum of the part, while weights are gathered and written
+                part = thread.submit(entries, temporary / TRAINER, [name])
+                self.write_model(temporary)
+            parts = {name: entry for one in processes.told_by_all(part.result()) for name, entry in one.items()}
             if processes.is_first():
                 _check_parts(temporary, ranks)
-                content = {"kind": "checkpoint", "version": VERSION, "step": step, "processes": ranks}
-                write_json(temporary / DONE, {**content, "layout": self._layout, **counted})
-                sync_folder(temporary)
-                shutil.rmtree(final, ignore_errors=True)
-                temporary.replace(final)
-                sync_folder(output)
+                content = {"kind": CHECKPOINT, "step": step, "run": self._run, "processes": ranks}
+                kept = {**content, "parallel": self._layout, **counted}
+                if (metrics := beginning(output, METRICS)) is not None:
+                    sync(output / METRICS)
+                    kept["metrics_file"] = metrics
+                write_manifest(temporary, kept, sync_and_hash(temporary), {TRAINER: parts})
+                sync(temporary)
+                _put_in_place(temporary, final)
             processes.wait()
         finally:
             if processes.is_first():
@@ -189,7 +331,7 @@ class Saver:
             kept_as = f"{RANDOM}.{device}.{processes.rank()}"
             shapes[kept_as] = numbers.shape
             pieces.append((Box(kept_as, (0,), tuple(numbers.shape)), numbers))
-        write_pieces(path, pieces, shapes, {"version": VERSION, "trained": sorted(self._trained)})
+        write_pieces(path, pieces, shapes, {"trained": sorted(self._trained)})
 
     def write_model(self, folder: Path) -> None:
         """Write weights, configuration and the tokenizer's own files, unchanged, from the first process."""
@@ -220,16 +362,15 @@ class Saver:
 
     def write_best(self, output: Path, step: int) -> None:
         """Write the model to `best-STEP`, whole."""
-        temporary, final = output / f"{TEMPORARY}best-{step}", output / f"best-{step}"
+        temporary, final = output / f"{TEMPORARY}{BEST}-{step}", output / f"{BEST}-{step}"
         if processes.is_first():
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         self.write_model(temporary)
         if processes.is_first():
-            sync_folder(temporary)
-            shutil.rmtree(final, ignore_errors=True)
-            temporary.replace(final)
-            sync_folder(output)
+            content = {"kind": BEST, "step": step, "run": self._run}
+            write_manifest(temporary, content, sync_and_hash(temporary))
+            _put_in_place(temporary, final)
             _remove_bests(output, step)
         processes.wait()
 
@@ -243,18 +384,22 @@ class Saver:
             best: the step whose weights, kept by `write_best`, are the student's; 0: those that the model has.
         """
         temporary = output / f"{TEMPORARY}final"
-        self.write_student(temporary, output / f"best-{best}" if best else None)
+        self.write_student(temporary, output / f"{BEST}-{best}" if best else None)
         if processes.is_first():
             (temporary / CARD).write_text(card, encoding="utf-8")
-            sync_folder(temporary)
+            beside = [name for name in (RECIPE, METRICS, ROLLOUTS) if (output / name).is_file()]
+            files = sync_and_hash(temporary) | entries(output, beside)
+            folders = {ADAPTER: sync_and_hash(temporary / ADAPTER)} if (temporary / ADAPTER).is_dir() else {}
             for path in sorted(temporary.iterdir()):
                 if path.is_dir():  # of a run that was killed just here
                     shutil.rmtree(output / path.name, ignore_errors=True)
                 path.replace(output / path.name)
-            sync_folder(output)
+            for name in beside:
+                sync(output / name)
+            sync(output)
             temporary.rmdir()
-            write_json(output / DONE, content)
-            for path in output.glob("best-*"):
+            write_manifest(output, content, files, folders)
+            for _, path in numbered(output, BEST):
                 shutil.rmtree(path, ignore_errors=True)
         processes.wait()
 
@@ -264,6 +409,9 @@ class Saver:
         Args:
             folder: what lies there goes.
             trained: what `write_best` wrote; None: the weights that the model has.
+
+        Raises:
+            Damaged: what `write_best` wrote was altered.
         """
         adapter = folder.with_name(f"{TEMPORARY}adapter")
         place = adapter if self._merge else folder
@@ -271,7 +419,8 @@ class Saver:
             for one in (folder, adapter):
                 shutil.rmtree(one, ignore_errors=True)
             if trained is not None:
-                shutil.copytree(trained, place)
+                verify(trained, read_manifest(trained, (BEST,)))
+                shutil.copytree(trained, place, ignore=shutil.ignore_patterns(DONE))
             else:
                 place.mkdir()
         if trained is None:
@@ -298,20 +447,26 @@ class Saver:
 
         Raises:
             XtkError: another version wrote it.
-            Damaged: a file is missing, cut short, or of another model.
+            Damaged: a file is missing, cut short, or of another model. Checksums are compared before, by
+                `find_checkpoint`.
         """
-        content = read_json(folder / DONE)
-        if content.get("version") != VERSION:
-            raise XtkError(
-                f"this checkpoint has version {content.get('version', 1)}, and this xtk goes on from {VERSION}",
-                where=str(folder),
-                hint="finish the run with the xtk that began it, or begin anew with --force",
-            )
-        _check_parts(folder, content["processes"])
-        pieces = Pieces([folder / _part(rank, content["processes"]) for rank in range(content["processes"])])
+        content = read_manifest(folder, (CHECKPOINT,))
+        pieces = Pieces([folder / TRAINER / name for name in parts_of(folder, content)])
+        with damage(folder):
+            self._put_back(pieces, folder)
+            if content["processes"] == processes.number() and content["parallel"] == self._layout:
+                names = {device: f"{RANDOM}.{device}.{processes.rank()}" for device in processes.random_states()}
+                processes.set_random_states({device: pieces.alone(name) for device, name in names.items()})
+                return content
+        processes.seed_anew(seed, content["step"], processes.rank() if stream is None else stream)
+        told = f"{content['processes']} process(es), {content['parallel']}"
+        terminal.note(f"distill: {folder.name} was written by {told}: random numbers (of dropout) begin anew")
+        return content
+
+    def _put_back(self, pieces: Pieces, folder: Path) -> None:
+        """Put back the optimizer and the averages."""
         self._check_names(folder, set(pieces.headers[0]["trained"]))
-        kept = [name.split(".", 1) for name in sorted(pieces.names())]
-        for key, name in kept:
+        for key, name in [name.split(".", 1) for name in sorted(pieces.names())]:
             if key == RANDOM:
                 continue
             parameter = self._trained[name]
@@ -322,14 +477,6 @@ class Saver:
                 self._optimizer.state[parameter][key] = number.to(_device_of_numbers(self._optimizer, parameter))
             else:
                 self._optimizer.state[parameter][key] = pieces.read(f"{key}.{name}", parameter)
-        if content["processes"] == processes.number() and content["layout"] == self._layout:
-            names = {device: f"{RANDOM}.{device}.{processes.rank()}" for device in processes.random_states()}
-            processes.set_random_states({device: pieces.alone(name) for device, name in names.items()})
-        else:
-            processes.seed_anew(seed, content["step"], processes.rank() if stream is None else stream)
-            told = f"{content['processes']} process(es), {content['layout']}"
-            terminal.note(f"distill: {folder.name} was written by {told}: random numbers (of dropout) begin anew")
-        return content
 
     def _check_names(self, folder: Path, there: set[str]) -> None:
         for names, told in ((there - set(self._trained), "trains no"), (set(self._trained) - there, "trains")):
@@ -337,16 +484,31 @@ class Saver:
                 raise Damaged(f"this checkpoint is of another model: this one {told} {min(names)}", where=str(folder))
 
 
-def _part(rank: int, ranks: int) -> str:
-    return f"trainer-{rank:05d}-of-{ranks:05d}.safetensors"
+def part_name(rank: int, ranks: int) -> str:
+    """Return the name of a process's file in the trainer's folder of a checkpoint."""
+    return f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def parts_of(folder: Path, content: Mapping[str, Any]) -> list[str]:
+    """Return the names of all processes' files in the trainer's folder of a checkpoint.
+
+    Raises:
+        Damaged: the manifest lists others, or one is missing.
+    """
+    listed = content["folders"].get(TRAINER, {})
+    names = [part_name(rank, content["processes"]) for rank in range(min(content.get("processes", 0), len(listed)))]
+    if not names or set(names) != set(listed):
+        raise Damaged("this manifest does not list the files of all processes", where=str(folder / DONE))
+    _check_parts(folder, len(names))
+    return names
 
 
 def _check_parts(folder: Path, ranks: int) -> None:
-    missing = [rank for rank in range(ranks) if not (folder / _part(rank, ranks)).is_file()]
+    missing = [rank for rank in range(ranks) if not (folder / TRAINER / part_name(rank, ranks)).is_file()]
     if missing:
         raise Damaged(
             f"{len(missing)} of {ranks} processes' parts are not in this checkpoint",
-            where=str(folder / _part(missing[0], ranks)),
+            where=str(folder / TRAINER / part_name(missing[0], ranks)),
             hint="all processes need one shared folder for -o",
         )
 
@@ -379,12 +541,31 @@ def _device_of_numbers(optimizer: torch.optim.Optimizer, parameter: Tensor) -> t
     return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
+def sync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bring a folder to the disk; return size and checksum of its own files, which are read while the disk writes."""
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(entries, folder, listed_names(folder))
+        sync_folder(folder)
+        return found.result()
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    """Rename a folder, for good."""
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.replace(final)
+    sync(final.parent)
+
+
 def sync_folder(folder: Path) -> None:
-    """Bring a folder and its files to the disk."""
+    """Bring a folder, its files and subfolders to the disk."""
     for path in [*folder.rglob("*"), folder]:
-        if path.is_file() or path == folder:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

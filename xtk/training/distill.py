@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -440,9 +440,19 @@ def identity_of(recipe: Recipe, inputs: Inputs, data_ranks: int, reporting: Repo
 
 
 def distill(
-    places: Places, recipe: Recipe, reporting: Reporting, inputs: Inputs, *, force: bool, trust_remote_code: bool
-) -> dict[str, Any]:
+    places: Places, recipe: Recipe, reporting: Reporting, inputs: Inputs, *, force: bool, trust_remote_code: bool,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Train a student in this process, which may be one of several.
+
+    Args:
+        places: where it reads and writes.
+        recipe: what decides the result.
+        reporting: what is logged and kept.
+        inputs: of `open_inputs`.
+        force: replace a run of another recipe.
+        trust_remote_code: run the model's own Python code.
+        options: the same as the options of a command line, which `recipe.json` keeps.
 
     Returns:
         What the run's `xtk.json` says: steps, recipe, last metrics.
@@ -451,7 +461,7 @@ def distill(
 
     from xtk.models.causal_lm import context_length, quieten_transformers
     from xtk.models.preparation import Origin, can_be_merged, is_adapted
-    from xtk.training.checkpoint import begin_run, checkpoints, find_run
+    from xtk.training.checkpoint import Resumed, begin_run, find_checkpoint, find_run
     from xtk.training.layout import read_layout
     from xtk.training.loader import killed_ones_told
     from xtk.training.loop import Run, train
@@ -467,9 +477,10 @@ def distill(
     finished = find_run(places.output, identity, force=force)
     if finished is not None:
         return finished
-    found = [] if force else checkpoints(places.output)
+    keeps_best = recipe.early_stopping_patience > 0
+    resumed = Resumed() if force else find_checkpoint(places.output, identity, best=keeps_best)
     set_seed(recipe.seed)
-    origin = Origin(places.student, places.adapter, found[-1][1] if found else None)
+    origin = Origin(places.student, places.adapter, resumed.folder)
     cut = _load(origin, recipe, inputs, accelerator, layout, trust_remote_code)
     limits = [limit for limit in (context_length(cut.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
@@ -484,10 +495,10 @@ def distill(
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             held.enter_context(only_writer(places.output, "student"))
-            begin_run(places.output, identity, force=force)
+            begin_run(places.output, options or {}, identity, force=force)
         accelerator.wait_for_everyone()
         if reporting.report_to:
-            start_trackers(accelerator, places.output / TRACKERS, found[-1][0] if found else 0, identity)
+            start_trackers(accelerator, places.output / TRACKERS, resumed.step, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         packing = layout.multiple if packed else 0
         run = Run(
@@ -509,6 +520,7 @@ def distill(
             origin=inputs.origin,
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
+        run.resumed = resumed
         run.blocks = _blocks(run, inputs, places, trust_remote_code)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")

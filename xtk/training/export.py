@@ -16,30 +16,39 @@ from typing import Any
 import torch
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name, write_json
+from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name
 from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
-from xtk.errors import XtkError
+from xtk.artifacts.runs import (
+    CARD,
+    CHECKPOINT,
+    DONE,
+    METRICS,
+    RECIPE,
+    ROLLOUTS,
+    TRAINER,
+    fingerprint_of_run,
+    numbered,
+    read_manifest,
+    read_recipe,
+    verify,
+    write_manifest,
+)
+from xtk.errors import Damaged, XtkError
 from xtk.evaluation.results import Result, read_results
 from xtk.lookup import unknown
 from xtk.models.causal_lm import DTYPES, load_causal_lm
 from xtk.models.preparation import Origin, Preparation, can_be_merged, load_student, save_student
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.card import Lineage, model_card, with_evaluation
-from xtk.training.checkpoint import (
-    AVERAGE,
-    CARD,
-    DONE,
-    METRICS,
-    RECIPE,
-    TOKENIZER_FILES,
-    checkpoints,
-    sync_folder,
-)
+from xtk.training.checkpoint import AVERAGE, STUDENT, TOKENIZER_FILES, parts_of, sync, sync_and_hash
 from xtk.training.metrics import read_metrics
 from xtk.training.pieces import Pieces
 
 KIND = "exported-student"
 GGUF = "model.gguf"
+KEPT = ("steps", "recipe", "metrics", "best")  # of the run, in `xtk.json`
+# What of a finished run is not part of its export, or is written anew.
+BESIDE = (RECIPE, METRICS, ROLLOUTS, CARD)
 CONVERTER = "convert_hf_to_gguf.py"
 _SIZE = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?B", re.IGNORECASE)
 
@@ -119,8 +128,9 @@ def export(wanted: Export, output: Path, *, force: bool, trust_remote_code: bool
         (folder / CARD).write_text(_card(wanted, content, metrics, results), encoding="utf-8")
         if converter is not None:
             _convert(converter, folder, wanted.gguf)
-        told = {**content, "kind": KIND, "request": request, **figures}
-        write_json(folder / DONE, told)
+        kept = {name: content[name] for name in KEPT if name in content}
+        told = {**kept, "kind": KIND, "request": request, **figures}
+        write_manifest(folder, told, sync_and_hash(folder))
     return told
 
 
@@ -129,11 +139,11 @@ def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]
 
     Raises:
         XtkError: this is no run, or it has not come so far.
+        Damaged: a file does not match its checksum.
     """
     run = wanted.run
-    if not (run / RECIPE).is_file():
-        raise XtkError("this is no run of xtk distill (recipe.json)", where=str(run))
-    steps = [step for step, _ in checkpoints(run)]
+    identity = read_recipe(run)
+    steps = [step for step, _ in numbered(run)]
     metrics = read_metrics(run / METRICS)
     if not wanted.checkpoint:
         if not (run / DONE).is_file():
@@ -141,7 +151,9 @@ def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]
             raise XtkError(
                 "this run is not finished", where=str(run), hint=f"{there}the same xtk distill command, which goes on"
             )
-        return run, read_json(run / DONE), metrics
+        content = read_manifest(run, (STUDENT,))
+        verify(run, content, without=BESIDE)
+        return run, content, metrics
     if wanted.checkpoint not in steps:
         raise XtkError(
             f"there is no checkpoint of step {wanted.checkpoint}",
@@ -150,8 +162,12 @@ def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]
         )
     metrics = [record for record in metrics if record.get("step", 0) <= wanted.checkpoint]
     last = {name: value for record in metrics for name, value in record.items()}
-    content = {"steps": wanted.checkpoint, "recipe": read_json(run / RECIPE), "metrics": last}
-    return dict(checkpoints(run))[wanted.checkpoint], content, metrics
+    folder = dict(numbered(run))[wanted.checkpoint]
+    stated = read_manifest(folder, (CHECKPOINT,))
+    verify(folder, stated)
+    if (stated.get("step"), stated.get("run")) != (wanted.checkpoint, fingerprint_of_run(identity)):
+        raise Damaged("this is a checkpoint of another step or another run", where=str(folder))
+    return folder, {"steps": wanted.checkpoint, "recipe": identity, "metrics": last}, metrics
 
 
 def _check_output(output: Path, run: Path) -> None:
@@ -178,12 +194,12 @@ def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str
         raise XtkError("an export is a folder, and there is a file of this name", where=str(output))
     if not output.is_dir() or not any(output.iterdir()):
         return None
-    content = read_json(output / DONE) if (output / DONE).is_file() else {}
-    if content.get("kind") != KIND:
+    if not (output / DONE).is_file() or read_json(output / DONE).get("kind") != KIND:
         raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
     if force:
         return None
-    there = content["request"]
+    content = read_manifest(output, (KIND,))
+    there = content.get("request") or {}
     different = [name for name, value in request.items() if there.get(name) != value]
     if not different:
         return content
@@ -209,11 +225,11 @@ def _replaced(output: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        sync_folder(temporary)
+        sync(temporary)
         if output.is_dir():
             output.replace(old)
         temporary.replace(output)
-        sync_folder(output.parent)
+        sync(output.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -240,7 +256,12 @@ def _whole(
     if any(packed):
         terminal.note("export: the adapter was trained over packed weights, and is merged into the unpacked ones")
     told.pop("freeze", None)
-    preparation = Preparation(**told) if adapter else Preparation(dtype=told.get("dtype", "float32"))
+    try:
+        preparation = Preparation(**told) if adapter else Preparation(dtype=told.get("dtype", "float32"))
+    except TypeError as wrong:
+        raise Damaged(
+            f"this recipe prepares the student in a way that does not exist: {wrong}", where=str(source)
+        ) from None
     origin = Origin(base, None if preparation.lora_r else adapter, adapter)
     model = load_student(
         origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
@@ -261,10 +282,11 @@ def _whole(
 @torch.no_grad()
 def _put_average(model: Any, checkpoint: Path) -> None:
     """Let a model have the average that a checkpoint keeps for weights."""
-    pieces = Pieces(sorted(checkpoint.glob("trainer-*.safetensors")))
-    names = pieces.names()
+    names = parts_of(checkpoint, read_manifest(checkpoint, (CHECKPOINT,)))
+    pieces = Pieces([checkpoint / TRAINER / name for name in names])
+    kept = pieces.names()
     for name, parameter in model.named_parameters():
-        if f"{AVERAGE}.{name}" in names:
+        if f"{AVERAGE}.{name}" in kept:
             parameter.copy_(pieces.read(f"{AVERAGE}.{name}", parameter))
 
 

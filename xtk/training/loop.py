@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from xtk import terminal
+from xtk.artifacts.runs import CHECKPOINT, METRICS, fingerprint_of_run
 from xtk.errors import Stopped
 from xtk.models.causal_lm import Cut
 from xtk.models.preparation import parameter_groups
@@ -23,7 +24,7 @@ from xtk.training.aside import set_aside
 from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.card import Lineage, model_card
-from xtk.training.checkpoint import METRICS, Saver, checkpoints, remove_old_checkpoints
+from xtk.training.checkpoint import STUDENT, Resumed, Saver, remove_old_checkpoints
 from xtk.training.eval_tasks import Examination
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
@@ -61,6 +62,7 @@ class Run:
         merge: as `Saver` has it.
         blocks: of steps, before each of which live teachers speak; None: there are none.
         saver: writes what the run changes, once it has begun.
+        resumed: where it goes on.
     """
 
     accelerator: Any
@@ -82,6 +84,7 @@ class Run:
     merge: Callable[[Path, Path], None] | None = None
     blocks: Blocks | None = None
     saver: Saver | None = None
+    resumed: Resumed = field(default_factory=Resumed)
 
     @property
     def is_evaluated(self) -> bool:
@@ -107,7 +110,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(recipe.seed + run.layout.copy_rank)
     average = Average(run.cut.model, recipe.ema_decay)
     run.saver = saver = Saver(run.cut.model, optimizer, run.tokenizer_folder, averages=average.tensors,
-                              layout=str(run.layout), merge=run.merge)  # fmt: skip
+                              layout=str(run.layout), merge=run.merge, run=fingerprint_of_run(identity))  # fmt: skip
     _lend(run, average, optimizer)
     done, standing = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS, done) if accelerator.is_main_process else None
@@ -166,14 +169,14 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                 _stop(run, step + 1, stopped)
     standing.tokens = meter.total()
     accelerator.wait_for_everyone()
-    content = {"kind": "student", "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    content = {"kind": STUDENT, "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
     best = standing.best_step if recipe.early_stopping_patience else 0
     if best:
         content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
     with average.in_place(run.model):
         saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
-        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit, run.resumed.damaged)
     if run.blocks is not None:
         run.blocks.finish()
     accelerator.end_training()  # takes the process group down
@@ -307,19 +310,20 @@ def _log(run: Run, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
 
 def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
     """Return the steps that are done, and where the run stands after them."""
-    found = checkpoints(run.output)
-    if not found:
+    folder = run.resumed.folder
+    if folder is None:
         return 0, Standing()
-    step, folder = found[-1]
     standing = Standing.of(saver.load(folder, run.recipe.seed, stream=run.layout.copy_rank))
     terminal.note(f"distill: going on from {folder}")
-    return step, standing
+    return run.resumed.step, standing
 
 
 def _save(run: Run, saver: Saver, step: int, standing: Standing) -> None:
     saver.write_checkpoint(run.output, step, standing.told())
     if run.accelerator.is_main_process:
-        remove_old_checkpoints(run.output, run.reporting.save_total_limit)
+        damaged = [path for path in run.resumed.damaged if path.name != f"{CHECKPOINT}-{step}"]
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit, damaged)
+    run.resumed = replace(run.resumed, damaged=())
     run.accelerator.wait_for_everyone()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xtk.artifacts.files import read_json_lines
+from xtk.artifacts.files import read_json_lines, written_whole
 
 
 def metric(name: str, teacher: str, teachers: Sequence[str]) -> str:
@@ -40,7 +40,8 @@ class MetricsFile:
         self.path = path
         kept = [record for record in read_metrics(path) if record.get("step", 0) <= step]
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
-        path.write_text("".join(lines), encoding="utf-8")
+        with written_whole(path) as temporary:  # a checkpoint knows its checksum: a kill must not leave half of it
+            temporary.write_text("".join(lines), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; what is no number, which JSON does not know, is left out."""

@@ -7,11 +7,13 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.files import sha256_of_file
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.rewards.specification import RewardSpecification
@@ -34,6 +36,7 @@ FIGURES = {
 # What came after runs had been trained: left as it is, it does not tell two of them apart.
 LATER = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
 _COMPARISON = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
+_FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
 
@@ -178,7 +181,9 @@ class OnPolicy:
             if not content[name]:
                 del content[name]
         content["sampling"]["stop"] = list(self.sampling.stop)
-        return {**content, "rewards": [str(reward) for reward in self.rewards], "engine": dict(self.engine)}
+        content["environment"] = _by_content(self.environment)
+        rewards = [_by_content(str(reward)) for reward in self.rewards]
+        return {**content, "rewards": rewards, "engine": dict(self.engine)}
 
     def check_batch(self, documents: int) -> None:
         """Refuse steps that hold a part of a prompt's completions.
@@ -193,6 +198,16 @@ class OnPolicy:
                 hint="--per-device-train-batch-size x --gradient-accumulation-steps x processes, a multiple of "
                 "--num-generations",
             )
+
+
+def _by_content(text: str) -> str:
+    """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with the file's name and checksum for its path."""
+
+    def named(found: re.Match[str]) -> str:
+        path = Path(found[0])
+        return f"{path.name}@{sha256_of_file(path)}" if path.is_file() else found[0]
+
+    return _FILE.sub(named, text)
 
 
 class RoundOrder(Order):

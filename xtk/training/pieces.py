@@ -151,7 +151,7 @@ def write_pieces(
         tensors[key] = tensor.cpu().contiguous().clone()
         told[key] = {"of": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
                      "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
-    save_file(tensors, path, metadata={HEADER: canonical_json({**header, "pieces": told})})
+    save_file(tensors, path, metadata={HEADER: canonical_json({**header, "sharded_state": told})})
     share(path)
 
 
@@ -179,11 +179,11 @@ class Pieces:
         self._of: dict[str, list[_Stored]] = {}
         self._files: dict[Path, Any] = {}
         for path in paths:
-            with _damage(path):
+            with damage(path):
                 file: Any = safe_open(path, "pt")
                 self._files[path] = file
                 header = json.loads(file.metadata()[HEADER])
-                for key, told in header.pop("pieces").items():
+                for key, told in header.pop("sharded_state").items():
                     box = Box(told["of"], tuple(told["start"]), tuple(file.get_slice(key).get_shape()))
                     stored = _Stored(path, key, box, tuple(told["shape"]), getattr(torch, told["dtype"]))
                     self._of.setdefault(box.name, []).append(stored)
@@ -225,20 +225,21 @@ class Pieces:
     def alone(self, name: str) -> Tensor:
         """Return a tensor that is not cut."""
         (stored,) = self._of[name]
-        with _damage(stored.path):
+        with damage(stored.path):
             tensor: Tensor = self._files[stored.path].get_tensor(stored.key)
             return tensor
 
     def _read(self, stored: _Stored, part: Box) -> Tensor:
         if not part.size:
             return self.alone(stored.box.name)
-        with _damage(stored.path):
+        with damage(stored.path):
             values: Tensor = self._files[stored.path].get_slice(stored.key)[part.slices(stored.box.start)]
             return values
 
 
 @contextlib.contextmanager
-def _damage(path: Path) -> Iterator[None]:
+def damage(path: Path) -> Iterator[None]:
+    """Raise `Damaged`, about a file or a folder, of whatever goes wrong while its content is used."""
     try:
         yield
     except XtkError:
@@ -247,5 +248,5 @@ def _damage(path: Path) -> Iterator[None]:
         raise Damaged(
             f"this checkpoint cannot be read: {wrong}",
             where=str(path),
-            hint=f"rm -r {path.parent}: the one before it is taken",
+            hint="move this checkpoint to another folder: the one before it is taken",
         ) from None

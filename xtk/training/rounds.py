@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Fingerprint, HeldCorpus
-from xtk.artifacts.files import sha256
+from xtk.artifacts.files import sha256, written_whole
+from xtk.artifacts.runs import CHECKPOINT, ROLLOUTS, numbered
 from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
-from xtk.errors import XtkError
+from xtk.errors import Damaged, XtkError
 from xtk.projection.projection import Projection
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.teachers.caching import Work
@@ -33,7 +35,6 @@ from xtk.tokens.ids import DrawnTokens
 from xtk.tokens.reading import read_documents
 from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.checkpoint import checkpoints
 from xtk.training.live import Blocks, Join, LiveSource
 from xtk.training.metrics import MetricsFile
 from xtk.training.on_policy import OnPolicy, RoundOrder, repetition, reward_weights
@@ -41,7 +42,6 @@ from xtk.training.sources import NONE
 from xtk.training.stopping import Stop
 
 ROUNDS = "rounds"
-REPORTED = "rollouts.jsonl"
 
 
 class Writes(Protocol):
@@ -227,6 +227,7 @@ class Rounds(Blocks):
         self.figures: dict[str, float] = {}
         self.writing_seconds = 0.0
         self._reported: MetricsFile | None = None
+        self._begun_at = 0
 
     def __call__(self, steps: range, stop: Stop) -> Iterator[range]:
         """Yield the steps in rounds; before each the student writes and its teachers score, or what they did is read.
@@ -240,6 +241,7 @@ class Rounds(Blocks):
         Raises:
             XtkError: the rollouts of a round show a sign of collapse after which the run is to end.
         """
+        self._begun_at = steps.start
         self._forget_later(steps.start)
         for number, block in enumerate(self.cut()):
             if block.stop <= steps.start:
@@ -293,10 +295,11 @@ class Rounds(Blocks):
         self._accelerator.wait_for_everyone()
 
     def _forget_saved(self) -> None:
-        """Remove rounds behind which there is a checkpoint."""
-        saved = checkpoints(self._output)
+        """Remove rounds before the last checkpoint, but for those inside of which an earlier checkpoint lies."""
+        saved = [step for step, _ in numbered(self._output)]
         for number, folder in self._kept() if saved and self._accelerator.is_main_process else []:
-            if (number + 1) * self.size <= saved[-1][0]:
+            start, stop = number * self.size, (number + 1) * self.size
+            if stop <= saved[-1] and not any(start < step < stop for step in saved):
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _kept(self) -> list[tuple[int, Path]]:
@@ -313,6 +316,13 @@ class Rounds(Blocks):
         rank, ranks = accelerator.process_index, accelerator.num_processes
         there = _whole_set(folder)
         accelerator.wait_for_everyone()  # everybody looked before anybody writes
+        if there is None and times and block.start < self._begun_at:
+            raise Damaged(
+                f"the rollouts of steps {block.start + 1:,} to {block.stop:,} are missing, and the run goes on after "
+                f"step {self._begun_at:,}",
+                where=str(folder),
+                hint=f"move {CHECKPOINT}-{self._begun_at} to another folder: the one before is taken",
+            )
         if there is None and times:
             folder.mkdir(parents=True, exist_ok=True)
             self._writer.renew(block.start)
@@ -358,7 +368,7 @@ class Rounds(Blocks):
                 **({} if math.isnan(one.reward) else {"reward": one.reward}),
             }
             if self._reported is None:  # a killed run wrote those of rounds that come again
-                self._reported = MetricsFile(self._output / REPORTED, block.start - 1)
+                self._reported = MetricsFile(self._output / ROLLOUTS, block.start - 1)
             self._reported.write(record)
         for sign in self._on_policy.stop_if:
             if sign.holds(self.figures):
@@ -420,8 +430,7 @@ def _whole_set(folder: Path) -> list[Path] | None:
 
 
 def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
+    with written_whole(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for one in rollouts:
             drawn, top_ids = one.document.drawn, one.top_ids
             record = {
@@ -437,13 +446,36 @@ def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "drawn": None if drawn is None else base64.b64encode(drawn.to_bytes()).decode(),
                 "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
             }
-            stream.write(json.dumps(record) + "\n")
-    temporary.replace(path)
+            stream.write(json.dumps({**record, "checksum": _checksum(path, record)}) + "\n")
+
+
+def _checksum(path: Path, record: Mapping[str, Any]) -> str:
+    """Return xxh3 of a rollout and of its place: the round and the process."""
+    return "xxh3:" + xxhash.xxh3_64_hexdigest(f"{path.parent.name}/{path.name} {json.dumps(record)}".encode())
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a file of rollouts.
+
+    Raises:
+        Damaged: one of them does not match its checksum.
+    """
+    try:
+        records = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
+        stated = [record.pop("checksum") for record in records]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        records, stated = [{}], [""]
+    if stated != [_checksum(path, record) for record in records]:
+        raise Damaged(
+            "these rollouts do not match their checksums",
+            where=str(path),
+            hint=f"rm -r {path.parent}, and the same command again: the student writes them again",
+        )
+    return records
 
 
 def _stored(path: Path, source: RoundSource) -> Iterator[Rollout]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for record in _records(path):
         of_prompt = source.prompts[record["prompt"]].document
         talk = of_prompt.conversation
         document = replace(

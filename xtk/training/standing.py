@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from xtk import terminal
-from xtk.errors import XtkError
+from xtk.errors import Damaged, XtkError
 
 
 @dataclass
@@ -33,8 +33,18 @@ class Standing:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Standing:
-        """Return what `xtk.json` of a checkpoint says."""
-        return cls(**{one.name: content[one.name] for one in fields(cls) if one.name in content})
+        """Return what `xtk.json` of a checkpoint says.
+
+        Raises:
+            Damaged: a count is none.
+        """
+        found = {one.name: content[one.name] for one in fields(cls) if one.name in content}
+        for name, value in found.items():
+            if name == "best_bits_per_byte" and (value is None or (type(value) is float and math.isfinite(value))):
+                continue
+            if type(value) is not int or not 0 <= value < 1 << 63:
+                raise Damaged(f"{name} of this checkpoint is not a count: {value!r:.40}")
+        return cls(**found)
 
     def told(self) -> dict[str, Any]:
         """Return what `xtk.json` of a checkpoint is to say."""
