@@ -216,8 +216,14 @@ def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
     """Pass records on; a file that is cut short or of another format is told by its name."""
     try:
         yield from records
-    except (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError) as wrong:  # Arrow's are ValueErrors
+    except XtkError:
+        raise
+    except Exception as wrong:
+        damage = (ValueError, EOFError, OSError, OverflowError, MemoryError, zlib.error, lzma.LZMAError)
         if isinstance(wrong, OSError) and wrong.errno:  # the operating system's: no such file, no permission
+            raise
+        # pyarrow is imported only where its formats are read; some of its errors are TypeErrors and KeyErrors.
+        if not isinstance(wrong, damage) and type(wrong).__module__ != "pyarrow.lib":
             raise
         raise XtkError(
             f"this data cannot be read to its end: {wrong}",
@@ -264,8 +270,10 @@ def _read_parquet(name: str) -> Iterator[Record]:
     import fsspec
     import pyarrow.parquet
 
+    from xtk.artifacts.arrow_files import validated
+
     with fsspec.open(name, "rb") as stream:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches():
+        for batch in validated(pyarrow.parquet.ParquetFile(stream).iter_batches()):
             yield from batch.to_pylist()
 
 
@@ -273,16 +281,17 @@ def _read_arrow(name: str) -> Iterator[Record]:
     import fsspec
     import pyarrow
 
+    from xtk.artifacts.arrow_files import validated
+
     with fsspec.open(name, "rb") as stream:
         try:
             batches = pyarrow.ipc.open_stream(stream)  # what `datasets` writes
-            for batch in batches:
-                yield from batch.to_pylist()
         except pyarrow.ArrowInvalid:
             stream.seek(0)
             table = pyarrow.ipc.open_file(stream)
-            for number in range(table.num_record_batches):
-                yield from table.get_batch(number).to_pylist()
+            batches = map(table.get_batch, range(table.num_record_batches))
+        for batch in validated(batches):
+            yield from batch.to_pylist()
 
 
 def _read_hub(name: str) -> Iterator[Record]:

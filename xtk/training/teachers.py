@@ -12,7 +12,7 @@ import numpy as np
 
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import next_bytes_for, projection_for
-from xtk.artifacts.shard import asked_of
+from xtk.artifacts.shard import optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.evaluation.agreement import SUPPORTS, ByImage, BySpelling, Meeting
@@ -78,7 +78,7 @@ class Teacher:
     @property
     def read_rollouts(self) -> bool:
         """Whether a student drew some of the documents that it read."""
-        return "drawn" in asked_of(self.cache.header)
+        return "sampled_tokens" in optional_columns(self.cache.header)
 
     @property
     def has_students_tokenizer(self) -> bool:
