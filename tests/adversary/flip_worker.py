@@ -105,8 +105,8 @@ def main(folder: Path, flips: int, seed: int) -> None:
             work.append((f"finished cache, {cache.name}", finished, cache, copy))
             copy = cache_copies.unfinished(cache, Path(name) / "unfinished" / cache.name)
             work.append((f"unfinished cache, {cache.name}", unfinished, cache, copy))
-        for path in sorted(folder.glob("*.safetensors")):
-            work.append(("projection", projection, path, Path(shutil.copy(path, name))))
+        projections = sorted(folder.glob("*.safetensors"))
+        work += [("projection", projection, path, Path(shutil.copy(path, name))) for path in projections]
         for number in range(flips):
             kind, damage, whole, copy = work[number % len(work)]
             figures = found.setdefault(kind, {"flips": 0, "wrong": 0, "certified": 0, "tracebacks": 0})
