@@ -180,6 +180,17 @@ def test_a_shard_alone_is_inspected_only_if_it_is_whole(run, packed, tmp_path):
     assert str(shard) in done.stderr
 
 
+def test_inspecting_an_unfinished_cache_names_its_damaged_shard(run, packed, tmp_path):
+    place = cache_copies.unfinished(packed, tmp_path / "cache")
+    assert "this teacher cache is unfinished" in run("inspect", place, "--verify", code=1).stderr
+    shutil.copy(place / file_of(0), place / file_of(2))
+    done = run("inspect", place, "--verify", code=1)
+    assert "this file has the rows of shard 0" in done.stderr
+    assert str(place / file_of(2)) in done.stderr
+    (place / file_of(1)).write_bytes(b"")
+    assert "this shard is empty" in run("inspect", place, "--verify", code=1).stderr
+
+
 def test_a_damaged_shard_of_another_machine_is_named_and_that_machine_writes_it_again(pair, packed, tmp_path):
     def write(rank: int) -> dict[str, int] | None:
         request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), shard_tokens=100)

@@ -183,6 +183,27 @@ def whole_shard(path: Path, name: str) -> Shard:
     return Shard(path, name)
 
 
+def check_unfinished(folder: Folder) -> None:
+    """Read the shards of an unfinished cache whole; do nothing for a finished one.
+
+    Raises:
+        Damaged: names the first shard that does not match its checksum, or is not in its place.
+        XtkError: one is of an older version.
+    """
+    held = folder.sizes()
+    if MANIFEST in held:
+        return
+    again = "run the same xtk cache-teacher command again; it writes this shard again"
+    for file in sorted(filter(_SHARD.fullmatch, held)):
+        where = folder.path_of(file)
+        try:
+            shard = whole_shard(folder.local(file), where)
+        except Damaged as wrong:
+            raise Damaged(wrong.what, where=where, hint=again) from None
+        if file_of(shard.place.shard) != file:
+            raise Damaged(f"this file has the rows of shard {shard.place.shard}", where=where, hint=again)
+
+
 def file_of(number: int) -> str:
     """Return the name of a shard."""
     return f"shard-{number:05d}.arrow"
