@@ -13,7 +13,10 @@ from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 from xtk.errors import Damaged, XtkError
 from xtk.tokens.document import Document
 
-HEADER = {"codec": {"name": "raw", "draws": 5, "sets": 2}, "teacher": {"name": "t", "tokenizer": "x", "weights": "y"}}
+HEADER = {
+    "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},
+    "teacher": {"name": "t", "tokenizer": "x", "weights": "y"},
+}
 TEXTS = [["Anna has 12.", "日本 é"], ["Ida"]]
 FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
 
@@ -22,7 +25,7 @@ FILES = {"tokenizer.json": b'{"model": {}}', "tokenizer_config.json": b"{}", "ch
 def cache(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("flips") / "cache"
     draw = np.random.default_rng(0)
-    writer = CacheWriter(LocalFolder(folder), HEADER, len(TEXTS))
+    writer = CacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
     for number, texts in enumerate(TEXTS):
         writer.write(number, [row_of(Document.of_text(text), 2, draw) for text in texts])
     writer.write_files(FILES)

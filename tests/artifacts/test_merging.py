@@ -15,7 +15,7 @@ from test_teacher_cache import DOCUMENTS, HEADER, Row, assert_equal, files_of, r
 
 from xtk.artifacts.folders import folder_at
 from xtk.artifacts.merging import merge_caches
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, totals
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, totals, write_manifest
 from xtk.errors import Mismatch, XtkError
 
 CUTS = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents a shard
@@ -29,7 +29,7 @@ def rows() -> list[Row]:
 
 def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
     own = {
-        "data": {"documents": f"sha256:{name}"},
+        "data": {"fingerprint": f"sha256:{name}"},
         "options": {"support": "top-k", "top_k": 4, "max_length": len(name)},
     }
     return {
@@ -45,7 +45,7 @@ def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
 def write(
     place: str, header: dict[str, object], rows: list[Row], sizes: list[int], others: dict[str, bytes] | None = None
 ) -> str:
-    writer = CacheWriter(folder_at(place), header, len(sizes))
+    writer = CacheWriter(folder_at(place), header, sizes)
     ends = np.cumsum([0, *sizes]).tolist()
     for number in range(len(sizes)):
         writer.write(number, rows[ends[number] : ends[number + 1]])
@@ -87,7 +87,7 @@ def test_a_merge_holds_the_rows_of_all_in_their_order_and_the_same_files(caches,
     header = TeacherCache(tmp_path / "all").header
     assert header["teacher"] == HEADER["teacher"]
     assert header["options"] == {"support": "top-k", "top_k": 4, "max_length": 1}
-    assert [part["documents"] for part in header["data"]["parts"]] == ["sha256:a", "sha256:b", "sha256:c"]
+    assert [part["fingerprint"] for part in header["data"]["sources"]] == ["sha256:a", "sha256:b", "sha256:c"]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -120,12 +120,12 @@ def test_it_does_not_matter_in_which_pairs_caches_are_merged(caches, tmp_path):
 
 def test_a_merge_keeps_the_weights_that_some_of_its_parts_have(caches, rows, tmp_path):
     asked = [replace(row, document=replace(row.document, weight=2.5)) for row in rows[:4]]
-    header = header_of("a", data={"asked": ["weight"]})
+    header = header_of("a", data={"optional_columns": ["weight"]})
     place = write(str(tmp_path / "asked"), header, asked, [3, 1])
     merge_caches([place, caches["b"]], str(tmp_path / "out"), rows="1:6")
     found = TeacherCache(str(tmp_path / "out"))
     assert found.weights().tolist() == [2.5, 2.5, 2.5, 1, 1]
-    assert found.manifest["version"] == 4
+    assert found.manifest["version"] == 5
     found.verify()
 
 
@@ -157,7 +157,7 @@ def test_a_merge_that_was_killed_is_done_again_and_ends_equal(caches, tmp_path):
 
 
 def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, rows, tmp_path):
-    writer = CacheWriter(folder_at(tmp_path / "out"), header_of("d"), 2)
+    writer = CacheWriter(folder_at(tmp_path / "out"), header_of("d"), [3, 1])
     writer.write(0, rows[:3])
     with pytest.raises(XtkError, match="there is an unfinished cache of another request"):
         merge_caches([caches["a"]], str(tmp_path / "out"))
@@ -170,11 +170,14 @@ def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, row
         ({"teacher": {"weights": "sha256:other"}}, "teacher.weights is sha256:two and sha256:other"),
         ({"teacher": {"tokenizer": "sha256:other"}}, "teacher.tokenizer"),
         ({"options": {"top_k": 5}}, "options.top_k is 4 and 5"),
-        ({"codec": {"sets": 1}}, "codec.sets is 2 and 1"),
+        ({"codec": {"num_sample_sets": 1}}, "codec.num_sample_sets is 2 and 1"),
     ],
 )
 def test_what_is_not_of_one_kind_is_refused_naming_both_and_the_difference(caches, rows, tmp_path, changed, told):
-    other = write(str(tmp_path / "other"), header_of("d", **changed), rows[:2], [2])
+    other = write(str(tmp_path / "other"), header_of("d"), rows[:2], [2])
+    header = header_of("d", **changed)
+    manifest = TeacherCache(other).manifest
+    write_manifest(folder_at(other), {**{key: manifest[key] for key in ("files", "shards")}, "header": header})
     with pytest.raises(Mismatch, match="these caches cannot be one") as caught:
         merge_caches([caches["a"], other], str(tmp_path / "out"))
     assert caught.value.where.startswith(f"{caches['a']} and {other}: ")
@@ -204,7 +207,7 @@ def test_rows_that_are_not_there_are_refused(caches, tmp_path, stretch):
 
 
 def test_neither_an_unfinished_input_nor_the_output_among_them_is_taken(caches, rows, tmp_path):
-    CacheWriter(folder_at(tmp_path / "unfinished"), header_of("d"), 2).write(0, rows[:1])
+    CacheWriter(folder_at(tmp_path / "unfinished"), header_of("d"), [3, 1]).write(0, rows[:1])
     with pytest.raises(XtkError, match="this teacher cache is unfinished"):
         merge_caches([caches["a"], str(tmp_path / "unfinished")], str(tmp_path / "out"))
     with pytest.raises(XtkError, match="the output is one of the inputs"):
@@ -218,24 +221,24 @@ def test_a_row_that_was_altered_is_not_taken_into_a_stretch_as_if_it_were_whole(
     raw = (folder / "shard-00000.arrow").read_bytes()
     at = raw.index(b"all of it")
     (folder / "shard-00000.arrow").write_bytes(raw[:at] + b"A" + raw[at + 1 :])
-    with pytest.raises(XtkError, match="a row of this cache was altered") as caught:
+    with pytest.raises(XtkError, match="a row of this cache does not match") as caught:
         merge_caches([str(folder)], str(tmp_path / "out"), rows="0:3")
     assert caught.value.where.endswith("shard-00000.arrow, row 0")
 
 
 def test_files_that_headers_name_come_along(caches, rows, tmp_path):
     places = []
-    for name, ranks in (("d", "ranks-0d.arrow"), ("e", "ranks-0e.arrow")):
-        header = header_of(name, codec={"ranks": ranks})
+    for name, ranks in (("d", "vocabulary-order-0d.arrow"), ("e", "vocabulary-order-0e.arrow")):
+        header = header_of(name, codec={"vocabulary_order": ranks})
         place = write(str(tmp_path / name), header, rows[:2], [1, 1], {ranks: name.encode()})
         places.append(place)
     merge_caches(places, str(tmp_path / "out"))
-    assert (tmp_path / "out/ranks-0d.arrow").read_bytes() == b"d"
-    assert (tmp_path / "out/ranks-0e.arrow").read_bytes() == b"e"
-    assert "ranks" not in TeacherCache(tmp_path / "out").header["codec"]
+    assert (tmp_path / "out/vocabulary-order-0d.arrow").read_bytes() == b"d"
+    assert (tmp_path / "out/vocabulary-order-0e.arrow").read_bytes() == b"e"
+    assert "vocabulary_order" not in TeacherCache(tmp_path / "out").header["codec"]
     merge_caches([str(tmp_path / "out")], str(tmp_path / "one"), rows=":2")
-    assert sorted(path.name for path in (tmp_path / "one").glob("ranks*")) == ["ranks-0d.arrow"]
-    assert TeacherCache(tmp_path / "one").header["codec"]["ranks"] == "ranks-0d.arrow"
+    assert sorted(path.name for path in (tmp_path / "one").glob("vocabulary-order*")) == ["vocabulary-order-0d.arrow"]
+    assert TeacherCache(tmp_path / "one").header["codec"]["vocabulary_order"] == "vocabulary-order-0d.arrow"
 
 
 def test_a_merge_in_a_store_is_that_of_this_machine_byte_for_byte(store, caches, rows, tmp_path):

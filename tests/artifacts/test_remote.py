@@ -48,7 +48,7 @@ def stored(place: str) -> dict[str, bytes]:
 
 
 def write_to(folder: Folder, rows, numbers=range(len(SIZES))) -> CacheWriter:
-    writer = CacheWriter(folder, HEADER, len(SIZES))
+    writer = CacheWriter(folder, HEADER, SIZES)
     firsts = [sum(SIZES[:number]) for number in range(len(SIZES))]
     for number in numbers:
         writer.write(number, rows[firsts[number] : firsts[number] + SIZES[number]])
@@ -69,7 +69,7 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, r
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows, [0, 2])
     assert finished_cache(RemoteFolder(place), HEADER) is None
-    writer = CacheWriter(RemoteFolder(place), HEADER, len(SIZES))
+    writer = CacheWriter(RemoteFolder(place), HEADER, SIZES)
     assert writer.missing() == [1, 3]
     write_to(RemoteFolder(place), rows, [1, 3]).finish()
     assert stored(place) == files_of(tmp_path / "local")
@@ -190,7 +190,7 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
             assert "network" in caught.value.hint
     finally:
         store.cut(False)
-    write_to(RemoteFolder(at_s3), rows, CacheWriter(RemoteFolder(at_s3), HEADER, len(SIZES)).missing()).finish()
+    write_to(RemoteFolder(at_s3), rows, CacheWriter(RemoteFolder(at_s3), HEADER, SIZES).missing()).finish()
     write(tmp_path / "local", rows).finish()
     assert stored(at_s3) == files_of(tmp_path / "local")
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from xtk.artifacts.codec.grids import PRECISIONS, levels_of
 from xtk.artifacts.codec.packed import PackedCodec
 from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Row, Shard, write_shard
+from xtk.artifacts.shard import Place, Row, Shard, write_shard
 from xtk.errors import Damaged
 from xtk.tokens.document import Document
 from xtk.tokens.sequence import Sequence
@@ -23,7 +23,7 @@ KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "given")
 
 
 def options_of(precision: str = "standard", sets: int = 0, draws: int = 0) -> dict:
-    return {"precision": precision, "sets": sets, "draws": draws}
+    return {"precision": precision, "num_sample_sets": sets, "num_samples": draws}
 
 
 def document(random, kind, width, length, *, sets=0, draws=0, spread=3.0, ruled_out=0.0):
@@ -187,7 +187,7 @@ def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
 def test_the_plain_twin_reads_the_same_bits(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, tables, tokens, signals = packed(rows, options, ranks)
-    twin = PlainCodec(tables, ranks.order.tolist(), ranks.lengths.tolist(), **options)
+    twin = PlainCodec(tables, ranks.order.tolist(), ranks.lengths.tolist(), *options.values())
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
         assert twin.tokens(token_bytes, len(row)) == (row.ids.tolist(), row.ends.tolist())
         plain = twin.positions(signal_bytes, row.ids[scores.positions].tolist())
@@ -202,7 +202,7 @@ def test_the_plain_twin_reads_the_same_bits(case):
             assert np.float32(position.realised) == back.realised_logprobs[at]
             assert np.float32(position.entropy) == back.entropy[at]
             for number, drawn in enumerate(position.draws):
-                place = at * options["sets"] + number
+                place = at * options["num_sample_sets"] + number
                 names = slice(back.drawn_offsets[place], back.drawn_offsets[place + 1])
                 assert drawn == dict(zip(back.drawn_ids[names].tolist(), back.counts[names].tolist(), strict=True))
 
@@ -346,7 +346,7 @@ def test_scores_without_the_token_that_stands_there_are_refused():
 def test_counts_that_are_not_a_set_of_draws_are_refused():
     rows, _, options, ranks = shard(0, "sample", 9, [12], sets=1, draws=4)
     with pytest.raises(ValueError, match="sum to 5"):
-        PackedCodec.pack(rows, {**options, "draws": 5}, ranks)
+        PackedCodec.pack(rows, {**options, "num_samples": 5}, ranks)
 
 
 def test_kinds_of_positions_make_signals_smaller():
@@ -368,10 +368,10 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
     rows, _, options, ranks = shard(7, kind, 40, [90, 0, 200, 17], **draws)
     codec, _, _, signals = packed(rows, options, ranks)
     assert any(len(content) > 128 for content in signals)
-    header = {"codec": {"name": "packed", "ranks": ranks.file, **options}}
+    header = {"codec": {"name": "packed", "vocabulary_order": ranks.file, **options}}
     (tmp_path / ranks.file).write_bytes(ranks.content)
-    documents = [Row(Document.of_text("some text"), row, scores) for row, scores in rows]
-    write_shard(tmp_path / "shard.arrow", header, documents, ranks)
+    documents = [Row(Document.of_text("x" * max([0, *row.ends.tolist()])), row, scores) for row, scores in rows]
+    write_shard(tmp_path / "shard.arrow", header, Place(0, 0, len(documents)), documents, ranks)
     found = Shard(tmp_path / "shard.arrow")
     for number, ((row, scores), signal_bytes) in enumerate(zip(rows, signals, strict=True)):
         stored = found.row(number, draw=1)

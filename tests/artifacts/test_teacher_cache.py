@@ -21,7 +21,7 @@ from xtk.tokens.sequence import Sequence
 from xtk.tokens.signal import Scores
 
 HEADER = {
-    "codec": {"name": "raw", "draws": 5, "sets": 2},
+    "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},
     "teacher": {"name": "qwen", "tokenizer": "sha256:one", "weights": "sha256:two"},
     "data": {"fingerprint": "sha256:three"},
     "options": {"top_k": 4, "max_length": 128},
@@ -88,7 +88,7 @@ def rows() -> list[Row]:
 
 
 def write(folder: Path, rows: list[Row], numbers: list[int] | None = None) -> CacheWriter:
-    writer = CacheWriter(LocalFolder(folder), HEADER, len(SIZES))
+    writer = CacheWriter(LocalFolder(folder), HEADER, SIZES)
     firsts = np.cumsum([0, *SIZES]).tolist()
     for number in range(len(SIZES)) if numbers is None else numbers:
         writer.write(number, rows[firsts[number] : firsts[number + 1]])
@@ -133,7 +133,7 @@ def test_rows_are_read_back_exactly_in_any_order(cache, rows):
 def test_an_infinite_or_missing_number_comes_back_as_it_was(tmp_path):
     row = row_of(Document.of_text("Anna"), 2, np.random.default_rng(0))
     row.scores.logprobs[:2] = [-np.inf, np.nan]
-    writer = CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, 1)
+    writer = CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
     writer.write(0, [row])
     writer.finish()
     assert_equal(TeacherCache(tmp_path / "cache").row(0), row)
@@ -162,22 +162,22 @@ def test_a_stranger_reads_a_shard_with_pyarrow_alone(cache, rows):
         records = table.to_pylist()
     assert header == HEADER
     for record, row in zip(records, rows[4:8], strict=True):
-        P, T, R = record["positions"], record["length"], header["codec"]["sets"]
+        P, T, R = record["num_positions"], record["num_tokens"], header["codec"]["num_sample_sets"]
         assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
         assert list(struct.unpack(f"<{2 * T}i", record["tokens"])) == [*row.tokens.ids, *row.tokens.ends]
-        runs = record["trained"]
+        runs = record["trained_ranges"]
         trained = [at for start, stop in zip(runs[::2], runs[1::2], strict=True) for at in range(start, stop)]
         assert trained == row.scores.positions.tolist()
-        exact = struct.unpack_from(f"<{P}i", record["signal"])
-        drawn = struct.unpack_from(f"<{P * R}i", record["signal"], 4 * P)
+        exact = struct.unpack_from(f"<{P}i", record["teacher_logprobs"])
+        drawn = struct.unpack_from(f"<{P * R}i", record["teacher_logprobs"], 4 * P)
         assert list(exact) == np.diff(row.scores.offsets).tolist()
-        assert sum(exact) + sum(drawn) == record["entries"]
-        ids = struct.unpack_from(f"<{sum(exact)}i", record["signal"], 4 * P * (1 + R))
-        logprobs = struct.unpack_from(f"<{sum(exact)}f", record["signal"], 4 * (P * (1 + R) + sum(exact)))
+        assert sum(exact) + sum(drawn) == record["num_entries"]
+        ids = struct.unpack_from(f"<{sum(exact)}i", record["teacher_logprobs"], 4 * P * (1 + R))
+        logprobs = struct.unpack_from(f"<{sum(exact)}f", record["teacher_logprobs"], 4 * (P * (1 + R) + sum(exact)))
         assert list(ids) == row.scores.ids.tolist()
         assert list(logprobs) == row.scores.logprobs.tolist()
         assert (
-            list(struct.unpack(f"<{P}f", record["signal"][len(record["signal"]) - 4 * P :]))
+            list(struct.unpack(f"<{P}f", record["teacher_logprobs"][len(record["teacher_logprobs"]) - 4 * P :]))
             == row.scores.entropy.tolist()
         )
 
@@ -196,7 +196,7 @@ def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(cache, r
     folder = tmp_path / "interrupted"
     assert write(folder, rows, numbers=[0, 2]).missing() == [1, 3]
     (folder / ".xtk-tmp-123-shard-00001.arrow").write_bytes(b"killed while writing")
-    missing = CacheWriter(LocalFolder(folder), HEADER, len(SIZES)).missing()
+    missing = CacheWriter(LocalFolder(folder), HEADER, SIZES).missing()
     assert missing == [1, 3]
     write(folder, rows, numbers=missing).finish()
     assert files_of(folder) == files_of(cache)
@@ -246,7 +246,7 @@ def test_a_flipped_byte_in_a_shard_is_found_by_reading_and_names_shard_and_row(c
     path = cache / "shard-00002.arrow"
     raw = path.read_bytes()
     with pa.memory_map(str(path)) as source:
-        signals = pa.ipc.open_file(source).get_batch(0).column("signal").to_pylist()
+        signals = pa.ipc.open_file(source).get_batch(0).column("teacher_logprobs").to_pylist()
     owner = {raw.index(signal) + at: row for row, signal in enumerate(signals) for at in range(len(signal))}
     named = 0
     for position in np.linspace(0, len(raw) - 1, 300).astype(int).tolist():
@@ -281,9 +281,7 @@ def test_a_manifest_cut_short_is_refused(cache):
 
 
 def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
-    other = CacheWriter(
-        LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, len(SIZES)
-    )
+    other = CacheWriter(LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, SIZES)
     other.write(1, rows[3:4])
     shutil.copy(tmp_path / "other/shard-00001.arrow", cache)
     assert failure_of(cache).where.endswith("shard-00001.arrow")
@@ -292,7 +290,7 @@ def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
 def test_a_later_version_is_refused_by_its_number(cache):
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps({**manifest, "version": 7}))
-    with pytest.raises(XtkError, match="this cache has version 7"):
+    with pytest.raises(XtkError, match="this teacher cache has version 7, and this xtk reads version 5"):
         TeacherCache(cache)
 
 
@@ -307,30 +305,31 @@ def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, 
     write(unfinished, rows, numbers=[0])
     for request in (
         lambda: finished_cache(LocalFolder(cache), wanted),
-        lambda: CacheWriter(LocalFolder(cache), wanted, len(SIZES)),
-        lambda: CacheWriter(LocalFolder(unfinished), wanted, len(SIZES)),
+        lambda: CacheWriter(LocalFolder(cache), wanted, SIZES),
+        lambda: CacheWriter(LocalFolder(unfinished), wanted, SIZES),
     ):
         with pytest.raises(XtkError, match="there is a cache of another request") as caught:
             request()
         assert f"{section}.{key}: {HEADER[section][key]} there, {value} asked for" in caught.value.where
 
 
-def test_a_damaged_shard_of_an_unfinished_cache_is_named(rows, tmp_path):
-    folder = tmp_path / "cache"
+def test_a_damaged_shard_of_an_unfinished_cache_is_named_and_written_again(cache, rows, tmp_path, capsys):
+    folder = tmp_path / "cache-2"
     write(folder, rows, numbers=[0, 1])
     path = folder / "shard-00001.arrow"
     raw = path.read_bytes()
     for size in (0, 7, len(raw) // 2, len(raw) - 1):
         path.write_bytes(raw[:size])
-        with pytest.raises(Damaged, match="cannot be read") as caught:
-            CacheWriter(LocalFolder(folder), HEADER, len(SIZES))
-        assert caught.value.where == str(path)
+        assert CacheWriter(LocalFolder(folder), HEADER, SIZES).missing() == [1, 2, 3]
+        assert f"{path}: this shard " in capsys.readouterr().err
+    write(folder, rows, numbers=[1, 2, 3]).finish()
+    assert files_of(folder) == files_of(cache)
 
 
 def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
     (cache / "thesis.tex").write_text("precious")
     for request in (
-        lambda: CacheWriter(LocalFolder(cache), HEADER, len(SIZES)),
+        lambda: CacheWriter(LocalFolder(cache), HEADER, SIZES),
         lambda: remove_cache(LocalFolder(cache)),
     ):
         with pytest.raises(XtkError, match=r"this folder holds other things \(thesis.tex\)"):
@@ -341,7 +340,7 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(XtkError, match="a cache is a folder"):
-        CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, 1)
+        CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
 
 
 def test_a_removed_cache_leaves_an_empty_folder(cache):
@@ -362,22 +361,22 @@ def asking(rows: list[Row]) -> list[Row]:
 
 
 def write_asked(folder: Path, rows: list[Row]) -> Path:
-    header = {**HEADER, "data": {**HEADER["data"], "asked": ["weight", "route"]}}
-    writer = CacheWriter(LocalFolder(folder), header, 2)
+    header = {**HEADER, "data": {**HEADER["data"], "optional_columns": ["weight", "route"]}}
+    writer = CacheWriter(LocalFolder(folder), header, [5, 5])
     writer.write(0, rows[:5])
     writer.write(1, rows[5:])
     writer.finish()
     return folder
 
 
-def test_weights_and_routes_come_back_and_are_of_another_version(cache, rows, tmp_path):
+def test_weights_and_routes_come_back(cache, rows, tmp_path):
     asked = asking(rows)
     found, plain = TeacherCache(write_asked(tmp_path / "asked", asked)), TeacherCache(cache)
     for ours, theirs in zip(found, asked, strict=True):
         assert_equal(ours, theirs)
     assert found.weights().tolist() == [row.document.weight for row in asked]
     assert found.routes() == [row.document.route for row in asked]
-    assert (found.manifest["version"], plain.manifest["version"]) == (4, 3)
+    assert (found.manifest["version"], plain.manifest["version"]) == (5, 5)
     assert plain.weights().tolist() == [1] * len(rows)
     assert plain.routes() == [""] * len(rows)
 

@@ -42,12 +42,13 @@ SUPPORT = Support("top-k", top_k=64)
 
 def cache_at(folder: Path, precision: str, rows: list[Row], ranks: Ranks) -> TeacherCache:
     """Write a cache."""
-    codec = {"name": PRECISIONS[precision], "precision": precision, "draws": 0, "sets": 0, "ranks": ranks.file}
-    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"rows": SHARDS * ROWS}}, SHARDS)
+    codec = {"name": PRECISIONS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
+    codec["vocabulary_order"] = ranks.file
+    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"rows": SHARDS * ROWS}}, [ROWS] * SHARDS)
     writer.write_files({ranks.file: ranks.content})
     for number in range(SHARDS):
         some = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]
-        writer.accept(number, put_shard(writer.folder, writer.header, number, some, ranks))
+        writer.accept(number, put_shard(writer.folder, writer.header, writer.place(number), some, ranks))
     writer.finish()
     return TeacherCache(folder)
 

@@ -45,8 +45,8 @@ def main() -> None:
         support = Support("top-k", top_k=TOP_K)
         request = TeacherRequest(folder, name, Tokenizer(folder), support, "float32", BATCH_TOKENS)
         teacher = TransformersTeacher(request)
-        header = {"codec": {"name": "raw", "draws": 0, "sets": 0}}
-        writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, 1)
+        header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
+        writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
         batches = []
         for batch in batches_by_length([len(document) for document in tokens], BATCH_TOKENS):
             ids = torch.zeros(len(batch), max(len(tokens[at]) for at in batch), dtype=torch.int64)

@@ -77,7 +77,7 @@ def seconds(codec: PackedCodec, rows: Rows, tokens: list[bytes], signals: list[b
 
 def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: str, reach: str) -> tuple[str, str, str]:
     """Return a line of the report."""
-    options = {"precision": precision, "sets": support.sets, "draws": support.draws}
+    options = {"precision": precision, "num_sample_sets": support.sets, "num_samples": support.draws}
     PackedCodec.pack(rows[:2], options, ranks)
     started = time.thread_time()
     tables, tokens, signals = PackedCodec.pack(rows, options, ranks)
@@ -124,7 +124,7 @@ def whole_caches(folder: Path) -> None:
             done = subprocess.run([sys.executable, "-m", "xtk", *words], check=True, capture_output=True, text=True)
         found = json.loads(done.stdout)["statistics"]
         parts = {name: round(size / found["positions"], 1) for name, size in found["bytes_by_part"].items()}
-        told = f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['codec_kl_share_of_entropy']}"
+        told = f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['quantization_kl_share_of_entropy']}"
         lines.append((options or "(default)", f"{told} of the entropy, {found['mean_entropy_nats']:.2f} nats", ""))
     report(__file__, lines)
 

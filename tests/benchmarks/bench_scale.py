@@ -9,7 +9,6 @@ small ones, of which most are hard links, merged into one of 100,000; and reques
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from test_teacher_cache import HEADER, row_of
 
 from xtk.artifacts.folders import LocalFolder, folder_at
 from xtk.artifacts.merging import merge_caches
-from xtk.artifacts.shard import Shard, write_shard
+from xtk.artifacts.shard import Place, Shard, write_shard
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, _entry, file_of, read_manifest, write_manifest
 from xtk.tokens.document import Document
 
@@ -47,7 +46,6 @@ TOKENS_A_SECOND = {"a teacher of 8 billion parameters": 40_000.0, "70 billion, o
 SHARD_BYTES = 256e6  # of a shard at this scale: --shard-tokens so that an object is worth a request
 WRITERS, SHARDS, ROWS = 1000, 100, 2
 OBJECTS = 1000
-LINKS = 50_000  # file systems know no more than some ten thousand names of one file
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, Any]:
@@ -74,9 +72,9 @@ def make_caches(folder: Path, shards: int) -> list[str]:
     for number in range(WRITERS):
         place = folder / f"{number:04d}"
         place.mkdir(parents=True)
-        header = {**HEADER, "data": {"documents": f"sha256:{number}", "rows": ROWS * shards}}
+        header = {**HEADER, "data": {"fingerprint": f"sha256:{number}", "rows": ROWS * shards}}
         first = place / file_of(0)
-        write_shard(first, header, rows)
+        write_shard(first, header, Place(0, 0, ROWS), rows)
         entry = _entry(first.name, Shard(first))
         for other in range(1, shards):
             os.link(first, place / file_of(other))
@@ -110,16 +108,15 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     measure("a stretch of it", lambda: merge_caches([str(merged)], str(folder / "part"), rows=f"1:{len(cache) // 2}"))
     unfinished = folder / "unfinished"
     unfinished.mkdir()
-    header = {**HEADER, "data": {"documents": "sha256:0", "rows": ROWS * shards}}
-    for number in range(total - 1):
-        if number % LINKS:
-            os.link(unfinished / file_of(number - number % LINKS), unfinished / file_of(number))
-        else:
-            shutil.copyfile(Path(places[0]) / file_of(0), unfinished / file_of(number))
-    writer = measure("resuming a writer", lambda: CacheWriter(LocalFolder(unfinished), header, total))
+    header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": ROWS * shards}}
     draw = np.random.default_rng(0)
+    rows = [row_of(Document.of_text(f"row {number}"), 4, draw) for number in range(ROWS)]
+    for number in range(total - 1):
+        write_shard(unfinished / file_of(number), header, Place(number, number * ROWS, ROWS), rows)
+    sizes = [ROWS] * (total - 1) + [1]
+    writer = measure("resuming a writer, every shard read", lambda: CacheWriter(LocalFolder(unfinished), header, sizes))
     writer.write(total - 1, [row_of(Document.of_text("the last row"), 4, draw)])
-    measure("finishing it, every row read", writer.finish)
+    measure("finishing it", writer.finish)
     return [(f"{what} ({total:,} shards)", f"{took:.1f} s", "30 s") for what, took in found]
 
 
@@ -134,7 +131,7 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
         s3fs.S3FileSystem().mkdir("bucket")
         draw = np.random.default_rng(0)
         rows = [row_of(Document.of_text("row"), 4, draw)]
-        header = {**HEADER, "data": {"documents": "sha256:0", "rows": OBJECTS}}
+        header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": OBJECTS}}
         found = []
 
         def count(what: str, work: Callable[[], object]) -> None:
@@ -146,13 +143,13 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
             sys.stderr.write(f"{what}: {told}; {took:.1f} s\n")
 
         def write() -> None:
-            writer = CacheWriter(folder_at("s3://bucket/one"), header, OBJECTS)
+            writer = CacheWriter(folder_at("s3://bucket/one"), header, [1] * OBJECTS)
             for number in range(OBJECTS):
                 writer.write(number, rows)
             writer.finish()
 
         count("writing", write)
-        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), header, OBJECTS))
+        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), header, [1] * OBJECTS))
         count("merging on the store", lambda: merge_caches(["s3://bucket/one"], "s3://bucket/two"))
         count("opening", lambda: TeacherCache("s3://bucket/two"))
         cache = TeacherCache("s3://bucket/two")

@@ -28,7 +28,7 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     run("cache-teacher", pair.teacher, corpus, "--support", kind, *OPTIONS[kind], "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
     assert found.header["options"]["support"] == kind
-    sets = found.header["codec"]["sets"]
+    sets = found.header["codec"]["num_sample_sets"]
     for row in found:
         for number in range(max(1, sets)):
             signal = found.row(0, number).signal
@@ -98,8 +98,8 @@ def test_numbers_that_are_named_say_which_support_is_meant(named, able, kind, id
 def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "-o", tmp_path / "c")
     cache = TeacherCache(tmp_path / "c")
-    asked = {name: cache.header["options"][name] for name in ("support", "top_k", "draws", "sets")}
-    assert asked == {"support": "top-k+sample", "top_k": 16, "draws": 16, "sets": 1}
+    asked = {name: cache.header["options"][name] for name in ("support", "top_k", "num_samples", "num_sample_sets")}
+    assert asked == {"support": "top-k+sample", "top_k": 16, "num_samples": 16, "num_sample_sets": 1}
     assert cache.header["codec"]["precision"] == "standard"
 
 
@@ -128,30 +128,33 @@ def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(ru
     for path in sorted((tmp_path / "c").glob("shard-*.arrow")):
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         codec = json.loads(batch.schema.metadata[b"xtk"])["codec"]
-        ranks = pa.ipc.open_file(pa.memory_map(str(path.parent / codec["ranks"]))).get_batch(0).to_pydict()
-        lengths = dict(zip(ranks["id"], ranks["length"], strict=True))
+        ranks = pa.ipc.open_file(pa.memory_map(str(path.parent / codec["vocabulary_order"]))).get_batch(0).to_pydict()
+        lengths = dict(zip(ranks["id"], ranks["num_bytes"], strict=True))
         reader = PlainCodec(
-            base64.b64decode(batch.schema.metadata[b"tables"]),
+            base64.b64decode(batch.schema.metadata[b"codec_tables"]),
             ranks["id"],
             [lengths[token] for token in range(len(lengths))],
             codec["precision"],
-            codec["sets"],
-            codec["draws"],
+            codec["num_sample_sets"],
+            codec["num_samples"],
         )
         for record in batch.to_pylist():
             row = next(rows)
-            ids, ends = reader.tokens(record["tokens"], record["length"])
+            ids, ends = reader.tokens(record["tokens"], record["num_tokens"])
             assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.ends.tolist())
             assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
-            edges = record["trained"]
+            edges = record["trained_ranges"]
             trained = [at for start, stop in zip(edges[::2], edges[1::2], strict=True) for at in range(start, stop)]
             assert trained == row.scores.positions.tolist()
-            for at, position in enumerate(reader.positions(record["signal"], [ids[place] for place in trained])):
+            for at, position in enumerate(
+                reader.positions(record["teacher_logprobs"], [ids[place] for place in trained])
+            ):
                 kept = slice(row.scores.offsets[at], row.scores.offsets[at + 1])
                 assert sorted(position.exact) == row.scores.ids[kept].tolist()
                 said = [position.exact[token] for token in row.scores.ids[kept].tolist()]
                 np.testing.assert_allclose(said, row.scores.logprobs[kept], rtol=0, atol=1e-5)
-                assert [sum(drawn.values()) for drawn in position.draws] == [codec["draws"]] * codec["sets"]
+                samples = [sum(drawn.values()) for drawn in position.draws]
+                assert samples == [codec["num_samples"]] * codec["num_sample_sets"]
 
 
 def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):

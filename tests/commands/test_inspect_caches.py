@@ -75,19 +75,21 @@ def test_the_teacher_scored_again_says_what_the_cache_holds(run, caches, pair, s
     assert found["same_weights"]
     assert found["largest_logprob_difference"] < 1e-4
     assert found["largest_entropy_difference"] < 1e-4
-    assert abs(found["codec_kl_nats"]) < 1e-5
+    assert abs(found["quantization_kl_nats"]) < 1e-5
 
 
 def test_what_packing_adds_is_told_by_the_manifest_and_found_when_the_teacher_scores_again(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--top-k", 8, "--precision", "standard", "-o", tmp_path / "c")
     found = inspected(run, tmp_path / "c", "--teacher", pair.teacher, "--sample", 1000)["statistics"]
     again = found["scored_again"]
-    assert 0 < found["codec_kl_nats"] < 0.01
-    assert again["codec_kl_nats"] == pytest.approx(found["codec_kl_nats"], rel=0.02)
-    assert again["codec_kl_share_of_entropy"] == pytest.approx(found["codec_kl_share_of_entropy"], rel=0.02)
-    assert 1e-3 < again["largest_logprob_difference"] <= found["codec_largest_error_nats"]
+    assert 0 < found["quantization_kl_nats"] < 0.01
+    assert again["quantization_kl_nats"] == pytest.approx(found["quantization_kl_nats"], rel=0.02)
+    assert again["quantization_kl_share_of_entropy"] == pytest.approx(
+        found["quantization_kl_share_of_entropy"], rel=0.02
+    )
+    assert 1e-3 < again["largest_logprob_difference"] <= found["quantization_largest_error_nats"]
     plain = inspected(run, tmp_path / "c", "--quiet")["statistics"]
-    assert plain["codec_kl_nats"] == found["codec_kl_nats"]
+    assert plain["quantization_kl_nats"] == found["quantization_kl_nats"]
 
 
 def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
@@ -98,8 +100,8 @@ def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
         arrays = {name: np.array(value) for name, value in vars(scores).items()}
         change(arrays)
         rows.append(Row(row.document, row.tokens, type(scores)(**arrays)))
-    codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("draws", "sets")}}
-    writer = CacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, 1)
+    codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}}
+    writer = CacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])
     writer.write(0, rows)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(cache.folder.name) / file, folder)

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.codecs import CODECS, Codec
+from xtk.artifacts.shard import PAYLOAD
 from xtk.artifacts.teacher_cache import TeacherCache, parts_of, totals
 from xtk.lookup import lookup
 from xtk.tokens.signal import Scores
 
-PARTS = ("text", "tokens", "signal")  # of a shard's payload, in its order
-INFORMATION = ("entropy", "codec_kl")  # of a shard, sums over its positions
+INFORMATION = ("entropy", "quantization_kl")  # of a shard, sums over its positions
 SAMPLE = 200
 
 
@@ -101,10 +101,10 @@ def _outside(scores: Scores, options: dict[str, Any]) -> NDArray[np.bool_] | Non
 
 def bytes_by_part(manifest: dict[str, Any]) -> dict[str, int]:
     """Return the bytes of text, tokens, signal and everything else, of all shards; none is opened."""
-    sums = dict.fromkeys((*PARTS, "rest"), 0)
+    sums = dict.fromkeys((*PAYLOAD, "rest"), 0)
     for shard in manifest["shards"]:
         sizes = [stop - start for start, stop in shard["payload"]]
-        for name, size in zip(PARTS, sizes, strict=True):
+        for name, size in zip(PAYLOAD, sizes, strict=True):
             sums[name] += size
         sums["rest"] += int(shard["bytes"]) - sum(sizes)
     return sums
@@ -121,19 +121,19 @@ def statistics(cache: TeacherCache, positions: Positions, documents: int) -> dic
     figures = totals(cache.manifest)
     by_part = bytes_by_part(cache.manifest)
     per = max(figures["positions"], 1)
-    entropy, codec_kl = (sum(float(shard[name]) for shard in cache.manifest["shards"]) for name in INFORMATION)
+    entropy, quantization_kl = (sum(float(shard[name]) for shard in cache.manifest["shards"]) for name in INFORMATION)
     return {
         **figures,
         "shards": len(cache.manifest["shards"]),
         "merged_of": len(parts_of(cache.manifest)),
         "bytes_by_part": by_part,
         "bytes_per_position": round(figures["bytes"] / per, 2),
-        "signal_bytes_per_position": round(by_part["signal"] / per, 2),
+        "teacher_logprobs_bytes_per_position": round(by_part["teacher_logprobs"] / per, 2),
         "sampled_documents": documents,
         "mean_entropy_nats": round(entropy / per, 6),
-        "codec_kl_nats": _figures(codec_kl / per),
-        "codec_kl_share_of_entropy": _figures(codec_kl / entropy) if entropy > 0 else None,
-        "codec_largest_error_nats": stated_error(cache.header["codec"]),
+        "quantization_kl_nats": _figures(quantization_kl / per),
+        "quantization_kl_share_of_entropy": _figures(quantization_kl / entropy) if entropy > 0 else None,
+        "quantization_largest_error_nats": stated_error(cache.header["codec"]),
         "mean_mass_kept": mean(positions.kept),
         "mean_tail_mass": mean(1 - positions.kept),
         "mean_realised_logprob": mean(positions.realised),

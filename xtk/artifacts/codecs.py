@@ -75,7 +75,7 @@ class RawCodec:
     float32 [P] each `tail_mass`, `realised_logprobs`, `entropy`.
 
     Args:
-        options: of the header's codec: "sets" R, "draws" n.
+        options: of the header's codec: "num_sample_sets" R, "num_samples" n.
         tables: none.
         ranks: none.
     """
@@ -88,7 +88,7 @@ class RawCodec:
         return 0.0
 
     def __init__(self, options: dict[str, Any], tables: bytes, ranks: Ranks | None) -> None:
-        self.sets, self.draws = int(options["sets"]), int(options["draws"])
+        self.sets, self.draws = int(options["num_sample_sets"]), int(options["num_samples"])
 
     @classmethod
     def pack(
@@ -116,6 +116,8 @@ class RawCodec:
 
     def tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return ids and byte ends of a document."""
+        if len(packed) != 8 * length:
+            raise ValueError("another number of bytes than the tokens have")
         both = np.frombuffer(packed, "<i4", 2 * length)
         return both[:length], both[length:]
 
@@ -126,6 +128,10 @@ class RawCodec:
         offsets = _offsets(reader.take("<i4", size))
         drawn_offsets = _offsets(reader.take("<i4", size * self.sets))
         exact, drawn = int(offsets[-1]), int(drawn_offsets[-1])
+        if (np.diff(offsets) < 0).any() or (np.diff(drawn_offsets) < 0).any():
+            raise ValueError("a negative number of entries")
+        if len(packed) != 4 * (size * (4 + self.sets) + 2 * exact + 2 * drawn):
+            raise ValueError("another number of bytes than the entries have")
         return Scores(
             positions=positions,
             offsets=offsets,

@@ -87,8 +87,9 @@ def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
         local = not _REMOTE.match(name)
         if isinstance(wrong, OSError) and wrong.errno and local:  # the system's: no such file, no permission
             raise
-        known = ValueError | EOFError | OSError | zlib.error | lzma.LZMAError | csv.Error  # Arrow's are ValueErrors
-        if local and not isinstance(wrong, known):
+        known = ValueError | EOFError | OSError | OverflowError | MemoryError | zlib.error | lzma.LZMAError | csv.Error
+        # pyarrow is imported only where its formats are read; some of its errors are TypeErrors and KeyErrors.
+        if local and not isinstance(wrong, known) and type(wrong).__module__ != "pyarrow.lib":
             raise
         reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
         hint = "look whether it is whole, and whether its ending tells its format"
@@ -450,13 +451,17 @@ def _typed(value: str) -> Any:
 def _read_parquet(name: str, reading: Reading) -> Iterator[Record]:
     import pyarrow.parquet
 
+    from xtk.artifacts.arrow_files import validated
+
     with _opened(name, None) as stream:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(ROWS_AT_ONCE):
+        for batch in validated(pyarrow.parquet.ParquetFile(stream).iter_batches(ROWS_AT_ONCE)):
             yield from _rows(batch, name, reading)
 
 
 def _read_arrow(name: str, reading: Reading) -> Iterator[Record]:
     import pyarrow
+
+    from xtk.artifacts.arrow_files import validated
 
     with _opened(name, None) as stream:
         try:
@@ -465,12 +470,11 @@ def _read_arrow(name: str, reading: Reading) -> Iterator[Record]:
             stream.seek(0)
             table = pyarrow.ipc.open_file(stream)
             batches = map(table.get_batch, range(table.num_record_batches))
-        for batch in batches:
+        for batch in validated(batches):
             yield from _rows(batch, name, reading)
 
 
 def _rows(batch: Any, name: str, reading: Reading) -> Iterator[Record]:
-    batch.validate(full=True)  # offsets that lead out of the file, bytes that are not UTF-8
     if batch.nbytes > reading.max_bytes:
         for number in range(len(batch)):
             row = batch.slice(number, 1)

@@ -5,6 +5,7 @@ docs/reference/artifacts.md describes what comes out.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from collections.abc import Sequence
@@ -31,10 +32,11 @@ from xtk.artifacts.teacher_cache import (
     parts_of,
     remove_cache,
     totals,
+    whole_shard,
     write_file,
     write_manifest,
 )
-from xtk.errors import Mismatch, XtkError
+from xtk.errors import Damaged, Mismatch, XtkError
 
 # They choose which text is read, and in which batches and files: a row's signal is the same.
 FREE = frozenset({"shard_tokens", "batch_tokens", "long_documents", "max_length"})
@@ -93,10 +95,12 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
     if finished := finished_cache(folder, header):
         return totals(finished)
     _refuse_others(folder, taken, parts)
-    _tell_twice(header["data"]["parts"])
+    _tell_twice(header["data"]["sources"])
     entries = _fill(folder, taken)
     files = _take_other_files(folder, sources, parts)
-    return totals(write_manifest(folder, {"header": header, "parts": parts, "files": files, "shards": entries}))
+    return totals(
+        write_manifest(folder, {"header": header, "source_headers": parts, "files": files, "shards": entries})
+    )
 
 
 def _open(places: Sequence[str]) -> list[TeacherCache]:
@@ -119,7 +123,7 @@ def _plan(sources: Sequence[TeacherCache], start: int, stop: int) -> tuple[list[
             size = int(entry["rows"])
             first, last = max(start, at), min(stop, at + size)
             if first < last:
-                number = int(entry.get("part", 0))
+                number = int(entry.get("source_header", 0))
                 if keys[number] not in known:
                     known[keys[number]] = len(parts)
                     parts.append(theirs[number])
@@ -137,9 +141,9 @@ def _fill(folder: Folder, taken: Sequence[Taken]) -> list[dict[str, Any]]:
             file = file_of(number)
             if piece.is_whole:
                 whole.setdefault(id(piece.source), {})[piece.entry["file"]] = file
-                entries[number] = {**piece.entry, "file": file, "part": piece.part}
+                entries[number] = {**piece.entry, "file": file, "source_header": piece.part}
             else:
-                entries[number] = {**_cut(folder, piece, file), "part": piece.part}
+                entries[number] = {**_cut(folder, piece, file), "source_header": piece.part}
                 progress.advance(1)
         for source in {id(piece.source): piece.source for piece in taken}.values():
             files = whole.get(id(source), {})
@@ -188,15 +192,15 @@ def _header(sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]], st
         **first,
         "codec": _shared([part["codec"] for part in parts]),
         "options": _shared([part["options"] for part in parts]),
-        "data": {"rows": stop - start, "parts": stretches},
+        "data": {"rows": stop - start, "sources": stretches},
     }
 
 
 def _stretches(source: TeacherCache) -> list[dict[str, Any]]:
     """Return the data of a cache: one stretch, or those that it was merged of."""
     header = source.header
-    if "parts" in header["data"]:
-        return list(header["data"]["parts"])
+    if "sources" in header["data"]:
+        return list(header["data"]["sources"])
     own = {key: value for key, value in header["options"].items() if key in FREE}
     return [{**header["data"], "rows": len(source), "first": 0, "stop": len(source), "options": own}]
 
@@ -271,9 +275,10 @@ def _refuse_others(folder: Folder, taken: Sequence[Taken], parts: Sequence[dict[
     if not strange and held:
         first = min(held)
         number = list(wanted).index(first)
-        found = Shard(folder.local(first), folder.path_of(first)).header
-        if _identity(found) != _identity(parts[taken[number].part]):
-            strange = [first]
+        with contextlib.suppress(Damaged):  # it is brought again, whatever it is
+            found = whole_shard(folder.local(first), folder.path_of(first)).header
+            if _identity(found) != _identity(parts[taken[number].part]):
+                strange = [first]
     if strange:
         raise XtkError(
             "there is an unfinished cache of another request",
@@ -286,7 +291,7 @@ def _tell_twice(stretches: Sequence[dict[str, Any]]) -> None:
     """Tell which documents come twice: stretches of the same data that overlap."""
     by_data: dict[str, list[tuple[int, int, int]]] = {}
     for number, stretch in enumerate(stretches, start=1):
-        by_data.setdefault(stretch["documents"], []).append((stretch["first"], stretch["stop"], number))
+        by_data.setdefault(stretch["fingerprint"], []).append((stretch["first"], stretch["stop"], number))
     for same in by_data.values():
         same.sort()
         for (_, stop, one), (first, _, other) in itertools.pairwise(same):

@@ -1,4 +1,4 @@
-"""The vocabulary by frequency, a file beside the shards of a cache: what comes often has a small number."""
+"""The vocabulary order of a cache: all token ids by frequency, a file in the folder of the shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_files import check_columns, only_batch
 from xtk.errors import Damaged
+
+SCHEMA = pa.schema([("id", pa.int32()), ("num_bytes", pa.int32())])
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Ranks:
 
     @cached_property
     def content(self) -> bytes:
-        """The file: an Arrow file of two columns, `id` in the order of ranks and the `length` of each."""
-        batch = pa.record_batch({"id": pa.array(self.order), "length": pa.array(self.lengths[self.order])})
+        """The file: an Arrow file with two columns, `id` from the most frequent on and the `num_bytes` of each."""
+        batch = pa.record_batch({"id": pa.array(self.order), "num_bytes": pa.array(self.lengths[self.order])})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -57,21 +60,24 @@ class Ranks:
         """Read a file.
 
         Raises:
-            Damaged: its content is not the one that its name tells.
+            Damaged: its content does not match the checksum in its name, or is not an order of ids.
         """
         if name_of(content) != file:
-            raise Damaged("the ranks of this cache were altered: their checksum does not fit", where=where)
-        batch = pa.ipc.open_file(pa.BufferReader(content)).get_batch(0)
-        order, lengths = (batch.column(name).to_numpy() for name in ("id", "length"))
+            raise Damaged("the vocabulary order of this cache does not match the checksum in its name", where=where)
+        batch, _ = only_batch(content, where, full=True)
+        check_columns(batch, SCHEMA, where)
+        order, lengths = (batch.column(name).to_numpy() for name in SCHEMA.names)
+        if not np.array_equal(np.sort(order), np.arange(len(order))) or (lengths < 0).any():
+            raise Damaged("the vocabulary order of this cache is not an order of all token ids", where=where)
         by_id = np.zeros(len(order), np.int32)
         by_id[order] = lengths
         return cls(order.copy(), by_id)  # Arrow's own memory is read-only, for which numba would compile anew
 
 
-# Gives the ranks of a file that a shard's header names.
+# Returns the vocabulary order of a file that the header of a shard names.
 FindRanks = Callable[[str], Ranks]
 
 
 def name_of(content: bytes) -> str:
-    """Return the name of a file of ranks."""
-    return f"ranks-{hashlib.sha256(content).hexdigest()[:16]}.arrow"
+    """Return the name of a vocabulary order file."""
+    return f"vocabulary-order-{hashlib.sha256(content).hexdigest()[:16]}.arrow"

@@ -277,8 +277,9 @@ def check_rollout(record: Record, where: str) -> None:
 
 def _with_drawn_tokens(document: Document, row: _Row) -> Document:
     """Return the document with the tokens as which a student wrote it."""
-    if "ends" in row and isinstance(row["ends"], bool):
-        document = replace(document, ends=row["ends"])
+    ends = row["ends"] if "ends" in row else row.record.get("complete")  # the column of a shard of a cache
+    if isinstance(ends, bool):
+        document = replace(document, ends=ends)
     if row.get("student_ids") is None:
         return document
     parts = {name: row.get(name) for name in ("student_mask", "student_logprobs", "student_tokenizer")}

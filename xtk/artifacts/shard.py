@@ -1,12 +1,15 @@
-"""A shard: one Arrow file of a teacher cache, a row a document. docs/reference/artifacts.md describes it."""
+"""A shard: one Arrow file of a teacher cache, one row per document. docs/reference/artifacts.md describes it."""
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
+import mmap
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from xtk.artifacts.arrow_files import check_columns, only_batch
 from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.files import canonical_json
 from xtk.artifacts.ranks import FindRanks, Ranks
@@ -29,26 +33,33 @@ from xtk.tokens.signal import Scores, Signal, divergence
 SCHEMA = pa.schema(
     [
         ("segments", pa.list_(pa.struct([("role", pa.string()), ("text", pa.string()), ("train", pa.bool_())]))),
-        ("ends", pa.bool_()),
+        ("complete", pa.bool_()),
         ("conversation", pa.string()),
-        ("length", pa.int32()),
-        ("positions", pa.int32()),
-        ("entries", pa.int32()),
+        ("num_tokens", pa.int32()),
+        ("num_positions", pa.int32()),
+        ("num_entries", pa.int32()),
         ("entropy", pa.float32()),
-        ("codec_kl", pa.float32()),
-        ("trained", pa.list_(pa.int32())),
-        ("pieces", pa.list_(pa.int32())),
-        ("closers", pa.list_(pa.int32())),
+        ("quantization_kl", pa.float32()),
+        ("trained_ranges", pa.list_(pa.int32())),
+        ("byte_ranges", pa.list_(pa.int32())),
+        ("segment_end_tokens", pa.list_(pa.int32())),
         ("tokens", pa.binary()),
-        ("signal", pa.binary()),
+        ("teacher_logprobs", pa.binary()),
         ("checksum", pa.uint64()),
     ]
 )
-# Of the documents of caches that were asked for them: `header["data"]["asked"]`.
-ASKED_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "drawn": pa.binary()}
-LISTS = ("trained", "pieces", "closers")
-BLOBS = ("tokens", "signal")
+# Only in caches whose header lists them: `header["data"]["optional_columns"]`.
+OPTIONAL_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "sampled_tokens": pa.binary()}
+LISTS = ("trained_ranges", "byte_ranges", "segment_end_tokens")
+BLOBS = ("tokens", "teacher_logprobs")
 BYTES = ("conversation", *BLOBS)
+PAYLOAD = ("text", *BLOBS)  # in this order in `payload`
+# The custom metadata of the record batch, canonical JSON, begins so. In JSON a string cannot contain it unescaped, so
+# its first occurrence in a file is the checksum, whatever the header or the texts contain.
+CHECKSUM = b'{"checksum":"xxh3_128:'
+CHECKSUM_DIGITS = 32
+MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number in a shard is damage, and would allocate gigabytes
+OLD_COLUMN, NEW_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of this one
 SEGMENT_PARTS = 5  # flags, sizes of roles, roles, sizes of texts, texts: what a checksum begins with
 
 
@@ -67,12 +78,30 @@ class Row:
     scores: Scores
 
 
-def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: Ranks | None = None) -> None:
-    """Write a shard.
+@dataclass(frozen=True)
+class Place:
+    """Where a shard belongs in the cache that it was written for.
+
+    Attributes:
+        shard: its number, from 0.
+        first_row: how many rows the shards before it have.
+        rows: how many rows it has.
+    """
+
+    shard: int
+    first_row: int
+    rows: int
+
+
+def write_shard(
+    path: Path, header: dict[str, Any], place: Place, rows: Sequence[Row], ranks: Ranks | None = None
+) -> None:
+    """Write a shard, with a checksum over the whole file and its place in the cache.
 
     Args:
         path: a new file.
         header: identity of teacher, data and options; `header["codec"]` says how it is packed.
+        place: in the cache.
         rows: its documents.
         ranks: of the cache, for codecs that need them.
     """
@@ -91,45 +120,102 @@ def write_shard(path: Path, header: dict[str, Any], rows: Sequence[Row], ranks: 
             ],
             SCHEMA.field("segments").type,
         ),
-        "ends": pa.array([row.document.ends for row in rows], pa.bool_()),
+        "complete": pa.array([row.document.ends for row in rows], pa.bool_()),
         "conversation": pa.array([_json_of_conversation(row.document) for row in rows], pa.string()),
-        "length": pa.array([len(row.tokens) for row in rows], pa.int32()),
-        "positions": pa.array([len(row.scores) for row in rows], pa.int32()),
-        "entries": pa.array([len(row.scores.ids) + len(row.scores.drawn_ids) for row in rows], pa.int32()),
+        "num_tokens": pa.array([len(row.tokens) for row in rows], pa.int32()),
+        "num_positions": pa.array([len(row.scores) for row in rows], pa.int32()),
+        "num_entries": pa.array([len(row.scores.ids) + len(row.scores.drawn_ids) for row in rows], pa.int32()),
         "entropy": pa.array([row.scores.entropy.sum(dtype=np.float64) for row in rows], pa.float32()),
-        "codec_kl": pa.array(added, pa.float32()),
-        "trained": _lists([_runs(row.scores.positions) for row in rows]),
-        "pieces": _lists([row.tokens.pieces for row in rows]),
-        "closers": _lists([row.tokens.closers for row in rows]),
+        "quantization_kl": pa.array(added, pa.float32()),
+        "trained_ranges": _lists([_runs(row.scores.positions) for row in rows]),
+        "byte_ranges": _lists([row.tokens.pieces for row in rows]),
+        "segment_end_tokens": _lists([row.tokens.closers for row in rows]),
         "tokens": _blobs(tokens),
-        "signal": _blobs(signals),
+        "teacher_logprobs": _blobs(signals),
         **{
-            name: pa.array([_asked(row.document, name) for row in rows], ASKED_COLUMNS[name])
-            for name in asked_of(header)
+            name: pa.array([_optional(row.document, name) for row in rows], OPTIONAL_COLUMNS[name])
+            for name in optional_columns(header)
         },
     }
     unsigned = pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
     plain = _Columns(unsigned)
     checksums = np.array([plain.checksum(number) for number in range(len(rows))], np.uint64)
-    metadata = {"xtk": canonical_json(header), "tables": base64.b64encode(tables).decode()}
-    *fields, last = SCHEMA
-    asked = [pa.field(name, ASKED_COLUMNS[name]) for name in asked_of(header)]
-    schema = pa.schema([*fields, *asked, last], metadata)
+    schema = schema_of(header).with_metadata(
+        {"xtk": canonical_json(header), "codec_tables": base64.b64encode(tables).decode()}
+    )
     batch = pa.RecordBatch.from_arrays([*columns.values(), pa.array(checksums, pa.uint64())], schema=schema)
-    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-        writer.write_batch(batch)
+    _write_sealed(path, batch, place)
 
 
-def _asked(document: Document, name: str) -> Any:
-    """Return what one of `ASKED_COLUMNS` holds of a document."""
-    if name == "drawn":
+def _write_sealed(path: Path, batch: pa.RecordBatch, place: Place) -> None:
+    """Write an Arrow file, then its checksum into the custom metadata of its record batch."""
+    seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, **asdict(place)})
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch, custom_metadata={"xtk": seal})
+    with path.open("r+b") as stream:
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            at = content.find(CHECKSUM) + len(CHECKSUM)
+            found = _checksum_around(content, at)
+        stream.seek(at)  # not through the map: a full disk is an error there, and a signal here
+        stream.write(found.encode())
+
+
+def _checksum_around(content: mmap.mmap, at: int) -> str:
+    """Return the digits of the checksum of a file, which stand at `at` and are not part of what it covers."""
+    with memoryview(content) as view:
+        hashed = xxhash.xxh3_128(view[:at])
+        hashed.update(view[at + CHECKSUM_DIGITS :])
+    return hashed.hexdigest()
+
+
+def check_whole(path: Path, where: str) -> None:
+    """Compare every byte of a shard with the checksum that it carries, before anything in it is parsed.
+
+    A finished cache does not need this: its manifest has checksums that leave out the rows, so that reading one row
+    reads no other.
+
+    Args:
+        path: of the shard, on this machine.
+        where: its name, for the error.
+
+    Raises:
+        Damaged: a byte is not the one that was written, or is missing, or there are more.
+        XtkError: it is a shard of an older version.
+    """
+    with path.open("rb") as stream:
+        if not os.fstat(stream.fileno()).st_size:  # cannot be mapped
+            raise Damaged("this shard is empty", where=where)
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            at = content.find(CHECKSUM)
+            digits = content[at + len(CHECKSUM) :][:CHECKSUM_DIGITS] if at >= 0 else b""
+            if at >= 0 and _checksum_around(content, at + len(CHECKSUM)).encode() == digits:
+                return
+            old = at < 0 and content.find(OLD_COLUMN) >= 0 and content.find(NEW_COLUMN) < 0
+    if old:
+        raise XtkError(
+            "this shard is of version 4 or older of the teacher cache, and this xtk reads version 5",
+            where=where,
+            hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+        )
+    raise Damaged("this shard does not match its checksum", where=where)
+
+
+def schema_of(header: dict[str, Any]) -> pa.Schema:
+    """Return the columns of the shards of a header, without metadata."""
+    *fields, last = SCHEMA
+    return pa.schema([*fields, *(pa.field(name, OPTIONAL_COLUMNS[name]) for name in optional_columns(header)), last])
+
+
+def _optional(document: Document, name: str) -> Any:
+    """Return the value of one of `OPTIONAL_COLUMNS` for a document."""
+    if name == "sampled_tokens":
         return b"" if document.drawn is None else document.drawn.to_bytes()
     return getattr(document, name)
 
 
-def asked_of(header: dict[str, Any]) -> list[str]:
-    """Return which of `ASKED_COLUMNS` the shards of a header have."""
-    return list(header.get("data", {}).get("asked", []))
+def optional_columns(header: dict[str, Any]) -> list[str]:
+    """Return which of `OPTIONAL_COLUMNS` the shards of a header have."""
+    return list(header.get("data", {}).get("optional_columns", []))
 
 
 class Shard:
@@ -145,19 +231,26 @@ class Shard:
     """
 
     def __init__(self, path: Path, name: str = "", find_ranks: FindRanks | None = None) -> None:
-        self.name = name or str(path)
+        self.name, self._path = name or str(path), path
         self._find_ranks = find_ranks or (lambda file: ranks_beside(path, file))
         try:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
-            self._batch = pa.ipc.open_file(pa.BufferReader(self._buffer)).get_batch(0)
+        except (pa.ArrowException, ValueError, OSError) as wrong:
+            raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=self.name) from None
+        self._batch, seal = only_batch(self._buffer, self.name, full=False)
+        with self._refusing("its header is not that of a shard"):
             metadata = self._batch.schema.metadata or {}
             self.header: dict[str, Any] = dict(json.loads(metadata[b"xtk"]))
-            self._tables = base64.b64decode(metadata[b"tables"])
+            self._options = dict(self.header["codec"])
+            self._tables = base64.b64decode(metadata[b"codec_tables"], validate=True)
+            stated = dict(json.loads(seal[b"xtk"]))
+            self.place = Place(*(int(stated[name]) for name in ("shard", "first_row", "rows")))
+            schema = schema_of(self.header)
+        check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
+        with self._refusing("offsets lead out of its columns"):
             self._columns = _Columns(self._batch)
-            self._checksums = self._batch.column("checksum").to_numpy()
-        except (pa.ArrowException, KeyError, ValueError, OSError, IndexError) as wrong:
-            raise Damaged(f"a shard of this cache cannot be read: {wrong}", where=self.name) from None
+        self._checksums = self._batch.column("checksum").to_numpy()
 
     def __len__(self) -> int:
         return int(self._batch.num_rows)
@@ -170,9 +263,30 @@ class Shard:
     @cached_property
     def codec(self) -> Codec:
         """What unpacks its tokens and signals."""
-        options = self.header["codec"]
-        kind: type[Codec] = lookup(CODECS, options["name"], "codec")
-        return kind(options, self._tables, self._find_ranks(options["ranks"]) if kind.needs_ranks else None)
+        with self._refusing("its codec tables cannot be read"):
+            options = self._options
+            kind: type[Codec] = lookup(CODECS, options["name"], "codec")
+            ranks = self._find_ranks(options["vocabulary_order"]) if kind.needs_ranks else None
+            return kind(options, self._tables, ranks)
+
+    @cached_property
+    def width(self) -> int:
+        """The size of the teacher's vocabulary: all token ids are below."""
+        with self._refusing("its header does not state the width of the teacher's vocabulary"):
+            return int(self.header.get("teacher", {}).get("width", np.iinfo(np.int32).max))
+
+    @contextlib.contextmanager
+    def _refusing(self, what: str, row: int | None = None) -> Iterator[None]:
+        """Turn whatever damaged content leads to into one sentence that names the shard."""
+        where = self.name if row is None else f"{self.name}, row {row}"
+        try:
+            yield
+        except Damaged as wrong:
+            raise wrong if wrong.where else Damaged(wrong.what, where=where, hint=wrong.hint) from None
+        except XtkError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as wrong:
+            raise Damaged(f"this shard is corrupt: {what} ({type(wrong).__name__})", where=where) from None
 
     def figures(self) -> dict[str, int]:
         """Return rows, positions, tokens and entries."""
@@ -186,13 +300,15 @@ class Shard:
 
     def information(self) -> dict[str, float]:
         """Return sums over its positions, nats: of the entropies, and of the divergence that its codec adds."""
-        sums = {name: self._batch.column(name).to_numpy().sum(dtype=np.float64) for name in ("entropy", "codec_kl")}
+        sums = {
+            name: self._batch.column(name).to_numpy().sum(dtype=np.float64) for name in ("entropy", "quantization_kl")
+        }
         return {name: float(f"{found:.6g}") for name, found in sums.items()}
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of text, tokens, signal and everything else."""
-        text, tokens, signal = (stop - start for start, stop in self.payload())
-        return {"text": text, "tokens": tokens, "signal": signal, "rest": len(self._buffer) - text - tokens - signal}
+        """Return the bytes of each part of PAYLOAD, and of everything else under "rest"."""
+        sizes = [stop - start for start, stop in self.payload()]
+        return {**dict(zip(PAYLOAD, sizes, strict=True)), "rest": len(self._buffer) - sum(sizes)}
 
     def payload(self) -> list[tuple[int, int]]:
         """Return the byte ranges `[start, stop)` of texts, tokens and signals in the file."""
@@ -207,14 +323,36 @@ class Shard:
         return frame_checksum(self._buffer, self.payload())
 
     def row(self, number: int, draw: int | None = 0) -> StoredRow:
-        """Return one document, once its checksum is seen to fit.
+        """Return one document whose checksum matches.
 
         Raises:
             Damaged: names shard and row.
         """
+        self._check_size()
         if not self.is_whole(number):
             raise _altered(self.name, number)
         return StoredRow(self, number, draw)
+
+    def _check_size(self) -> None:
+        """Refuse a file that was cut short after it was mapped.
+
+        Touching a page of the map that the file no longer has ends the process with SIGBUS, which Python cannot
+        catch: a file that shrinks between this check and the read still ends it. A file that was removed or replaced
+        is no danger, since the map keeps the old one.
+
+        Raises:
+            Damaged: names the shard.
+        """
+        try:
+            size = os.stat(self._path).st_size  # noqa: PTH116 (called for every row)
+        except OSError:
+            return
+        if size < len(self._buffer):
+            raise Damaged(
+                f"this shard has {size} bytes now and had {len(self._buffer)} when it was opened: "
+                "another program truncated it",
+                where=self.name,
+            )
 
     def is_whole(self, number: int) -> bool:
         """Say whether a row is what was written."""
@@ -224,7 +362,10 @@ class Shard:
             return False
 
     def write_rows(self, path: Path, start: int, stop: int) -> None:
-        """Write the rows `[start, stop)` as a shard of their own, with the bytes and checksums that they have.
+        """Write the rows `[start, stop)` as a separate shard: their bytes and checksums stay as they are.
+
+        Its place is that of the rows in the cache that they were written for, so that the bytes do not depend on
+        where the new shard goes.
 
         Raises:
             Damaged: names shard and row.
@@ -232,9 +373,8 @@ class Shard:
         for number in range(start, stop):
             if not self.is_whole(number):
                 raise _altered(self.name, number)
-        batch = self._batch.slice(start, stop - start)
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, self._batch.schema) as writer:
-            writer.write_batch(batch)
+        place = Place(self.place.shard, self.place.first_row + start, stop - start)
+        _write_sealed(path, self._batch.slice(start, stop - start), place)
 
     def damaged_rows(self) -> Iterator[int]:
         """Yield the rows that are not what was written."""
@@ -263,20 +403,20 @@ class Shard:
 
 
 def _altered(name: str, row: int) -> Damaged:
-    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{name}, row {row}")
+    return Damaged("a row of this cache does not match its checksum", where=f"{name}, row {row}")
 
 
 def ranks_beside(path: Path, file: str) -> Ranks:
-    """Return the ranks that lie beside a shard.
+    """Return the vocabulary order in the folder of a shard.
 
     Raises:
-        Damaged: they do not, or were altered.
+        Damaged: it is missing or corrupt.
     """
     place = path.parent / file
     try:
         return Ranks.read(file, place.read_bytes(), str(place))
     except FileNotFoundError:
-        raise Damaged("the ranks that this shard needs do not lie beside it", where=str(place)) from None
+        raise Damaged("the vocabulary order file of this shard is missing", where=str(place)) from None
 
 
 def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
@@ -298,49 +438,97 @@ class StoredRow:
     @cached_property
     def document(self) -> Document:
         """Its text and which of it is trained."""
-        segments = self._columns.segments(self._number)
-        written = str(self._columns.blob("conversation", self._number), "utf-8")
-        return Document(
-            segments,
-            ends=bool(self._columns.ends[self._number]),
-            conversation=_conversation_of(written, [segment.text for segment in segments]),
-            weight=float(self._columns.weights[self._number]),
-            route=self._columns.route(self._number),
-            drawn=self._columns.drawn(self._number),
-        )
+        with self._shard._refusing("its document cannot be read", self._number):
+            segments = self._columns.segments(self._number)
+            written = str(self._columns.blob("conversation", self._number), "utf-8")
+            return Document(
+                segments,
+                ends=bool(self._columns.ends[self._number]),
+                conversation=_conversation_of(written, [segment.text for segment in segments]),
+                weight=float(self._columns.weights[self._number]),
+                route=self._columns.route(self._number),
+                drawn=self._columns.drawn(self._number),
+            )
+
+    @cached_property
+    def length(self) -> int:
+        """T, how many tokens the teacher read."""
+        length = int(self._columns.length[self._number])
+        if not 0 <= length <= MAX_DOCUMENT_TOKENS:
+            raise self._corrupt(f"a document of {length} tokens")
+        return length
 
     @cached_property
     def positions(self) -> NDArray[np.int32]:
         """int32 [P], the trained tokens."""
-        edges = self._columns.list("trained", self._number).tolist()
-        runs = [np.arange(start, stop, dtype=np.int32) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        edges = self._columns.list("trained_ranges", self._number)
+        starts, stops = edges[::2].astype(np.int64), edges[1::2].astype(np.int64)
+        if len(starts) != len(stops) or (
+            len(edges)
+            and not (edges[0] >= 0 and stops[-1] <= self.length and (np.diff(edges.astype(np.int64)) > 0).all())
+        ):
+            raise self._corrupt("ranges of trained tokens outside of the document")
+        if int((stops - starts).sum()) != int(self._columns.positions[self._number]):
+            raise self._corrupt("ranges of trained tokens that are not as many as stated")
+        runs = [
+            np.arange(start, stop, dtype=np.int32) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
+        ]
         return runs[0] if len(runs) == 1 else np.concatenate([np.zeros(0, np.int32), *runs])
 
     @cached_property
     def tokens(self) -> TokenSequence:
         """What the teacher read."""
-        length = int(self._columns.length[self._number])
-        ids, ends = self._shard.codec.tokens(self._columns.blob("tokens", self._number), length)
+        length, number = self.length, self._number
+        with self._shard._refusing("its tokens cannot be read", number):
+            ids, ends = self._shard.codec.tokens(self._columns.blob("tokens", number), length)
+            pieces = self._columns.list("byte_ranges", number).reshape(-1, 3)
+            closers = self._columns.list("segment_end_tokens", number)
+        self._check_ids(ids)
+        size = int(self._columns.text_bytes()[number])
+        if not (
+            _within(ends, 0, size)
+            and _within(pieces[:, :2], 0, length)
+            and _within(pieces[:, 2], 0, size)
+            and _within(closers, -1, length - 1)
+        ):
+            raise self._corrupt("positions of tokens or bytes outside of the document")
         trained = np.zeros(length, np.bool_)
         trained[self.positions] = True
-        return TokenSequence(
-            ids,
-            ends,
-            trained,
-            self._columns.list("pieces", self._number).reshape(-1, 3),
-            self._columns.list("closers", self._number),
-        )
+        return TokenSequence(ids, ends, trained, pieces, closers)
 
     @cached_property
     def signal(self) -> Signal:
         """What the teacher said, with one set of draws or none."""
-        packed = self._columns.blob("signal", self._number)
-        return self._shard.codec.signal(packed, self.tokens.ids, self.positions, self._draw)
+        ids, positions = self.tokens.ids, self.positions
+        with self._shard._refusing("its log-probabilities cannot be read", self._number):
+            packed = self._columns.blob("teacher_logprobs", self._number)
+            signal = self._shard.codec.signal(packed, ids, positions, self._draw)
+        self._check_ids(signal.ids)
+        return signal
 
     @cached_property
     def scores(self) -> Scores:
         """Everything that was kept of what the teacher said."""
-        return self._shard.codec.scores(self._columns.blob("signal", self._number), self.tokens.ids, self.positions)
+        ids, positions = self.tokens.ids, self.positions
+        with self._shard._refusing("its log-probabilities cannot be read", self._number):
+            packed = self._columns.blob("teacher_logprobs", self._number)
+            scores = self._shard.codec.scores(packed, ids, positions)
+        self._check_ids(scores.ids)
+        self._check_ids(scores.drawn_ids)
+        return scores
+
+    def _check_ids(self, ids: NDArray[np.int32]) -> None:
+        width = self._shard.width
+        if not _within(ids, 0, width - 1):
+            wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
+            raise self._corrupt(f"the token id {wrong}, and the teacher's vocabulary has {width:,} ids")
+
+    def _corrupt(self, what: str) -> Damaged:
+        return Damaged(f"this shard is corrupt: it states {what}", where=f"{self._shard.name}, row {self._number}")
+
+
+def _within(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
+    return not numbers.size or (int(numbers.min()) >= lowest and int(numbers.max()) <= highest)
 
 
 class _Columns:
@@ -359,16 +547,25 @@ class _Columns:
         blobs = [_string_column(batch.column(name)) for name in BYTES]
         self._lists = {name: column.values.to_numpy() for name, column in zip(LISTS, lists, strict=True)}
         self._blobs = {name: values for name, (_, values) in zip(BYTES, blobs, strict=True)}
-        self.ends = batch.column("ends").to_numpy(zero_copy_only=False)
+        self.ends = batch.column("complete").to_numpy(zero_copy_only=False)
         self.length, self.positions, self.entries = (
-            batch.column(name).to_numpy() for name in ("length", "positions", "entries")
+            batch.column(name).to_numpy() for name in ("num_tokens", "num_positions", "num_entries")
         )
+        for at, size in [
+            (first, len(parts)),
+            (role_ends, len(self._roles)),
+            (text_ends, len(self._texts)),
+            *((column.offsets.to_numpy(), len(column.values)) for column in lists),
+            *((at, len(values)) for at, values in blobs),
+        ]:
+            _check_offsets(at, size)
         edges = [first, role_ends[first], text_ends[first], *(column.offsets.to_numpy() for column in lists)]
         # [rows, 2 x 9]: where each part of a row begins and ends.
         self._bounds = np.column_stack(
             [part for at in [*edges, *(at for at, _ in blobs)] for part in (at[:-1], at[1:])]
         )
         sizes = np.diff(self._bounds.reshape(-1, 9, 2), axis=2)[:, :, 0]
+        self._text_bytes: NDArray[np.int64] = sizes[:, 2].astype(np.int64)
         numbers = [self.length, self.positions, self.entries, self.ends, sizes[:, 0], *sizes[:, 3:].T]
         self._numbers = _bytes_of(np.column_stack(numbers).astype("<i4"))
         self._size_of_numbers = 4 * len(numbers)
@@ -378,11 +575,13 @@ class _Columns:
         self._hashed = [self._trains, role_sizes, self._roles, text_sizes, self._texts, *lists, *self._blobs.values()]
         rest = [4 * part for part in rest[: len(lists)]] + rest[len(lists) :]
         self._hashed_bounds = np.column_stack([flags, 4 * flags, roles, 4 * flags, texts, *rest])
-        asked = set(batch.schema.names)
-        self._asked = [name for name in ASKED_COLUMNS if name in asked]
-        self.weights = batch.column("weight").to_numpy() if "weight" in asked else np.ones(batch.num_rows)
-        names = [name for name in ("route", "drawn") if name in asked]
+        there = set(batch.schema.names)
+        self._has_weights = "weight" in there
+        self.weights = batch.column("weight").to_numpy() if self._has_weights else np.ones(batch.num_rows)
+        names = [name for name in ("route", "sampled_tokens") if name in there]
         self._beside = {name: _string_column(batch.column(name)) for name in names}
+        for at, values in self._beside.values():
+            _check_offsets(at, len(values))
 
     def segments(self, number: int) -> tuple[Segment, ...]:
         first, stop = self._bounds[number, :2].tolist()
@@ -400,7 +599,7 @@ class _Columns:
         return str(self._of("route", number), "utf-8")
 
     def drawn(self, number: int) -> DrawnTokens | None:
-        content = self._of("drawn", number)
+        content = self._of("sampled_tokens", number)
         return DrawnTokens.of_bytes(bytes(content)) if len(content) else None
 
     def _of(self, name: str, number: int) -> memoryview:
@@ -410,8 +609,7 @@ class _Columns:
         return values[ends[number] : ends[number + 1]]
 
     def text_bytes(self) -> NDArray[np.int64]:
-        sizes: NDArray[np.int64] = (self._bounds[:, 5] - self._bounds[:, 4]).astype(np.int64)
-        return sizes
+        return self._text_bytes
 
     def list(self, name: str, number: int) -> NDArray[np.int32]:
         at = 6 + 2 * LISTS.index(name)
@@ -426,7 +624,7 @@ class _Columns:
         """Return xxh3_64 of a row: its numbers, then its strings and lists, each with their lengths before."""
         hashed = xxhash.xxh3_64(self._numbers[number * self._size_of_numbers : (number + 1) * self._size_of_numbers])
         self._hash_parts(hashed, number, len(self._hashed))
-        if "weight" in self._asked:
+        if self._has_weights:
             hashed.update(self.weights[number].tobytes())
         for name in self._beside:
             hashed.update(self._of(name, number))
@@ -437,7 +635,7 @@ class _Columns:
         hashed = xxhash.xxh3_64(b"\1" if self.ends[number] else b"\0")
         self._hash_parts(hashed, number, SEGMENT_PARTS)
         hashed.update(self.blob("conversation", number))
-        hashed.update(self._of("drawn", number))
+        hashed.update(self._of("sampled_tokens", number))
         return int(hashed.intdigest())
 
     def _hash_parts(self, hashed: Any, number: int, count: int) -> None:
@@ -450,6 +648,16 @@ class _Columns:
 
 def _bytes_of(array: NDArray[Any]) -> memoryview:
     return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def _check_offsets(offsets: NDArray[np.int32], size: int) -> None:
+    """Refuse offsets that fall, or lead out of the `size` values that they are of.
+
+    Raises:
+        ValueError: they do.
+    """
+    if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError("offsets")
 
 
 def _string_column(array: pa.Array) -> tuple[NDArray[np.int32], memoryview]:

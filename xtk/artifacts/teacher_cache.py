@@ -17,28 +17,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.artifacts.codecs import CODECS
+from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
 from xtk.artifacts.folders import Folder, folder_at
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Row, Shard, StoredRow, asked_of, frame_checksum, write_shard
+from xtk.artifacts.shard import Place, Row, Shard, StoredRow, check_whole, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
 
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
-FORMAT, VERSION = "xtk-teacher-cache", 3
-VERSION_WITH_ASKED = 4  # of caches with columns that others do not have: who does not know them must not pass them over
+FORMAT, VERSION = "xtk-teacher-cache", 5
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 FETCHED = 64  # shards at once, of those that are read one after the other
-LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
-# Keys of a codec's options under which a header names files that lie beside the shards.
-FILES_OF_A_CODEC = ("ranks",)
-_RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
+# Keys of a codec's options under which a header names files in the folder of the shards.
+FILES_OF_A_CODEC = ("vocabulary_order",)
+_RANKS = re.compile(r"(vocabulary-order|ranks)-[0-9a-f]+\.arrow")  # ranks: of older versions, which --force removes
 _SHARD = re.compile(r"shard-\d{5,}\.arrow")
 _LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 
@@ -46,27 +44,36 @@ _LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
 class CacheWriter:
     """Writes a cache shard by shard; what is finished stays finished.
 
+    Until the manifest is there, nothing but a shard itself says what is in it. So every shard that is found is read
+    whole and compared with its checksum, with the request and with its place: those of `own` here, the others by
+    `finish`. A damaged or misplaced one is removed, with a note, and counts as missing.
+
     Args:
         folder: where the cache is to be.
         header: identity of teacher, data and options; every shard carries it.
-        shards: how many there will be.
+        rows: of each shard, how many rows it will have.
+        own: the shards that this run writes if they are missing; None: all.
 
     Raises:
-        XtkError: the folder holds something else, or a cache of another request.
-        Damaged: a shard that is there was altered.
+        XtkError: the folder holds something else, or a cache of another request or version.
     """
 
-    def __init__(self, folder: Folder, header: dict[str, Any], shards: int) -> None:
-        self.folder, self.header, self.shards = folder, header, shards
+    def __init__(
+        self, folder: Folder, header: dict[str, Any], rows: Sequence[int], own: Sequence[int] | None = None
+    ) -> None:
+        self.folder, self.header, self.shards = folder, header, len(rows)
+        self._rows, self._firsts = rows, [0, *itertools.accumulate(rows)]
+        self._identity = _identity(header)
         _refuse_foreign(folder)
         folder.remove_leftovers()
         self._there = set(folder.sizes())
         self._entries: dict[int, dict[str, Any]] = {}
-        self._files: dict[str, str] = {}
-        there = [number for number in range(shards) if file_of(number) in self._there]
-        # The others are looked at in the end: a hundred thousand are not opened, or fetched, to begin with.
-        for number in there[:: -(-len(there) // LOOKED_AT) or 1]:
-            self._open(number)
+        self._files: dict[str, bytes] = {}
+        found = [number for number in (range(self.shards) if own is None else own) if file_of(number) in self._there]
+        for number, wrong in self._check(found):
+            terminal.note(f"cache-teacher: {wrong.where}: {wrong.what}; the shard is written again")
+            self.folder.remove(file_of(number))
+            self._there.remove(file_of(number))
 
     def missing(self) -> list[int]:
         """Return the shards that are still to be written."""
@@ -81,6 +88,10 @@ class CacheWriter:
         self._there = set(self.folder.sizes())
         return self.missing()
 
+    def place(self, number: int) -> Place:
+        """Return the place of a shard."""
+        return Place(number, self._firsts[number], self._rows[number])
+
     def write(self, number: int, rows: Sequence[Row]) -> None:
         """Write one shard, whole.
 
@@ -88,51 +99,109 @@ class CacheWriter:
             number: which one.
             rows: its documents.
         """
-        self.accept(number, put_shard(self.folder, self.header, number, rows))
+        self.accept(number, put_shard(self.folder, self.header, self.place(number), rows))
 
     def accept(self, number: int, entry: dict[str, Any]) -> None:
-        """Take over what `put_shard` told of a shard that a process of this run has written.
+        """Take over what `put_shard` returned for a shard that a process of this run has written.
 
-        Of what this run wrote itself it need not be seen again that it is whole.
+        What this run wrote is not read again.
         """
         self._entries[number] = entry
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Write what lies beside the shards: the teacher's tokenizer, so that the cache is all that a student needs."""
+        """Write the tokenizer and the vocabulary order, whatever is there, so that the cache is all a student needs."""
         for name, content in files.items():
             write_file(self.folder, name, content)
-            self._files[name] = sha256(content)
+            self._files[name] = content
 
     def finish(self) -> dict[str, Any]:
         """Write the manifest, last; return it.
 
         Raises:
-            Damaged: a shard that an earlier run or another process wrote was altered.
+            Damaged: a shard that another machine wrote is damaged.
         """
-        entries = [self._entries.get(number) or self._entry_of_other(number) for number in range(self.shards)]
-        manifest = write_manifest(self.folder, {"header": self.header, "files": self._files, "shards": entries})
+        others = [number for number in range(self.shards) if number not in self._entries]
+        for _, wrong in self._check(others):
+            raise Damaged(
+                wrong.what,
+                where=wrong.where,
+                hint="run the same xtk cache-teacher command again on the machine that wrote it; it writes it again",
+            )
+        for name, content in self._files.items():
+            if self.folder.read(name) != content:
+                terminal.note(f"cache-teacher: {self.folder.path_of(name)} was changed; it is written again")
+                write_file(self.folder, name, content)
+        files = {name: sha256(content) for name, content in self._files.items()}
+        entries = [self._entries[number] for number in range(self.shards)]
+        manifest = write_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
         for file in self.folder.sizes():  # of writers on other machines: their shards are all there
             if _LEFTOVER.fullmatch(file):
                 self.folder.remove(file)
         return manifest
 
-    def _entry_of_other(self, number: int) -> dict[str, Any]:
-        shard = self._open(number)
-        for row in shard.damaged_rows():
-            wrong = _altered_row(shard, row)
-            hint = f"remove {self.folder.path_of(file_of(number))} and run the same command again; the others are kept"
-            raise Damaged(wrong.what, where=wrong.where, hint=hint)
-        return _entry(file_of(number), shard)
+    def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, Damaged]]:
+        """Read shards whole; keep what the manifest states of those that are good, yield the others.
 
-    def _open(self, number: int) -> Shard:
+        Raises:
+            XtkError: one is of another request, or of an older version.
+        """
+        if not numbers:
+            return
+        with terminal.Progress("cache-teacher: checking", len(numbers), "shards") as progress:
+            for at, number in enumerate(numbers):
+                if at % FETCHED == 0:
+                    self.folder.fetch([file_of(other) for other in numbers[at : at + FETCHED]])
+                try:
+                    self._entries[number] = self._checked(number)
+                except Damaged as wrong:
+                    yield number, wrong
+                progress.advance(1)
+
+    def _checked(self, number: int) -> dict[str, Any]:
         file = file_of(number)
+        shard = whole_shard(self.folder.local(file), self.folder.path_of(file))
+        if _identity(shard.header) != self._identity:
+            raise _other_request(self.folder, file, shard.header, self.header)
+        if shard.place != self.place(number) or len(shard) != shard.place.rows:
+            raise Damaged(
+                f"this file has the rows {shard.place.first_row:,} to {shard.place.first_row + len(shard):,} of shard "
+                f"{shard.place.shard}, and its place is that of the rows {self._firsts[number]:,} to "
+                f"{self._firsts[number + 1]:,} of shard {number}",
+                where=self.folder.path_of(file),
+            )
+        return _entry(file, shard)
+
+
+def whole_shard(path: Path, name: str) -> Shard:
+    """Open a shard that no manifest describes: every byte is compared with its checksum before anything is parsed.
+
+    Raises:
+        Damaged: it does not match, or is not a shard.
+        XtkError: it is of an older version.
+    """
+    check_whole(path, name)
+    return Shard(path, name)
+
+
+def check_unfinished(folder: Folder) -> None:
+    """Read the shards of an unfinished cache whole; do nothing for a finished one.
+
+    Raises:
+        Damaged: names the first shard that does not match its checksum, or is not in its place.
+        XtkError: one is of an older version.
+    """
+    held = folder.sizes()
+    if MANIFEST in held:
+        return
+    again = "run the same xtk cache-teacher command again; it writes this shard again"
+    for file in sorted(filter(_SHARD.fullmatch, held)):
+        where = folder.path_of(file)
         try:
-            shard = Shard(self.folder.local(file), self.folder.path_of(file))
+            shard = whole_shard(folder.local(file), where)
         except Damaged as wrong:
-            raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, file)) from None
-        if _identity(shard.header) != _identity(self.header):
-            raise _other_request(self.folder, shard.header, self.header)
-        return shard
+            raise Damaged(wrong.what, where=where, hint=again) from None
+        if file_of(shard.place.shard) != file:
+            raise Damaged(f"this file has the rows of shard {shard.place.shard}", where=where, hint=again)
 
 
 def file_of(number: int) -> str:
@@ -141,23 +210,23 @@ def file_of(number: int) -> str:
 
 
 def put_shard(
-    folder: Folder, header: dict[str, Any], number: int, rows: Sequence[Row], ranks: Ranks | None = None
+    folder: Folder, header: dict[str, Any], place: Place, rows: Sequence[Row], ranks: Ranks | None = None
 ) -> dict[str, Any]:
     """Write one shard into the folder of a cache, whole.
 
     Args:
         folder: of the cache.
         header: that of the cache.
-        number: which shard.
+        place: which shard it is.
         rows: its documents.
         ranks: of the cache, for codecs that need them.
 
     Returns:
         What the manifest tells of it.
     """
-    with folder.write(file_of(number), new=True) as temporary:
-        write_shard(temporary, header, rows, ranks)
-        return _entry(file_of(number), Shard(temporary))
+    with folder.write(file_of(place.shard), new=True) as temporary:
+        write_shard(temporary, header, place, rows, ranks)
+        return _entry(file_of(place.shard), Shard(temporary))
 
 
 def write_file(folder: Folder, name: str, content: bytes) -> None:
@@ -176,8 +245,7 @@ def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
     Returns:
         The manifest, with format, version and checksum.
     """
-    asked = any(asked_of(header) for header in parts_of(content))
-    manifest = {"format": FORMAT, "version": VERSION_WITH_ASKED if asked else VERSION, **content}
+    manifest = {"format": FORMAT, "version": VERSION, **content}
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
     write_file(folder, MANIFEST, _rendered(manifest))
@@ -214,7 +282,7 @@ def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | N
         return None
     manifest = read_manifest(folder)
     if _identity(manifest["header"]) != _identity(header):
-        raise _other_request(folder, manifest["header"], header)
+        raise _other_request(folder, MANIFEST, manifest["header"], header)
     whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
     return manifest if whole and held.keys() >= manifest.get("files", {}).keys() else None
 
@@ -280,18 +348,15 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         or not {"shards", "header", "version"} <= manifest.keys()
     ):
         raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
-    codec = manifest["header"].get("codec")
-    name = codec.get("name") if isinstance(codec, dict) else codec
-    if manifest["version"] not in (VERSION, VERSION_WITH_ASKED) or name not in CODECS:
+    if manifest["version"] != VERSION:
         raise XtkError(
-            f"this cache has version {manifest['version']}, codec {name!r}; "
-            f"this xtk reads versions {VERSION} and {VERSION_WITH_ASKED}, codecs {', '.join(CODECS)}",
+            f"this teacher cache has version {manifest['version']}, and this xtk reads version {VERSION}",
             where=where,
-            hint="read the text into a new cache, or use the xtk that wrote this one",
+            hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
         )
     # Byte by byte: JSON says the same in more than one way.
     if manifest.get("checksum") != _checksum(manifest) or _rendered(manifest) != content:
-        raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=where, hint=again)
+        raise Damaged("the manifest of this cache does not match its checksum", where=where, hint=again)
     return manifest
 
 
@@ -435,12 +500,12 @@ class TeacherCache:
             self._verified.discard(number)
             shard = self._open_shard(number)
             for row in shard.damaged_rows():
-                wrong = _altered_row(shard, row)
+                wrong = _corrupt_row(shard, row)
                 raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
             entry = self.manifest["shards"][number]
-            told = {**shard.figures(), **shard.information()}
-            if any(entry[name] != value for name, value in told.items()):
-                raise self._damaged("a shard of this cache does not hold what the manifest tells of it", entry["file"])
+            found = {**shard.figures(), **shard.information()}
+            if any(entry[name] != value for name, value in found.items()):
+                raise self._damaged("this shard does not match the manifest", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:
         """Compare the files beside the shards with the manifest.
@@ -463,7 +528,9 @@ class TeacherCache:
         try:
             return Ranks.read(file, self.folder.read(file), where)
         except FileNotFoundError:
-            raise Damaged("the ranks of this cache are missing", where=where, hint="copy the whole cache") from None
+            raise Damaged(
+                "the vocabulary order file of this cache is missing", where=where, hint="copy the whole cache"
+            ) from None
 
     def _file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
@@ -480,7 +547,7 @@ class TeacherCache:
         entry = self.manifest["shards"][number]
         path = self.folder.local(entry["file"])
         if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
-            raise self._damaged("a shard of this cache was altered: its checksum does not fit", entry["file"])
+            raise self._damaged("this shard does not match its checksum in the manifest", entry["file"])
         shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
         if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
@@ -488,7 +555,7 @@ class TeacherCache:
         return shard
 
     def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
-        return _identity(self._parts[int(entry.get("part", 0))])
+        return _identity(self._parts[int(entry.get("source_header", 0))])
 
     @cached_property
     def _parts(self) -> list[dict[str, Any]]:
@@ -514,14 +581,15 @@ def shard_figures(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the header of a shard, and its rows, positions and tokens.
 
     Raises:
-        Damaged: it is no shard of a cache, or cut short.
+        Damaged: it does not match its checksum, or is not a shard of a cache.
+        XtkError: it is of an older version.
     """
-    shard = Shard(path)
+    shard = whole_shard(path, str(path))
     return shard.header, {**shard.figures(), "bytes": shard.size}
 
 
-def _altered_row(shard: Shard, row: int) -> Damaged:
-    return Damaged("a row of this cache was altered: its checksum does not fit", where=f"{shard.name}, row {row}")
+def _corrupt_row(shard: Shard, row: int) -> Damaged:
+    return Damaged("a row of this cache does not match its checksum", where=f"{shard.name}, row {row}")
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
@@ -530,7 +598,7 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 def parts_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
-    return list(manifest.get("parts") or [manifest["header"]])
+    return list(manifest.get("source_headers") or [manifest["header"]])
 
 
 def other_files(header: dict[str, Any]) -> list[str]:
@@ -574,7 +642,7 @@ def _repair(folder: Folder, file: str) -> str:
     return f"remove {both}, and run the same xtk cache-teacher command again"
 
 
-def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
+def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
         f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
@@ -583,7 +651,7 @@ def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]
     ]
     return XtkError(
         "there is a cache of another request",
-        where=f"{folder.name} ({'; '.join(differences[:3])})",
+        where=f"{folder.path_of(file)} ({'; '.join(differences[:3])})",
         hint="another -o, or --force to replace it",
     )
 

@@ -95,13 +95,13 @@ def _facts(record: dict[str, Any]) -> Iterator[str]:
     yield "</table></div>\n"
 
 
-_SUPPORT = ("support", "top_k", "top_p", "draws", "sets")
+_SUPPORT = ("support", "top_k", "top_p", "num_samples", "num_sample_sets")
 _FIGURES = (
     "bytes_per_position",
-    "signal_bytes_per_position",
+    "teacher_logprobs_bytes_per_position",
     "mean_entropy_nats",
-    "codec_kl_nats",
-    "codec_kl_share_of_entropy",
+    "quantization_kl_nats",
+    "quantization_kl_share_of_entropy",
     "mean_mass_kept",
     "mean_exact_ids",
     "mean_drawn_ids",

@@ -116,8 +116,11 @@ def _describe_projection(path: Path) -> dict[str, Any]:
 
 def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.teacher_cache import TeacherCache
+    from xtk.artifacts.folders import folder_at
+    from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished
 
+    if look.verify:
+        check_unfinished(folder_at(place))
     cache = TeacherCache(place)
     if look.verify:
         cache.verify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,7 @@ from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import only_writer
 from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Row
+from xtk.artifacts.shard import Place, Row
 from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, put_shard, remove_cache, reopen_cache, totals
 from xtk.errors import XtkError
 from xtk.lookup import lookup
@@ -140,7 +141,8 @@ def cache_teacher(
             return totals(finished)
         else:
             reopen_cache(folder)
-        writer = CacheWriter(folder, work.header, len(plan.shards))
+        mine = share.of(list(range(len(plan.shards))))
+        writer = CacheWriter(folder, work.header, plan.rows(), mine)
         missing = share.of(writer.missing())
         # A folder that cannot be written to is known before the teacher starts.
         writer.write_files(tokenizer.files() | ({} if ranks is None else {ranks.file: ranks.content}))
@@ -211,6 +213,8 @@ def fill(
         XtkError: the data changed, or the teacher says what is no distribution.
     """
     folder = folder_at(work.place)
+    rows_of = work.plan.rows()
+    firsts = [0, *itertools.accumulate(rows_of)]
     written: deque[tuple[int, Future[dict[str, Any]]]] = deque()
     with (
         ThreadPoolExecutor(1, thread_name_prefix="xtk-read") as reading,
@@ -222,10 +226,11 @@ def fill(
             coming = reading.submit(next, shards, None)
             number, pieces = read
             rows = _scored(work, teacher, number, pieces)
+            place = Place(number, firsts[number], rows_of[number])
             while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
                 last, entry = written.popleft()
                 yield last, entry.result()
-            written.append((number, writing.submit(put_shard, folder, work.header, number, rows, work.ranks)))
+            written.append((number, writing.submit(put_shard, folder, work.header, place, rows, work.ranks)))
         for last, entry in written:
             yield last, entry.result()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.shard import Row, Shard, write_shard
+from xtk.artifacts.shard import Place, Row, Shard, write_shard
 from xtk.errors import XtkError
 from xtk.teachers.planning import make_plan
 from xtk.teachers.request import CacheRequest, cache_header, check_request, dealing_of, open_teacher, ranks_for
@@ -69,7 +69,7 @@ def forecast(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
         ranks = ranks_for(request, tokenizer, plan)
-        write_shard(path, cache_header(request, tokenizer, plan, ranks), rows, ranks)
+        write_shard(path, cache_header(request, tokenizer, plan, ranks), Place(0, 0, len(rows)), rows, ranks)
         bytes_per_position = path.stat().st_size / Shard(path).figures()["positions"]
     rate = sum(map(len, documents)) / seconds
     return {

@@ -147,7 +147,7 @@ class LiveTeacher:
             epoch: how often all documents were seen before: draws are those of the seed, plus this.
         """
         whole = self._whole()
-        plan = Plan(whole.shard_tokens, whole.counts, documents=len(sizes), asked=whole.asked)
+        plan = Plan(whole.shard_tokens, whole.counts, documents=len(sizes), optional_columns=whole.optional_columns)
         fingerprint = Fingerprint()
         for at, (document, size) in enumerate(zip(block.documents, sizes.tolist(), strict=True)):
             plan.deal(at, 0, size)
@@ -320,7 +320,7 @@ def read_together(
         reading = corpus
         for teacher in teachers:
             documents, lengths = teacher.read(reading, who)
-            inputs.add(teacher.header["data"]["documents"])
+            inputs.add(teacher.header["data"]["fingerprint"])
             sizes.append(lengths)
             reading = HeldCorpus(documents, corpus.sources, corpus.columns)
             # Each would spell them its own way, without an end.

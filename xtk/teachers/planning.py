@@ -73,7 +73,7 @@ class Plan:
         fingerprint: of the documents.
         too_long: documents that are longer than the teacher reads.
         longest: tokens of the longest row.
-        asked: fields of documents that the cache keeps for training, in the order of the table.
+        optional_columns: fields of documents that the cache stores for training, in the order of the table.
     """
 
     shard_tokens: int
@@ -86,7 +86,11 @@ class Plan:
     fingerprint: str = ""
     too_long: int = 0
     longest: int = 0
-    asked: list[str] = field(default_factory=list)
+    optional_columns: list[str] = field(default_factory=list)
+
+    def rows(self) -> list[int]:
+        """Return of each shard how many rows it has."""
+        return [shard.pieces for shard in self.shards]
 
     def add(self, document: int, piece: int, sequence: Sequence) -> None:
         """Deal the next piece to a shard: as many as fit its tokens, at least one."""
@@ -127,7 +131,7 @@ def make_plan(
     """
     fingerprint = Fingerprint()
     plan = Plan(dealing.shard_tokens, np.zeros(tokenizer.width, np.int64))
-    plan.asked = [name for name in ASKED if name in corpus.columns]
+    plan.optional_columns = [name for name in ASKED if name in corpus.columns]
     longest = (0, 0)
     rewritten: list[int] = []
     empty = drawn = 0
@@ -151,7 +155,7 @@ def make_plan(
                 show(cached, piece)
         plan.documents += 1
     plan.fingerprint = str(fingerprint)
-    plan.asked += ["drawn"] if drawn else []
+    plan.optional_columns += ["sampled_tokens"] if drawn else []
     if plan.too_long:
         _tell_too_long(dealing, corpus, plan, *longest, who)
     if empty and who:

@@ -130,37 +130,40 @@ def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan, ranks:
     """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
     backend = lookup(BACKENDS, request.backend, "backend")
     support = request.support
-    asked = {
-        "top-k": ("top_k",),
-        "top-p": ("top_k", "top_p"),
-        "sample": ("draws", "sets", "seed"),
-        "top-k+sample": ("top_k", "draws", "sets", "seed"),
+    sampling = {"num_samples": support.draws, "num_sample_sets": support.sets, "seed": support.seed}
+    parameters: dict[str, dict[str, Any]] = {
+        "top-k": {"top_k": support.top_k},
+        "top-p": {"top_k": support.top_k, "top_p": support.top_p},
+        "sample": sampling,
+        "top-k+sample": {"top_k": support.top_k, **sampling},
     }
+    own = identity(tokenizer)
     return {
         "kind": "teacher-cache",
         "codec": {
             "name": codec_of(request.precision),
             "precision": request.precision,
-            "draws": support.draws,
-            "sets": support.sets,
-            **({} if ranks is None else {"ranks": ranks.file}),
+            "num_samples": support.draws,
+            "num_sample_sets": support.sets,
+            **({} if ranks is None else {"vocabulary_order": ranks.file}),
         },
         "teacher": {
             "name": request.teacher.resolve().name,
             "weights": backend.identity(request.teacher, request.backend_options),
             "template": tokenizer.template_fingerprint,
             "width": tokenizer.width,
-            **{key: value for key, value in identity(tokenizer).items() if key in ("tokenizer", "roles")},
+            "tokenizer": own["tokenizer"],
+            "special_tokens": own["roles"],
         },
         "data": {
-            "documents": plan.fingerprint,
+            "fingerprint": plan.fingerprint,
             "rows": plan.pieces,
             "too_long": plan.too_long,
-            **({"asked": plan.asked} if plan.asked else {}),
+            **({"optional_columns": plan.optional_columns} if plan.optional_columns else {}),
         },
         "options": {
             "support": support.kind,
-            **{name: getattr(support, name) for name in asked.get(support.kind, ())},
+            **parameters.get(support.kind, {}),
             "entropy": backend.entropy,
             "dtype": request.dtype,
             "backend": request.backend,

@@ -46,8 +46,9 @@ def rescore(
         options: of the backend.
 
     Returns:
-        `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and `codec_kl_nats` (what
-        the packing adds to KL(teacher || student), in the mean), in nats; `codec_kl_share_of_entropy`;
+        `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and
+        `quantization_kl_nats` (what quantization adds to KL(teacher || student), the mean), in nats;
+        `quantization_kl_share_of_entropy`;
         `same_weights`.
 
     Raises:
@@ -122,8 +123,8 @@ def _compare(
         "largest_logprob_difference": float(f"{worst:.3g}"),
         "largest_entropy_difference": float(f"{worst_entropy:.3g}"),
         "allowed_logprob_difference": allowed,
-        "codec_kl_nats": float(f"{added:.3g}"),
-        "codec_kl_share_of_entropy": float(f"{added / nats:.3g}") if nats > 0 else None,
+        "quantization_kl_nats": float(f"{added:.3g}"),
+        "quantization_kl_share_of_entropy": float(f"{added / nats:.3g}") if nats > 0 else None,
     }
 
 

@@ -401,7 +401,7 @@ def _read(taken: Sequence[Taken], teachers: Sequence[Teacher]) -> dict[str, Any]
 def _data_of(teachers: Sequence[Teacher]) -> list[str]:
     """Return the fingerprints of what teachers read, each once."""
     headers = [teacher.cache.header["data"] for teacher in teachers]
-    return list(dict.fromkeys(part["documents"] for header in headers for part in header.get("parts", [header])))
+    return list(dict.fromkeys(part["fingerprint"] for header in headers for part in header.get("sources", [header])))
 
 
 def _fingerprint(projection: Projection) -> str:

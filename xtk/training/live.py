@@ -210,7 +210,7 @@ class Blocks:
         writer: CacheWriter | None = None
         if accelerator.is_main_process:
             shutil.rmtree(work.place, ignore_errors=True)
-            writer = CacheWriter(folder_at(work.place), work.header, shards)
+            writer = CacheWriter(folder_at(work.place), work.header, work.plan.rows())
         accelerator.wait_for_everyone()
         rank, ranks = accelerator.process_index, accelerator.num_processes
         if teacher.apart:  # on all devices: one process is enough

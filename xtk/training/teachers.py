@@ -13,7 +13,7 @@ import numpy as np
 from xtk import terminal
 from xtk.artifacts.projection_file import read_projection
 from xtk.artifacts.projection_store import next_bytes_for, projection_for, projection_path
-from xtk.artifacts.shard import asked_of
+from xtk.artifacts.shard import optional_columns
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Mismatch, XtkError
 from xtk.evaluation.agreement import SUPPORTS, ByImage, BySpelling, Meeting
@@ -79,7 +79,7 @@ class Teacher:
     @property
     def read_rollouts(self) -> bool:
         """Whether a student drew some of the documents that it read."""
-        return "drawn" in asked_of(self.cache.header)
+        return "sampled_tokens" in optional_columns(self.cache.header)
 
     @property
     def has_students_tokenizer(self) -> bool:

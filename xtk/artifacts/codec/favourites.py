@@ -59,12 +59,12 @@ def unpack_favourites(
     """
     (kinds, count, size), at = unpack_numbers(packed, 3)
     if not 1 <= kinds <= SYMBOLS or count > kinds * len(order):
-        raise Damaged("the tables of this shard are altered")
+        raise Damaged("the codec tables of this shard are corrupt")
     frequencies, stream = cut(packed, at, [size])
     slots = slots_of(unpack_frequencies(frequencies, CONTEXTS), np.zeros((CONTEXTS, SYMBOLS), np.int64))
     starts, favourites = np.zeros(kinds + 1, np.int64), np.zeros(count, np.int32)
     if not read_favourites(np.frombuffer(stream, np.uint8), slots, STARTS, order, starts, favourites):
-        raise Damaged("the tables of this shard are altered")
+        raise Damaged("the codec tables of this shard are corrupt")
     return starts, favourites
 
 

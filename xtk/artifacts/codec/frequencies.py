@@ -75,7 +75,7 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
         one = bits.find("1", at, at + SCALE_BITS + 1)
         stop = 2 * one - at + 1
         if one < 0 or stop > len(bits):
-            raise Damaged("the tables of this shard are altered: they end too soon")
+            raise Damaged("the codec tables of this shard are corrupt: they end too soon")
         number = int(bits[one:stop], 2) - 1
         at = stop
         return number
@@ -83,11 +83,11 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
     for row in frequencies:
         size = gamma()
         if size > SYMBOLS:
-            raise Damaged("the tables of this shard are altered: they tell of symbols that there are not")
+            raise Damaged("the codec tables of this shard are corrupt: they state symbols that do not exist")
         row[:size] = [gamma() for _ in range(size)]
     sums = frequencies.sum(1)
     if ((sums != 0) & (sums != SCALE)).any() or len(bits) - at > 7:
-        raise Damaged("the tables of this shard are altered: frequencies do not add up")
+        raise Damaged("the codec tables of this shard are corrupt: frequencies do not add up")
     return frequencies
 
 

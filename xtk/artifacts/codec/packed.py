@@ -22,7 +22,7 @@ class PackedCodec:
     """Ids as ranks and log-probabilities as levels, in an entropy code; docs/reference/codec.md tells of each bit.
 
     Args:
-        options: of the header's codec: "precision", "sets" R, "draws" n.
+        options: of the header's codec: "precision", "num_sample_sets" R, "num_samples" n.
         tables: of the shard.
         ranks: of the cache.
 
@@ -38,7 +38,7 @@ class PackedCodec:
         of_tokens, of_signals = cut(memoryview(tables), at, [size])
         self._tokens = TokenReader(of_tokens, ranks.order, ranks.lengths)
         self._signals = SignalReader(
-            of_signals, ranks.order, options["precision"], int(options["sets"]), int(options["draws"])
+            of_signals, ranks.order, options["precision"], int(options["num_sample_sets"]), int(options["num_samples"])
         )
 
     @classmethod
@@ -63,8 +63,8 @@ class PackedCodec:
             [(scores, row.ids[scores.positions]) for row, scores in rows],
             ranks.order,
             options["precision"],
-            int(options["sets"]),
-            int(options["draws"]),
+            int(options["num_sample_sets"]),
+            int(options["num_samples"]),
         )
         return pack_numbers([len(token_tables)]) + token_tables + signal_tables, tokens, signals
 

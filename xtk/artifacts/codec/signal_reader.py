@@ -92,7 +92,7 @@ class SignalReader:
             np.frombuffer(packed, np.uint8), self._parameters, realised_ids, -1 if draw is None else draw, self._sets
         )
         if not whole:
-            raise _altered()
+            raise _corrupt()
         drawn = self._sets > 0 and draw is not None
         tail_mass, realised_logprobs, entropy = of_positions
         return Signal(
@@ -110,7 +110,7 @@ class SignalReader:
         content = np.frombuffer(packed, np.uint8)
         sizes, bounds, whole = layout(content, len(positions), self._sets, len(self._parameters.tables.order))
         if not whole:
-            raise _altered()
+            raise _corrupt()
         tables, grid, draws = self._parameters.tables, self._grid, len(self._parameters.logs) - 1
         offsets, ids, logprobs, kinds, of_positions, whole = read_exact(
             content, bounds, tables, grid.table, grid.values, grid.steps, realised_ids, len(positions) + int(sizes[0])
@@ -121,7 +121,7 @@ class SignalReader:
                 *drawn, whole = read_drawn(content, bounds[stream], bounds[stream + 1], tables, kinds, draws, size)
                 sets.append(drawn)
         if not whole:
-            raise _altered()
+            raise _corrupt()
         order = np.lexsort((ids, owners_of(offsets)))
         drawn_sizes = np.array([np.diff(part[0]) for part in sets], np.int64).reshape(len(sets), len(positions)).T
         # The sets follow each other; in scores, positions do.
@@ -149,8 +149,8 @@ class SignalReader:
         )
 
 
-def _altered() -> Damaged:
-    return Damaged("a row of this cache was altered: its signal cannot be read")
+def _corrupt() -> Damaged:
+    return Damaged("corrupt data: the log-probabilities cannot be decoded")
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

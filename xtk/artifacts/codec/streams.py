@@ -100,7 +100,7 @@ def unpack_numbers(packed: bytes | memoryview, count: int) -> tuple[list[int], i
     numbers = np.empty(count, np.int64)
     at = read_numbers(np.frombuffer(packed, np.uint8), numbers)
     if at < 0:
-        raise Damaged("this was altered: it ends too soon")
+        raise Damaged("corrupt data: it ends too soon")
     return numbers.tolist(), at
 
 
@@ -115,5 +115,5 @@ def cut(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes
         parts.append(packed[at : at + size])
         at += size
     if at > len(packed):
-        raise Damaged("this was altered: its parts do not add up")
+        raise Damaged("corrupt data: its parts do not add up")
     return [*parts, packed[at:]]

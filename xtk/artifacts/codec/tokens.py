@@ -72,7 +72,7 @@ class TokenReader:
             np.frombuffer(packed, np.uint8), self._slots, STARTS, self._order, self._token_bytes, length
         )
         if not whole:
-            raise Damaged("a row of this cache is altered: its tokens cannot be read")
+            raise Damaged("corrupt data: the tokens cannot be decoded")
         return ids, ends
 
 
