@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.sampled_values import log_of_sampled, negentropy
+from xtk.losses.sampled_values import correct_remainder, log_of_sampled, negentropy
 from xtk.projection.next_bytes import Continuations, Side
 
 NONE = -1
@@ -336,8 +336,10 @@ def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int,
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def correct_value(side: Side, said: Said, position: int, weight: float, number: int, marks: Marks) -> float:
-    """Return the correction of the value of one item; see `sampled_values`.
+def correct_value(
+    side: Side, said: Said, position: int, weight: float, number: int, marks: Marks
+) -> tuple[float, float]:
+    """Return the correction of the value of one item, its other cell aside, and 1 without the sampled tokens.
 
     Args:
         side: the teacher's vocabulary.
@@ -347,7 +349,7 @@ def correct_value(side: Side, said: Said, position: int, weight: float, number: 
         number: of the item.
         marks: its cells, `slots` below 0 for those that the student cannot reach; `probs` are used up.
     """
-    correction = 0.0
+    correction, outside = 0.0, 1.0
     for slot in range(said.stops[position], said.offsets[position + 1]):
         cell = _cell(side, said.ids[slot])
         if cell == NONE or marks.reached[cell] != number or marks.slots[cell] < 0:
@@ -357,7 +359,8 @@ def correct_value(side: Side, said: Said, position: int, weight: float, number: 
         if marks.probs[at] >= 0:  # once a cell
             correction += negentropy(marks.known[at]) - negentropy(marks.probs[at])
             marks.probs[at] = -1.0
-    return correction
+        outside -= weight * np.exp(-max(said.surprisals[position], 0.0))
+    return correction, outside
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -679,7 +682,11 @@ def fill_byte_cells(
             weight /= total
         probs[cell_offsets[number] : cells] = kept
         if theirs[HERE] != NONE:
-            corrections[number] = correct_value(teacher, said, theirs[HERE], weight, number, marks)
+            remainder = 1.0 - kept.sum()  # before what is sampled is marked there
+            corrections[number], outside = correct_value(teacher, said, theirs[HERE], weight, number, marks)
+            if ours[HERE] != NONE and said.stops[theirs[HERE]] < said.offsets[theirs[HERE] + 1]:
+                outside -= marks.known[: len(kept)].sum()
+                corrections[number] += correct_remainder(remainder, outside)
         cell_offsets[number + 1] = cells
     return (
         cell_offsets,

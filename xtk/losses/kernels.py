@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from xtk.losses.sampled_values import log_of_sampled, negentropy
+from xtk.losses.sampled_values import correct_remainder, log_of_sampled, negentropy
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -74,18 +74,27 @@ def fill_cells(
                 probs[cell_of_token[token]] += mass
                 if slot < exact_stops[position]:
                     known[cell_of_token[token]] += mass
+        outside = 1.0
+        sampled = False
         for position in range(position_start[item], position_stop[item]):
+            sampled = sampled or exact_stops[position] < support_offsets[position + 1]
             for slot in range(exact_stops[position], support_offsets[position + 1]):
                 token = support_ids[slot]
                 if 0 <= token < width and cell_of_token[token] >= first_cell:
                     cell = cell_of_token[token]
                     mass = np.exp(support_logprobs[slot]) / positions
                     corrections[item] += mass * log_of_sampled(known[cell], 1 / positions, surprisals[position])
+                    outside -= np.exp(-max(surprisals[position], 0.0)) / positions
                     if probs[cell] >= 0:  # once a cell, which is marked by its sign
                         corrections[item] += negentropy(known[cell]) - negentropy(probs[cell])
                         probs[cell] = -probs[cell]
+        remainder = 1.0
         for cell in range(first_cell, cells):
             probs[cell] = abs(probs[cell])
+            remainder -= probs[cell]
+            outside -= known[cell]
+        if sampled:
+            corrections[item] += correct_remainder(remainder, outside)
         rows = row_stop[item] - row_start[item]
         share = np.float32(np.log(rows))
         for cell in range(first_cell, cells):

@@ -70,3 +70,17 @@ def log_of_sampled(known: float, share: float, surprisal: float) -> float:
     more = share * math.exp(-max(surprisal, 0.0))
     ratio = more / known
     return math.log(known + more) + (math.log1p(ratio) / ratio if ratio > 1e-9 else 1.0)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def correct_remainder(remainder: float, outside: float) -> float:
+    """Return the correction of an item's other cell, `r ln(r / q)`, so that it is `r ln(outside / q)`.
+
+    With sampled tokens the student's other cell is all that is in no cell, and the teacher's only what the student
+    cannot reach.
+
+    Args:
+        remainder: r, the teacher's estimate.
+        outside: the teacher's mass in no cell.
+    """
+    return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if remainder > 1e-6 else 0.0
