@@ -66,7 +66,9 @@ def test_a_run_of_a_model_against_itself_reports_0_and_full_agreement(run, folde
     )  # fmt: skip
     found = last_line(folder, output)
     for name in ("loss", "kd", "forward-kl", "byte-kl", "eval_loss", "eval_forward-kl", "eval_byte-kl"):
-        assert abs(found[name]) < 0.02, name
+        # An untrained model has one entropy everywhere, so that its rounding, half a step, does not average out.
+        terms = 2 if name.endswith(("loss", "kd")) else 1
+        assert abs(found[name]) < terms * {"standard": 0.04, "coarse": 0.075}[precision], name
     assert found["eval_top1_agreement"] == 1.0
     (evaluated,) = map(
         json.loads, run("evaluate", "teacher", precision, "--json", "-q", cwd=folder).stdout.splitlines()
