@@ -557,12 +557,12 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
         columns,
     )
     for _ in range(2):
-        cells = Cells(
-            *fill_cells(
-                row_start, row_stop, position_start, position_stop, signal.offsets, signal.ids, signal.logprobs,
-                columns.offsets, columns.student_ids, columns.log_weights,
-            )
+        *arrays, corrections = fill_cells(
+            row_start, row_stop, position_start, position_stop, signal.offsets, signal.ids, signal.logprobs,
+            columns.offsets, columns.student_ids, columns.log_weights, signal.offsets[1:], np.zeros(len(signal)),
         )  # fmt: skip
+        cells = Cells(*arrays)
+        assert not corrections.any()
         assert np.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
         flat = [cell for item in expected for cell in item]
         assert np.diff(cells.entry_offsets).tolist() == [len(entries) for _, entries in flat]

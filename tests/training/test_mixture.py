@@ -127,7 +127,7 @@ def test_a_mixture_of_one_teacher_with_itself_is_what_it_says(draws):
     signal = signal_of(scores_of(distributions(draw, 6), draw.integers(0, V, 6), 3, draws, 1), 0)
     mixture = mix([signal, signal], [0.3, 0.7])
     assert (mixture.exact is None) == (signal.exact is None) == (draws == 0)
-    for field in dataclasses.fields(signal):
+    for field in dataclasses.fields(signal)[:-1]:  # but for the precision
         one, other = getattr(mixture, field.name), getattr(signal, field.name)
         if one is not None:
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

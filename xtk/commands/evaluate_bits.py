@@ -98,7 +98,7 @@ def _scored(text: str, corpus: Corpus, place: Path, given: dict[str, Any]) -> Te
     from xtk.tokens.signal import support_of
 
     request = read_live_teacher(text, long_documents="truncate", trust_remote_code=given["trust_remote_code"]).request
-    if request.support.draws:  # what a teacher is asked for where nobody says; draws have no part in an evaluation
+    if request.support.draws:  # the default; with the teacher at hand, more exact ids cost nothing that is kept
         request = replace(request, support=support_of("top-k"))
     cache_teacher(request, corpus, place)
     return TeacherCache(place)
@@ -139,7 +139,7 @@ def _objectives(teacher: Teacher) -> list[Objective]:
     from xtk.losses.objective import Objective
 
     names = [OF_BYTES]
-    if teacher.support in ("sample", "none"):
+    if teacher.support == "none":
         names = [OF_REALISED]
     elif teacher.has_students_tokenizer:
         names = [OF_TOKENS, OF_BYTES]

@@ -71,8 +71,7 @@ def against_teacher(
     """Compare a model with a teacher, document by document.
 
     Each document is read once, up to the model's context; what is behind that has no part. Documents count alike,
-    whatever their weights in training are. Draws have no part either: the divergence from a few draws has the gradient
-    that is wanted, and not the value.
+    whatever their weights in training are. Losses read sampled tokens where they do in training.
 
     Args:
         model: on its device.
@@ -123,14 +122,18 @@ def _read(
     likeliest: bool,
 ) -> list[_Read]:
     """Read rows of a cache; those without a trained token are left out."""
-    rows = [cache.row(number, None) for number in numbers]
-    documents = [row.document for row in rows]
+    documents = [cache.row(number).document for number in numbers]
+    sampled = sorted({objective.takes_draws for objective in objectives}, reverse=True)
     found = []
-    for number, row, sequence in zip(numbers, rows, sequences(tokenizer, documents), strict=True):
+    for number, document, sequence in zip(numbers, documents, sequences(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.cut(limit)
-        example = example_of(student, row.document, Heard(row.tokens, row.signal.without_nan()))
+        examples = {}
+        for takes in sampled:
+            row = cache.row(number, 0 if takes else None)
+            examples[takes] = example_of(student, document, Heard(row.tokens, row.signal.without_nan()))
+        example = examples[sampled[0]]
         if len(example.rows):
-            terms = tuple(objective.term(example) for objective in objectives)
+            terms = tuple(objective.term(examples[objective.takes_draws]) for objective in objectives)
             found.append(_Read(number, student.ids, example.rows, terms, Likeliest.of(example) if likeliest else None))
     return found
 
@@ -168,5 +171,4 @@ def _agreed(model: Cut, one: _Read, states: torch.Tensor, meeting: Meeting) -> t
     asked = states[torch.from_numpy(one.likeliest.rows).to(states.device)]
     targets = torch.zeros(len(asked), dtype=torch.int64, device=asked.device)
     _, tokens = read_rows(asked, model.head, targets, likeliest=True)
-    same = meeting.agree(tokens.cpu().numpy(), one.likeliest.tokens)
-    return int(same.sum()), len(same)
+    return one.likeliest.agreed(tokens.cpu().numpy(), meeting)

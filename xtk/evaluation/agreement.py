@@ -9,43 +9,96 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.cells import Example, span_ranges
+from xtk.artifacts.codec.grids import PRECISIONS
+from xtk.losses.cells import Example, span_ranges, within_ranges
 from xtk.projection.projection import Projection
 from xtk.projection.special import match_special_tokens
+from xtk.tokens.signal import Signal
 from xtk.tokens.tokenizer import Tokenizer
 
 # Supports that hold the teacher's likeliest token for certain.
 SUPPORTS = ("top-k", "top-p", "top-k+sample")
 
 
+# Rounded log-probabilities that were equal are equal within this: one number was added to all of a position.
+EQUAL = 1e-5
+
+
 @dataclass(frozen=True)
 class Likeliest:
-    """The teacher's likeliest tokens, where both begin a token.
+    """The teacher's most likely tokens, where both begin a token: several where its log-probabilities are tied.
 
     Attributes:
         rows: int64 [C], rows of the student.
-        tokens: int32 [C].
+        offsets: int64 [C + 1], the tokens of row c are `[offsets[c], offsets[c + 1])`.
+        tokens: int32.
     """
 
     rows: NDArray[np.int64]
+    offsets: NDArray[np.int64]
     tokens: NDArray[np.int32]
 
     @classmethod
     def of(cls, example: Example) -> Likeliest:
-        """Read them off what the teacher said, draws left out; the lowest id on ties."""
+        """Read them from the exact log-probabilities; what a cache's precision cannot tell apart is tied."""
         signal = example.signal
         assert signal is not None
         sizes = np.diff(signal.offsets)
+        owners = np.repeat(np.arange(len(signal)), sizes)
         within = np.arange(len(signal.ids)) - np.repeat(signal.offsets[:-1], sizes)
-        named = within < np.repeat(sizes if signal.exact is None else signal.exact, sizes)
-        owners = np.repeat(np.arange(len(signal)), sizes)[named]
-        ids, logprobs = signal.ids[named], signal.logprobs[named]
-        order = np.lexsort((ids, -logprobs, owners))
-        at, firsts = np.unique(owners[order], return_index=True)
-        tokens = np.full(len(signal), -1, np.int32)
-        tokens[at] = ids[order][firsts]
+        exact = within < np.repeat(sizes if signal.exact is None else signal.exact, sizes)
+        observed = exact & (signal.ids == example.teacher_ids[signal.positions][owners])
+        highest = np.full(len(signal), -np.inf)
+        np.maximum.at(highest, owners[exact & ~observed], signal.logprobs[exact & ~observed])
+        own = signal.realised_logprobs.astype(np.float64)
+        error = _error_of_observed(signal, owners, observed, highest)
+        with np.errstate(invalid="ignore"):
+            tied = np.where(observed, own[owners] >= highest[owners] - error[owners], False)
+            others = signal.logprobs >= np.where(own > highest + error, np.inf, highest)[owners] - EQUAL
+        tied |= exact & ~observed & others
         spans = span_ranges(example)
-        return cls(spans.row_start, tokens[spans.position_start])
+        starts = np.searchsorted(owners[tied], spans.position_start)
+        stops = np.searchsorted(owners[tied], spans.position_start, side="right")
+        chosen = within_ranges(starts, stops)
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(stops - starts)])
+        return cls(spans.row_start, offsets, signal.ids[tied][chosen])
+
+    def agreed(self, students: NDArray[np.int64], meeting: Meeting) -> tuple[int, int]:
+        """Return in how many rows one of the tokens is the student's, and of how many rows.
+
+        Args:
+            students: int64 [C], the student's most likely token of each row; -1: the row is not counted.
+            meeting: how two tokens can be the same one.
+        """
+        rows = np.repeat(np.arange(len(self.rows)), np.diff(self.offsets))
+        held = students[rows] >= 0
+        if not held.any():
+            return 0, 0
+        same = meeting.agree(students[rows][held], self.tokens[held])
+        return len(np.unique(rows[held][same])), int((students >= 0).sum())
+
+
+def _error_of_observed(
+    signal: Signal, owners: NDArray[np.int64], observed: NDArray[np.bool_], highest: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return float64 [P], by how much rounding can move the observed token against the most likely other one, nats.
+
+    The odds of the observed token are rounded, and so is each other log-probability, by half a step: the most likely
+    one's own, and of the sum of all of them and the tail the mean.
+    """
+    if not signal.precision:
+        return np.full(len(signal), EQUAL)
+    precision = PRECISIONS[signal.precision]
+    others = ~observed
+    masses = np.exp(signal.logprobs[others].astype(np.float64))
+    steps = masses * precision.widest_step(signal.logprobs[others])
+    with np.errstate(divide="ignore"):
+        tails = signal.tail_mass * precision.widest_step(np.log(signal.tail_mass))
+    total = np.bincount(owners[others], masses, minlength=len(signal)) + signal.tail_mass
+    steps_of_all = np.bincount(owners[others], steps, minlength=len(signal)) + tails
+    mean = steps_of_all / np.maximum(total, np.finfo(np.float64).tiny)
+    errors: NDArray[np.float64] = (precision.odds_step + precision.widest_step(highest) + mean) / 2 + EQUAL
+    return errors
 
 
 class Meeting(Protocol):

@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.losses.sampled_values import correct_remainder, log_of_sampled, negentropy
 from xtk.projection.next_bytes import Continuations, Side
 
 NONE = -1
@@ -35,7 +36,8 @@ class Path(NamedTuple):
 class Said(NamedTuple):
     """What the teacher said, as in a signal: `ids`, `logprobs` of each position, and the mass of the rest.
 
-    The exact ones of position p end at `stops[p]`; behind them are those that were drawn.
+    The exact ones of position p end at `stops[p]`; behind them are those that were sampled, whose mean surprisal is
+    `surprisals[p]`.
     """
 
     offsets: NDArray[np.int64]
@@ -43,6 +45,7 @@ class Said(NamedTuple):
     ids: NDArray[np.int32]
     logprobs: NDArray[np.float32]
     tail_mass: NDArray[np.float32]
+    surprisals: NDArray[np.float64]
 
 
 # The columns of an item. `HERE` is the distribution of what comes next, NONE inside of a token. `PAST` is that of the
@@ -232,6 +235,7 @@ class Marks(NamedTuple):
         named: int64 [cells], the item for which the teacher's last boundary names a cell.
         cells: int64 [cells], the item's cells, in the order in which the teacher names them.
         probs: float64 [cells], the teacher's probability of each.
+        known: float64 [cells], the same without sampled tokens.
         here: bool [cells], whether the teacher names each at the item itself.
         names: int64 [cells], those that the last boundary names, in any order.
         tokens: int64 [student's tokens + 1], ranks << 32 | groups.
@@ -244,6 +248,7 @@ class Marks(NamedTuple):
     named: NDArray[np.int64]
     cells: NDArray[np.int64]
     probs: NDArray[np.float64]
+    known: NDArray[np.float64]
     here: NDArray[np.bool_]
     names: NDArray[np.int64]
     tokens: NDArray[np.int64]
@@ -261,6 +266,7 @@ def make_marks(cells: int, tokens: int, said: Said) -> Marks:
         np.full(cells, NONE, np.int64),
         np.empty(cells, np.int64),
         np.empty(cells, np.float64),
+        np.empty(cells, np.float64),
         np.empty(cells, np.bool_),
         np.empty(cells, np.int64),
         np.empty(tokens + 1, np.int64),
@@ -270,7 +276,7 @@ def make_marks(cells: int, tokens: int, said: Said) -> Marks:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _add_mass(marks: Marks, number: int, count: int, cell: int, mass: float, here: bool) -> int:
+def _add_mass(marks: Marks, number: int, count: int, cell: int, mass: float, here: bool, known: bool) -> int:
     """Add the teacher's mass of a cell to an item; return how many cells it has now."""
     if cell == NONE or mass <= 0:
         return count
@@ -278,17 +284,23 @@ def _add_mass(marks: Marks, number: int, count: int, cell: int, mass: float, her
         marks.reached[cell] = number
         marks.slots[cell] = count
         marks.cells[count] = cell
-        marks.probs[count] = 0.0
+        marks.probs[count] = marks.known[count] = 0.0
         marks.here[count] = False
         count += 1
     marks.probs[marks.slots[cell]] += mass
+    if known:
+        marks.known[marks.slots[cell]] += mass
     marks.here[marks.slots[cell]] |= here
     return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int, marks: Marks) -> int:
-    """Write what the teacher says of the next bytes at one item; return the number of its cells."""
+def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int, marks: Marks) -> tuple[int, float]:
+    """Write what the teacher says of the next bytes at one item.
+
+    Returns:
+        The number of its cells, and what the probabilities of the tokens at the item itself are multiplied with.
+    """
     count = 0
     weight = 1.0
     if place[PAST] != NONE:
@@ -314,12 +326,41 @@ def teacher_cells(side: Side, said: Said, place: NDArray[np.int64], number: int,
             if marks.ranks_alike[entry] >= longer:
                 cell = side.cells[side.starts[marks.ranks_alike[entry]] + place[CUT]]
                 mass = np.exp(said.logprobs[marks.slots_alike[entry]] - highest) / (ended + runs_past)
-                count = _add_mass(marks, number, count, cell, mass, False)
+                count = _add_mass(marks, number, count, cell, mass, False, True)
     if place[HERE] != NONE:
         for slot in range(said.offsets[place[HERE]], said.offsets[place[HERE] + 1]):
             mass = weight * np.exp(np.float64(said.logprobs[slot]))
-            count = _add_mass(marks, number, count, _cell(side, said.ids[slot]), mass, True)
-    return count
+            exact = slot < said.stops[place[HERE]]
+            count = _add_mass(marks, number, count, _cell(side, said.ids[slot]), mass, True, exact)
+    return count, weight
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def correct_value(
+    side: Side, said: Said, position: int, weight: float, number: int, marks: Marks
+) -> tuple[float, float]:
+    """Return the correction of the value of one item, its other cell aside, and 1 without the sampled tokens.
+
+    Args:
+        side: the teacher's vocabulary.
+        said: its signal.
+        position: where it predicts what comes next at the item.
+        weight: what these probabilities are multiplied with.
+        number: of the item.
+        marks: its cells, `slots` below 0 for those that the student cannot reach; `probs` are used up.
+    """
+    correction, outside = 0.0, 1.0
+    for slot in range(said.stops[position], said.offsets[position + 1]):
+        cell = _cell(side, said.ids[slot])
+        if cell == NONE or marks.reached[cell] != number or marks.slots[cell] < 0:
+            continue
+        at, mass = marks.slots[cell], weight * np.exp(np.float64(said.logprobs[slot]))
+        correction += mass * log_of_sampled(marks.known[at], weight, said.surprisals[position])
+        if marks.probs[at] >= 0:  # once a cell
+            correction += negentropy(marks.known[at]) - negentropy(marks.probs[at])
+            marks.probs[at] = -1.0
+        outside -= weight * np.exp(-max(said.surprisals[position], 0.0))
+    return correction, outside
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -563,7 +604,7 @@ def fill_byte_cells(
     said: Said,
     items: NDArray[np.int64],
     widest: int = WIDEST,
-) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
+) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]:
     """Make the cells of all items.
 
     Args:
@@ -578,7 +619,7 @@ def fill_byte_cells(
 
     Returns:
         cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `Cells`, of the rows that predict what comes
-        next; run_offsets, firsts, stops as in `Alternatives`, of the rows before.
+        next; run_offsets, firsts, stops as in `Alternatives`, of the rows before; corrections as in `Cells`.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
     marks = make_marks(cells_of_both, len(student.order), said)
@@ -587,10 +628,11 @@ def fill_byte_cells(
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
     probs, rows, tokens = np.empty(1024, np.float32), np.empty(1024, np.int32), np.empty(1024, np.int32)
     firsts, stops = np.empty(1024, np.int32), np.empty(1024, np.int32)
+    corrections = np.zeros(len(items), np.float64)
     cells = entries = groups = written = 0
     for number in range(len(items)):
         ours, theirs = items[number, STUDENT : STUDENT + 4], items[number, TEACHER : TEACHER + 4]
-        found = teacher_cells(teacher, said, theirs, number, marks)
+        found, weight = teacher_cells(teacher, said, theirs, number, marks)
         count = 0
         if ours[PAST] != NONE:
             if _tells_all(said, theirs[PAST]):
@@ -621,8 +663,11 @@ def fill_byte_cells(
                     tokens[entries + member] = members[first + member]
                 entries += size
             if entries == before and ends[slot + 2] == ends[slot + 1]:
+                marks.slots[cell] = NONE
                 continue  # nothing of the student lands here
-            marks.probs[cells - cell_offsets[number]] = marks.probs[slot]  # not after its own place
+            kept_slot = cells - cell_offsets[number]  # not after its own place
+            marks.probs[kept_slot], marks.known[kept_slot] = marks.probs[slot], marks.known[slot]
+            marks.slots[cell] = kept_slot
             cells += 1
             groups += 1
             entry_offsets[cells] = entries
@@ -631,8 +676,17 @@ def fill_byte_cells(
         kept = marks.probs[: cells - cell_offsets[number]]
         elsewhere = ends[0] > 0 if ours[HERE] == NONE else entries - entry_offsets[cell_offsets[number]] < width
         if ends[1] == ends[0] and not elsewhere:
-            kept /= kept.sum()  # nothing of the student can be in the other cell: it is compared within the cells
+            total = kept.sum()  # nothing of the student can be in the other cell: it is compared within the cells
+            kept /= total
+            marks.known[: len(kept)] /= total
+            weight /= total
         probs[cell_offsets[number] : cells] = kept
+        if theirs[HERE] != NONE:
+            remainder = 1.0 - kept.sum()  # before what is sampled is marked there
+            corrections[number], outside = correct_value(teacher, said, theirs[HERE], weight, number, marks)
+            if ours[HERE] != NONE and said.stops[theirs[HERE]] < said.offsets[theirs[HERE] + 1]:
+                outside -= marks.known[: len(kept)].sum()
+                corrections[number] += correct_remainder(remainder, outside)
         cell_offsets[number + 1] = cells
     return (
         cell_offsets,
@@ -643,4 +697,5 @@ def fill_byte_cells(
         run_offsets[: groups + 1],
         firsts[:written],
         stops[:written],
+        corrections,
     )

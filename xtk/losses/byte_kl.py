@@ -27,6 +27,7 @@ class ByteKL:
     def cells(self, example: Example, ground: Ground) -> Cells:
         """Return one item a boundary of the text that both sides spell, in its order."""
         from xtk.losses.byte_kernels import HERE, PAST, STUDENT, Path, Said, fill_byte_cells, find_items
+        from xtk.losses.sampled_values import exact_stops, mean_surprisals
 
         signal = example.signal
         assert isinstance(ground, NextBytes)
@@ -34,9 +35,10 @@ class ByteKL:
         student = Path(example.student_ids, _where(len(example.student_ids), example.rows + 1))
         teacher = Path(example.teacher_ids, _where(len(example.teacher_ids), signal.positions))
         items = find_items(ground.student, ground.teacher, student, teacher, example.spans)
-        stops = signal.offsets[1:] if signal.exact is None else signal.offsets[:-1] + signal.exact
-        said = Said(signal.offsets, stops, signal.ids, signal.logprobs, signal.tail_mass)
-        cell_offsets, entry_offsets, probs, rows, tokens, *runs = fill_byte_cells(
+        stops = exact_stops(signal)
+        surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
+        said = Said(signal.offsets, stops, signal.ids, signal.logprobs, signal.tail_mass, surprisals)
+        cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
             ground.student, ground.teacher, ground.continuations, ground.member_offsets, ground.members, said, items
         )
         here, past = items[:, STUDENT + HERE], items[:, STUDENT + PAST]
@@ -49,6 +51,7 @@ class ByteKL:
             log_weights=np.zeros(len(tokens), np.float32),
             item_rows=np.maximum(here, past).astype(np.int32),
             alternatives=Alternatives(past.astype(np.int32), here < 0, ground.student.order, *runs),
+            corrections=None if signal.exact is None else corrections,
         )
 
 

@@ -103,6 +103,7 @@ def _join_signals(signals: Sequence[Signal], shifts: NDArray[np.int64]) -> Signa
         else _joined(
             [np.diff(signal.offsets) if signal.exact is None else signal.exact for signal in signals], np.int64
         ),
+        precision=next((signal.precision for signal in signals if signal.precision), ""),
     )
 
 
@@ -230,6 +231,8 @@ class Cells:
         outside: a key of `OUTSIDES`.
         factor: of the divergence.
         surrogate: what stands in the place of the divergence; None: nothing.
+        corrections: float64 [C], what is added to the value of each item, not to its gradient, so that from sampled
+            tokens it estimates the divergence. None: nothing.
     """
 
     cell_offsets: NDArray[np.int64]
@@ -247,6 +250,7 @@ class Cells:
     outside: str = "other"
     factor: float = 1.0
     surrogate: Surrogate | None = None
+    corrections: NDArray[np.float64] | None = None
 
     @property
     def items(self) -> int:
@@ -320,10 +324,10 @@ def span_ranges(example: Example) -> Ranges:
 def sums_over(values: NDArray[np.float32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return float64 [C], the sum of values in each range `[start, stop)`; infinite ones stay in theirs."""
     owners = np.repeat(np.arange(len(starts)), stops - starts)
-    return np.bincount(owners, values[_within(starts, stops)], len(starts)).astype(np.float64)
+    return np.bincount(owners, values[within_ranges(starts, stops)], len(starts)).astype(np.float64)
 
 
-def _within(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+def within_ranges(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return what is in the ranges `[start, stop)`, one range behind the other."""
     sizes = stops - starts
     firsts = np.cumsum(sizes) - sizes
@@ -341,7 +345,7 @@ def spelled_cells(example: Example, ranges: Ranges, probs: NDArray[np.float64], 
         root: as in `Chain`.
     """
     sizes = ranges.row_stop - ranges.row_start
-    ends, rows = np.cumsum(sizes), _within(ranges.row_start, ranges.row_stop)
+    ends, rows = np.cumsum(sizes), within_ranges(ranges.row_start, ranges.row_stop)
     teacher_probs = np.zeros(len(rows))
     teacher_probs[ends - 1] = probs
     return Cells(
@@ -366,11 +370,11 @@ def projected_cells(example: Example, ranges: Ranges, columns: Columns, *, publi
     """
     from xtk.losses.kernels import fill_cells
     from xtk.losses.rank_kernels import fill_published_cells
+    from xtk.losses.sampled_values import exact_stops, mean_surprisals
 
     signal = example.signal
     assert signal is not None
-    fill = fill_published_cells if published else fill_cells
-    arrays = fill(
+    inputs = (
         ranges.row_start,
         ranges.row_stop,
         ranges.position_start,
@@ -382,4 +386,12 @@ def projected_cells(example: Example, ranges: Ranges, columns: Columns, *, publi
         columns.student_ids,
         columns.log_weights,
     )
-    return dataclasses.replace(Cells(*arrays), item_rows=ranges.row_start.astype(np.int32))
+    item_rows = ranges.row_start.astype(np.int32)
+    if published:
+        return dataclasses.replace(Cells(*fill_published_cells(*inputs)), item_rows=item_rows)
+    stops = exact_stops(signal)
+    surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
+    *arrays, corrections = fill_cells(*inputs, stops, surprisals)
+    return dataclasses.replace(
+        Cells(*arrays), item_rows=item_rows, corrections=None if signal.exact is None else corrections
+    )

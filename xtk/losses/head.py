@@ -61,6 +61,7 @@ class Term:
         surrogate: what stands in the place of the divergence; None: nothing.
         weights: float32 [C], how much each item counts; None: 1.
         counts: float64 [C], how much each counts in what the loss is averaged over; None: 1.
+        corrections: float64 [C], added to the value of each item, not to its gradient; None: nothing.
     """
 
     cell_offsets: Tensor
@@ -85,6 +86,7 @@ class Term:
     surrogate: SurrogateOfTerm | None = None
     weights: Tensor | None = None
     counts: Tensor | None = None
+    corrections: Tensor | None = None
 
     @property
     def items(self) -> int:
@@ -114,7 +116,7 @@ class Term:
 
     def to(self, device: torch.device, scale: float) -> Term:
         """Return the same on a device, with the scale that is known by then."""
-        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged", "weights")
+        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged", "weights", "corrections")
         there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
         runs = None if self.runs is None else self.runs.to(device)
@@ -149,6 +151,7 @@ class Term:
             surrogate=None if self.surrogate is None else self.surrogate.part(slice(low, high)),
             weights=None if self.weights is None else self.weights[low:high],
             counts=None if self.counts is None else self.counts[low:high],
+            corrections=None if self.corrections is None else self.corrections[low:high],
         )
 
     @classmethod
@@ -192,7 +195,15 @@ class Term:
             outside=cells.outside,
             factor=cells.factor,
             surrogate=None if cells.surrogate is None else SurrogateOfTerm.of(cells.surrogate),
+            corrections=None if cells.corrections is None else torch.from_numpy(cells.corrections),
         )
+
+    @property
+    def correction(self) -> Tensor | float:
+        """What the values of all items are corrected by together: a scalar, without a gradient."""
+        if self.corrections is None:
+            return 0.0
+        return (self.corrections if self.weights is None else self.corrections * self.weights).sum()
 
 
 def _rests_of(cells: Cells) -> NDArray[np.float64]:
@@ -284,10 +295,14 @@ def fused_loss(states: Tensor, head: Head, terms: Sequence[Term], chunk: int) ->
     sums = FusedLoss.apply(head, terms, chunk, head.bias, *tensors)  # type: ignore[no-untyped-call]
     scales = torch.tensor([term.scale for term in terms], device=states.device, dtype=sums.dtype)
     detached = sums.detach()
+    values = detached.clone()
+    for number, term in enumerate(terms):
+        if term.corrections is not None:
+            values[number] += term.correction
     # The value is the scaled total. The gradient comes in through the first element alone, where
     # FusedLoss expects it: its gradients are already those of the total.
-    total = (detached * scales).sum() + (sums[0] - detached[0])
-    return total, detached
+    total = (values * scales).sum() + (sums[0] - detached[0])
+    return total, values
 
 
 @torch.no_grad()

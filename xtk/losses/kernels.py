@@ -11,6 +11,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from xtk.losses.sampled_values import correct_remainder, log_of_sampled, negentropy
+
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def fill_cells(
@@ -24,8 +26,13 @@ def fill_cells(
     column_offsets: NDArray[np.int64],
     column_students: NDArray[np.int32],
     column_log_weights: NDArray[np.float32],
-) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return the six arrays of `Cells` for items of averaged rows and averaged teacher positions."""
+    exact_stops: NDArray[np.int64],
+    surprisals: NDArray[np.float64],
+) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
+    """Return the first six arrays of `Cells` for items of averaged rows and averaged teacher positions.
+
+    The seventh are the corrections. `exact_stops` and `surprisals` are those of the positions, as in `sampled_values`.
+    """
     items = len(row_start)
     width = len(column_offsets) - 1
     most_cells = 0
@@ -47,6 +54,8 @@ def fill_cells(
     entry_tokens = np.empty(most_entries, np.int32)
     entry_log_weights = np.empty(most_entries, np.float32)
     cell_of_token = np.full(len(column_offsets) - 1, -1, np.int64)
+    known = np.zeros(most_cells, np.float64)  # without sampled tokens
+    corrections = np.zeros(items, np.float64)
     cells = 0
     entries = 0
     for item in range(items):
@@ -61,7 +70,31 @@ def fill_cells(
                     cell_of_token[token] = cells
                     tokens_of_cells[cells] = token
                     cells += 1
-                probs[cell_of_token[token]] += np.exp(support_logprobs[slot]) / positions
+                mass = np.exp(support_logprobs[slot]) / positions
+                probs[cell_of_token[token]] += mass
+                if slot < exact_stops[position]:
+                    known[cell_of_token[token]] += mass
+        outside = 1.0
+        sampled = False
+        for position in range(position_start[item], position_stop[item]):
+            sampled = sampled or exact_stops[position] < support_offsets[position + 1]
+            for slot in range(exact_stops[position], support_offsets[position + 1]):
+                token = support_ids[slot]
+                if 0 <= token < width and cell_of_token[token] >= first_cell:
+                    cell = cell_of_token[token]
+                    mass = np.exp(support_logprobs[slot]) / positions
+                    corrections[item] += mass * log_of_sampled(known[cell], 1 / positions, surprisals[position])
+                    outside -= np.exp(-max(surprisals[position], 0.0)) / positions
+                    if probs[cell] >= 0:  # once a cell, which is marked by its sign
+                        corrections[item] += negentropy(known[cell]) - negentropy(probs[cell])
+                        probs[cell] = -probs[cell]
+        remainder = 1.0
+        for cell in range(first_cell, cells):
+            probs[cell] = abs(probs[cell])
+            remainder -= probs[cell]
+            outside -= known[cell]
+        if sampled:
+            corrections[item] += correct_remainder(remainder, outside)
         rows = row_stop[item] - row_start[item]
         share = np.float32(np.log(rows))
         for cell in range(first_cell, cells):
@@ -81,6 +114,7 @@ def fill_cells(
         entry_rows[:entries],
         entry_tokens[:entries],
         entry_log_weights[:entries],
+        corrections,
     )
 
 

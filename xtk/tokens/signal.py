@@ -152,6 +152,7 @@ class Signal:
         entropy: float32 [P], nats, of the whole distribution.
         exact: int64 [P], how many of the entries of each position, its first, are exact; the others were drawn. The
             token that stands there is exact. None: all are.
+        precision: to which a cache rounded the log-probabilities, as `--precision` names it; "": to none.
     """
 
     positions: NDArray[np.int32]
@@ -162,6 +163,7 @@ class Signal:
     realised_logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
     exact: NDArray[np.int64] | None = None
+    precision: str = ""
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -183,6 +185,7 @@ class Signal:
             realised_logprobs=self.realised_logprobs[~bad],
             entropy=self.entropy[~bad],
             exact=None if self.exact is None else self.exact[~bad],
+            precision=self.precision,
         )
 
 

@@ -194,11 +194,8 @@ class Evaluation:
             counts = counts + batch.counts
             nats += float(look.nats[batch.spells[look.here]].sum())
             for number, (meeting, theirs) in enumerate(zip(self._meetings, batch.likeliest, strict=False)):
-                ours = look.tokens[theirs.rows]
-                held = ours >= 0
-                if meeting is not None and held.any():
-                    same = meeting.agree(ours[held], theirs.tokens[held])
-                    agreed[number] += same.sum(), len(same)
+                if meeting is not None:
+                    agreed[number] += theirs.agreed(look.tokens[theirs.rows], meeting)
         for at in range(passes_of_rest):
             rest = self._rest[at] if at < len(self._rest) else self._laid_out([])
             look = _Look(_targets(rest.input_ids, rest.places), likeliest=False)

@@ -58,6 +58,7 @@ def mix(signals: Sequence[Signal], weights: Sequence[float]) -> Signal:
         exact=None
         if all(signal.exact is None for signal in signals)
         else np.bincount(positions[kept & exact], minlength=size),
+        precision=next((signal.precision for signal in signals if signal.precision), ""),
     )
 
 

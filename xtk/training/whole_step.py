@@ -10,9 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from xtk.losses.objective import Objective
+from xtk.losses.policy_gradient import PolicyGradient
 from xtk.training.combining import Weighing
 from xtk.training.layout import Layout
 from xtk.training.metrics import metric
+
+# The largest factor of `--balance ce`. Close to its teacher a student has a distance, and a gradient, of mostly noise.
+LARGEST_BALANCE = 100.0
 
 
 class Counted(Protocol):
@@ -73,6 +77,8 @@ class WholeStep:
     def balance(self, sums: Sequence[float]) -> float:
         """Return the factor with which what is about teachers, weights aside, is as large as cross-entropy.
 
+        It is at most `LARGEST_BALANCE`, also where the distance to the teachers is 0, or an estimate of it is below 0.
+
         Args:
             sums: [terms], over items.
         """
@@ -82,7 +88,9 @@ class WholeStep:
         shares = {objective.teacher: objective.share for objective in distilling}
         weight = sum(objective.weight * objective.share for objective in distilling) / sum(shares.values())
         distilled = float((means * self._weights)[self._distils].sum())
-        return float(ce) * weight / distilled if distilled > 0 else 1.0
+        if ce <= 0 or (distilled <= 0 and any(isinstance(one.loss, PolicyGradient) for one in distilling)):
+            return 1.0
+        return float(ce) * weight / max(distilled, float(ce) * weight / LARGEST_BALANCE)
 
     def losses(self, sums: Sequence[float], balance: float) -> dict[str, float]:
         """Return the total, the mean of each term, the weighted sum of those about teachers, and the teachers' weights.

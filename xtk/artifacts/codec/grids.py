@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,12 @@ class Precision:
     largest_step: float
     odds_step: float
     entropy_step: float
+
+    def widest_step(self, logprobs: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+        """Return the step between levels at log-probabilities that were read, or within half a nat below them."""
+        doublings = np.floor((0.5 - np.maximum(logprobs, -UNLIKELY).astype(np.float64)) / DOUBLING)
+        steps: NDArray[np.float64] = np.minimum(self.first_step * 2.0**doublings, self.largest_step)
+        return steps
 
 
 PRECISIONS = {

@@ -57,7 +57,7 @@ class SignalReader:
     def __init__(
         self, tables: bytes | memoryview, order: NDArray[np.int32], precision: str, sets: int, draws: int
     ) -> None:
-        self._sets, self._grid = sets, Grid.of(precision)
+        self._sets, self._grid, self._precision = sets, Grid.of(precision), precision
         logs = np.log(np.maximum(np.arange(draws + 1), 1).astype(np.float64))
         (size,), at = unpack_numbers(tables, 1)
         frequencies, favourites = cut(tables, at, [size])
@@ -95,8 +95,15 @@ class SignalReader:
             raise _corrupt()
         drawn = self._sets > 0 and draw is not None
         tail_mass, realised_logprobs, entropy = of_positions
+        of_entries = offsets, ids, logprobs
         return Signal(
-            positions, offsets, ids, logprobs, tail_mass, realised_logprobs, entropy, exact if drawn else None
+            positions,
+            *of_entries,
+            tail_mass,
+            realised_logprobs,
+            entropy,
+            exact if drawn else None,
+            precision=self._precision,
         )
 
     def scores(
