@@ -16,8 +16,11 @@ import pyarrow as pa
 import xxhash
 from numpy.typing import NDArray
 
+from xtk.artifacts.cache_manifest import RANKS
 from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.files import canonical_json
+from xtk.artifacts.folders import FILE_BYTES
+from xtk.artifacts.members import member, read_member
 from xtk.artifacts.ranks import FindRanks, Ranks
 from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
@@ -274,7 +277,9 @@ def ranks_beside(path: Path, file: str) -> Ranks:
     """
     place = path.parent / file
     try:
-        return Ranks.read(file, place.read_bytes(), str(place))
+        return Ranks.read(
+            file, read_member(path.parent, member(file, (RANKS,), where=str(path)), FILE_BYTES), str(place)
+        )
     except FileNotFoundError:
         raise Damaged("the ranks that this shard needs do not lie beside it", where=str(place)) from None
 

@@ -5,8 +5,8 @@ Nothing in it depends on a student. docs/reference/artifacts.md describes it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,10 +17,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk import terminal
+from xtk.artifacts.cache_manifest import (
+    FILES_OF_A_CODEC,
+    MANIFEST,
+    MANIFEST_BYTES,
+    RANKS,
+    SHARD,
+    TOKENIZER,
+    check_manifest,
+    file_of,
+)
 from xtk.artifacts.codecs import CODECS
-from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
-from xtk.artifacts.folders import Folder, folder_at
+from xtk.artifacts.files import TEMPORARY, canonical_json, parse_json, sha256
+from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.outputs import foreign_error
 from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Row, Shard, StoredRow, asked_of, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
@@ -30,17 +42,13 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "xtk-teacher-cache", 3
 VERSION_WITH_ASKED = 4  # of caches with columns that others do not have: who does not know them must not pass them over
-MANIFEST = "manifest.json"
-# The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# Written first and removed last: a folder with it is an unfinished cache of xtk's, also one without a shard.
+UNFINISHED = ".xtk-unfinished"
 OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 FETCHED = 64  # shards at once, of those that are read one after the other
 LOOKED_AT = 64  # shards of an unfinished cache, before the teacher starts
-# Keys of a codec's options under which a header names files that lie beside the shards.
-FILES_OF_A_CODEC = ("ranks",)
-_RANKS = re.compile(r"ranks-[0-9a-f]+\.arrow")
-_SHARD = re.compile(r"shard-\d{5,}\.arrow")
-_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
+_OF_TOKENIZERS = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names that a tokenizer may be read from
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + SHARD.pattern)
 
 
 class CacheWriter:
@@ -58,8 +66,7 @@ class CacheWriter:
 
     def __init__(self, folder: Folder, header: dict[str, Any], shards: int) -> None:
         self.folder, self.header, self.shards = folder, header, shards
-        _refuse_foreign(folder)
-        folder.remove_leftovers()
+        begin_cache(folder, header)
         self._there = set(folder.sizes())
         self._entries: dict[int, dict[str, Any]] = {}
         self._files: dict[str, str] = {}
@@ -110,11 +117,7 @@ class CacheWriter:
             Damaged: a shard that an earlier run or another process wrote was altered.
         """
         entries = [self._entries.get(number) or self._entry_of_other(number) for number in range(self.shards)]
-        manifest = write_manifest(self.folder, {"header": self.header, "files": self._files, "shards": entries})
-        for file in self.folder.sizes():  # of writers on other machines: their shards are all there
-            if _LEFTOVER.fullmatch(file):
-                self.folder.remove(file)
-        return manifest
+        return write_manifest(self.folder, {"header": self.header, "files": self._files, "shards": entries})
 
     def _entry_of_other(self, number: int) -> dict[str, Any]:
         shard = self._open(number)
@@ -133,11 +136,6 @@ class CacheWriter:
         if _identity(shard.header) != _identity(self.header):
             raise _other_request(self.folder, shard.header, self.header)
         return shard
-
-
-def file_of(number: int) -> str:
-    """Return the name of a shard."""
-    return f"shard-{number:05d}.arrow"
 
 
 def put_shard(
@@ -181,7 +179,33 @@ def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
     write_file(folder, MANIFEST, _rendered(manifest))
+    tidy_cache(folder)
     return manifest
+
+
+def tidy_cache(folder: Folder) -> None:
+    """Remove what writers leave in the folder of a finished cache: of this run, of other machines, of killed ones."""
+    with contextlib.suppress(OSError):  # of a cache that may only be read
+        # Of writers on other machines too: their shards are all there.
+        folder.remove(*(file for file in folder.sizes() if file == UNFINISHED or _LEFTOVER.fullmatch(file)))
+        folder.remove_stale_locks()
+
+
+def begin_cache(folder: Folder, header: dict[str, Any]) -> None:
+    """Make a folder one of an unfinished cache, or go on with one; nothing else is touched.
+
+    Raises:
+        XtkError: it holds other things, or the unfinished cache of another request.
+    """
+    refuse_foreign(folder)
+    folder.remove_leftovers()
+    held = folder.sizes()
+    if UNFINISHED in held:
+        found = parse_json(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED)).get("header")
+        if isinstance(found, dict) and _identity(found) != _identity(header):
+            raise _other_request(folder, found, header)
+    elif MANIFEST not in held:
+        write_file(folder, UNFINISHED, canonical_json({"format": FORMAT, "header": header}).encode() + b"\n")
 
 
 def _rendered(manifest: dict[str, Any]) -> bytes:
@@ -211,12 +235,20 @@ def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | N
     """
     held = folder.sizes()
     if MANIFEST not in held:
+        refuse_foreign(folder)
         return None
     manifest = read_manifest(folder)
     if _identity(manifest["header"]) != _identity(header):
         raise _other_request(folder, manifest["header"], header)
     whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
-    return manifest if whole and held.keys() >= manifest.get("files", {}).keys() else None
+    if not whole or not held.keys() >= manifest.get("files", {}).keys():
+        return None
+    tidy_cache(folder)
+    terminal.note(
+        "cache-teacher: this cache is finished; the sizes of its files were compared, checksums were not read "
+        "(xtk inspect --verify)"
+    )
+    return manifest
 
 
 def reopen_cache(folder: Folder) -> None:
@@ -236,9 +268,14 @@ def remove_cache(folder: Folder) -> None:
     Raises:
         XtkError: the folder holds other things too.
     """
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     folder.remove(MANIFEST)
-    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
+    held = [file for file in folder.sizes() if not file.startswith(LOCK)]  # its holder removes it
+    shards = [file for file in held if SHARD.fullmatch(file)]
+    # Killed here, a later run knows by what is removed last that the rest is xtk's.
+    folder.remove(*({*held} - {*shards, UNFINISHED}))
+    folder.remove(*shards)
+    folder.remove(UNFINISHED)
 
 
 def is_cache(place: str | Path) -> bool:
@@ -247,7 +284,7 @@ def is_cache(place: str | Path) -> bool:
         held = folder_at(place).sizes()
     except XtkError:  # a file
         return False
-    return MANIFEST in held or any(_SHARD.fullmatch(file) for file in held)
+    return MANIFEST in held or any(SHARD.fullmatch(file) for file in held)
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
@@ -258,9 +295,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
     """
     where = folder.path_of(MANIFEST)
     try:
-        content = folder.read(MANIFEST)
+        content = folder.read(MANIFEST, MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        if any(_SHARD.fullmatch(file) for file in folder.sizes()):
+        if any(SHARD.fullmatch(file) for file in folder.sizes()):
             raise XtkError(
                 "this teacher cache is unfinished",
                 where=folder.name,
@@ -270,29 +307,27 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
             "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
-    try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError) as wrong:
-        raise Damaged(f"this file is no JSON: {wrong}", where=where, hint=again) from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or not {"shards", "header", "version"} <= manifest.keys()
-    ):
+    manifest = parse_json(content, where, again)
+    if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
         raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
-    codec = manifest["header"].get("codec")
-    name = codec.get("name") if isinstance(codec, dict) else codec
+    version = str(manifest["version"])[:20]
+    codec = manifest["header"].get("codec") if isinstance(manifest["header"], dict) else None
+    name = str(codec.get("name") if isinstance(codec, dict) else codec)[:20]
     if manifest["version"] not in (VERSION, VERSION_WITH_ASKED) or name not in CODECS:
         raise XtkError(
-            f"this cache has version {manifest['version']}, codec {name!r}; "
+            f"this cache has version {version}, codec {name!r}; "
             f"this xtk reads versions {VERSION} and {VERSION_WITH_ASKED}, codecs {', '.join(CODECS)}",
             where=where,
             hint="read the text into a new cache, or use the xtk that wrote this one",
         )
     # Byte by byte: JSON says the same in more than one way.
-    if manifest.get("checksum") != _checksum(manifest) or _rendered(manifest) != content:
+    try:
+        whole = manifest.get("checksum") == _checksum(manifest) and _rendered(manifest) == content
+    except (ValueError, TypeError, RecursionError):  # half of a character pair; shards that are no list
+        whole = False
+    if not whole:
         raise Damaged("the manifest of this cache was altered: its checksum does not fit", where=where, hint=again)
-    return manifest
+    return check_manifest(manifest, where, again)
 
 
 def totals(manifest: dict[str, Any]) -> dict[str, int]:
@@ -376,6 +411,10 @@ class TeacherCache:
         identity = self.header["teacher"]
         self._verify_files(there_only=True)
         held = self.folder.sizes()
+        if isinstance(self.folder, LocalFolder):
+            for file in held:  # what else the folder holds is not in the manifest, and no link there is followed
+                if _OF_TOKENIZERS.fullmatch(file):
+                    self.folder.local(file)
         places = {self.folder.local(file).parent for file in TOKENIZER if file in held}
         try:
             place = places.pop() if places else Path(self.folder.name)
@@ -540,33 +579,55 @@ def other_files(header: dict[str, Any]) -> list[str]:
 
 def _belongs(name: str) -> bool:
     return (
-        name == MANIFEST
-        or name in TOKENIZER
+        name in (MANIFEST, UNFINISHED, *TOKENIZER)
         or name.startswith((TEMPORARY, LOCK))
-        or bool(_SHARD.fullmatch(name))
-        or bool(_RANKS.fullmatch(name))
+        or bool(SHARD.fullmatch(name))
+        or bool(RANKS.fullmatch(name))
     )
 
 
-def _refuse_foreign(folder: Folder) -> None:
-    """Refuse a folder that holds anything but a cache.
+def refuse_foreign(folder: Folder) -> None:
+    """Refuse a folder that holds anything but a cache that xtk wrote.
+
+    A tokenizer alone is the user's: files with the names of a cache's are xtk's where a manifest, a shard, or the file
+    with which an unfinished cache begins says so.
 
     Raises:
         XtkError: names what is in it.
     """
-    foreign = sorted(file for file in folder.sizes() if not _belongs(file))
+    held = folder.sizes()
+    foreign = sorted(file for file in held if not _belongs(file))
+    there = sorted(file for file in held if not file.startswith((TEMPORARY, LOCK)))
+    if there and not foreign and not _is_of_a_cache(folder, held):
+        foreign = there
     if foreign:
-        raise XtkError(
-            f"this folder holds other things ({', '.join(foreign[:3])})",
-            where=folder.name,
-            hint="give a new folder to -o",
-        )
+        raise foreign_error(foreign, folder.name)
+
+
+def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
+    """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
+    if MANIFEST in held:
+        return f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MANIFEST_BYTES)
+    return UNFINISHED in held or any(_is_shard(folder, file) for file in held if SHARD.fullmatch(file))
+
+
+def _is_shard(folder: Folder, file: str) -> bool:
+    try:
+        return bool(Shard(folder.local(file), folder.path_of(file)).header)
+    except Damaged:
+        return False
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:
     """Return a header without the teacher's name: a folder that was moved is the same teacher."""
-    teacher = {key: value for key, value in header.get("teacher", {}).items() if key != "name"}
+    teacher = {key: value for key, value in _section(header, "teacher").items() if key != "name"}
     return {**header, "teacher": teacher}
+
+
+def _section(header: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a header; of one that is not checked yet, none."""
+    found = header.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _repair(folder: Folder, file: str) -> str:
@@ -578,8 +639,8 @@ def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]
     differences = [
         f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
-        for key in sorted({*found.get(section, {}), *wanted.get(section, {})})
-        if found.get(section, {}).get(key) != wanted.get(section, {}).get(key)
+        for key in sorted({*_section(found, section), *_section(wanted, section)})
+        if _section(found, section).get(key) != _section(wanted, section).get(key)
     ]
     return XtkError(
         "there is a cache of another request",
@@ -589,5 +650,5 @@ def _other_request(folder: Folder, found: dict[str, Any], wanted: dict[str, Any]
 
 
 def _short(header: dict[str, Any], section: str, key: str) -> str:
-    text = str(header.get(section, {}).get(key))
+    text = str(_section(header, section).get(key))
     return text if len(text) <= 80 else text[:77] + "..."

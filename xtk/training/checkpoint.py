@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, share, write_json
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.outputs import entries_of, foreign_error
+from xtk.artifacts.owned import refuse_foreign_in_run, remove_run
 from xtk.errors import Damaged, XtkError
 from xtk.models.preparation import is_adapted, save_trained
 from xtk.training import processes
@@ -49,8 +51,9 @@ def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, 
         return None
     found = read_json(output / RECIPE) if (output / RECIPE).is_file() else {}
     if not {"losses", "inputs"} <= set(found):
-        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+        raise foreign_error(entries_of(output), str(output))
     if force:
+        refuse_foreign_in_run(output)
         return None
     if found != recipe:
         differences = [key for key in sorted({*found, *recipe}) if found.get(key) != recipe.get(key)]
@@ -66,9 +69,9 @@ def find_run(output: Path, recipe: dict[str, Any], *, force: bool) -> dict[str, 
 def begin_run(output: Path, recipe: dict[str, Any], *, force: bool) -> None:
     """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
     output.mkdir(parents=True, exist_ok=True)
-    for path in output.glob("*" if force else f"{TEMPORARY}*"):
-        if path.name.startswith(LOCK):  # its holder removes it
-            continue
+    if force:
+        remove_run(output)
+    for path in output.glob(f"{TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -18,6 +18,8 @@ import torch
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name, write_json
 from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
+from xtk.artifacts.outputs import check_folder, entries_of, foreign_error
+from xtk.artifacts.owned import refuse_foreign_in_run
 from xtk.errors import XtkError
 from xtk.evaluation.results import Result, read_results
 from xtk.lookup import unknown
@@ -160,6 +162,7 @@ def _check_output(output: Path, run: Path) -> None:
     Raises:
         XtkError: tells which.
     """
+    check_folder(output, "an export")
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
         what = "an export takes the place of its folder, and this one is where you are, or where a disk is mounted"
@@ -174,14 +177,13 @@ def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str
     Raises:
         XtkError: the output holds other things, or an export of another request.
     """
-    if output.is_file():
-        raise XtkError("an export is a folder, and there is a file of this name", where=str(output))
-    if not output.is_dir() or not any(output.iterdir()):
+    if not entries_of(output):
         return None
     content = read_json(output / DONE) if (output / DONE).is_file() else {}
     if content.get("kind") != KIND:
-        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+        raise foreign_error(entries_of(output), str(output))
     if force:
+        refuse_foreign_in_run(output, exported=True)
         return None
     there = content["request"]
     different = [name for name, value in request.items() if there.get(name) != value]
@@ -211,6 +213,7 @@ def _replaced(output: Path) -> Iterator[Path]:
         yield temporary
         sync_folder(temporary)
         if output.is_dir():
+            refuse_foreign_in_run(output, exported=True)  # of now: converting takes long
             output.replace(old)
         temporary.replace(output)
         sync_folder(output.parent)

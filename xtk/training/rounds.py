@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus import Fingerprint, HeldCorpus
 from xtk.artifacts.files import sha256
-from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.projection.projection import Projection
 from xtk.rollouts.rollout import Prompt, Rollout
