@@ -11,6 +11,7 @@ from typing import Any
 from xtk.artifacts.files import TEMPORARY, read_json
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import foreign_error
+from xtk.artifacts.schema import check, list_of, map_of, number, plain, record, text, whole
 from xtk.errors import Damaged
 
 MANIFEST = "xtk.json"
@@ -24,6 +25,23 @@ _OF_RUNS = re.compile(r"recipe\.json|metrics\.jsonl|rollouts\.jsonl")
 _OF_TRAINERS = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _CODE = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEPS = re.compile(r"(checkpoint|best)-[1-9]\d*")
+_ANY = plain(8, finite=False)
+_RECIPE = record(
+    {"losses": list_of(text()), "inputs": map_of(_ANY)},
+    {"max_steps": whole(), "documents_per_step": whole(), "preparation": map_of(_ANY)},
+    _ANY,
+)
+_RUN = record(
+    {"kind": text()},
+    {
+        "steps": whole(),
+        "step": whole(),
+        "recipe": _RECIPE,
+        "metrics": map_of(_ANY),
+        "best": record({"step": whole(), "eval_bits_per_byte": number()}, others=_ANY),
+    },
+    _ANY,
+)
 # Folders of a run that libraries and rounds fill with names that nobody lists.
 _FILLED = ("trackers", "rounds")
 
@@ -40,6 +58,26 @@ def refuse_foreign_in_run(folder: Path, *, exported: bool = False) -> None:
     """
     if foreign := _foreign(folder, run=not exported):
         raise foreign_error(foreign, str(folder))
+
+
+def check_recipe(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the recipe of a run once its values are of the types that xtk writes.
+
+    Raises:
+        Damaged: names the first value that is not.
+    """
+    check(content, _RECIPE, where)
+    return content
+
+
+def check_run(content: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return what `xtk.json` states once its values are of the types that xtk writes.
+
+    Raises:
+        Damaged: names the first value that is not.
+    """
+    check(content, _RUN, where)
+    return content
 
 
 def remove_run(folder: Path) -> None:

@@ -132,8 +132,8 @@ def map_of(content: Check) -> Check:
     return checked
 
 
-def plain(depth: int = 6) -> Check:
-    """Accept any JSON value that is at most `depth` deep, with finite numbers."""
+def plain(depth: int = 6, *, finite: bool = True) -> Check:
+    """Accept any JSON value that is at most `depth` deep, with finite numbers if asked for."""
 
     def checked(value: Any, place: str, left: int = depth) -> None:
         if isinstance(value, dict | list):
@@ -142,7 +142,7 @@ def plain(depth: int = 6) -> Check:
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             for key, one in parts:
                 checked(one, _inside(place, key), left - 1)
-        elif isinstance(value, float) and not math.isfinite(value):
+        elif finite and isinstance(value, float) and not math.isfinite(value):
             raise Invalid(place, value, "finite")
         elif isinstance(value, int) and abs(value) >= 2**64:
             raise Invalid(place, "...", "an integer of at most 64 bits")

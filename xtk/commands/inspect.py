@@ -167,15 +167,20 @@ def _describe_shard(path: Path) -> dict[str, Any]:
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
     from xtk.artifacts.files import read_json
+    from xtk.artifacts.owned import check_recipe, check_run
     from xtk.errors import XtkError
 
     finished = path / "xtk.json"
-    content = read_json(finished) if finished.is_file() else {"kind": "unfinished student"}
+    content: dict[str, Any] = {"kind": "unfinished student"}
+    if finished.is_file():
+        content = check_run(read_json(finished), str(finished))
     if verify and not finished.is_file():
         raise XtkError(
             "this student is unfinished", where=str(path), hint="run the same xtk distill command again; it goes on"
         )
-    recipe = content.get("recipe") or (read_json(path / "recipe.json") if (path / "recipe.json").is_file() else {})
+    recipe: Any = content.get("recipe", {})
+    if not recipe and (path / "recipe.json").is_file():
+        recipe = check_recipe(read_json(path / "recipe.json"), str(path / "recipe.json"))
     steps = content.get("steps", content.get("step"))
     statistics: dict[str, Any] = {"steps": steps, "metrics": content.get("metrics", {})}
     if verify:

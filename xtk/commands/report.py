@@ -145,17 +145,19 @@ def _read(path: Path, name: str) -> Shown:
         Damaged: one of its files is no JSON.
     """
     from xtk.artifacts.files import canonical_json, read_json, read_json_lines, sha256
+    from xtk.artifacts.owned import check_recipe, check_run
     from xtk.commands.report_page import Shown
     from xtk.errors import XtkError
 
     recipe = read_json(path / "recipe.json")
     if not {"losses", "inputs"} <= set(recipe):
         raise XtkError("this recipe is none of xtk distill", where=str(path / "recipe.json"))
+    check_recipe(recipe, str(path / "recipe.json"))
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
     at = metrics[-1]["step"] if metrics else 0
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
     if (path / "xtk.json").is_file():
-        content = read_json(path / "xtk.json")
+        content = check_run(read_json(path / "xtk.json"), str(path / "xtk.json"))
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
             state += f", the best at {best['step']:,}"
