@@ -78,7 +78,8 @@ def main() -> None:
     global ALLOWED
     given, first, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     student = given / "student"
-    ALLOWED = (str(student), sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix, os.environ["XTK_CACHE"], "/proc/",
+    ALLOWED = (str(student), sys.prefix, os.path.realpath(sys.prefix), sys.base_prefix, os.environ["XTK_CACHE"],
+               "/proc/",
                "/dev/null", "/usr/", "/sys/", str(Path(__file__).parents[2] / "xtk"), "/dev/urandom",
                "/etc/ld", "/etc/mime", "/dev/shm/", "/tmp/torchinductor", "/etc/localtime")  # fmt: skip
     import xtk.commands.audit_tables  # noqa: F401 (what commands import is not what they read)
