@@ -43,7 +43,7 @@ def mounted(tmp_path):
 def test_a_full_disk_leaves_nothing_half_written(pair, corpus, mounted, command):
     data = (corpus,) if command == "cache-teacher" else ()
     sides = (pair.teacher,) if data else (pair.student, pair.teacher)
-    (mounted / "ballast").write_bytes(b"x" * 40_000)
+    (mounted / "ballast").write_bytes(b"x" * 56_000)
     code, out, err = ended(start([command, *sides, *data, "-o", mounted / "out"]))
     assert (code, out) == (1, "")
     assert "xtk: the disk is full" in err
