@@ -28,7 +28,8 @@ def canonical_json(content: Any) -> str:
 
 def sha256(content: bytes | str) -> str:
     """Return "sha256:..." of bytes or text."""
-    raw = content.encode() if isinstance(content, str) else content
+    # Paths that are not UTF-8 are text with halves of character pairs.
+    raw = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 

@@ -37,14 +37,15 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
         exit_code: 0: it is finished.
     """
     from xtk.artifacts.files import read_json
+    from xtk.artifacts.owned import check_run
     from xtk.training.checkpoint import DONE, METRICS
     from xtk.training.metrics import read_metrics
 
     told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}
     if exit_code:
         return {**told, "state": "failed", "exit_code": exit_code, "log": str(log_of(run))}
-    content = read_json(run.folder / DONE)
-    metrics = dict(content["metrics"])
+    content = check_run(read_json(run.folder / DONE), str(run.folder / DONE))
+    metrics = dict(content.get("metrics", {}))
     if "best" in content:  # which is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:

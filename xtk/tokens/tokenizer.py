@@ -610,7 +610,7 @@ def _json_of(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as wrong:
+    except (ValueError, RecursionError) as wrong:
         raise XtkError(f"this file is no JSON: {wrong}", where=str(path)) from None
     return content if isinstance(content, dict) else {}
 
@@ -619,6 +619,10 @@ def _embedding_rows(folder: Path) -> int:
     configuration = _json_of(folder / "config.json")
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
+    if type(rows or 0) is not int or not 0 <= (rows or 0) < 2**31:
+        raise XtkError(
+            f"vocab_size is {rows!r:.60}; must be an integer from 0 to 2,147,483,647", where=str(folder / "config.json")
+        )
     return int(rows or 0)
 
 
