@@ -15,6 +15,7 @@ def main() -> None:
     """Run the command line and end with its exit code."""
     sys.unraisablehook = _stop_again
     try:
+        _check_streams()
         _choose_caches(sys.argv[1:])
         from xtk.cli import run
 
@@ -23,6 +24,12 @@ def main() -> None:
         sys.stderr.write("xtk: interrupted; the same command goes on where this one stopped\n")
         sys.stderr.flush()
         os._exit(130)  # not sys.exit: interrupted while it imports, Python would end by the signal instead
+    except SystemExit as ending:
+        # The launcher of several processes ends the others when one has failed, and prints why.
+        if ending.code == 128 + signal.SIGTERM and "RANK" not in os.environ:
+            sys.stderr.write("xtk: terminated; the same command goes on where this one stopped\n")
+            sys.stderr.flush()
+        raise
     sys.exit(code)
 
 
@@ -38,6 +45,22 @@ def _choose_caches(arguments: list[str]) -> None:
     except XtkError as failure:
         sys.stderr.write(f"xtk: {failure}\n")
         sys.exit(failure.exit_code)
+
+
+def _check_streams() -> None:
+    """Refuse to run without a stdout for the result, and let no file get the number of a stream that is closed."""
+    closed = []
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            closed.append(number)
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free, which is this one
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if 1 in closed:
+        sys.stderr.write("xtk: stdout is closed, and results are written to it\n  try:   xtk ... > /dev/null\n")
+        sys.exit(1)
 
 
 def _stop_again(dropped: Any) -> None:

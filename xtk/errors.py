@@ -59,7 +59,25 @@ def exists(text: str) -> bool:
         return False
 
 
-DISK_IS_FULL = ("No space left on device", "os error 28", "Disk quota exceeded")
+# What the system, Arrow, safetensors and fsspec write when a file cannot be written, and what xtk prints.
+_CANNOT_WRITE = {
+    ("No space left on device", "os error 28", "Disk quota exceeded", "os error 122"): (
+        "the disk is full",
+        "free some space and run the same command again; finished parts are kept",
+    ),
+    ("Read-only file system", "os error 30"): (
+        "this file system is read-only",
+        "another -o; or XTK_CACHE=FOLDER, HF_HOME=FOLDER for what is kept in the home folder",
+    ),
+    ("File too large", "os error 27"): (
+        "this file is larger than the limit of this shell or file system (ulimit -f)",
+        "raise the limit and run the same command again; finished parts are kept",
+    ),
+    ("Too many open files", "os error 24"): (
+        "too many files are open for the limit of this shell (ulimit -n)",
+        "raise the limit and run the same command again; finished parts are kept",
+    ),
+}
 
 
 def from_os_error(error: BaseException) -> XtkError | None:
@@ -67,18 +85,23 @@ def from_os_error(error: BaseException) -> XtkError | None:
     text = str(error)
     path = getattr(error, "filename", None)
     where = str(path) if path else None
-    if any(words in text for words in DISK_IS_FULL):
+    for words, (what, hint) in _CANNOT_WRITE.items():
+        if any(one in text for one in words):
+            return XtkError(what, where=where or text, hint=hint)
+    if isinstance(error, MemoryError) or "Cannot allocate memory" in text or "not enough memory" in text:
         return XtkError(
-            "the disk is full",
-            where=where or text,
-            hint="free some space and run the same command again; finished parts are kept",
+            "there is not enough memory",
+            where=text or None,
+            hint="a smaller batch (--batch-tokens, --per-device-train-batch-size), or a machine with more memory",
         )
+    if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
+        return XtkError("this path is not UTF-8, and a library takes no other", where=ascii(error.object)[:200])
     if isinstance(error, FileNotFoundError):
         return XtkError("no such file or folder", where=where or text)
     if isinstance(error, PermissionError):
         return XtkError("no permission", where=where or text)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         return XtkError("this is too long for the name of a file", where=where or text)
-    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-        return XtkError(text, where=where)
+    if isinstance(error, OSError) and error.errno is not None and where is not None:
+        return XtkError(str(error.strerror or text).lower(), where=where)
     return None

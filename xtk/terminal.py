@@ -72,6 +72,9 @@ def result_line(line: str) -> None:
     except BrokenPipeError:  # the reader has gone, as in `xtk align ... | head`: end as Unix filters do
         os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as wrong:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())  # what is left of the line goes nowhere
+        raise XtkError(f"the result cannot be written: {wrong.strerror}", where="stdout") from None
 
 
 def result_json(record: dict[str, Any]) -> None:
@@ -80,11 +83,17 @@ def result_json(record: dict[str, Any]) -> None:
 
 
 def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
-    """Tell what was written: its path, or with `--json` its path, kind and figures."""
+    """Tell what was written: its path, or with `--json` its path, kind and figures.
+
+    A path that a line cannot hold, one with a line break say, is printed as JSON all the same.
+    """
+    path = str(record["path"])
     if as_json:
         result_json(record)
+    elif path.splitlines() != [path] or path.strip() != path or path.startswith("{"):
+        result_json({"path": path})
     else:
-        result_line(str(record["path"]))
+        result_line(path)
 
 
 def results() -> TextIO:

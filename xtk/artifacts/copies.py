@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 
 from xtk.artifacts.files import TEMPORARY, remove_leftovers, sha256, temporary_name, written_whole
+from xtk.artifacts.members import member
 from xtk.artifacts.projection_store import cache_folder
 from xtk.errors import Damaged, XtkError
 
+# Names that a store lists, of files of caches.
+COPIED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LIMIT = "XTK_REMOTE_CACHE_GB"
 TAGS = "tags"
 
@@ -54,7 +58,7 @@ class Copies:
         Raises:
             Damaged: other than `size` bytes came.
         """
-        path = self.folder / file
+        path = self.folder / member(file, (COPIED,), where=where)
         mark = f"{size} {tag}"
         if self._is_there(path, size, mark):
             return path

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from xtk.artifacts.members import read_member
 from xtk.errors import Damaged, XtkError
 
 TEMPORARY = ".xtk-tmp-"
+JSON_BYTES = 1 << 28  # of a recipe, or of what a run or an index of weights states
+LINES_BYTES = 1 << 34  # of metrics and rollouts
 
 
 def canonical_json(content: Any) -> str:
@@ -26,7 +29,8 @@ def canonical_json(content: Any) -> str:
 
 def sha256(content: bytes | str) -> str:
     """Return "sha256:..." of bytes or text."""
-    raw = content.encode() if isinstance(content, str) else content
+    # Paths that are not UTF-8 are text with halves of character pairs.
+    raw = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
@@ -77,31 +81,48 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def parse_json(content: bytes, where: str, hint: str | None = None) -> dict[str, Any]:
+    """Return the JSON object that a file contains.
+
+    Args:
+        content: of the file.
+        where: the file, for errors.
+        hint: what to do about a damaged one.
 
     Raises:
-        Damaged: it is none.
+        Damaged: it is not JSON, not UTF-8, nested too deep, or not an object.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as wrong:
-        raise Damaged(f"this file is no JSON: {wrong}", where=str(path)) from None
-    if not isinstance(content, dict):
-        raise Damaged("this file holds no JSON object", where=str(path))
-    return content
+        why = "it is nested too deep" if isinstance(wrong, RecursionError) else wrong
+        raise Damaged(f"this file is no JSON: {why}", where=where, hint=hint) from None
+    if not isinstance(found, dict):
+        raise Damaged("this file holds no JSON object", where=where, hint=hint)
+    return found
+
+
+def read_json(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
+    """Read a JSON object from a regular file of an artifact; links and devices are not followed.
+
+    Raises:
+        Damaged: it is none, or larger than `limit` bytes.
+    """
+    return parse_json(read_member(path.parent, path.name, limit), str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file, a line each; none if there is no file. A last line may be cut short by a kill.
 
     Raises:
-        Damaged: another line is no JSON object.
+        Damaged: another line is no JSON object, or this is not a regular file.
     """
-    if not path.is_file():
+    try:
+        content = read_member(path.parent, path.name, LINES_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
         return []
     # Not splitlines, which would cut at U+2028 too, which texts may hold.
-    lines = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").split("\n")
+    lines = content.decode("utf-8", "replace").rstrip("\n").split("\n")
     found = []
     for number, line in enumerate(lines):
         try:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Protocol
 
 from xtk.artifacts.files import remove_leftovers, written_whole
+from xtk.artifacts.locks import remove_stale_locks
+from xtk.artifacts.members import open_member, read_member
 from xtk.errors import XtkError
 
+FILE_BYTES = 1 << 29  # of a tokenizer, or of the frequencies of ten million tokens
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
@@ -31,15 +34,25 @@ class Folder(Protocol):
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file; none if there is no folder."""
 
-    def read(self, file: str) -> bytes:
+    def read(self, file: str, limit: int = FILE_BYTES) -> bytes:
         """Return what a file holds.
+
+        Args:
+            file: its name.
+            limit: bytes; a larger file is refused before it is read.
 
         Raises:
             FileNotFoundError: there is no such file.
+            Damaged: it is larger, or not a regular file.
         """
 
     def local(self, file: str) -> Path:
-        """Return a file to map into memory: itself, or a copy on this machine."""
+        """Return a file to map into memory: itself, or a copy on this machine.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: it is not a regular file.
+        """
 
     def fetch(self, files: Sequence[str]) -> None:
         """Have at hand, at once, what `local` is going to be asked for."""
@@ -65,6 +78,9 @@ class Folder(Protocol):
 
     def remove_leftovers(self) -> None:
         """Remove what killed writers left."""
+
+    def remove_stale_locks(self) -> None:
+        """Remove the locks of writers that were killed."""
 
 
 class LocalFolder:
@@ -96,15 +112,16 @@ class LocalFolder:
         with os.scandir(self.path) as entries:  # a hundred thousand files, without as many Path objects
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
-                    sizes[entry.name] = entry.stat().st_size
+                    sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
-    def read(self, file: str) -> bytes:
-        """Return what a file holds."""
-        return (self.path / file).read_bytes()
+    def read(self, file: str, limit: int = FILE_BYTES) -> bytes:
+        """Return what a regular file of at most `limit` bytes holds."""
+        return read_member(self.path, file, limit)
 
     def local(self, file: str) -> Path:
-        """Return the file itself."""
+        """Return the file itself, once it is seen to be a regular one."""
+        os.close(open_member(self.path, file))
         return self.path / file
 
     def fetch(self, files: Sequence[str]) -> None:
@@ -124,6 +141,7 @@ class LocalFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         source.fetch(list(files))
         for theirs, ours in files.items():
+            source.local(theirs)  # a link to a link would be read through
             if isinstance(source, LocalFolder) and _linked(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
                 continue
             with self.write(ours) as temporary:
@@ -137,6 +155,10 @@ class LocalFolder:
     def remove_leftovers(self) -> None:
         """Remove what killed writers left."""
         remove_leftovers(self.path)
+
+    def remove_stale_locks(self) -> None:
+        """Remove the locks of writers that were killed."""
+        remove_stale_locks(self.path)
 
 
 def is_remote(place: str | Path) -> bool:

@@ -55,11 +55,16 @@ def only_writer(folder: Path, what: str, rank: int = 0) -> Iterator[None]:
     finally:
         if descriptor is not None:
             _give_back(path, descriptor)
-        for other in folder.glob(f"{LOCK}*"):
-            _remove_if_free(other)
+        remove_stale_locks(folder)
         if made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
+
+
+def remove_stale_locks(folder: Path) -> None:
+    """Remove the locks of writers that were killed; those that are held stay."""
+    for path in folder.glob(f"{LOCK}*"):
+        _remove_if_free(path)
 
 
 def _take(path: Path) -> int:

@@ -15,21 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
+from xtk.artifacts.cache_manifest import FILES_OF_A_CODEC, SHARD, TOKENIZER, file_of
 from xtk.artifacts.files import canonical_json
 from xtk.artifacts.folders import Folder, folder_at, is_remote
+from xtk.artifacts.outputs import check_folder
 from xtk.artifacts.shard import Shard
 from xtk.artifacts.teacher_cache import (
-    _SHARD,
-    FILES_OF_A_CODEC,
-    TOKENIZER,
     TeacherCache,
     _entry,
     _identity,
-    _refuse_foreign,
-    file_of,
+    begin_cache,
     finished_cache,
     other_files,
     parts_of,
+    refuse_foreign,
     remove_cache,
     totals,
     whole_shard,
@@ -84,6 +83,8 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
         XtkError: one is unfinished, there are no such rows, or another cache is at the output.
     """
     _refuse_output_among(places, output)
+    if not is_remote(output):
+        check_folder(Path(output), "a cache", [place for place in places if not is_remote(place)])
     sources = _open(places)
     _refuse_unlike(sources)
     start, stop = _range_of(rows, sum(map(len, sources)))
@@ -95,6 +96,7 @@ def merge_caches(places: Sequence[str], output: str, *, rows: str = "", force: b
     if finished := finished_cache(folder, header):
         return totals(finished)
     _refuse_others(folder, taken, parts)
+    begin_cache(folder, header)
     _tell_twice(header["data"]["sources"])
     entries = _fill(folder, taken)
     files = _take_other_files(folder, sources, parts)
@@ -265,9 +267,9 @@ def _refuse_output_among(places: Sequence[str], output: str) -> None:
 
 def _refuse_others(folder: Folder, taken: Sequence[Taken], parts: Sequence[dict[str, Any]]) -> None:
     """Refuse a folder with the unfinished cache of another request; what an earlier run brought is brought again."""
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     folder.remove_leftovers()
-    held = {file: size for file, size in folder.sizes().items() if _SHARD.fullmatch(file)}
+    held = {file: size for file, size in folder.sizes().items() if SHARD.fullmatch(file)}
     wanted = {
         file_of(number): int(piece.entry["bytes"]) if piece.is_whole else None for number, piece in enumerate(taken)
     }

@@ -13,6 +13,7 @@ import numpy as np
 import safetensors.numpy
 
 from xtk.artifacts.files import canonical_json, sha256, written_whole
+from xtk.artifacts.schema import check, list_of, map_of, number, plain, record, text, whole
 from xtk.errors import Damaged, XtkError
 from xtk.projection.projection import Projection
 
@@ -24,9 +25,30 @@ TENSORS = {
     "student_cells": np.int32,
     "teacher_cells": np.int32,
 }
+HEADER_BYTES = 1 << 27
 # How safetensors begins a file of one metadata key, after 8 bytes of length.
 BEGINNING = b'{"__metadata__":{"xtk":'
-SIDE_TYPES = {"tokenizer": str, "roles": dict, "tokens": int, "width": int}
+IDS = 2**31 - 1
+_SIDE = record({"tokenizer": text(), "roles": map_of(whole(0, IDS)), "tokens": whole(0, IDS), "width": whole(1, IDS)})
+_CATEGORY = record(
+    {f"{side}_{figure}": whole() for side in ("student", "teacher") for figure in ("tokens", "unmatched")},
+    {"missing_mass": number(0, 1), "unreached": whole()},
+)
+_AUDIT = record(
+    {"rows": map_of(whole(-IDS, IDS)), "missing_mass": number(0, 1), "unreached": whole(-IDS, IDS)},
+    {"categories": map_of(_CATEGORY), "critical": list_of(text())},
+)
+_HEADER = record(
+    {"student": _SIDE, "teacher": _SIDE},
+    {
+        "kind": text(),
+        "method": text(),
+        "options": map_of(plain()),
+        "audit": _AUDIT,
+        "prunings": list_of(map_of(plain())),
+        "merges": list_of(plain()),
+    },
+)
 
 
 def write_projection(projection: Projection, path: Path) -> None:
@@ -58,9 +80,11 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         XtkError: the file is no projection of xtk.
     """
     try:
+        if not path.is_dir() and path.exists() and not path.is_file():
+            raise Damaged("this is a device or a pipe, not a file", where=str(path))
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            if size > 100_000_000:
+            if size > HEADER_BYTES:
                 raise ValueError("not a safetensors file")
             metadata = json.loads(stream.read(size)).get("__metadata__", {})
         header = dict(json.loads(metadata["xtk"]))
@@ -80,14 +104,20 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         raise Damaged(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
     if header.get("version") != VERSION:
         raise XtkError(
-            f"this projection has version {header.get('version')}; this xtk reads version {VERSION}",
+            f"this projection has version {str(header.get('version'))[:20]}; this xtk reads version {VERSION}",
             where=str(path),
             hint="build it again, or use the xtk that wrote it",
         )
-    for side in ("student", "teacher"):
-        told = header.get(side)
-        if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in SIDE_TYPES.items()):
-            raise Damaged(f"this projection does not tell its {side}", where=str(path), hint="build it again")
+    check(header, _HEADER, str(path), "build it again")
+    audited = header.get("audit", {})
+    if strange := [name for name in audited.get("critical", []) if name not in audited.get("categories", {})]:
+        raise Damaged(f"the audit of this projection has no category {strange[0]!r:.60}", where=str(path))
+    if any(("missing_mass" in one) != ("unreached" in one) for one in audited.get("categories", {}).values()):
+        raise Damaged("the audit of this projection states a part of what a category loses", where=str(path))
+    if ("categories" in audited) != ("critical" in audited):
+        raise Damaged(
+            "the audit of this projection has categories without critical ones, or the reverse", where=str(path)
+        )
     return header
 
 
@@ -105,7 +135,11 @@ def read_projection(path: Path) -> Projection:
     for name, dtype in TENSORS.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
             raise Damaged(f"this projection has no {name} of type {np.dtype(dtype)}", where=str(path))
-    if _checksum(header, tensors) != header.get("checksum"):
+    try:
+        whole_file = _checksum(header, tensors) == header.get("checksum")
+    except ValueError:  # half of a character pair
+        whole_file = False
+    if not whole_file:
         raise Damaged("this projection was altered: its checksum does not fit", where=str(path), hint="build it again")
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
     projection = Projection(**{name: tensors[name] for name in TENSORS}, header=header)

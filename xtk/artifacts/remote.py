@@ -14,7 +14,8 @@ from typing import Any
 
 from xtk.artifacts.copies import Copies
 from xtk.artifacts.files import is_leftover, temporary_name
-from xtk.errors import XtkError
+from xtk.artifacts.folders import FILE_BYTES
+from xtk.errors import Damaged, XtkError
 
 # There an object is seen when it is whole, and not before. Elsewhere a file grows under the eyes of its readers.
 WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "hf", "memory"})
@@ -67,17 +68,23 @@ class RemoteFolder:
         itself = [entry for entry in found if str(entry["name"]).rstrip("/") == self._root]
         if any(entry["type"] == "file" and entry.get("size") for entry in itself):
             raise XtkError("a cache is a folder, and there is a file of this name", where=self._name)
-        self._listed = {_last(entry["name"]): entry for entry in found if entry not in itself}
+        self._listed = {_listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listed.items()}
 
-    def read(self, file: str) -> bytes:
+    def read(self, file: str, limit: int = FILE_BYTES) -> bytes:
         """Return what a file holds.
 
         Raises:
             FileNotFoundError: there is no such file.
+            Damaged: it has more than `limit` bytes.
         """
         with self._told("the store does not give a file", file, missing=True):
-            content: bytes = self._fs.cat_file(self._path(file))
+            size = int(self._fs.size(self._path(file)) or 0)
+            if size <= limit:
+                content: bytes = self._fs.cat_file(self._path(file))
+                size = len(content)
+        if size > limit:
+            raise Damaged(f"this file has {size:,} bytes; at most {limit:,} are expected", where=self.path_of(file))
         return content
 
     def local(self, file: str) -> Path:
@@ -177,6 +184,9 @@ class RemoteFolder:
             return
         self.remove(*filter(is_leftover, self.sizes()))
 
+    def remove_stale_locks(self) -> None:
+        """Do nothing: stores have no locks."""
+
     def _path(self, file: str) -> str:
         return f"{self._root}/{file}"
 
@@ -268,8 +278,16 @@ def _file_system(place: str) -> tuple[Any, str]:
     return fs, str(root).rstrip("/")
 
 
-def _last(path: str) -> str:
-    return str(path).rstrip("/").rpartition("/")[2]
+def _listed_name(path: object, root: str) -> str:
+    """Return the name of a file that a store lists.
+
+    Raises:
+        Damaged: it cannot be the name of a file in this folder.
+    """
+    name = str(path).rstrip("/").rpartition("/")[2]
+    if name in ("", ".", "..") or "\\" in name or "\0" in name:
+        raise Damaged(f"the store lists {name!r}, which cannot be a file of this folder", where=root)
+    return name
 
 
 def _reason(wrong: BaseException) -> str:

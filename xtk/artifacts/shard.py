@@ -20,8 +20,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_files import check_columns, only_batch
+from xtk.artifacts.cache_manifest import VOCABULARY_ORDER
 from xtk.artifacts.codecs import CODECS, Codec
 from xtk.artifacts.files import canonical_json
+from xtk.artifacts.folders import FILE_BYTES
+from xtk.artifacts.members import member, read_member
 from xtk.artifacts.ranks import FindRanks, Ranks
 from xtk.errors import Damaged, XtkError
 from xtk.lookup import lookup
@@ -414,7 +417,9 @@ def ranks_beside(path: Path, file: str) -> Ranks:
     """
     place = path.parent / file
     try:
-        return Ranks.read(file, place.read_bytes(), str(place))
+        return Ranks.read(
+            file, read_member(path.parent, member(file, (VOCABULARY_ORDER,), where=str(path)), FILE_BYTES), str(place)
+        )
     except FileNotFoundError:
         raise Damaged("the vocabulary order file of this shard is missing", where=str(place)) from None
 

@@ -5,8 +5,8 @@ Nothing in it depends on a student. docs/reference/artifacts.md describes it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +18,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, canonical_json, sha256
-from xtk.artifacts.folders import Folder, folder_at
+from xtk.artifacts.cache_manifest import (
+    FILES_OF_A_CODEC,
+    MANIFEST,
+    MANIFEST_BYTES,
+    SHARD,
+    TOKENIZER,
+    VOCABULARY_ORDER,
+    check_manifest,
+    file_of,
+)
+from xtk.artifacts.files import TEMPORARY, canonical_json, parse_json, sha256
+from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.outputs import foreign_error
 from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Place, Row, Shard, StoredRow, check_whole, frame_checksum, write_shard
 from xtk.errors import Damaged, XtkError
@@ -29,16 +40,13 @@ if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
 FORMAT, VERSION = "xtk-teacher-cache", 5
-MANIFEST = "manifest.json"
-# The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# Written first and removed last: a folder with it is an unfinished cache of xtk's, also one without a shard.
+UNFINISHED = ".xtk-unfinished"
 OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
 FETCHED = 64  # shards at once, of those that are read one after the other
-# Keys of a codec's options under which a header names files in the folder of the shards.
-FILES_OF_A_CODEC = ("vocabulary_order",)
-_RANKS = re.compile(r"(vocabulary-order|ranks)-[0-9a-f]+\.arrow")  # ranks: of older versions, which --force removes
-_SHARD = re.compile(r"shard-\d{5,}\.arrow")
-_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + _SHARD.pattern)
+_OF_TOKENIZERS = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names that a tokenizer may be read from
+_OF_OLDER_VERSIONS = re.compile(r"ranks-[0-9a-f]+\.arrow")  # --force removes them
+_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + SHARD.pattern)
 
 
 class CacheWriter:
@@ -64,8 +72,7 @@ class CacheWriter:
         self.folder, self.header, self.shards = folder, header, len(rows)
         self._rows, self._firsts = rows, [0, *itertools.accumulate(rows)]
         self._identity = _identity(header)
-        _refuse_foreign(folder)
-        folder.remove_leftovers()
+        begin_cache(folder, header)
         self._there = set(folder.sizes())
         self._entries: dict[int, dict[str, Any]] = {}
         self._files: dict[str, bytes] = {}
@@ -133,11 +140,7 @@ class CacheWriter:
                 write_file(self.folder, name, content)
         files = {name: sha256(content) for name, content in self._files.items()}
         entries = [self._entries[number] for number in range(self.shards)]
-        manifest = write_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
-        for file in self.folder.sizes():  # of writers on other machines: their shards are all there
-            if _LEFTOVER.fullmatch(file):
-                self.folder.remove(file)
-        return manifest
+        return write_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
 
     def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, Damaged]]:
         """Read shards whole; keep what the manifest states of those that are good, yield the others.
@@ -194,7 +197,7 @@ def check_unfinished(folder: Folder) -> None:
     if MANIFEST in held:
         return
     again = "run the same xtk cache-teacher command again; it writes this shard again"
-    for file in sorted(filter(_SHARD.fullmatch, held)):
+    for file in sorted(filter(SHARD.fullmatch, held)):
         where = folder.path_of(file)
         try:
             shard = whole_shard(folder.local(file), where)
@@ -202,11 +205,6 @@ def check_unfinished(folder: Folder) -> None:
             raise Damaged(wrong.what, where=where, hint=again) from None
         if file_of(shard.place.shard) != file:
             raise Damaged(f"this file has the rows of shard {shard.place.shard}", where=where, hint=again)
-
-
-def file_of(number: int) -> str:
-    """Return the name of a shard."""
-    return f"shard-{number:05d}.arrow"
 
 
 def put_shard(
@@ -249,7 +247,33 @@ def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
     write_file(folder, MANIFEST, _rendered(manifest))
+    tidy_cache(folder)
     return manifest
+
+
+def tidy_cache(folder: Folder) -> None:
+    """Remove what writers leave in the folder of a finished cache: of this run, of other machines, of killed ones."""
+    with contextlib.suppress(OSError):  # of a cache that may only be read
+        # Of writers on other machines too: their shards are all there.
+        folder.remove(*(file for file in folder.sizes() if file == UNFINISHED or _LEFTOVER.fullmatch(file)))
+        folder.remove_stale_locks()
+
+
+def begin_cache(folder: Folder, header: dict[str, Any]) -> None:
+    """Make a folder one of an unfinished cache, or go on with one; nothing else is touched.
+
+    Raises:
+        XtkError: it holds other things, or the unfinished cache of another request.
+    """
+    refuse_foreign(folder)
+    folder.remove_leftovers()
+    held = folder.sizes()
+    if UNFINISHED in held:
+        found = parse_json(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED)).get("header")
+        if isinstance(found, dict) and _identity(found) != _identity(header):
+            raise _other_request(folder, UNFINISHED, found, header)
+    elif MANIFEST not in held:
+        write_file(folder, UNFINISHED, canonical_json({"format": FORMAT, "header": header}).encode() + b"\n")
 
 
 def _rendered(manifest: dict[str, Any]) -> bytes:
@@ -279,12 +303,20 @@ def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | N
     """
     held = folder.sizes()
     if MANIFEST not in held:
+        refuse_foreign(folder)
         return None
     manifest = read_manifest(folder)
     if _identity(manifest["header"]) != _identity(header):
         raise _other_request(folder, MANIFEST, manifest["header"], header)
     whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
-    return manifest if whole and held.keys() >= manifest.get("files", {}).keys() else None
+    if not whole or not held.keys() >= manifest.get("files", {}).keys():
+        return None
+    tidy_cache(folder)
+    terminal.note(
+        "cache-teacher: this cache is finished; the sizes of its files were compared, checksums were not read "
+        "(xtk inspect --verify)"
+    )
+    return manifest
 
 
 def reopen_cache(folder: Folder) -> None:
@@ -304,9 +336,14 @@ def remove_cache(folder: Folder) -> None:
     Raises:
         XtkError: the folder holds other things too.
     """
-    _refuse_foreign(folder)
+    refuse_foreign(folder)
     folder.remove(MANIFEST)
-    folder.remove(*(file for file in folder.sizes() if not file.startswith(LOCK)))  # its holder removes it
+    held = [file for file in folder.sizes() if not file.startswith(LOCK)]  # its holder removes it
+    shards = [file for file in held if SHARD.fullmatch(file)]
+    # Killed here, a later run knows by what is removed last that the rest is xtk's.
+    folder.remove(*({*held} - {*shards, UNFINISHED}))
+    folder.remove(*shards)
+    folder.remove(UNFINISHED)
 
 
 def is_cache(place: str | Path) -> bool:
@@ -315,7 +352,7 @@ def is_cache(place: str | Path) -> bool:
         held = folder_at(place).sizes()
     except XtkError:  # a file
         return False
-    return MANIFEST in held or any(_SHARD.fullmatch(file) for file in held)
+    return MANIFEST in held or any(SHARD.fullmatch(file) for file in held)
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
@@ -326,9 +363,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
     """
     where = folder.path_of(MANIFEST)
     try:
-        content = folder.read(MANIFEST)
+        content = folder.read(MANIFEST, MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        if any(_SHARD.fullmatch(file) for file in folder.sizes()):
+        if any(SHARD.fullmatch(file) for file in folder.sizes()):
             raise XtkError(
                 "this teacher cache is unfinished",
                 where=folder.name,
@@ -338,26 +375,23 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
             "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
-    try:
-        manifest = json.loads(content)
-    except (ValueError, RecursionError) as wrong:
-        raise Damaged(f"this file is no JSON: {wrong}", where=where, hint=again) from None
-    if (
-        not isinstance(manifest, dict)
-        or manifest.get("format") != FORMAT
-        or not {"shards", "header", "version"} <= manifest.keys()
-    ):
+    manifest = parse_json(content, where, again)
+    if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
         raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
         raise XtkError(
-            f"this teacher cache has version {manifest['version']}, and this xtk reads version {VERSION}",
+            f"this teacher cache has version {str(manifest['version'])[:20]}, and this xtk reads version {VERSION}",
             where=where,
             hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
         )
     # Byte by byte: JSON says the same in more than one way.
-    if manifest.get("checksum") != _checksum(manifest) or _rendered(manifest) != content:
+    try:
+        whole = manifest.get("checksum") == _checksum(manifest) and _rendered(manifest) == content
+    except (ValueError, TypeError, RecursionError):  # half of a character pair; shards that are no list
+        whole = False
+    if not whole:
         raise Damaged("the manifest of this cache does not match its checksum", where=where, hint=again)
-    return manifest
+    return check_manifest(manifest, where, again)
 
 
 def totals(manifest: dict[str, Any]) -> dict[str, int]:
@@ -441,6 +475,10 @@ class TeacherCache:
         identity = self.header["teacher"]
         self._verify_files(there_only=True)
         held = self.folder.sizes()
+        if isinstance(self.folder, LocalFolder):
+            for file in held:  # what else the folder holds is not in the manifest, and no link there is followed
+                if _OF_TOKENIZERS.fullmatch(file):
+                    self.folder.local(file)
         places = {self.folder.local(file).parent for file in TOKENIZER if file in held}
         try:
             place = places.pop() if places else Path(self.folder.name)
@@ -608,33 +646,55 @@ def other_files(header: dict[str, Any]) -> list[str]:
 
 def _belongs(name: str) -> bool:
     return (
-        name == MANIFEST
-        or name in TOKENIZER
+        name in (MANIFEST, UNFINISHED, *TOKENIZER)
         or name.startswith((TEMPORARY, LOCK))
-        or bool(_SHARD.fullmatch(name))
-        or bool(_RANKS.fullmatch(name))
+        or bool(SHARD.fullmatch(name))
+        or bool(VOCABULARY_ORDER.fullmatch(name) or _OF_OLDER_VERSIONS.fullmatch(name))
     )
 
 
-def _refuse_foreign(folder: Folder) -> None:
-    """Refuse a folder that holds anything but a cache.
+def refuse_foreign(folder: Folder) -> None:
+    """Refuse a folder that holds anything but a cache that xtk wrote.
+
+    A tokenizer alone is the user's: files with the names of a cache's are xtk's where a manifest, a shard, or the file
+    with which an unfinished cache begins says so.
 
     Raises:
         XtkError: names what is in it.
     """
-    foreign = sorted(file for file in folder.sizes() if not _belongs(file))
+    held = folder.sizes()
+    foreign = sorted(file for file in held if not _belongs(file))
+    there = sorted(file for file in held if not file.startswith((TEMPORARY, LOCK)))
+    if there and not foreign and not _is_of_a_cache(folder, held):
+        foreign = there
     if foreign:
-        raise XtkError(
-            f"this folder holds other things ({', '.join(foreign[:3])})",
-            where=folder.name,
-            hint="give a new folder to -o",
-        )
+        raise foreign_error(foreign, folder.name)
+
+
+def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
+    """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
+    if MANIFEST in held:
+        return f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MANIFEST_BYTES)
+    return UNFINISHED in held or any(_is_shard(folder, file) for file in held if SHARD.fullmatch(file))
+
+
+def _is_shard(folder: Folder, file: str) -> bool:
+    try:
+        return bool(Shard(folder.local(file), folder.path_of(file)).header)
+    except Damaged:
+        return False
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:
     """Return a header without the teacher's name: a folder that was moved is the same teacher."""
-    teacher = {key: value for key, value in header.get("teacher", {}).items() if key != "name"}
+    teacher = {key: value for key, value in _section(header, "teacher").items() if key != "name"}
     return {**header, "teacher": teacher}
+
+
+def _section(header: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a section of a header; of one that is not checked yet, none."""
+    found = header.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _repair(folder: Folder, file: str) -> str:
@@ -646,8 +706,8 @@ def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dic
     differences = [
         f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
-        for key in sorted({*found.get(section, {}), *wanted.get(section, {})})
-        if found.get(section, {}).get(key) != wanted.get(section, {}).get(key)
+        for key in sorted({*_section(found, section), *_section(wanted, section)})
+        if _section(found, section).get(key) != _section(wanted, section).get(key)
     ]
     return XtkError(
         "there is a cache of another request",
@@ -657,5 +717,5 @@ def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dic
 
 
 def _short(header: dict[str, Any], section: str, key: str) -> str:
-    text = str(header.get(section, {}).get(key))
+    text = str(_section(header, section).get(key))
     return text if len(text) <= 80 else text[:77] + "..."

@@ -79,8 +79,9 @@ def build_projection(
     from pathlib import Path
 
     from xtk.artifacts.hub import local_folder
-    from xtk.artifacts.projection_file import write_projection
-    from xtk.commands.reuse import check_output, reuse_projection
+    from xtk.artifacts.outputs import check_file
+    from xtk.artifacts.projection_file import begins_like_a_projection, write_projection
+    from xtk.commands.reuse import reuse_projection
     from xtk.errors import XtkError
     from xtk.projection.audit import warning
     from xtk.projection.build import build_projection as build
@@ -97,7 +98,7 @@ def build_projection(
     if method == "counts" and not corpus:
         raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
     path = Path(output)
-    check_output(path, [*(corpus or ()), special_tokens])
+    check_file(path, "projections", begins_like_a_projection, [*(corpus or ()), special_tokens])
     folders = [local_folder(side, weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
     if method == "counts":

@@ -35,18 +35,19 @@ b { color: var(--faint); font-weight: normal; text-decoration: underline dotted;
 """
 
 
-def page(record: dict[str, Any], cache: TeacherCache, positions: Positions) -> Iterator[str]:
+def page(record: dict[str, Any], cache: TeacherCache, positions: Positions, request: str = "") -> Iterator[str]:
     """Write a page that needs nothing but itself.
 
     Args:
         record: what `xtk inspect --json` prints of the cache.
         cache: its first documents are shown.
         positions: what the pictures are of.
+        request: kept in the head of the page, for a later run to compare.
 
     Yields:
         HTML.
     """
-    yield opened(f"{record['path']}, a teacher cache", STYLE)
+    yield opened(f"{record['path']}, a teacher cache", STYLE, request)
     yield from pictures(record, positions)
     yield "<h2>Documents</h2>\n"
     yield (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
+from xtk.artifacts.outputs import check_path
 from xtk.commands.evaluated import load_evaluated
 from xtk.commands.tables import print_table, with_error
 from xtk.errors import XtkError
@@ -89,8 +90,11 @@ def answers_file(output: str) -> Path | None:
     Raises:
         XtkError: there is a file, or it is none of JSON lines.
     """
-    path = Path(output) if output else None
-    if path is not None and (path.suffix != ".jsonl" or path.exists()):
-        told = "there is such a file" if path.exists() else "answers are JSON lines"
+    if not output:
+        return None
+    path = Path(output)
+    check_path(path)
+    if path.suffix != ".jsonl" or path.exists() or path.is_symlink():
+        told = "there is such a file" if path.exists() or path.is_symlink() else "answers are JSON lines"
         raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")
     return path

@@ -35,13 +35,14 @@ def inspect(
         str, typer.Option(help="Also write a page with pictures of a cache and its first documents.", metavar="FILE")
     ] = "",
     trust_remote_code: options.TrustRemoteCode = False,
+    force: options.Force = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
     config: options.Config = "",
 ) -> None:
     """Print header and statistics of any artifact."""
     terminal.set_quiet(quiet)
-    look = _Look(verify, teacher, sample, html, trust_remote_code)
+    look = _Look(verify, teacher, sample, html, trust_remote_code, force)
     paths = [path for given in artifacts for path in _paths(given)]
     if (teacher or html) and len(paths) > 1:
         raise typer.BadParameter("--teacher and --html are for one cache")
@@ -62,6 +63,7 @@ class _Look:
     sample: int
     html: str
     trust_remote_code: bool
+    force: bool
 
 
 def _paths(given: str) -> list[str]:
@@ -122,6 +124,13 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
     if look.verify:
         check_unfinished(folder_at(place))
     cache = TeacherCache(place)
+    page_request = ""
+    if look.html:
+        from xtk.artifacts.files import canonical_json, sha256
+        from xtk.commands.page import check_page
+
+        page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
+        check_page(Path(look.html), page_request, force=look.force)
     if look.verify:
         cache.verify()
         cache.teacher  # noqa: B018 (its fingerprint is compared)
@@ -129,7 +138,7 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
             terminal.note("inspect: all checksums fit; the teacher scored nothing again (--teacher MODEL)")
     positions = cache_statistics.sampled(cache)
     documents = len(cache_statistics.spread(cache, cache_statistics.SAMPLE))
-    statistics = {**cache_statistics.statistics(cache, positions, documents), "verified": look.verify}
+    statistics = {**cache_statistics.statistics(cache, positions, documents), "verified": look.verify or None}
     if look.teacher:
         from xtk.artifacts.hub import local_folder, with_adapter
         from xtk.teachers.rescoring import rescore
@@ -145,11 +154,10 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if look.html:
-        from xtk.artifacts.files import written_whole
         from xtk.commands.cache_page import page
+        from xtk.commands.page import write_page
 
-        with written_whole(Path(look.html)) as temporary:
-            temporary.write_text("".join(page(record, cache, positions)), encoding="utf-8")
+        write_page(Path(look.html), "".join(page(record, cache, positions, page_request)))
     return record
 
 
@@ -227,7 +235,8 @@ def _show(record: dict[str, Any]) -> None:
     for section in ("header", "statistics"):
         shown = {key: value for key, value in record[section].items() if key != "audit" or audited is None}
         for name, value in _flat(shown):
-            terminal.result_line(f"  {name:32} {value}")
+            told = "not checked (--verify)" if name == "verified" and value is None else value
+            terminal.result_line(f"  {name:32} {told}")
     for line in audit_lines(audited) if audited else ():
         terminal.result_line(line)
 

@@ -12,7 +12,10 @@ TEACHER = "The teacher: a folder with tokenizer.json, or a hub id."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of a path.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes; errors stay.")]
 Force = Annotated[
-    bool, typer.Option("--force", help="Replace what xtk wrote for another request at the same path, and nothing else.")
+    bool,
+    typer.Option(
+        "--force", help="Replace what xtk wrote for another request at the same path; other files are never removed."
+    ),
 ]
 Config = Annotated[
     str,

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
+from xtk.artifacts.outputs import HEAD_BYTES, check_file
 from xtk.errors import XtkError
 
 CLOSED = "</main>\n</body>\n</html>\n"
@@ -68,24 +69,29 @@ def stacked(parts: Iterable[tuple[str, float, str]]) -> str:
     return f'<div class="bar">{"".join(segments)}</div>\n<p class="keys">{"".join(keys)}</p>\n'
 
 
-def check_page(path: Path, request: str, *, force: bool) -> None:
-    """Refuse to replace what is not a page of the same request; with `force`, what is no page.
+def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] = ()) -> None:
+    """Refuse to replace what is not a page of the same request; with `force`, what is no page of xtk's.
 
     Raises:
-        XtkError: there is a folder, another file or another page.
+        XtkError: there is a folder, another file, an input or another page.
     """
-    if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
-    if not path.exists():
-        return
-    with path.open("rb") as stream:
-        head = stream.read(4096)
-    if b'"xtk-request"' not in head:
-        raise XtkError("there is another file", where=str(path), hint="another -o; --force replaces pages alone")
-    if not force and f'"xtk-request" content="{request}"'.encode() not in head:
+    if (
+        check_file(path, "pages", _is_page, inputs)
+        and not force
+        and not _has(path, f'"xtk-request" content="{request}"')
+    ):
         raise XtkError(
             "there is a page of another request", where=str(path), hint="another -o, or --force to replace it"
         )
+
+
+def _is_page(path: Path) -> bool:
+    return _has(path, '<meta name="xtk-request" content="')
+
+
+def _has(path: Path, text: str) -> bool:
+    with path.open("rb") as stream:
+        return text.encode() in stream.read(HEAD_BYTES)
 
 
 def write_page(path: Path, page: str) -> None:

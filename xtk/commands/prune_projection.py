@@ -42,15 +42,16 @@ def prune_projection(
     """Make a projection smaller, or mix several."""
     from pathlib import Path
 
-    from xtk.artifacts.projection_file import read_projection, write_projection
-    from xtk.commands.reuse import check_output, reuse_projection
+    from xtk.artifacts.outputs import check_file
+    from xtk.artifacts.projection_file import begins_like_a_projection, read_projection, write_projection
+    from xtk.commands.reuse import reuse_projection
     from xtk.projection.merge import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(quiet)
     first, path = terminal.path_argument(projection), Path(output)
     others = [_other(value) for value in merge or ()]
-    check_output(path, [first, *(name for name, _ in others)])
+    check_file(path, "projections", begins_like_a_projection, [first, *(name for name, _ in others)])
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.projection_file import begins_like_a_projection, read_projection, read_projection_header
-from xtk.errors import Damaged, XtkError, exists
+from xtk.artifacts.projection_file import read_projection, read_projection_header
+from xtk.errors import Damaged, XtkError
 from xtk.projection.projection import Projection
-
-
-def check_output(path: Path, inputs: Iterable[str]) -> None:
-    """Refuse an output that would replace what xtk did not write, or what it reads; `--force` does not change that.
-
-    Raises:
-        XtkError: there is a folder, another file or an input at the path.
-    """
-    if not path.exists():
-        return
-    if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
-    if any(exists(name) and path.samefile(name) for name in inputs):
-        raise XtkError("the output is one of the inputs", where=str(path), hint="another -o")
-    if not begins_like_a_projection(path):
-        raise XtkError("there is another file", where=str(path), hint="another -o; --force replaces projections alone")
 
 
 def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Projection | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from xtk.rollouts.rollout import Prompt, Rollout
 
 COMPLETIONS_AT_A_TIME = 256
+LONGEST_LINE = 1 << 26  # bytes
 
 
 def rollout(
@@ -111,7 +112,7 @@ def rollout(
     if student == "-" and "-" in prompts:
         raise typer.BadParameter("only one of STUDENT and PROMPTS can come through the pipe")
     student = terminal.path_argument(student)
-    path = _checked_output(output, force=force)
+    path = _checked_output(output, [student, *prompts])
     corpus = Corpus(prompts, columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
     folder, adapter = with_adapter(local_folder(student, weights=backend != "server"))
 
@@ -188,31 +189,29 @@ def rollout(
     terminal.result_artifact({"path": output, "kind": "rollouts", **told}, as_json=as_json)
 
 
-def _checked_output(output: str, *, force: bool) -> Path:
+def _checked_output(output: str, inputs: list[str]) -> Path:
     """Refuse what no file of rollouts goes to.
 
     Raises:
         XtkError: the name is none of a data file of JSON lines, or there is something else.
     """
+    from xtk.artifacts.outputs import check_file
     from xtk.errors import XtkError
 
     path = Path(output)
     if path.suffix != ".jsonl":
         raise XtkError("rollouts are JSON lines, and data is read by its ending", where=output, hint="-o FILE.jsonl")
-    if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=output)
-    if path.exists() and _first_request(path) is None:
-        raise XtkError("there is another file", where=output, hint="another -o; --force replaces rollouts alone")
+    check_file(path, "rollouts", lambda found: _first_request(found) is not None, inputs)
     return path
 
 
 def _first_request(path: Path) -> str | None:
     """Return which request the rollouts of a file are of; None if they are none."""
     with path.open("rb") as stream:
-        line = stream.readline()
+        line = stream.readline(LONGEST_LINE)
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     request = record.get("request") if isinstance(record, dict) and "student_ids" in record else None
     return request if isinstance(request, str) else None

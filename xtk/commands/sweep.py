@@ -83,6 +83,7 @@ def sweep(
     """  # noqa: D301
     started = time.monotonic()
     from xtk.artifacts.locks import only_writer
+    from xtk.artifacts.outputs import check_folder
     from xtk.commands.sweep_plan import piped_named, plan, varying
     from xtk.commands.sweep_table import add_means, record, table
     from xtk.commands.tables import print_table
@@ -102,8 +103,7 @@ def sweep(
         for run in planned:
             terminal.result_line(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
-    if folder.is_file():
-        raise XtkError("a sweep is a folder, and there is a file of this name", where=output)
+    check_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "this folder is a run of xtk distill", where=output, hint="another -o, for the runs of the sweep"
@@ -161,8 +161,10 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
     """
     from xtk.children import HandsOn
     from xtk.commands.sweep_plan import finished
-    from xtk.commands.sweep_table import log_of
+    from xtk.commands.sweep_table import LOG_BEGINS, check_log, log_of
 
+    for run in planned:
+        check_log(log_of(run))
     found = {run.name: finished(run, force=force) for run in planned}
     left = [run for run in planned if found[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} of them finished")
@@ -181,7 +183,7 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
             log, begun = log_of(run), time.monotonic()
             terminal.note(f"sweep: {number:,} of {len(planned):,}: {run.name}, told in {log}")
             with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
-                stream.write(f"$ {shlex.join(['xtk', *command])}\n")
+                stream.write(f"{LOG_BEGINS}{shlex.join(['xtk', *command])}\n")
             size = log.stat().st_size
             code = hands_on.run([sys.executable, "-m", "xtk", *command], log)
             if hands_on.asked and (code or run is not left[-1]):

@@ -13,6 +13,7 @@ from xtk.commands.sweep_plan import PlannedRun, of_run
 from xtk.errors import Damaged
 
 SEED = "seed"
+LOG_BEGINS = "$ "  # then the command of the run
 # Of the metrics of a run, those that are shown, and how.
 HEADS = {
     "steps": "steps",
@@ -35,15 +36,14 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
         varies: its options that others have otherwise.
         exit_code: 0: it is finished.
     """
-    from xtk.artifacts.files import read_json
-    from xtk.artifacts.runs import DONE, METRICS
+    from xtk.artifacts.runs import METRICS, read_manifest
     from xtk.training.metrics import read_metrics
 
     told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}
     if exit_code:
         return {**told, "state": "failed", "exit_code": exit_code, "log": str(log_of(run))}
-    content = read_json(run.folder / DONE)
-    metrics = dict(content["metrics"])
+    content = read_manifest(run.folder)
+    metrics = dict(content.get("metrics", {}))
     if "best" in content:  # which is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:
@@ -61,6 +61,23 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
 def log_of(run: PlannedRun) -> Path:
     """Return where a run writes what it has to say."""
     return run.folder.with_name(f"{run.name}.log")
+
+
+def check_log(path: Path) -> None:
+    """Refuse to write a run's messages to a file that is not a log of a sweep.
+
+    Raises:
+        XtkError: there is another file.
+    """
+    from xtk.artifacts.outputs import check_file
+
+    check_file(path, "logs", _is_log)
+
+
+def _is_log(path: Path) -> bool:
+    with path.open("rb") as stream:
+        start = stream.read(len(LOG_BEGINS) + 4)
+    return not start or start == f"{LOG_BEGINS}xtk ".encode()
 
 
 def trained_for(metrics: Sequence[Mapping[str, Any]]) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, write_json
+from xtk.artifacts.outputs import check_folder, entries_of, foreign_error
 from xtk.errors import XtkError
 from xtk.quickstart.corpus import documents, split
 
@@ -27,6 +28,7 @@ BOTH_TRAININGS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-
 DISTILLED_LOSS = "--loss ce --loss p-kl:weight=2"
 WRITING = "--max-completion-length 48 --temperature 0.7"
 PROMPTS, CHARACTERS = 5, 120  # of held-out documents, for the student to go on from
+BEGUN = "quickstart.json"  # written first: a folder without it is not a quickstart's
 RESULTS, PICTURE, REPORT = "results.json", "curves.png", "report.html"
 
 
@@ -113,12 +115,11 @@ def table(figures: dict[str, Any]) -> str:
 
 def _prepare(folder: Path, seeds: int) -> None:
     """Write corpus, tokenizers and untrained models, whole or not at all."""
-    if folder.exists() and not folder.is_dir():
-        raise XtkError("this is to be a folder, and there is a file of this name", where=str(folder))
-    known = ("train.jsonl", TEMPORARY, "student-", "teacher-untrained")
-    if folder.is_dir() and any(folder.iterdir()) and not any(path.name.startswith(known) for path in folder.iterdir()):
-        raise XtkError("this folder holds other things", where=str(folder), hint="give a new folder to -o")
+    check_folder(folder, "a quickstart")
+    if (there := entries_of(folder)) and not (folder / BEGUN).is_file():
+        raise foreign_error(there, str(folder))
     folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / BEGUN, {"kind": "quickstart"})
     training, held_out = split(documents())
     part = training[: int(len(training) * STUDENT_SHARE)]
     _say(

@@ -18,9 +18,18 @@ from xtk import terminal
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import only_writer
+from xtk.artifacts.outputs import check_folder
 from xtk.artifacts.ranks import Ranks
 from xtk.artifacts.shard import Place, Row
-from xtk.artifacts.teacher_cache import CacheWriter, finished_cache, put_shard, remove_cache, reopen_cache, totals
+from xtk.artifacts.teacher_cache import (
+    CacheWriter,
+    finished_cache,
+    put_shard,
+    refuse_foreign,
+    remove_cache,
+    reopen_cache,
+    totals,
+)
 from xtk.errors import XtkError
 from xtk.lookup import lookup
 from xtk.teachers import BACKENDS
@@ -121,13 +130,17 @@ def cache_teacher(
     share.check()
     if force and share.machines > 1:
         raise XtkError("--force would remove what other machines write", hint="remove the folder, then start them all")
+    folder = folder_at(place)
+    if isinstance(folder, LocalFolder):
+        check_folder(folder.path, "a cache", (request.teacher, *corpus.sources))
+    if force:
+        refuse_foreign(folder)
     tokenizer = Tokenizer(request.teacher, name=request.name)
     dealing = dealing_of(request)
     plan = make_plan(dealing, corpus, tokenizer)
     ranks = ranks_for(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.longest})
     work = Work(opening, corpus, place, dealing, plan, cache_header(request, tokenizer, plan, ranks), ranks)
-    folder = folder_at(place)
     if not force and (finished := finished_cache(folder, work.header)):
         return totals(finished)
     with contextlib.ExitStack() as stack:

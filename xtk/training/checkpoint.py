@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, share
 from xtk.artifacts.locks import LOCK
+from xtk.artifacts.outputs import entries_of, foreign_error
+from xtk.artifacts.owned import refuse_foreign_in_run, remove_run
 from xtk.artifacts.runs import (
     ADAPTER,
     BEST,
@@ -74,8 +76,9 @@ def find_run(output: Path, identity: dict[str, Any], *, force: bool) -> dict[str
     if not output.is_dir() or all(path.name.startswith((TEMPORARY, LOCK)) for path in output.iterdir()):
         return None
     if recipe_version(read_json(output / RECIPE) if (output / RECIPE).is_file() else {}) is None:
-        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+        raise foreign_error(entries_of(output), str(output))
     if force:
+        refuse_foreign_in_run(output)
         return None
     found = read_recipe(output)
     if found != identity:
@@ -107,9 +110,9 @@ def _finished(output: Path) -> dict[str, Any]:
 def begin_run(output: Path, options: Mapping[str, Any], identity: dict[str, Any], *, force: bool) -> None:
     """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
     output.mkdir(parents=True, exist_ok=True)
-    for path in output.glob("*" if force else f"{TEMPORARY}*"):
-        if path.name.startswith(LOCK):  # its holder removes it
-            continue
+    if force:
+        remove_run(output)
+    for path in output.glob(f"{TEMPORARY}*"):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

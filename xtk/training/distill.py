@@ -19,6 +19,7 @@ from xtk.artifacts.files import canonical_json, sha256
 from xtk.artifacts.folders import is_remote
 from xtk.artifacts.hub import fingerprint_of_weights
 from xtk.artifacts.locks import only_writer
+from xtk.artifacts.outputs import check_folder
 from xtk.artifacts.teacher_cache import TeacherCache, is_cache
 from xtk.errors import Mismatch, XtkError
 from xtk.lookup import lookup
@@ -108,9 +109,7 @@ def open_inputs(places: Places, recipe: Recipe, tokenizer: Tokenizer) -> Inputs:
     local = [Path(cache) for cache in places.caches if not is_remote(cache)]
     models = [places.student, *(teacher.request.teacher for teacher in places.teachers)]
     models += [places.adapter] if places.adapter else []
-    for path in (*models, *local, *places.projections):
-        if places.output.resolve() in (path.resolve(), *path.resolve().parents):
-            raise XtkError("the output is one of the inputs, or holds it", where=str(path), hint="another -o")
+    check_folder(places.output, "a student", (*models, *local, *places.projections))
     student = {"weights": fingerprint_of_weights(places.student), "tokenizer": tokenizer.fingerprint}
     if places.adapter:
         student["adapter"] = fingerprint_of_weights(places.adapter)

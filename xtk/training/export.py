@@ -18,6 +18,8 @@ import torch
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name
 from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
+from xtk.artifacts.outputs import check_folder, entries_of, foreign_error
+from xtk.artifacts.owned import refuse_foreign_in_run
 from xtk.artifacts.runs import (
     CARD,
     CHECKPOINT,
@@ -176,6 +178,7 @@ def _check_output(output: Path, run: Path) -> None:
     Raises:
         XtkError: tells which.
     """
+    check_folder(output, "an export")
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
         what = "an export takes the place of its folder, and this one is where you are, or where a disk is mounted"
@@ -190,13 +193,12 @@ def _found(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str
     Raises:
         XtkError: the output holds other things, or an export of another request.
     """
-    if output.is_file():
-        raise XtkError("an export is a folder, and there is a file of this name", where=str(output))
-    if not output.is_dir() or not any(output.iterdir()):
+    if not entries_of(output):
         return None
     if not (output / DONE).is_file() or read_json(output / DONE).get("kind") != KIND:
-        raise XtkError("this folder holds other things", where=str(output), hint="give a new folder to -o")
+        raise foreign_error(entries_of(output), str(output))
     if force:
+        refuse_foreign_in_run(output, exported=True)
         return None
     content = read_manifest(output, (KIND,))
     there = content.get("request") or {}
@@ -227,6 +229,7 @@ def _replaced(output: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         if output.is_dir():
+            refuse_foreign_in_run(output, exported=True)  # of now: converting takes long
             output.replace(old)
         temporary.replace(output)
         sync(output.parent)

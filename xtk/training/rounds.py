@@ -20,10 +20,11 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus import Fingerprint, HeldCorpus
 from xtk.artifacts.files import sha256, written_whole
 from xtk.artifacts.runs import CHECKPOINT, ROLLOUTS, numbered
-from xtk.artifacts.teacher_cache import MANIFEST, TeacherCache
+from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Damaged, XtkError
 from xtk.projection.projection import Projection
 from xtk.rollouts.rollout import Prompt, Rollout

@@ -1,0 +1,100 @@
+"""Which files in the folder of a run or an export xtk wrote: `--force` removes these, and refuses all others."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.files import TEMPORARY, read_json
+from xtk.artifacts.locks import LOCK
+from xtk.artifacts.outputs import foreign_error
+from xtk.errors import Damaged
+
+MANIFEST = "xtk.json"
+# What xtk, transformers and peft write into the folder of a model.
+_OF_MODELS = re.compile(
+    r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)"
+    r"\.json|(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model\.gguf|merges\.txt"
+    r"|chat_template\.jinja|(tokenizer|spiece|sentencepiece\.bpe)\.model|[\w.-]+\.tiktoken|xtk\.json|README\.md"
+)
+_OF_RUNS = re.compile(r"recipe\.json|metrics\.jsonl|rollouts\.jsonl")
+_OF_TRAINERS = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
+_CODE = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
+_STEPS = re.compile(r"(checkpoint|best)-[1-9]\d*")
+# Folders of a run that libraries and rounds fill with names that nobody lists.
+_FILLED = ("trackers", "rounds")
+
+
+def refuse_foreign_in_run(folder: Path, *, exported: bool = False) -> None:
+    """Refuse the folder of a run or an export that holds files which xtk did not write.
+
+    Args:
+        folder: of the run.
+        exported: an export: a folder of a model, and nothing of a run.
+
+    Raises:
+        XtkError: names them.
+    """
+    if foreign := _foreign(folder, run=not exported):
+        raise foreign_error(foreign, str(folder))
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what xtk wrote into the folder of a run; the recipe, by which it is known, goes last.
+
+    Raises:
+        XtkError: it holds other files; nothing is removed.
+    """
+    refuse_foreign_in_run(folder)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "recipe.json"):
+        if path.name.startswith(LOCK):  # its holder removes it
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _foreign(folder: Path, *, run: bool, inside: str = "") -> list[str]:
+    """Return the names in a folder, and in the folders in it, of files that xtk did not write."""
+    listed = _listed(folder)
+    code = _code(folder)
+    found = []
+    for path in sorted(folder.iterdir()):
+        name, is_folder = path.name, path.is_dir() and not path.is_symlink()
+        if name.startswith((TEMPORARY, LOCK)):
+            continue
+        if is_folder and run and _STEPS.fullmatch(name):
+            found += _foreign(path, run=False, inside=f"{inside}{name}/")
+        elif is_folder and (name in ("trainer", "adapter") or (run and name in _FILLED)):
+            if name not in _FILLED:
+                found += _foreign(path, run=False, inside=f"{inside}{name}/")
+        elif is_folder or path.is_symlink() or not _is_ours(name, listed, code, run=run):
+            found.append(inside + name)
+    return found
+
+
+def _is_ours(name: str, listed: dict[str, Any] | None, code: str, *, run: bool) -> bool:
+    if name == MANIFEST or (run and _OF_RUNS.fullmatch(name)) or _OF_TRAINERS.fullmatch(name):
+        return True
+    if listed is not None:
+        return name in listed or name == "README.md"
+    return bool(_OF_MODELS.fullmatch(name)) or (bool(_CODE.fullmatch(name)) and Path(name).stem in code)
+
+
+def _listed(folder: Path) -> dict[str, Any] | None:
+    """Return the files that the manifest of a folder lists; None if there is no manifest, or it lists none."""
+    with contextlib.suppress(OSError, Damaged):
+        files = read_json(folder / MANIFEST).get("files")
+        return files if isinstance(files, dict) else None
+    return None
+
+
+def _code(folder: Path) -> str:
+    """Return what the configuration of a model states of its own Python code."""
+    with contextlib.suppress(OSError, Damaged):
+        return str(read_json(folder / "config.json").get("auto_map"))
+    return ""
