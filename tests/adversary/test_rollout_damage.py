@@ -74,6 +74,16 @@ def test_an_edited_rollout_is_refused_and_one_without_its_checksum_is_data(run, 
     run(*command)
 
 
+def test_inspect_checks_every_line(run, rollouts, tmp_path):
+    record = json.loads(run("inspect", rollouts, "--verify", "--json").stdout)
+    assert record["kind"] == "rollouts"
+    assert record["statistics"]["rollouts"] == len(rollouts.read_text().splitlines())
+    (tmp_path / "r.jsonl").write_text(rollouts.read_text().replace('"sample": 1', '"sample": 0', 1))
+    assert "r.jsonl, line 2" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
+    (tmp_path / "r.jsonl").write_text('{"text": "a"}\n')
+    assert "not written by xtk rollout" in run("inspect", tmp_path / "r.jsonl", code=1).stderr
+
+
 def test_rollouts_in_a_table_are_rollouts_still(rollouts, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -16,6 +16,7 @@ from typing import Any
 
 from xtk.artifacts.members import read_member
 from xtk.errors import Damaged, XtkError
+from xtk.plain_json import parse_json
 
 TEMPORARY = ".xtk-tmp-"
 JSON_BYTES = 1 << 28  # of a recipe, or of what a run or an index of weights states
@@ -81,7 +82,7 @@ def write_json(path: Path, content: Any) -> None:
         temporary.write_text(text + "\n", encoding="utf-8")
 
 
-def parse_json(content: bytes, where: str, hint: str | None = None) -> dict[str, Any]:
+def parse_object(content: bytes, where: str, hint: str | None = None) -> dict[str, Any]:
     """Return the JSON object that a file contains.
 
     Args:
@@ -93,10 +94,11 @@ def parse_json(content: bytes, where: str, hint: str | None = None) -> dict[str,
         Damaged: it is not JSON, not UTF-8, nested too deep, or not an object.
     """
     try:
-        found = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError) as wrong:
-        why = "it is nested too deep" if isinstance(wrong, RecursionError) else wrong
-        raise Damaged(f"this file is no JSON: {why}", where=where, hint=hint) from None
+        found = parse_json(content.decode("utf-8"), what="this file", where=where)
+    except UnicodeDecodeError as wrong:
+        raise Damaged(f"this file is not JSON: {wrong}", where=where, hint=hint) from None
+    except XtkError as wrong:
+        raise Damaged(wrong.what, where=where, hint=hint) from None
     if not isinstance(found, dict):
         raise Damaged("this file holds no JSON object", where=where, hint=hint)
     return found
@@ -108,7 +110,7 @@ def read_json(path: Path, limit: int = JSON_BYTES) -> dict[str, Any]:
     Raises:
         Damaged: it is none, or larger than `limit` bytes.
     """
-    return parse_json(read_member(path.parent, path.name, limit), str(path))
+    return parse_object(read_member(path.parent, path.name, limit), str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

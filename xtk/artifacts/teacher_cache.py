@@ -28,7 +28,7 @@ from xtk.artifacts.cache_manifest import (
     check_manifest,
     file_of,
 )
-from xtk.artifacts.files import TEMPORARY, canonical_json, parse_json, sha256
+from xtk.artifacts.files import TEMPORARY, canonical_json, parse_object, sha256
 from xtk.artifacts.folders import Folder, LocalFolder, folder_at
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import foreign_error
@@ -269,7 +269,7 @@ def begin_cache(folder: Folder, header: dict[str, Any]) -> None:
     folder.remove_leftovers()
     held = folder.sizes()
     if UNFINISHED in held:
-        found = parse_json(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED)).get("header")
+        found = parse_object(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED)).get("header")
         if isinstance(found, dict) and _identity(found) != _identity(header):
             raise _other_request(folder, UNFINISHED, found, header)
     elif MANIFEST not in held:
@@ -375,7 +375,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
             "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
-    manifest = parse_json(content, where, again)
+    manifest = parse_object(content, where, again)
     if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
         raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:

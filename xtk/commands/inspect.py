@@ -92,6 +92,8 @@ def _describe(place: str, look: _Look) -> dict[str, Any]:
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
+        if path.suffix == ".jsonl":
+            return _describe_rollouts(path)
         return _describe_shard(path) if is_arrow else _describe_projection(path)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
         return _describe_run(path, verify=look.verify)
@@ -159,6 +161,18 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
 
         write_page(Path(look.html), "".join(page(record, cache, positions, page_request)))
     return record
+
+
+def _describe_rollouts(path: Path) -> dict[str, Any]:
+    """Describe a file of rollouts; every line is compared with its checksum in any case."""
+    from xtk.errors import XtkError
+    from xtk.rollouts.lines import read_figures, request_of_rollouts
+
+    request = request_of_rollouts(path)
+    if request is None:
+        raise XtkError("this file was not written by xtk rollout", where=str(path))
+    statistics = {**read_figures(path).record(), "bytes": path.stat().st_size, "verified": True}
+    return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
 
 def _describe_shard(path: Path) -> dict[str, Any]:

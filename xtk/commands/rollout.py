@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from xtk.rollouts.rollout import Prompt, Rollout
 
 COMPLETIONS_AT_A_TIME = 256
-LONGEST_LINE = 1 << 26  # bytes
 
 
 def rollout(
@@ -197,24 +196,13 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     """
     from xtk.artifacts.outputs import check_file
     from xtk.errors import XtkError
+    from xtk.rollouts.lines import request_of_rollouts
 
     path = Path(output)
     if path.suffix != ".jsonl":
         raise XtkError("rollouts are JSON lines, and data is read by its ending", where=output, hint="-o FILE.jsonl")
-    check_file(path, "rollouts", lambda found: _first_request(found) is not None, inputs)
+    check_file(path, "rollouts", lambda found: request_of_rollouts(found) is not None, inputs)
     return path
-
-
-def _first_request(path: Path) -> str | None:
-    """Return which request the rollouts of a file are of; None if they are none."""
-    with path.open("rb") as stream:
-        line = stream.readline(LONGEST_LINE)
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    request = record.get("request") if isinstance(record, dict) and "student_ids" in record else None
-    return request if isinstance(request, str) else None
 
 
 def _found(path: Path, request: str) -> Figures | None:
@@ -224,16 +212,15 @@ def _found(path: Path, request: str) -> Figures | None:
         XtkError: there are those of another request.
     """
     from xtk.errors import XtkError
-    from xtk.rollouts.lines import Figures
+    from xtk.rollouts.lines import read_figures, request_of_rollouts
 
     if not path.exists():
         return None
-    if _first_request(path) != request:
+    if request_of_rollouts(path) != request:
         raise XtkError(
             "there are rollouts of another request", where=str(path), hint="another -o, or --force to replace them"
         )
-    with path.open(encoding="utf-8") as lines:
-        return Figures().of(json.loads(line) for line in lines)
+    return read_figures(path)
 
 
 def _write(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.records import FIELDS, ROLLOUT_CHECKSUM, rollout_checksum
+from xtk.artifacts.records import FIELDS, ROLLOUT_CHECKSUM, check_rollout, rollout_checksum
+from xtk.errors import Damaged
+from xtk.plain_json import parse_json
 from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.tokens.document import Document
+
+LONGEST_LINE = 1 << 28  # bytes
 
 
 def line_of(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
@@ -71,6 +76,38 @@ def contents(document: Document) -> dict[str, Any]:
     return {**found, "segments": parts}
 
 
+def request_of_rollouts(path: Path) -> str | None:
+    """Return the fingerprint of the request that a file of rollouts answers; None if it is another file."""
+    with path.open("rb") as stream:
+        line = stream.readline(LONGEST_LINE)
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    request = record.get("request") if isinstance(record, dict) and "student_ids" in record else None
+    return request if isinstance(request, str) else None
+
+
+def read_figures(path: Path) -> Figures:
+    """Return the figures of a file of rollouts, every line of it compared with its checksum.
+
+    Raises:
+        XtkError: a line is not JSON.
+        Damaged: a line does not match its checksum, or is not a rollout.
+    """
+    figures = Figures()
+    with path.open(encoding="utf-8", errors="replace") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(LONGEST_LINE), ""), start=1):
+            where = f"{path}, line {number}"
+            record = parse_json(line, what="this line", where=where)
+            try:
+                check_rollout(record, where)
+                figures.add(record)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                raise Damaged("this line is not a rollout", where=where) from None
+    return figures
+
+
 def _number(value: float) -> float | None:
     return None if math.isnan(value) else value
 
@@ -106,12 +143,6 @@ class Figures:
         self._truncated += record["finish_reason"] == "length"
         if record["reward"] is not None:
             self._rewards.append(record["reward"])
-
-    def of(self, records: Iterable[Mapping[str, Any]]) -> Figures:
-        """Count all of some lines."""
-        for record in records:
-            self.add(record)
-        return self
 
     def record(self) -> dict[str, Any]:
         """Return them by name; lengths are tokens that were drawn, `tool_share` is of all behind the prompt."""
