@@ -15,6 +15,73 @@ from xtk.losses.sampled_values import correct_remainder, log_of_sampled, negentr
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _most(
+    row_start: NDArray[np.int64],
+    row_stop: NDArray[np.int64],
+    position_start: NDArray[np.int64],
+    position_stop: NDArray[np.int64],
+    support_offsets: NDArray[np.int64],
+    support_ids: NDArray[np.int32],
+    column_offsets: NDArray[np.int64],
+) -> tuple[int, int]:
+    """Return upper bounds of the numbers of cells and of entries that `fill_cells` writes."""
+    width = len(column_offsets) - 1
+    most_cells = 0
+    most_entries = 0
+    for item in range(len(row_start)):
+        rows = row_stop[item] - row_start[item]
+        for position in range(position_start[item], position_stop[item]):
+            most_cells += support_offsets[position + 1] - support_offsets[position]
+            for slot in range(support_offsets[position], support_offsets[position + 1]):
+                token = support_ids[slot]
+                if 0 <= token < width:
+                    most_entries += rows * (column_offsets[token + 1] - column_offsets[token])
+    return most_cells, most_entries
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _correction(
+    start: int,
+    stop: int,
+    first_cell: int,
+    cells: int,
+    support_offsets: NDArray[np.int64],
+    support_ids: NDArray[np.int32],
+    support_logprobs: NDArray[np.float32],
+    exact_stops: NDArray[np.int64],
+    surprisals: NDArray[np.float64],
+    cell_of_token: NDArray[np.int64],
+    known: NDArray[np.float64],
+    probs: NDArray[np.float32],
+) -> float:
+    """Return the correction of the item with positions `[start, stop)` and cells `[first_cell, cells)`."""
+    found = 0.0
+    outside = 1.0
+    sampled = False
+    positions = stop - start
+    for position in range(start, stop):
+        sampled = sampled or exact_stops[position] < support_offsets[position + 1]
+        for slot in range(exact_stops[position], support_offsets[position + 1]):
+            token = support_ids[slot]
+            if 0 <= token < len(cell_of_token) and cell_of_token[token] >= first_cell:
+                cell = cell_of_token[token]
+                mass = np.exp(support_logprobs[slot]) / positions
+                found += mass * log_of_sampled(known[cell], 1 / positions, surprisals[position])
+                outside -= np.exp(-max(surprisals[position], 0.0)) / positions
+                if probs[cell] >= 0:  # once a cell, which is marked by its sign
+                    found += negentropy(known[cell]) - negentropy(probs[cell])
+                    probs[cell] = -probs[cell]
+    remainder = 1.0
+    for cell in range(first_cell, cells):
+        probs[cell] = abs(probs[cell])
+        remainder -= probs[cell]
+        outside -= known[cell]
+    if sampled:
+        found += correct_remainder(remainder, outside)
+    return found
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def fill_cells(
     row_start: NDArray[np.int64],
     row_stop: NDArray[np.int64],
@@ -35,17 +102,9 @@ def fill_cells(
     """
     items = len(row_start)
     width = len(column_offsets) - 1
-    most_cells = 0
-    most_entries = 0
-    for item in range(items):
-        rows = row_stop[item] - row_start[item]
-        for position in range(position_start[item], position_stop[item]):
-            most_cells += support_offsets[position + 1] - support_offsets[position]
-            for slot in range(support_offsets[position], support_offsets[position + 1]):
-                token = support_ids[slot]
-                if not 0 <= token < width:
-                    continue
-                most_entries += rows * (column_offsets[token + 1] - column_offsets[token])
+    most_cells, most_entries = _most(
+        row_start, row_stop, position_start, position_stop, support_offsets, support_ids, column_offsets
+    )
     cell_offsets = np.zeros(items + 1, np.int64)
     entry_offsets = np.zeros(most_cells + 1, np.int64)
     probs = np.zeros(most_cells, np.float32)
@@ -74,27 +133,20 @@ def fill_cells(
                 probs[cell_of_token[token]] += mass
                 if slot < exact_stops[position]:
                     known[cell_of_token[token]] += mass
-        outside = 1.0
-        sampled = False
-        for position in range(position_start[item], position_stop[item]):
-            sampled = sampled or exact_stops[position] < support_offsets[position + 1]
-            for slot in range(exact_stops[position], support_offsets[position + 1]):
-                token = support_ids[slot]
-                if 0 <= token < width and cell_of_token[token] >= first_cell:
-                    cell = cell_of_token[token]
-                    mass = np.exp(support_logprobs[slot]) / positions
-                    corrections[item] += mass * log_of_sampled(known[cell], 1 / positions, surprisals[position])
-                    outside -= np.exp(-max(surprisals[position], 0.0)) / positions
-                    if probs[cell] >= 0:  # once a cell, which is marked by its sign
-                        corrections[item] += negentropy(known[cell]) - negentropy(probs[cell])
-                        probs[cell] = -probs[cell]
-        remainder = 1.0
-        for cell in range(first_cell, cells):
-            probs[cell] = abs(probs[cell])
-            remainder -= probs[cell]
-            outside -= known[cell]
-        if sampled:
-            corrections[item] += correct_remainder(remainder, outside)
+        corrections[item] = _correction(
+            position_start[item],
+            position_stop[item],
+            first_cell,
+            cells,
+            support_offsets,
+            support_ids,
+            support_logprobs,
+            exact_stops,
+            surprisals,
+            cell_of_token,
+            known,
+            probs,
+        )
         rows = row_stop[item] - row_start[item]
         share = np.float32(np.log(rows))
         for cell in range(first_cell, cells):
