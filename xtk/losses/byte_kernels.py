@@ -595,6 +595,49 @@ def _grown(values: NDArray[Any], size: int) -> NDArray[Any]:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _correction(
+    teacher: Side,
+    said: Said,
+    here: int,
+    weight: float,
+    number: int,
+    marks: Marks,
+    kept: NDArray[np.float32],
+    both: bool,
+) -> float:
+    """Return the correction of an item; `both`: the two sides have a boundary there."""
+    remainder = 1.0 - kept.sum()  # before what is sampled is marked there
+    correction, outside = correct_value(teacher, said, here, weight, number, marks)
+    if both and said.stops[here] < said.offsets[here + 1]:
+        outside -= marks.known[: len(kept)].sum()
+        correction += correct_remainder(remainder, outside)
+    return correction
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _group_runs(
+    student: Side,
+    teacher: Side,
+    after: Continuations,
+    said: Said,
+    ours: NDArray[np.int64],
+    theirs: NDArray[np.int64],
+    found: int,
+    number: int,
+    marks: Marks,
+    runs: NDArray[np.int32],
+    widest: int,
+) -> int:
+    """Write the runs of the student's longer tokens that lead into the item's cells; return how many there are."""
+    if _tells_all(said, theirs[PAST]):
+        return group_all(student, after, ours, found, number, marks, runs, widest)
+    since = max(0, ours[CUT] - theirs[CUT])
+    own = student.cells[student.starts[student.ranks[ours[TOKEN]]] + since]
+    names = name_cells(teacher, said, theirs, max(0, theirs[CUT] - ours[CUT]), own, number, marks)
+    return group_named(student, after, ours, since, names, number, marks, runs, widest)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def fill_byte_cells(
     student: Side,
     teacher: Side,
@@ -635,13 +678,7 @@ def fill_byte_cells(
         found, weight = teacher_cells(teacher, said, theirs, number, marks)
         count = 0
         if ours[PAST] != NONE:
-            if _tells_all(said, theirs[PAST]):
-                count = group_all(student, after, ours, found, number, marks, runs, widest)
-            else:
-                since = max(0, ours[CUT] - theirs[CUT])
-                own = student.cells[student.starts[student.ranks[ours[TOKEN]]] + since]
-                names = name_cells(teacher, said, theirs, max(0, theirs[CUT] - ours[CUT]), own, number, marks)
-                count = group_named(student, after, ours, since, names, number, marks, runs, widest)
+            count = _group_runs(student, teacher, after, said, ours, theirs, found, number, marks, runs, widest)
         # What the teacher says nothing of at the item itself, though it has a tail there, is in the other cell.
         all_here = theirs[HERE] == NONE or said.tail_mass[theirs[HERE]] <= SMALLEST_TAIL
         run_offsets = _grown(run_offsets, groups + found + 3)
@@ -682,11 +719,8 @@ def fill_byte_cells(
             weight /= total
         probs[cell_offsets[number] : cells] = kept
         if theirs[HERE] != NONE:
-            remainder = 1.0 - kept.sum()  # before what is sampled is marked there
-            corrections[number], outside = correct_value(teacher, said, theirs[HERE], weight, number, marks)
-            if ours[HERE] != NONE and said.stops[theirs[HERE]] < said.offsets[theirs[HERE] + 1]:
-                outside -= marks.known[: len(kept)].sum()
-                corrections[number] += correct_remainder(remainder, outside)
+            both = ours[HERE] != NONE
+            corrections[number] = _correction(teacher, said, theirs[HERE], weight, number, marks, kept, both)
         cell_offsets[number + 1] = cells
     return (
         cell_offsets,

@@ -160,14 +160,9 @@ def fill_cells(
             entry_offsets[cell + 1] = entries
         cell_offsets[item + 1] = cells
     return (
-        cell_offsets,
-        entry_offsets[: cells + 1],
-        probs[:cells],
-        entry_rows[:entries],
-        entry_tokens[:entries],
-        entry_log_weights[:entries],
-        corrections,
-    )
+        cell_offsets, entry_offsets[: cells + 1], probs[:cells],
+        entry_rows[:entries], entry_tokens[:entries], entry_log_weights[:entries], corrections,
+    )  # fmt: skip
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
