@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.plain_json import parse_json
+from xtk.tokens.model_config import model_config
 from xtk.tokens.offsets import ends_by_offsets, kept_characters
 from xtk.tokens.tokenizer_limits import MAX_TOKENS, backend_errors, check_content, dropout_of
 from xtk.tokens.vocabulary import (
@@ -635,7 +636,7 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _embedding_rows(folder: Path) -> int:
-    configuration = _json_of(folder / "config.json")
+    configuration = model_config(folder)
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     if rows and (not isinstance(rows, int) or not 0 < rows <= MAX_TOKENS):
