@@ -59,11 +59,13 @@ def test_every_command_refuses_a_model_without_some_of_its_weights(command, pair
         "cache-teacher": ["cache-teacher", broken, corpus, "-o"],
         "distill": ["distill", broken, corpus, "--loss", "ce", "-o"],
         "live teacher": ["distill", pair.student, corpus, "--teacher", broken, "-o"],
-        "evaluate": ["evaluate", broken, corpus, "-o"],
+        "evaluate": ["evaluate", broken, corpus],
         "rollout": ["rollout", broken, prompts, "--max-completion-length", 4, "-o"],
         "doctor": ["doctor", broken, pair.teacher, cache, "-o"],
     }[command]
-    done = run_xtk(*arguments, tmp_path / "out", code=1)
+    done = run_xtk(
+        *arguments, *{"evaluate": [], "rollout": [tmp_path / "out.jsonl"]}.get(command, [tmp_path / "out"]), code=1
+    )
     assert MISSING.removeprefix("missing ").split(": ")[1] in (done.stdout if command == "doctor" else done.stderr)
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "out" / "xtk.json").exists()
@@ -75,7 +77,7 @@ def test_a_finished_run_that_lost_weights_is_not_exported(pair, corpus, tmp_path
     without(LAYER)(weights)
     save_file(weights, tmp_path / "run" / "model.safetensors", metadata={"format": "pt"})
     done = run_xtk("export", tmp_path / "run", "-o", tmp_path / "out", code=1)
-    assert MISSING in done.stderr
+    assert "the manifest states" in done.stderr  # sizes are compared before weights are loaded
     assert not (tmp_path / "out").exists()
 
 
@@ -130,7 +132,7 @@ def test_weights_that_the_model_does_not_use_are_one_line_and_change_nothing(pai
     assert "5 weights that the model does not use (vision.layers.0.weight, " in tables[1].stderr
     assert tables[1].stderr.count("does not use") == 1
     assert "does not use" not in tables[0].stderr
-    assert tables[0].stdout.splitlines()[-1].split()[1:] == tables[1].stdout.splitlines()[-1].split()[1:]
+    assert tables[0].stdout.replace(str(pair.teacher), "") == tables[1].stdout.replace(str(more), "")
 
 
 def test_weights_of_another_shape_are_refused_with_both_shapes(pair, tmp_path):
@@ -248,8 +250,8 @@ def test_adapters_are_loaded_whole_or_not_at_all(adapter, tmp_path):
 def test_commands_refuse_an_adapter_without_some_of_its_weights(adapter, corpus, tmp_path):
     _, whole = adapter
     lost = changed(whole, tmp_path / "lost", without("layers.1.mlp"), "adapter_model.safetensors")
-    for arguments in (["evaluate", lost, corpus], ["distill", lost, corpus, "--loss", "ce"]):
-        done = run_xtk(*arguments, "-o", tmp_path / "out", code=1)
+    for arguments in (["evaluate", lost, corpus], ["distill", lost, corpus, "--loss", "ce", "-o", tmp_path / "out"]):
+        done = run_xtk(*arguments, code=1)
         assert "missing weights: 6 (base_model" in done.stderr
 
 

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
+from xtk.plain_json import parse_json
+from xtk.tokens.tokenizer_limits import MAX_TOKENS
 
 FILE = "config.json"
-BYTES, DEPTH = 16 << 20, 64
+BYTES = 16 << 20
 # The most that a number may be whose name ends so. The largest models of 2026 have some 130 layers, 262,144 tokens.
 LIMITS = (
-    (re.compile(r"vocab_size$"), 10_000_000),
+    (re.compile(r"vocab_size$"), MAX_TOKENS),
     (re.compile(r"(_layers?|_blocks?)$"), 10_000),
     (re.compile(r"(_size|_dim|_embd|_heads?|_experts?|_rank|d_model|d_ff)$"), 10_000_000),
 )
@@ -39,40 +41,36 @@ def model_config(folder: Path) -> dict[str, Any]:
         what = f"this configuration has {path.stat().st_size:,} bytes; the limit is {BYTES:,}"
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise _too_deep(path) from None
+        text = path.read_text(encoding="utf-8")
     except ValueError as wrong:
-        raise XtkError(f"this configuration is no JSON: {wrong}", where=str(path), hint=_HINT) from None
+        raise XtkError(f"this configuration is not UTF-8: {wrong}", where=str(path), hint=_HINT) from None
+    content = parse_json(text, what="this configuration", where=str(path))
     if not isinstance(content, dict):
         what = f"a configuration is a JSON object, and this is a JSON {type(content).__name__}"
         raise XtkError(what, where=str(path), hint=_HINT)
-    for name, value, depth in _entries(content):
-        if depth > DEPTH:
-            raise _too_deep(path)
+    for name, value in _entries(content):
         _check(name, value, path)
     return content
 
 
-def _too_deep(path: Path) -> XtkError:
-    return XtkError(f"this configuration is nested more than {DEPTH} levels deep", where=str(path), hint=_HINT)
-
-
-def _entries(content: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield (name, value, depth) of everything in a configuration; elements of a list have its name."""
-    stack: list[tuple[str, Any, int]] = [("", content, 0)]
-    while stack:
-        name, value, depth = stack.pop()
-        yield name, value, depth
-        if isinstance(value, dict):
-            stack += [(str(key), one, depth + 1) for key, one in value.items()]
-        elif isinstance(value, list):
-            stack += [(name, one, depth + 1) for one in value]
+def _entries(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of everything in a configuration; elements of a list have its name."""
+    yield name, content
+    if isinstance(content, dict):
+        for key, value in content.items():
+            yield from _entries(value, str(key))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _entries(value, name)
 
 
 def _check(name: str, value: Any, path: Path) -> None:
-    if WHOLE.search(name) and value is not None and (not isinstance(value, int) or isinstance(value, bool)):
-        what = f"{name} is {_short(value)}; it must be a whole number"
+    if (
+        WHOLE.search(name)
+        and value is not None
+        and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
+    ):
+        what = f"{name} is {_short(value)}; it must be a whole number from 0 on"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
@@ -92,7 +90,7 @@ def _short(value: Any) -> str:
 def hub_kernels(content: dict[str, Any]) -> list[str]:
     """Return the repositories of a hub from which a configuration would have code loaded for attention or experts."""
     found = []
-    for name, value, _ in _entries(content):
+    for name, value in _entries(content):
         if _IMPLEMENTATIONS.search(name):
-            found += [one for _, one, _ in _entries(value) if isinstance(one, str) and _KERNEL.search(one)]
+            found += [one for _, one in _entries(value) if isinstance(one, str) and _KERNEL.search(one)]
     return sorted(set(found))
