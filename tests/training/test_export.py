@@ -197,7 +197,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("there are 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
-        ("no number in float16", large, {"dtype": "float16"}),
+        ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
         ("there is no result in this file", tied, {"evaluations": (tmp_path / "empty.json",)}),
         ("it is not there", tied, {"gguf": "f16"}),
         ("it is not there", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),

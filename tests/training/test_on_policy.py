@@ -338,6 +338,9 @@ def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
     assert not all(written)
     assert written[::2] == written[1::2]
     assert all(line["byte-kl"] > 0 for line in lines)
+    assert [line["on_policy_step"] == 1 for line in lines] == written
+    for line, has in zip(lines, written, strict=True):  # the figures of rollouts are those of steps that took them
+        assert any(name.startswith("rollout_") for name in line) == has
 
 
 def test_rows_are_put_to_the_student_as_if_their_prompts_had_been_written_so(pair, tmp_path):

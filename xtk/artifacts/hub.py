@@ -8,8 +8,10 @@ import re
 import threading
 from pathlib import Path
 
+from xtk.artifacts.files import read_json
 from xtk.artifacts.runs import RECIPE, numbered
 from xtk.errors import XtkError, exists
+from xtk.tokens.model_config import model_config
 
 ADAPTER = "adapter_config.json"
 _HUB_ID = re.compile(r"^(hf://)?[\w.-]+/[\w.-]+(@[\w./-]+)?$")
@@ -131,10 +133,7 @@ def with_adapter(folder: Path) -> tuple[Path, Path | None]:
     """
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
         return folder, None
-    try:
-        base = str(json.loads((folder / ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"] or "")
-    except (ValueError, KeyError, TypeError):
-        base = ""
+    base = str(read_json(folder / ADAPTER).get("base_model_name_or_path") or "")
     if not base:
         raise XtkError("this adapter does not say which model it belongs to", where=str(folder / ADAPTER))
     try:
@@ -151,9 +150,8 @@ def fingerprint_of_weights(folder: Path) -> str:
     (the whole of small files): training changes every block, and a hash of hundreds of gigabytes would take minutes.
     """
     digest = hashlib.sha256()
-    for configuration in (folder / "config.json", folder / ADAPTER):
-        if configuration.is_file():
-            content = json.loads(configuration.read_text(encoding="utf-8"))
+    for content in (model_config(folder), read_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else {}):
+        if content:
             for name in ("transformers_version", "base_model_name_or_path"):  # a path, of the same weights
                 content.pop(name, None)
             digest.update(json.dumps(content, sort_keys=True).encode())

@@ -216,7 +216,9 @@ def distill(
     fsdp_offload: Annotated[
         bool, typer.Option("--fsdp-offload", help="Weights and optimizer in the memory of the CPU; with fsdp.")
     ] = False,
-    learning_rate: Annotated[float, typer.Option(help="AdamW's, at the end of the warm-up.")] = 5e-5,
+    learning_rate: Annotated[
+        float, typer.Option(help="AdamW learning rate at the end of the warm-up; 0: no weight changes.")
+    ] = 5e-5,
     lr_scheduler_type: Annotated[
         str,
         typer.Option(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xtk.evaluation.results import Result
 
 CLOCKS = ("step", "seconds", "tokens")  # are no curves
-WRITING = ("reward", "staleness", "rollout_")
+WRITING = ("reward", "on_policy_step", "staleness", "rollout_")
 RUNNING = (
     "learning_rate", "gradient_norm", "tokens_per_second", "memory", "waiting", "unaligned", "balance", "weight/",
     "teacher_seconds", "writing_seconds", "skipped_steps",

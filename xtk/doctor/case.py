@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from xtk.models.headers import weight_headers
 from xtk.models.preparation import ALL_LINEAR
 from xtk.teachers.forecast import Spread
 from xtk.tokens.document import Document
+from xtk.tokens.model_config import model_config
 from xtk.tokens.sequence import Sequence, sequences
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.layout import Layout
@@ -81,12 +81,8 @@ class Side:
             hint = "xtk doctor STUDENT TEACHER CACHE: the models first, then the cache"
             raise XtkError(f"the {role} is a model, and this is a teacher cache", where=name, hint=hint)
         folder, adapter = with_adapter(folder)
-        path = folder / "config.json"
-        try:
-            configuration = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except ValueError as wrong:
-            raise XtkError(f"this configuration is no JSON: {wrong}", where=str(path)) from None
-        tokenizer, tensors = Tokenizer(folder, name=name), weight_headers(folder)
+        configuration = model_config(folder)
+        tokenizer, tensors = Tokenizer(folder, name=name), weight_headers(folder, partial=True)
         return cls(role, folder, tokenizer, configuration, tensors, not tensors and not exists(name), adapter)
 
     @property

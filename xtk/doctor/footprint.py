@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from xtk.doctor import heap
 from xtk.errors import XtkError
 from xtk.models import attention
-from xtk.models.causal_lm import DTYPES
+from xtk.models.causal_lm import DTYPES, load_configuration
 from xtk.models.preparation import ALL_LINEAR, Origin, Preparation, with_trained_adapter
 
 
@@ -146,7 +146,7 @@ def footprint(
         try:
             with warnings.catch_warnings(), torch.device("meta"), torch.set_grad_enabled(backward):
                 warnings.simplefilter("ignore")
-                configuration = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+                configuration = load_configuration(folder)
                 model = transformers.AutoModelForCausalLM.from_config(
                     configuration, dtype=DTYPES[dtype], attn_implementation=own
                 )

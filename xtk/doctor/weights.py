@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from xtk.artifacts.files import read_json
 from xtk.doctor.case import Case, Finding, Side
+from xtk.errors import XtkError
+from xtk.models.causal_lm import load_configuration
+from xtk.models.headers import INDEX, WHOLE, indexed, some, weight_headers
 from xtk.models.preparation import TRAINED_IN
-
-# How safetensors calls what no optimizer updates.
-PACKED = ("U8", "I8", "I4", "F8_E4M3", "F8_E5M2", "I32")
+from xtk.models.stored_weights import PACKED, differences_of_headers
 
 
 def attention(case: Case) -> Iterator[Finding]:
@@ -72,61 +71,41 @@ def tensors(case: Case) -> Iterator[Finding]:
         files = sorted({file for file in named.values() if not (side.folder / file).is_file()})
         if files:
             lost = sum(file in files for file in named.values())
-            what = f"missing files of weights: {len(files)} of {len(set(named.values()))} ({_some(files)})"
+            what = f"missing files of weights: {len(files)} of {len(set(named.values()))} ({some(files)})"
             yield Finding("tensors", level, what, side.name, hint, {"files": files, "tensors": lost})
             continue
-        missing, others = _lacking(side, named)
-        if missing:
-            what = f"missing tensors of the model: {len(missing):,} ({_some(missing)})"
+        yield from _compared(side, level, hint)
+
+
+def _compared(side: Side, level: str, hint: str) -> Iterator[Finding]:
+    """Compare the headers of the files with the model, and with the adapter, that the configurations describe."""
+    headers = {side.folder: side.tensors}
+    if side.adapter is not None:
+        headers[side.adapter] = weight_headers(side.adapter)
+    try:
+        configuration = load_configuration(side.folder)
+    except XtkError as wrong:
+        if "auto_map" not in side.configuration:  # of its own code `attention` tells
+            yield Finding("tensors", level, wrong.what, side.name, wrong.hint or "")
+        return
+    rows = side.embedding[1] if side.embedding else None
+    for folder, found in differences_of_headers(configuration, headers).items():
+        of = "adapter" if folder == side.adapter else "model"
+        if missing := list(found.missing):
+            what = f"missing tensors of the {of}: {len(missing):,} ({some(missing)})"
             yield Finding("tensors", level, what, side.name, hint, {"tensors": len(missing)})
-        if others:
-            what = f"tensors of other shapes than the configuration gives them: {len(others):,} ({_some(others)})"
+        # Of embedding and head `rows` tells.
+        if others := [name for name, shape, _ in found.reshaped if of == "adapter" or not shape or shape[0] != rows]:
+            what = f"tensors of other shapes than the configuration gives them: {len(others):,} ({some(others)})"
             yield Finding("tensors", level, what, side.name, "config.json of this very model", {"shapes": len(others)})
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")
+        if more := list(found.unexpected):
+            what = f"tensors that the {of} does not use: {len(more):,} ({some(more)})"
+            yield Finding("tensors", "note", what, side.name, "", {"unexpected": len(more)})
 
 
 def _named(side: Side) -> dict[str, str]:
     """Return {tensor: file} as the index of the weights has it; empty where transformers reads none."""
-    index = side.folder / "model.safetensors.index.json"
-    if not index.is_file() or (side.folder / "model.safetensors").is_file():
-        return {}
-    named = read_json(index).get("weight_map")
-    return {str(name): str(file) for name, file in named.items()} if isinstance(named, dict) else {}
-
-
-def _lacking(side: Side, named: dict[str, str]) -> tuple[list[str], list[str]]:
-    """Return the tensors that the model has and its files have not, and those that have another shape there.
-
-    transformers itself loads them, without content: it knows which are tied, and what older files call them. Of what
-    it cannot load so, and of packed weights, nothing is said; of embedding and head `rows` tells.
-    """
-    import torch
-    import transformers
-
-    known = class_of(side)
-    if known is None or _is_packed(side):
-        return [], []
-    stored = {name: shape for name, (_, shape) in side.tensors.items() if not named or name in named}
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            _, told = known.from_pretrained(
-                None,
-                config=transformers.AutoConfig.from_pretrained(side.folder, local_files_only=True),
-                state_dict={name: torch.empty(shape, device="meta") for name, shape in stored.items()},
-                dtype=torch.float32,
-                device_map={"": "meta"},
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-            )
-    except Exception:  # whatever a model does that tensors without content cannot
-        return [], []
-    rows = side.embedding[1] if side.embedding else None
-    others = [name for name, shape, _ in told["mismatched_keys"] if not shape or shape[0] != rows]
-    return sorted(told["missing_keys"]), sorted(others)
+    return {} if (side.folder / WHOLE).is_file() or not (side.folder / INDEX).is_file() else indexed(side.folder)
 
 
 def _is_packed(side: Side) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from xtk.errors import Damaged, XtkError
 from xtk.models import attention
 from xtk.models.attention import Row
 from xtk.models.head import Adapter, Head, Shard
-from xtk.models.headers import weight_headers
+from xtk.models.headers import weight_files, weight_headers
 from xtk.models.parallel import cut_matrices, local_part
+from xtk.models.stored_weights import Differences, check_adapter_loaded, check_finite, differences_of_headers
+from xtk.tokens.model_config import hub_kernels, model_config
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,31 +68,38 @@ def load_causal_lm(
         options: more arguments of `from_pretrained`.
 
     Raises:
-        XtkError: there is no model, or its files are damaged, or it wants code of its own to be run.
+        XtkError: there is no model, its files are damaged, weights of it are missing, of another shape or not finite,
+            or it wants code of its own to be run.
     """
     import transformers
 
-    quieten_transformers()
+    options = dict(options or {})
+    load_configuration(folder, trust_remote_code=trust_remote_code)
     _check_files(folder)
+    _refuse_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+            model, told = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
-                **(options or {}),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by their names
+                **options,
             )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
+    Differences.of(told).check(folder)
     for module in model.modules():
         # On CPUs with AVX512-BF16, bitsandbytes 0.50 packs a matrix anew at its first pass in eval mode: for inference
         # alone, since no gradient comes through it from then on, and not at all below 64 columns.
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
-    placed = PLACES.intersection(options or ()) or getattr(model, "quantization_method", None)
+    check_finite(model, folder)
+    placed = PLACES.intersection(options) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)
     return model if adapter is None else _with_adapter(model, adapter)
@@ -108,36 +117,70 @@ def check_causal_lm(
         adapter: a folder of peft's.
 
     Raises:
-        XtkError: there is no model, its files are damaged, or it has fewer rows than its tokenizer has tokens.
+        XtkError: there is no model, its files are damaged, weights of it are missing or of another shape, or it has
+            fewer rows than its tokenizer has tokens.
+    """
+    configuration = load_configuration(folder, trust_remote_code=trust_remote_code)
+    _check_files(folder)
+    headers = {folder: weight_headers(folder)}
+    if adapter is not None:
+        _check_adapter(adapter)
+        headers[adapter] = weight_headers(adapter)
+    rows = getattr(configuration.get_text_config(), "vocab_size", None)
+    if isinstance(rows, int):
+        _check_rows(rows, tokenizer)
+    for place, differences in differences_of_headers(configuration, headers).items():
+        differences.check(place, quiet=True)
+
+
+def load_configuration(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a model, as transformers has it.
+
+    Args:
+        folder: with config.json.
+        trust_remote_code: run the model's own Python code, and kernels of a hub that its configuration names.
+
+    Raises:
+        XtkError: there is none, it cannot be read, it is larger than any model's, or it wants code of others to be run.
     """
     import transformers
 
     quieten_transformers()
-    _check_files(folder)
-    weight_headers(folder)
-    if adapter is not None:
-        _check_adapter(adapter)
-        weight_headers(adapter)
+    content = model_config(folder)
+    if not content:
+        raise XtkError("there is no model in this folder (config.json)", where=str(folder))
+    _refuse_kernels(hub_kernels(content), str(folder / "config.json"), trust_remote_code)
     try:
-        configuration = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return transformers.AutoConfig.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
-    rows = getattr(configuration.get_text_config(), "vocab_size", None)
-    if isinstance(rows, int):
-        _check_rows(rows, tokenizer)
+
+
+def _refuse_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
+    """Refuse to download and run code of a hub.
+
+    Raises:
+        XtkError: names the repository.
+    """
+    if found := [] if trust_remote_code else [name for name in names if "/" in name]:
+        raise XtkError(
+            f"this model runs a kernel from a hub: {found[0]}",
+            where=where,
+            hint="--trust-remote-code, if you trust it; or attn_implementation sdpa",
+        )
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse a folder without a model.
+    """Refuse a folder without weights.
 
     Raises:
         XtkError: what it lacks.
     """
-    if not (folder / "config.json").is_file():
-        raise XtkError("there is no model in this folder (config.json)", where=str(folder))
-    if not any(folder.glob("*.safetensors")):
+    if not weight_files(folder):
         pickled = any(folder.glob("*.bin"))
         raise XtkError(
             "this model's weights are pickles" if pickled else "there are no weights in this folder (*.safetensors)",
@@ -159,9 +202,12 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if getattr(model, "quantization_method", None):
-                model.load_adapter(str(adapter))
+                told = model.load_adapter(str(adapter))
+                Differences.of(told.to_dict()).check(adapter)
                 return model
-            return PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+            adapted = PeftModel.from_pretrained(model, str(adapter))
+            check_adapter_loaded(adapted, adapter)
+            return adapted.merge_and_unload()
     except Exception as wrong:
         raise loading_error(adapter, wrong) from wrong
 
@@ -178,8 +224,10 @@ def _check_adapter(adapter: Path) -> None:
         raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'")
 
 
-def loading_error(folder: Path, wrong: Exception) -> Exception:
-    """Turn what transformers raises into what a user can act on; an error that is nobody's fault stays as it is."""
+def loading_error(folder: Path, wrong: Exception) -> XtkError:
+    """Return what a user can act on for what transformers or peft raised over the files of a folder."""
+    if isinstance(wrong, XtkError):
+        return wrong
     text = " ".join(str(wrong).split())
     if "trust_remote_code" in text:
         return XtkError(
@@ -189,9 +237,9 @@ def loading_error(folder: Path, wrong: Exception) -> Exception:
         return Damaged(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
-    if isinstance(wrong, ValueError | OSError | KeyError | RuntimeError | TypeError | ImportError):
-        return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
-    return wrong
+    if not isinstance(wrong, ValueError | OSError | RuntimeError | ImportError) or isinstance(wrong, RecursionError):
+        text = f"{type(wrong).__name__}: {text}"  # whose text alone is a name, or nothing
+    return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
 
 
 def context_length(configuration: Any) -> int | None:
@@ -272,9 +320,16 @@ class Cut(nn.Module):
         watch = head.register_forward_hook(replace)
         try:
             made = self.model(input_ids=ids, use_cache=False).logits
+            states = body(input_ids=ids, use_cache=False).last_hidden_state
+        except Exception as wrong:  # a configuration that fits its weights may describe what cannot be computed
+            told = " ".join(str(wrong).split())[:300]
+            raise XtkError(
+                f"this model cannot be run as its configuration describes it: {type(wrong).__name__}: {told}",
+                where=f"{type(inner).__name__} of {getattr(inner, 'name_or_path', '')}",
+                hint="config.json of this very model; or a smaller model, where memory is what is missing",
+            ) from wrong
         finally:
             watch.remove()
-        states = body(input_ids=ids, use_cache=False).last_hidden_state
         self.model.train(training)
         if len(read) != 1 or not _near(states.to(read[0].device), read[0]):
             return None

@@ -17,6 +17,7 @@ from xtk import terminal
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 from xtk.models.causal_lm import DTYPES, check_rows, load_causal_lm, loading_error
+from xtk.models.stored_weights import check_adapter_loaded
 from xtk.tokens.tokenizer import Tokenizer
 
 # The dtypes that weights can be trained in: fp16 has no room for small gradients.
@@ -255,7 +256,9 @@ def with_trained_adapter(model: Any, origin: Origin, preparation: Preparation) -
         warnings.simplefilter("ignore")  # peft asks transformers in a way that it will not know for long
         if found is not None:
             try:
-                return _named(PeftModel.from_pretrained(model, str(found), is_trainable=True), origin.model)
+                trained = PeftModel.from_pretrained(model, str(found), is_trainable=True)
+                check_adapter_loaded(trained, found)
+                return _named(trained, origin.model)
             except Exception as wrong:
                 raise loading_error(found, wrong) from wrong
         names = [name for name, _ in model.named_modules()]

@@ -14,6 +14,7 @@ from torch import Tensor
 from xtk.errors import XtkError
 from xtk.models import attention
 from xtk.models.causal_lm import DTYPES, check_rows, context_length, default_device, load_causal_lm
+from xtk.models.headers import some
 from xtk.rollouts.drawing import draw, seeds_of
 from xtk.rollouts.stop_strings import Watch
 from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
@@ -119,9 +120,10 @@ class TransformersWriter:
         """Take new weights; nothing of the old ones is kept between calls.
 
         Raises:
-            XtkError: a weight is none of the model's, or has another shape.
+            XtkError: a weight is none of the model's, has another shape, or is missing.
         """
         own = self._inner.state_dict()
+        left = {weight.data_ptr(): name for name, weight in own.items()}  # tied weights count once
         with torch.no_grad():
             for name, weight in self._read(weights) if isinstance(weights, str | Path) else weights:
                 if name not in own or own[name].shape != weight.shape:
@@ -130,6 +132,12 @@ class TransformersWriter:
                         f"the weight {name} is {list(weight.shape)}, and {there}", where=type(self._inner).__name__
                     )
                 own[name].copy_(weight)
+                left.pop(own[name].data_ptr(), None)
+        if left:
+            names = sorted(left.values())
+            raise XtkError(
+                f"missing weights: {len(names):,} ({some(names)})", where=f"new weights of {type(self._inner).__name__}"
+            )
 
     def _read(self, folder: str | Path) -> Iterable[tuple[str, Tensor]]:
         dtype = self._inner.get_input_embeddings().weight.dtype

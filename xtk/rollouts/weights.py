@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xtk.errors import Mismatch
+from xtk.tokens.model_config import model_config
 
 FILE = "model.safetensors"
 HEAD = "lm_head.weight"
@@ -35,9 +35,7 @@ class Names:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 names |= set(file.keys())
-        configuration = folder / "config.json"
-        content = json.loads(configuration.read_text(encoding="utf-8")) if configuration.is_file() else {}
-        return cls(frozenset(names), bool(content.get("tie_word_embeddings")))
+        return cls(frozenset(names), bool(model_config(folder).get("tie_word_embeddings")))
 
     def check(self, told: Names, where: str) -> None:
         """Refuse weights of which some are missing: an engine would go on with its old ones, and say nothing.

@@ -264,7 +264,13 @@ def _scored(work: Work, teacher: Teacher, number: int, pieces: list[tuple[Docume
         )
     rows = [Row(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
     for at, row in enumerate(rows):
-        check_scores(row, f"{where}, row {at}", width=teacher.width, support=work.request.support)
+        check_scores(
+            row,
+            f"{where}, row {at}",
+            width=teacher.width,
+            support=work.request.support,
+            precision=work.request.precision,
+        )
     return rows
 
 

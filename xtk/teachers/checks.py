@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.artifacts.codec.grids import lowest_logprob
 from xtk.artifacts.shard import Row
 from xtk.errors import XtkError
 from xtk.tokens.signal import Scores, Support
@@ -13,7 +14,14 @@ from xtk.tokens.signal import Scores, Support
 TOLERANCE = 1e-2
 
 
-def check_scores(row: Row, where: str, *, width: int | None = None, support: Support | None = None) -> None:
+def check_scores(
+    row: Row,
+    where: str,
+    *,
+    width: int | None = None,
+    support: Support | None = None,
+    precision: str = "float32",
+) -> None:
     """Refuse what is no distribution, so that no bad row ever gets into a cache.
 
     Args:
@@ -21,6 +29,7 @@ def check_scores(row: Row, where: str, *, width: int | None = None, support: Sup
         where: how messages call the row.
         width: U, the ids that there are; None: any.
         support: what the teacher was asked for; None: draws are not counted.
+        precision: in which the scores are to be stored.
 
     Raises:
         XtkError: tells what is wrong with it.
@@ -30,6 +39,14 @@ def check_scores(row: Row, where: str, *, width: int | None = None, support: Sup
         raise XtkError(wrong, where=where, hint="this is a mistake of the backend: another --backend")
     if wrong := _wrong_numbers(scores):
         raise XtkError(wrong, where=where, hint="another --dtype: float16 overflows in models trained in bfloat16")
+    finite = scores.realised_logprobs[np.isfinite(scores.realised_logprobs)]
+    if len(finite) and (lowest := float(finite.min())) < (limit := lowest_logprob(precision)):
+        raise XtkError(
+            f"the teacher gives an observed token a log-probability of {lowest:,.0f} nats, and --precision {precision} "
+            f"stores {limit:,.0f} and above",
+            where=where,
+            hint="check the teacher's weights: its logits are far too large; --precision float32 stores any number",
+        )
     if wrong := _wrong_ids(scores, row, width) or _wrong_draws(scores, width, support):
         raise XtkError(wrong, where=where, hint="this is a mistake of the backend: another --backend")
 

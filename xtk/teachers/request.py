@@ -100,21 +100,9 @@ def dealing_of(request: CacheRequest) -> Dealing:
     Raises:
         XtkError: there is no model in the teacher's folder, or none whose configuration can be read.
     """
-    from transformers import AutoConfig
+    from xtk.models.causal_lm import context_length, load_configuration
 
-    from xtk.models.causal_lm import context_length, loading_error, quieten_transformers
-
-    quieten_transformers()
-    if not (request.teacher / "config.json").is_file():
-        raise XtkError("there is no model in this folder (config.json)", where=request.name)
-
-    try:
-        configuration = AutoConfig.from_pretrained(
-            request.teacher, local_files_only=True, trust_remote_code=request.trust_remote_code
-        )
-    except Exception as wrong:
-        raise loading_error(request.teacher, wrong) from wrong
-    context = context_length(configuration)
+    context = context_length(load_configuration(request.teacher, trust_remote_code=request.trust_remote_code))
     room: int = lookup(BACKENDS, request.backend, "backend").room
     limits = [limit for limit in (context and context - room, request.max_length) if limit]
     return Dealing(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)

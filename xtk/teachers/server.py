@@ -41,6 +41,7 @@ from xtk.teachers.heads import (
     tokens_read,
 )
 from xtk.teachers.teacher import TeacherRequest
+from xtk.tokens.model_config import model_config
 from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores
 
@@ -93,8 +94,7 @@ class ServerTeacher:
         A finished cache is recognised while its server is off.
         """
         named = sorted({Endpoint.of(text).wanted_model for text in options.get("servers") or ()} - {""})
-        path = folder / "config.json"
-        content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        content = model_config(folder)
         content.pop("transformers_version", None)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return " ".join([f"config:sha256:{digest}", *(f"served:{name}" for name in named)])

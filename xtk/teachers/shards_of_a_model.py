@@ -24,7 +24,7 @@ from torch import Tensor
 from xtk import terminal
 from xtk.children import die_with, without_interrupts
 from xtk.errors import XtkError
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.models.causal_lm import Cut, load_causal_lm, load_configuration
 from xtk.teachers.processes import Worker
 
 SECONDS_TO_SEE = 1.0  # that another process has ended
@@ -104,10 +104,7 @@ def main(pipe: Connection) -> None:
 
 
 def _refuse_uneven(folder: Path, count: int, *, trust_remote_code: bool) -> None:
-    from transformers import AutoConfig
-
-    configuration = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    configuration = configuration.get_text_config()
+    configuration = load_configuration(folder, trust_remote_code=trust_remote_code).get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(configuration, name, None)
         if isinstance(heads, int) and heads % count:

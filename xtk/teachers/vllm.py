@@ -180,16 +180,12 @@ def _settings(request: TeacherRequest, top_k: int) -> dict[str, Any]:
 
 def _model_length(request: TeacherRequest) -> dict[str, int]:
     """Return how long a prompt may be, that vLLM keeps no memory for longer ones: a token more, where one is left."""
-    from transformers import AutoConfig
-
-    from xtk.models.causal_lm import context_length
+    from xtk.models.causal_lm import context_length, load_configuration
 
     longest = request.options.get("longest")
     if longest is None:
         return {}
-    configuration = AutoConfig.from_pretrained(
-        request.folder, local_files_only=True, trust_remote_code=request.trust_remote_code
-    )
+    configuration = load_configuration(request.folder, trust_remote_code=request.trust_remote_code)
     return {"max_model_len": min(longest + 1, context_length(configuration) or longest)}
 
 

@@ -25,17 +25,29 @@ def align(student: Encoded, teacher: Encoded) -> NDArray[np.int32]:
 
 
 def align_sequences(student: Sequence, teacher: Sequence) -> NDArray[np.int32]:
-    """Align what two models read of one document: the text by bytes, ends of segments with ends of segments.
+    """Align what two models read of one document: text by bytes, segment ends with segment ends.
 
-    What only one of them reads (its template, text that the other's template leaves out) is in no span.
+    Sampled tokens that belong to no text (invalid UTF-8, and what follows it) are read as tokens only by models with
+    the tokenizer that sampled them; two of those are aligned token by token there. What only one side reads (its
+    template, text that the other's template leaves out) is in no span.
 
     Returns:
         int32 [C, 4], in positions of the sequences, rising.
     """
     spans: NDArray[np.int32] = spans_of_pieces(student.ends, teacher.ends, student.pieces, teacher.pieces)
     both = (student.closers >= 0) & (teacher.closers >= 0)
-    ends = np.column_stack([student.closers[both], teacher.closers[both]])
-    if not len(ends):
+    own, other = _beyond_text(student, teacher)
+    own, other = np.append(student.closers[both], own), np.append(teacher.closers[both], other)
+    if not len(own):
         return spans
-    spans = np.concatenate([spans, np.column_stack([ends[:, 0], ends[:, 0] + 1, ends[:, 1], ends[:, 1] + 1])])
+    spans = np.concatenate([spans, np.column_stack([own, own + 1, other, other + 1]).astype(np.int32)])
     return spans[np.argsort(spans[:, 0])]
+
+
+def _beyond_text(student: Sequence, teacher: Sequence) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the positions, on both sides, of the same sampled tokens that belong to no text."""
+    own, other = np.flatnonzero(student.beyond_text), np.flatnonzero(teacher.beyond_text)
+    count = min(len(own), len(other))  # one side may be cut
+    own, other = own[:count], other[:count]
+    same = np.array_equal(student.ids[own], teacher.ids[other])
+    return (own, other) if same else (own[:0], other[:0])

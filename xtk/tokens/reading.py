@@ -175,7 +175,7 @@ def _in_terms_of(document: Document, view: _View, sequence: Sequence) -> Sequenc
     return Sequence(
         ids=sequence.ids,
         ends=np.maximum.accumulate(ends),
-        trained=sequence.trained & said,
+        trained=sequence.trained & (said | sequence.beyond_text),
         pieces=np.array(pieces, np.int32).reshape(-1, 3),
         closers=closers,
         exact=sequence.exact,

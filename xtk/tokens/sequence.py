@@ -55,6 +55,13 @@ class Sequence:
             mask[start:stop] = True
         return mask
 
+    @property
+    def beyond_text(self) -> NDArray[np.bool_]:
+        """Whether each token is trained and belongs to no text: sampled tokens from the first invalid UTF-8 byte on."""
+        mask = self.trained & ~self.spells
+        mask[self.closers[self.closers >= 0]] = False
+        return mask
+
     def byte_ranges(self) -> NDArray[np.int32]:
         """Return int32 [P, 2], the bytes `[start, stop)` of the text that each piece spells."""
         starts = self.pieces[:, 2]

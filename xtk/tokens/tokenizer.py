@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.plain_json import parse_json
+from xtk.tokens.model_config import model_config
 from xtk.tokens.offsets import ends_by_offsets, kept_characters
-from xtk.tokens.tokenizer_limits import MAX_TOKENS, backend_errors, check_content, dropout_of
+from xtk.tokens.tokenizer_limits import backend_errors, check_content, dropout_of
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
     LETTER_OF_BYTE,
@@ -635,14 +636,9 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def _embedding_rows(folder: Path) -> int:
-    configuration = _json_of(folder / "config.json")
+    configuration = model_config(folder)
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
-    if rows and (not isinstance(rows, int) or not 0 < rows <= MAX_TOKENS):
-        raise XtkError(
-            f"vocab_size is {str(rows)[:40]}; it must be a whole number from 1 to {MAX_TOKENS:,}",
-            where=str(folder / "config.json"),
-        )
     return int(rows or 0)
 
 

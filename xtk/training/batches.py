@@ -311,21 +311,24 @@ class Order:
         sizes: how long each is, to put like to like.
         per_step: documents in a step.
         seed: of the shuffle, which is another one each epoch.
+
+    Attributes:
+        per_step: documents in a step.
     """
 
     def __init__(self, documents: NDArray[np.int64], sizes: NDArray[np.int64], per_step: int, seed: int) -> None:
-        self._documents, self._sizes, self._per_step, self._seed = documents, sizes, per_step, seed
+        self._documents, self._sizes, self.per_step, self._seed = documents, sizes, per_step, seed
         self._epoch = -1
         self._shuffled = documents
 
     def epoch(self, step: int) -> int:
         """Return how often all documents were taken before a step."""
-        return step * self._per_step // len(self._documents)
+        return step * self.per_step // len(self._documents)
 
     def step(self, step: int) -> list[int]:
         """Return the documents of a step, longest first."""
         size = len(self._documents)
-        places = range(step * self._per_step, (step + 1) * self._per_step)
+        places = range(step * self.per_step, (step + 1) * self.per_step)
         numbers = [int(self._of_epoch(place // size)[place % size]) for place in places]
         return sorted(numbers, key=lambda number: (-int(self._sizes[number]), number))
 

@@ -50,6 +50,7 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
         before: the first metrics of the run.
     """
     recipe, after = content["recipe"], content["metrics"]
+    per_step = content.get("documents_per_step", recipe["documents_per_step"])
     head: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation",
                             "tags": ["distillation", "xtk"]}  # fmt: skip
     if "/" in origin.student:
@@ -62,7 +63,7 @@ def model_card(origin: Lineage, content: Mapping[str, Any], before: Mapping[str,
         ("Teachers" if len(teachers) > 1 else "Teacher", ", ".join(teachers) or _by_fingerprint(recipe["inputs"])),
         ("Losses", ", ".join(f"`{loss}`" for loss in recipe["losses"])),
         ("Data", ", ".join(_code(one) for one in origin.data)),
-        ("Steps", f"{content['steps']:,} of {recipe['documents_per_step']:,} documents"),
+        ("Steps", f"{content['steps']:,} of {per_step:,} documents"),
         ("Tokens", f"{int(after['tokens']):,}" if "tokens" in after else ""),
         ("Skipped steps", f"{after['skipped_steps']:,}" if after.get("skipped_steps") else ""),
         ("Weights", _which(content)),

@@ -500,6 +500,7 @@ def distill(
             start_trackers(accelerator, places.output / TRACKERS, resumed.step, identity)
         trained, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
         packing = layout.multiple if packed else 0
+        per_step = recipe.documents_in_a_step(len(documents), layout.data_ranks)
         run = Run(
             accelerator=accelerator,
             layout=layout,
@@ -508,7 +509,7 @@ def distill(
             parameters=parameters,
             tokenizer=inputs.tokenizer,
             maker=inputs.maker(limit, packing),
-            order=_order(recipe, documents, sizes, recipe.documents_per_step(layout.data_ranks)),
+            order=_order(recipe, documents, sizes, per_step),
             recipe=recipe,
             reporting=reporting,
             steps=recipe.steps(len(documents), layout.data_ranks),
@@ -523,12 +524,23 @@ def distill(
         run.blocks = _blocks(run, inputs, places, trust_remote_code)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
+        if per_step < recipe.documents_per_step(layout.data_ranks):
+            terminal.note(f"distill: {_told_small(recipe, per_step, layout)}")
         terminal.note(
-            f"distill: {run.steps:,} steps of {recipe.documents_per_step(layout.data_ranks)} documents, "
+            f"distill: {run.steps:,} steps of {per_step} documents, "
             f"{len(documents):,} documents, {layout.plan()} on {accelerator.device.type}"
         )
         with killed_ones_told(), told_of_others():
             return train(run, identity)
+
+
+def _told_small(recipe: Recipe, per_step: int, layout: Layout) -> str:
+    """Say that a step has room for more documents than an epoch has."""
+    what = "documents of the data" if recipe.on_policy is None else "completions of all prompts"
+    return (
+        f"each step takes the {per_step:,} {what}, once: --per-device-train-batch-size x --gradient-accumulation-steps "
+        f"x processes is {recipe.documents_per_step(layout.data_ranks):,}"
+    )
 
 
 def _evaluation(

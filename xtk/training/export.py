@@ -302,9 +302,6 @@ def _write(
         XtkError: a weight is too large for the dtype.
     """
     model = load_causal_lm(whole, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
-    for name, parameter in model.named_parameters():
-        if not torch.isfinite(parameter).all():
-            raise XtkError(f"a weight is no number in {dtype}: {name}", where=str(whole), hint="--dtype bfloat16")
     ends = _ends(model, tokenizer)
     described = model.generation_config
     if ends:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,11 @@ from torch import nn
 
 from xtk import terminal
 from xtk.artifacts.runs import CHECKPOINT, METRICS, fingerprint_of_run
-from xtk.errors import Stopped
+from xtk.errors import Stopped, XtkError
 from xtk.models.causal_lm import Cut
+from xtk.models.headers import some
 from xtk.models.preparation import parameter_groups
+from xtk.models.stored_weights import not_finite
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.aside import set_aside
 from xtk.training.average import Average
@@ -102,7 +104,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         Stopped: a signal or a time limit ended it, after a checkpoint.
-        XtkError: the loss or its gradient is no number, too often.
+        XtkError: loss or gradient is not finite too often, or in all steps; or weights of the student are not.
     """
     accelerator, recipe = run.accelerator, run.recipe
     optimizer = _optimizer(run.cut, recipe)
@@ -131,11 +133,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             losses, norm = _step(run, optimizer, micro_batches)
-            if is_finite(losses, norm):
-                standing.skipped_in_a_row = 0
-                average.follow()
-            else:
-                standing.skip(step + 1, losses["loss"], norm, run.reporting.max_skipped_steps)
+            _take_note(run, standing, average, step, losses, norm)
             meter.count(micro_batches)
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
@@ -169,7 +167,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
                 _stop(run, step + 1, stopped)
     standing.tokens = meter.total()
     accelerator.wait_for_everyone()
-    content = {"kind": STUDENT, "steps": step + 1, "recipe": identity, "metrics": last_values(run.output / METRICS)}
+    content = _checked_content(run, standing, step + 1, identity)
     best = standing.best_step if recipe.early_stopping_patience else 0
     if best:
         content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
@@ -181,6 +179,61 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
         run.blocks.finish()
     accelerator.end_training()  # takes the process group down
     return content
+
+
+def _take_note(
+    run: Run, standing: Standing, average: Average, step: int, losses: Mapping[str, float], norm: float
+) -> None:
+    """Count a step, and have the average follow the weights that it changed; all processes call it.
+
+    Raises:
+        XtkError: too many steps were skipped, or weights of the student are not finite.
+    """
+    if not is_finite(losses, norm):
+        _check_weights(run, f"step {step + 1:,}")
+        standing.skip(step + 1, losses["loss"], norm, run.reporting.max_skipped_steps)
+        return
+    standing.skipped_in_a_row = 0
+    if run.recipe.learning_rate:
+        average.follow()
+
+
+def _checked_content(run: Run, standing: Standing, steps: int, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return what `xtk.json` says of a student, after a check that it may be written; all processes call it.
+
+    Raises:
+        XtkError: no step changed it, or its weights are not finite.
+    """
+    if standing.skipped_steps == steps:
+        raise XtkError(
+            f"all {steps:,} steps were skipped, since loss or gradient was not finite: no student is written",
+            where=str(run.output),
+            hint="a smaller --learning-rate or --mixed-precision no; look at the data and at the teacher",
+        )
+    _check_weights(run, f"the student after step {steps:,}")
+    return {
+        "kind": STUDENT,
+        "steps": steps,
+        "documents_per_step": run.order.per_step,
+        "recipe": identity,
+        "metrics": last_values(run.output / METRICS),
+    }
+
+
+def _check_weights(run: Run, where: str) -> None:
+    """Refuse to go on with weights that hold NaN or infinity, which no later step mends; all processes call it.
+
+    Raises:
+        XtkError: names the weights.
+    """
+    names = not_finite(run.cut.model)
+    if run.layout.highest(int(bool(names)), run.accelerator.device):
+        there = f"{len(names):,} ({some(names)})" if names else "those of another process"
+        raise XtkError(
+            f"weights of the student are not finite (NaN or infinity): {there}",
+            where=f"{where}, {run.output}",
+            hint="an earlier checkpoint of this run, if there is one; a smaller --learning-rate",
+        )
 
 
 def _lend(run: Run, average: Average, optimizer: torch.optim.Optimizer) -> None:
@@ -228,7 +281,7 @@ def _step(
     sums, seen = _pass(run, micro_batches, whole.scales(balance), backward=True)
     norm = clip(run.parameters, recipe.max_grad_norm)
     losses = whole.losses(sums, balance) | whole.ratios(seen)
-    if is_finite(losses, norm):
+    if is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and averages would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm

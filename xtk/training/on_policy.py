@@ -259,7 +259,9 @@ class RoundOrder(Order):
         return [prompt * count + sample for prompt, _ in self.prompts(step) for sample in range(count)]
 
     def _prompts_of(self, step: int) -> int:
-        return self._per_step // self._on_policy.num_generations if self.writes(step) else self._per_step
+        if self.writes(step):
+            return self.per_step // self._on_policy.num_generations
+        return min(self.per_step, len(self._documents))
 
 
 def repetition(ids: Sequence[int], size: int = 4) -> tuple[int, int]:

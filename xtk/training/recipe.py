@@ -135,19 +135,30 @@ class Recipe:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not 0 <= self.ema_decay < 1:
             raise XtkError(f"--ema-decay is {self.ema_decay}; it is a number from 0 to below 1, such as 0.999")
-        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
-            raise XtkError(f"--learning-rate is {self.learning_rate}; it is a number above 0")
+        if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
+            raise XtkError(f"--learning-rate is {self.learning_rate}; it must be a number from 0 (only measure) on")
 
     def steps(self, documents: int, data_ranks: int) -> int:
         """Return the optimisation steps of the run, of which each prompt is as many documents as it is taken."""
         if self.max_steps:
             return self.max_steps
+        size = self.documents_in_a_step(documents, data_ranks)
         if self.on_policy is not None:
             documents *= self.on_policy.num_generations * self.on_policy.num_iterations
-        return max(1, math.ceil(self.num_train_epochs * documents / self.documents_per_step(data_ranks)))
+        return max(1, math.ceil(self.num_train_epochs * documents / size))
+
+    def documents_in_a_step(self, documents: int, data_ranks: int) -> int:
+        """Return the documents of one optimisation step: no more than an epoch has, so that none comes twice.
+
+        Args:
+            documents: of the data; with `on_policy`, prompts, of which each gives several documents.
+            data_ranks: processes that have documents of their own.
+        """
+        whole = documents * (1 if self.on_policy is None else self.on_policy.num_generations)
+        return min(self.documents_per_step(data_ranks), whole)
 
     def documents_per_step(self, data_ranks: int) -> int:
-        """Return the documents of one optimisation step, over all processes that have documents of their own."""
+        """Return the documents that one optimisation step has room for, over all data parallel processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * data_ranks
 
     def learning_rate_at(self, step: int, steps: int) -> float:

@@ -279,10 +279,12 @@ class Rounds(Blocks):
 
     def told(self, step: int) -> dict[str, float]:
         """Return what metrics tell of a step's rollouts."""
+        writes = self._order.writes(step)
         figures = {f"rollout_{name}" if name != "reward" else name: value for name, value in self.figures.items()}
         return {
             **super().told(step),
-            **figures,
+            **(figures if writes else {}),
+            "on_policy_step": int(writes),
             "staleness": self.staleness(step),
             "writing_seconds": round(self.writing_seconds, 3),
         }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from xtk.artifacts.codec.numbers import BEYOND
 
 # Steps double each time that the log-probability falls by so much: error costs divergence in proportion to the
 # probability times the square of the step, so that four times less likely tokens may have steps twice as wide.
@@ -16,6 +19,8 @@ UNLIKELY, UNLIKELY_STEP = 32.0, 8.0
 LEVEL_COUNT = 512
 # Tables of levels begin with places that only a stream leads to that was altered, and end with one for -inf.
 BELOW = 32
+# How many steps of odds there are on each side of even ones: stored are numbers below BEYOND, for both signs.
+ODDS_STEPS = BEYOND // 2
 PLACES = BELOW + LEVEL_COUNT + 1
 
 
@@ -47,6 +52,11 @@ PRECISIONS = {
     "standard": Precision(1 / 16, 1 / 2, 1 / 16, 1 / 16),
     "coarse": Precision(1 / 8, 1.0, 1 / 8, 1 / 8),
 }
+
+
+def lowest_logprob(precision: str) -> float:
+    """Return the lowest log-probability of an observed token that a precision stores, in nats; but for -inf."""
+    return -ODDS_STEPS * PRECISIONS[precision].odds_step if precision in PRECISIONS else -math.inf
 
 
 def levels_of(precision: Precision) -> NDArray[np.float64]:

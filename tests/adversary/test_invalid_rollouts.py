@@ -1,0 +1,125 @@
+"""Rollouts with invalid UTF-8: a teacher with the student's tokenizer scores every sampled token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import material
+import numpy as np
+import pytest
+import torch
+
+from xtk.losses import parse_losses
+from xtk.losses.head import fused_loss
+from xtk.losses.objective import Objective
+from xtk.models.head import Head
+from xtk.tokens.alignment import align_sequences
+from xtk.tokens.document import Document, Segment
+from xtk.tokens.drawn import spelled
+from xtk.tokens.ids import DrawnTokens
+from xtk.tokens.reading import read_documents
+from xtk.tokens.sequence import sequences
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.batches import BatchMaker
+from xtk.training.sources import CacheSource
+from xtk.training.teachers import open_teachers, take_losses
+
+LOSSES = ["forward-kl", "reverse-kl", "jsd", "p-kl", "byte-kl", "boundary-kl", "alm"]
+
+
+def sampled(tokenizer: Tokenizer) -> list[list[int]]:
+    """Completions: invalid in the middle, from the first token on, cut inside a character, with a control token."""
+    byte = tokenizer.vocabulary.token_of_bytes
+    lead, letters = byte["é".encode()[:1]], [byte[bytes([one])] for one in b"ab 12"]
+    end, start = tokenizer.end_id, tokenizer.start_id
+    return [[*letters, lead, *letters, end], [lead, *letters], [*letters, lead], [*letters, start, *letters, end]]
+
+
+def line_of(tokenizer: Tokenizer, turns: list[list[int]]) -> tuple[dict[str, object], list[bool]]:
+    """Return the line of a rollout of several turns, and which of its tokens were sampled."""
+    ids, mask, segments = [tokenizer.start_id], [0], []
+    for prompt, own in zip(("Anna", " = 15.", " and"), turns, strict=False):
+        read = tokenizer.encode([prompt])[0].ids.tolist()
+        ids, mask = [*ids, *read, *own], [*mask, *[0] * len(read), *[1] * len(own)]
+        text = spelled(tokenizer, np.array(own, np.int32)).text
+        segments += [{"role": "prompt", "text": prompt, "train": False}]
+        segments += [{"role": "completion", "text": text, "train": True}]
+    line = {
+        "segments": segments,
+        "student_ids": ids,
+        "student_mask": mask,
+        "student_logprobs": (-3.0 * np.array(mask)).tolist(),
+        "student_tokenizer": tokenizer.fingerprint,
+    }
+    return line, list(map(bool, mask))
+
+
+def document_of(tokenizer: Tokenizer, turns: list[list[int]]) -> Document:
+    line, mask = line_of(tokenizer, turns)
+    drawn = DrawnTokens.of(line["student_ids"], mask, line["student_logprobs"], tokenizer.fingerprint)
+    return Document(tuple(Segment(**one) for one in line["segments"]), drawn=drawn)
+
+
+def test_the_same_tokenizer_on_both_sides_aligns_every_sampled_token(pair):
+    student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
+    completions = sampled(student)
+    for turns in ([one] for one in completions), (completions[:2], completions[1:], completions[2:]):
+        for document in (document_of(student, list(one)) for one in turns):
+            (ours,), ((_, theirs),) = sequences(student, [document]), read_documents(student, [document])
+            spans = align_sequences(ours, theirs)
+            assert (spans[:, 1] - spans[:, 0] == 1).all()
+            np.testing.assert_array_equal(spans[:, :2], spans[:, 2:])
+            assert set(np.flatnonzero(ours.trained).tolist()) <= set(spans[:, 0].tolist())
+            short = align_sequences(ours, theirs.cut(len(theirs) - 3))
+            np.testing.assert_array_equal(short, spans[spans[:, 3] <= len(theirs) - 3])
+            # A teacher with another tokenizer reads the text alone.
+            ((_, read),) = read_documents(teacher, [document])
+            assert not read.beyond_text.any()
+            beyond = set(np.flatnonzero(ours.beyond_text).tolist())
+            assert beyond
+            assert not beyond & set(align_sequences(ours, read)[:, 0].tolist())
+
+
+def test_a_teacher_with_another_prompt_scores_every_sampled_token_too(pair):
+    tokenizer = Tokenizer(pair.student)
+    for own in sampled(tokenizer):
+        document = document_of(tokenizer, [own]).with_teacher_prompt("The answer is 12.\nAnna")
+        (ours,), ((_, theirs),) = sequences(tokenizer, [document]), read_documents(tokenizer, [document])
+        spans = align_sequences(ours, theirs)
+        spans = spans[ours.trained[spans[:, 0]]]
+        np.testing.assert_array_equal(ours.ids[spans[:, 0]], own)
+        np.testing.assert_array_equal(theirs.ids[spans[:, 2]], own)
+        assert theirs.trained.sum() == len(own)
+
+
+@pytest.fixture(scope="module")
+def rollouts(run, pair, tmp_path_factory) -> tuple[Path, list[list[bool]]]:
+    """A cache of a teacher that reads as the student does, of rollouts with invalid UTF-8."""
+    folder, student = tmp_path_factory.mktemp("rollouts"), Tokenizer(pair.student)
+    completions = sampled(student)
+    lines = [line_of(student, turns) for turns in (completions[:2], completions[1:], completions[:1])]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
+    material.make_student(folder / "alike", seed=7)
+    run("cache-teacher", "alike", "rollouts.jsonl", "--top-k", 640, "--precision", "float32", "-o", "cache", "-q",
+        cwd=folder)  # fmt: skip
+    return folder, [mask for _, mask in lines]
+
+
+@pytest.mark.parametrize("text", LOSSES)
+def test_every_sampled_token_carries_loss(rollouts, pair, text):
+    folder, masks = rollouts
+    student = Tokenizer(pair.student)
+    (teacher,) = open_teachers([str(folder / "cache")], [], student)
+    ((taken,), _) = take_losses(parse_losses([text]), [teacher])
+    objective = Objective(taken.rule, taken.loss.divergence(), teacher.ground(taken.rule.ground))
+    batch = BatchMaker(CacheSource(teacher.cache), student, [objective], 256).make([0, 1, 2])
+    (term,) = batch.terms
+    torch.manual_seed(0)
+    documents, length = batch.input_ids.shape
+    logits = torch.randn(documents * length, student.width, dtype=torch.float64, requires_grad=True)
+    fused_loss(logits[batch.places], Head(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
+    assert documents == len(masks)
+    moved = np.flatnonzero(logits.grad.abs().sum(1) > 0).tolist()
+    wanted = [number * length + at - 1 for number, mask in enumerate(masks) for at in np.flatnonzero(mask).tolist()]
+    assert moved == wanted

@@ -1,0 +1,109 @@
+"""config.json as nobody should have written it: a sentence before memory is taken, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run_xtk
+from material import sentences, write_jsonl
+
+from xtk.errors import XtkError
+from xtk.models.causal_lm import check_causal_lm, load_causal_lm, load_configuration
+from xtk.tokens.model_config import hub_kernels, model_config
+from xtk.tokens.tokenizer import Tokenizer
+
+KERNEL = "this model runs a kernel from a hub: evil/kernel"
+# {name: (what is changed in a configuration, or its whole text, the sentence)}
+ATTACKS: dict[str, tuple[Any, str]] = {
+    "nested": ('{"a":' + "[" * 10_000 + "]" * 10_000 + "}", "nested more than 100"),
+    "open": ("[" * 10_000, "this configuration is "),
+    "list": ("[1, 2]", "a configuration is a JSON object, and this is a JSON list"),
+    "text": ('"model"', "a configuration is a JSON object, and this is a JSON str"),
+    "latin": (b'{"model_type": "\xe9"}', "this configuration is not UTF-8"),
+    "cut": ('{"model_type": "llama"', "this configuration is not JSON"),
+    "digits": ('{"vocab_size": ' + "9" * 5_000 + "}", "this configuration is not JSON"),
+    "large file": ('{"a": "' + " " * (17 << 20) + '"}', "bytes; the limit is 16,777,216"),
+    "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1,000,000,000; xtk loads models of at most 10,000"),
+    "layers text": ({"num_hidden_layers": "two"}, 'num_hidden_layers is "two"; it must be a whole number'),
+    "layers fraction": ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5; it must be a whole number"),
+    "vocabulary": ({"vocab_size": 10_000_001}, "vocab_size is 10,000,001; xtk loads models of at most 10,000,000"),
+    "vocabulary 1e12": ({"vocab_size": 10**12}, "vocab_size is 1,000,000,000,000; xtk loads"),
+    "negative": ({"vocab_size": -1}, "vocab_size is -1; it must be a whole number"),
+    "inside": ({"text_config": {"vocab_size": 3 * 10**8}}, "vocab_size is 300,000,000; xtk loads"),
+    "width": ({"hidden_size": 10**9}, "hidden_size is 1,000,000,000; xtk loads models of at most 10,000,000"),
+    "infinite": ('{"model_type": "llama", "hidden_size": Infinity}', "hidden_size is inf; xtk loads"),
+    "kernel": ({"_attn_implementation": "evil/kernel"}, KERNEL),
+    "kernel, plain": ({"attn_implementation": "evil/kernel"}, KERNEL),
+    "kernel, version": ({"_attn_implementation": "flash|evil/kernel@main:f"}, "evil/kernel"),
+    "kernel, by part": ({"_attn_implementation": {"": "sdpa", "text": "evil/kernel"}}, KERNEL),
+    "kernel, inside": ({"text_config": {"_attn_implementation_internal": "evil/kernel"}}, KERNEL),
+    "kernel, experts": ({"_experts_implementation": "evil/kernel"}, KERNEL),
+    "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "--trust-remote-code"),
+    "unknown": ({"model_type": "nosuch"}, "this model cannot be loaded"),
+    "type": ({"model_type": 5}, "this model cannot be loaded"),
+    "width text": ({"hidden_size": "32"}, ""),
+    "width 0": ({"hidden_size": 0}, ""),
+    "heads 0": ({"num_attention_heads": 0}, ""),
+    "activation": ({"hidden_act": "nosuch"}, ""),
+    "rope": ({"rope_theta": "x", "rope_scaling": {"rope_type": "nosuch"}}, ""),
+    "dtype": ({"dtype": "nosuch", "torch_dtype": "nosuch"}, ""),
+    "quantized": ({"quantization_config": {"quant_method": "nosuch"}}, ""),
+    "fewer layers": ({"num_hidden_layers": 1}, None),
+    "more layers": ({"num_hidden_layers": 3}, "missing weights: 9 (model.layers.2."),
+}
+
+
+def attacked(model: Path, folder: Path, change: Any) -> Path:
+    shutil.copytree(model, folder)
+    path = folder / "config.json"
+    if isinstance(change, dict):
+        change = json.dumps({**json.loads(path.read_text()), **change})
+    path.write_bytes(change if isinstance(change, bytes) else change.encode())
+    return folder
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_configurations_end_in_a_sentence_before_a_model_is_built(name, pair, tmp_path):
+    change, expected = ATTACKS[name]
+    folder = attacked(pair.student, tmp_path / "model", change)
+    if expected is None:  # weights that are not used are noted
+        load_causal_lm(folder)
+        return
+    for load in (load_causal_lm, lambda model: check_causal_lm(model, Tokenizer(model))):
+        with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as refused:
+            load(folder)
+        assert not expected or expected in str(refused.value)
+
+
+def test_names_of_implementations_are_no_kernels(pair, tmp_path):
+    for name in ("sdpa", "eager", "flash_attention_2", "paged|sdpa", None):
+        folder = attacked(pair.student, tmp_path / str(name), {"_attn_implementation": name})
+        assert hub_kernels(model_config(folder)) == []
+        load_configuration(folder)
+
+
+@pytest.mark.parametrize("name", ["nested", "list", "layers", "vocabulary", "vocabulary 1e12", "kernel"])
+def test_commands_refuse_them_in_a_sentence(name, pair, corpus, cache, tmp_path):
+    change, expected = ATTACKS[name]
+    folder = attacked(pair.student, tmp_path / "model", change)
+    prompts = write_jsonl(tmp_path / "prompts.jsonl", sentences(2, seed=7))
+    for arguments in (
+        ["evaluate", folder, corpus],
+        ["distill", folder, cache, "-o", tmp_path / "run"],
+        ["distill", pair.student, corpus, "--teacher", folder, "-o", tmp_path / "run"],
+        ["cache-teacher", folder, corpus, "-o", tmp_path / "cache"],
+        ["rollout", folder, prompts, "-o", tmp_path / "rollouts.jsonl"],
+        ["doctor", folder, pair.teacher],
+        ["align", folder, pair.teacher, "a text"],
+    ):
+        done = run_xtk(*arguments, code=None)
+        assert "Traceback" not in done.stderr
+        if arguments[0] == "align" and name == "kernel":  # reads the tokenizer alone
+            continue
+        assert done.returncode == 1
+        assert expected in done.stderr + done.stdout
