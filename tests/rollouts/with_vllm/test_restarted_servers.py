@@ -39,6 +39,7 @@ def test_a_server_that_was_restarted_gets_the_weights_again(students, tmp_path, 
         def die_and_come_back() -> None:
             time.sleep(1.0)
             running[1].kill()
+            time.sleep(35)  # longer than the time between two lines
             running.append(start(old, tmp_path / "log-3", running[0].port))
 
         fate = threading.Thread(target=die_and_come_back)
