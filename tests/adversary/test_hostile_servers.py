@@ -28,7 +28,7 @@ def attack(told: Connection) -> None:
         def attack(self) -> None:
             getattr(self, self.path.split("/")[1])()
 
-        do_GET = do_POST = attack
+        do_GET = do_POST = attack  # noqa: N815
 
         def endless(self) -> None:
             self.send_response(200)
