@@ -91,8 +91,8 @@ class _Server(ThreadingHTTPServer):
         pass
 
 
-def _serve(handler: type[_Handler], told: Connection) -> None:
-    server = _Server(("127.0.0.1", 0), handler)
+def _serve(handler: type[_Handler], told: Connection, port: int = 0) -> None:
+    server = _Server(("127.0.0.1", port), handler)
     told.send(server.server_address[1])
     server.serve_forever()
 
@@ -208,6 +208,91 @@ def _entry(row: Any, token: int, K: int) -> dict[str, dict[str, Any]]:
         str(number): {"logprob": max(value, CLAMPED), "rank": int((row >= value).sum()), "decoded_token": '\\"{},:1'}
         for number, value in pairs.items()
     }
+
+
+def generate_as_vllm(told: Connection, folder: str, options: dict[str, Any]) -> None:
+    """Generate with transformers, and take new weights, in the words of vLLM's server.
+
+    Options: `port`; `keeps_head` (of a tied model: new weights never reach its output head); `dies_at` (the process
+    ends at that many completion requests); `seconds` (of one completion); `shift` (nats, added to each
+    log-probability after the first new weights); `unversioned` (knows no version of its weights).
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    from xtk.models.causal_lm import load_causal_lm
+
+    torch.set_num_threads(1)
+    model = load_causal_lm(Path(folder))
+    if options.get("keeps_head"):
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    context = model.config.max_position_embeddings
+    answers = _Answers(model, Path(folder), ["student"], {}, context)
+    spelling = answers.tokenizer.vocabulary.spelling
+    letters = [token for token in range(5, len(answers.tokenizer)) if spelling(token).strip().isalpha()]
+    state: dict[str, Any] = {"version": "default", "asked": 0, "updates": 0}
+
+    def reload(path: str) -> None:
+        weights: dict[str, Any] = {}
+        for file in Path(path).glob("*.safetensors"):
+            weights |= load_file(file)
+        if options.get("keeps_head"):
+            weights.pop("lm_head.weight", None)
+        with answers.lock:
+            model.load_state_dict(weights, strict=False)
+        state["updates"] += 1
+
+    def drawn(row: Any, seed: int) -> int:
+        """A token with text, which teachers read; its log-probability is still that among all tokens."""
+        generator = torch.Generator().manual_seed(seed % (1 << 63))
+        return letters[int(torch.multinomial(row[letters].exp(), 1, generator=generator))]
+
+    def generate(question: dict[str, Any]) -> tuple[int, Any]:
+        state["asked"] += 1
+        if state["asked"] == options.get("dies_at"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(options.get("seconds", 0))
+        prompt = question["prompt"]
+        ids = answers.tokenizer.encode([prompt])[0].ids.tolist() if isinstance(prompt, str) else list(prompt)
+        count, values = len(ids), []
+        for _ in range(question["max_tokens"]):
+            with answers.lock:
+                row = answers.logprobs(ids)[-1][: len(answers.tokenizer)]
+            ids.append(
+                int(row.argmax())
+                if question.get("temperature") == 0
+                else drawn(row, question.get("seed", 0) + len(ids))
+            )
+            values.append(float(row[ids[-1]]) + (options.get("shift", 0.0) if state["updates"] else 0.0))
+            if ids[-1] in question.get("stop_token_ids", ()):
+                break
+        told = {"token_logprobs": values, "top_logprobs": [{}] * len(values)}
+        choice = {"index": 0, "token_ids": ids[count:], "prompt_token_ids": ids[:count], "logprobs": told}
+        return 200, {"choices": [choice]}
+
+    class Handler(_Handler):
+        def do_GET(self) -> None:
+            if self.path == "/v1/models":
+                return self.answer(200, {"data": [{"id": "student", "root": folder, "max_model_len": context}]})
+            if self.path == "/weight_info" and not options.get("unversioned"):
+                return self.answer(200, {"weight_version": state["version"]})
+            return self.answer(404, {"detail": "Not Found"})
+
+        def do_POST(self) -> None:
+            question = self.body()
+            if self.path == "/v1/completions":
+                return self.answer(*generate(question))
+            if self.path == "/collective_rpc":
+                reload(question["kwargs"]["weights_path"])
+                return self.answer(200, {"results": [None]})
+            if self.path == "/reset_prefix_cache":
+                return self.answer(200, {"success": True})
+            if self.path == "/update_weight_version" and not options.get("unversioned"):
+                state["version"] = question["new_version"]
+                return self.answer(200, {"success": True, "new_version": state["version"]})
+            return self.answer(404, {"detail": "Not Found"})
+
+    _serve(Handler, told, options.get("port", 0))
 
 
 def get_in_the_way(told: Connection, upstream: str) -> None:

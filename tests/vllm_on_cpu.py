@@ -25,10 +25,12 @@ SURROUNDINGS = {
 ENGINE = ["enforce_eager=true", f"kv_cache_memory_bytes={128 << 20}"]
 
 
-def make_llama(folder: Path, *, context: int, rows: int = 496, seed: int = 3, ends: float = 1.0) -> Path:
+def make_llama(
+    folder: Path, *, context: int, rows: int = 496, seed: int = 3, ends: float = 1.0, tied: bool = False
+) -> Path:
     """Write a small Llama with the width of heads that vLLM has kernels for, and single digits.
 
-    Its head's row of the token that ends is `ends` times as large as others.
+    Its head's row of the token that ends is `ends` times as large as others; `tied`: the embedding is the head.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,7 +40,7 @@ def make_llama(folder: Path, *, context: int, rows: int = 496, seed: int = 3, en
     configuration = LlamaConfig(
         vocab_size=rows, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=64, max_position_embeddings=context, bos_token_id=None, eos_token_id=1,
-        initializer_range=0.15,
+        initializer_range=0.15, tie_word_embeddings=tied,
     )  # fmt: skip
     model = LlamaForCausalLM(configuration)
     with torch.no_grad():
@@ -50,10 +52,12 @@ def make_llama(folder: Path, *, context: int, rows: int = 496, seed: int = 3, en
 class Server:
     """`python -m vllm.entrypoints.openai.api_server`, as users start it."""
 
-    def __init__(self, folder: Path, log: Path, *flags: str, **environment: str) -> None:
+    def __init__(self, folder: Path, log: Path, *flags: str, port: int = 0, **environment: str) -> None:
         with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
+            free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            free.bind(("127.0.0.1", port))
             port = free.getsockname()[1]
+        self.port = port
         self.host = f"http://127.0.0.1:{port}"
         self.url = self.host + "/v1"
         self.log = log
@@ -73,6 +77,11 @@ class Server:
                 return
             time.sleep(0.5)
         raise RuntimeError("the server did not start:\n" + self.log.read_text(errors="replace")[-3000:])
+
+    def kill(self) -> None:
+        """Take it down with all that it started, as the kernel would."""
+        os.killpg(self.process.pid, 9)
+        self.process.wait()
 
     def stop(self) -> None:
         self.process.terminate()

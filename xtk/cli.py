@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import signal
 import sys
@@ -134,7 +135,9 @@ def run(arguments: list[str]) -> int:
     except Exception as failure:
         _end_by_the_signal(failure)
         if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # the command line's own errors
-            failure.show(file=sys.stderr)
+            shown = io.StringIO()
+            failure.show(file=shown)
+            sys.stderr.write(terminal.printable(shown.getvalue()))
             return int(failure.exit_code)
         mendable = from_os_error(failure)
         if mendable is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,9 @@ from typing import Any, TextIO
 from xtk.errors import XtkError
 
 SECONDS_BETWEEN_LINES = 10.0
+# Control characters but for newline and tab (a terminal obeys them), marks that turn the direction of text around
+# (a line then shows something else than it holds), line separators, and halves of characters.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class _Terminal:
@@ -29,6 +33,14 @@ class _Terminal:
 
 
 _terminal = _Terminal()
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its control characters escaped (`\x1b`), so that a terminal shows and never obeys them.
+
+    Newlines and tabs stay. All that xtk prints goes through this, except for results that another program reads.
+    """
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def own_stdout() -> None:
@@ -63,7 +75,16 @@ def set_main_process(main: bool) -> None:
 
 
 def result_line(line: str) -> None:
-    """Write one line of results to stdout."""
+    """Write one line of results to stdout, control characters spelled out."""
+    _write_result(printable(line))
+
+
+def result_for_programs(line: str) -> None:
+    """Write a line that another program reads (a path, a command) to stdout: unchanged, but not to a terminal."""
+    _write_result(printable(line) if results().isatty() else line)
+
+
+def _write_result(line: str) -> None:
     if not _terminal.main_process:
         return
     try:
@@ -78,8 +99,9 @@ def result_line(line: str) -> None:
 
 
 def result_json(record: dict[str, Any]) -> None:
-    """Write one JSON object on a line of stdout."""
-    result_line(json.dumps(record, ensure_ascii=False))
+    """Write one JSON object on a line of stdout; control characters in it are escaped as JSON has them."""
+    text = json.dumps(record, ensure_ascii=False)
+    result_line(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
@@ -93,7 +115,7 @@ def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
     elif path.splitlines() != [path] or path.strip() != path or path.startswith("{"):
         result_json({"path": path})
     else:
-        result_line(path)
+        result_for_programs(path)
 
 
 def results() -> TextIO:
@@ -109,7 +131,7 @@ def results_are_seen_by_a_person() -> bool:
 def note(message: str) -> None:
     """Tell something on stderr, from the first process only; `--quiet` drops it."""
     if _terminal.main_process and not _terminal.quiet:
-        sys.stderr.write(message + "\n")
+        sys.stderr.write(printable(message) + "\n")
         sys.stderr.flush()
 
 
@@ -117,7 +139,7 @@ def error(failure: XtkError) -> None:
     """Print an error: what, where, what next."""
     rank = os.environ.get("RANK", "0")
     who = "xtk" if rank == "0" else f"xtk (process {rank})"
-    sys.stderr.write(f"{who}: {failure}\n")
+    sys.stderr.write(printable(f"{who}: {failure}\n"))
     sys.stderr.flush()
 
 

@@ -261,4 +261,4 @@ def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> Non
 
 
 def _visible(piece: str) -> str:
-    return piece.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
+    return terminal.printable(piece.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))

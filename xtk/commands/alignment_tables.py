@@ -146,12 +146,12 @@ def _draw(table: Table) -> None:
     for head, right in zip(table.heads, numeric(table), strict=True):
         drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
-        drawn.add_row(*map(Text, row))
+        drawn.add_row(*(Text(terminal.printable(cell)) for cell in row))
     Console(force_terminal=True, highlight=False, file=terminal.results()).print(drawn)
 
 
 def _write(table: Table) -> None:
-    lines = [table.heads, *table.rows]
+    lines = [table.heads, *(tuple(map(terminal.printable, row)) for row in table.rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(table.heads))]
     terminal.result_line(table.title)
     for line in lines:

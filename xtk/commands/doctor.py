@@ -139,7 +139,8 @@ def _show(findings: list[Finding]) -> None:
     for head in ("", "check", "what", "where", "what next"):
         table.add_column(head, overflow="fold")
     for one in findings:
-        cells: list[Any] = [Text(one.level, STYLES[one.level]), *map(Text, (one.check, one.what, one.where, one.hint))]
+        told = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
+        cells: list[Any] = [Text(one.level, STYLES[one.level]), *map(Text, told)]
         table.add_row(*cells)
     console = Console(file=terminal.results())
     console.print(table)

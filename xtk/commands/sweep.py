@@ -101,7 +101,7 @@ def sweep(
         limit = ["--max-seconds", f"{max_seconds:g}"] if max_seconds else []
         again = ["--force"] if force else []
         for run in planned:
-            terminal.result_line(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
+            terminal.result_for_programs(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
     check_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():

@@ -13,13 +13,13 @@ def with_error(value: float, error: float | None, sign: str = "") -> str:
 def print_table(title: str, heads: list[str], rows: list[list[str]]) -> None:
     """Print a table: drawn on a terminal, columns of plain text elsewhere. Columns without content are left out."""
     kept = [at for at in range(len(heads)) if any(row[at] for row in rows)]
-    heads, rows = [heads[at] for at in kept], [[row[at] for at in kept] for row in rows]
+    heads, rows = [heads[at] for at in kept], [[terminal.printable(row[at]) for at in kept] for row in rows]
     if terminal.results_are_seen_by_a_person():
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(title))
+        table = Table(title=Text(terminal.printable(title)))
         for head in heads:
             table.add_column(Text(head), overflow="fold")
         for row in rows:

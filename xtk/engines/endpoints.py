@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import httpx
 
+from xtk import terminal
 from xtk.errors import XtkError
 
 KEYS = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
 BUSY = frozenset({408, 425, 429})
+SLACK = 1 << 20  # bytes of an answer beside what is counted: its frame, the list of models
+MESSAGE = 1 << 16  # bytes of an error's text that are read
+BYTES_OF_AN_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
+ROOM = 4  # times as many bytes may come: tokens differ in length
+SECONDS_BETWEEN_LINES = 30.0
 T = TypeVar("T")
 
 
@@ -34,6 +41,10 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status, self.message = status, message
+
+
+class NoAnswer(XtkError):
+    """A server did not answer, however often it was asked."""
 
 
 class _NoAnswer(Exception):
@@ -83,6 +94,10 @@ class Endpoint:
         running: requests in flight.
         failures: in a row.
         rests_until: on the loop's clock.
+        lost: whether it failed since it was last known to be as it should be: it may have been restarted.
+        silent_since: on the loop's clock, when it answered last, or was asked first; None: nothing is waited for.
+        reported_at: on the loop's clock, when a line about it was printed last.
+        reported: whether a line was printed since it answered last.
     """
 
     url: str
@@ -91,6 +106,10 @@ class Endpoint:
     running: int = 0
     failures: int = 0
     rests_until: float = field(default=0.0, repr=False)
+    lost: bool = field(default=False, repr=False)
+    silent_since: float | None = field(default=None, repr=False)
+    reported_at: float = field(default=-math.inf, repr=False)
+    reported: bool = field(default=False, repr=False)
 
     @classmethod
     def of(cls, text: str) -> Endpoint:
@@ -109,6 +128,11 @@ class Endpoint:
         path = parts.path.rstrip("/") or "/v1"
         return cls(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.fragment)
 
+    @property
+    def root(self) -> str:
+        """The address without `/v1`."""
+        return self.url.removesuffix("/v1")
+
     def __str__(self) -> str:
         """Return the address without a password."""
         parts = urlsplit(self.url)
@@ -123,11 +147,21 @@ class Endpoints:
         concurrency: requests in flight at most.
         weight: of all requests in flight together, at most; a heavier one flies alone.
         patience: with each of them.
+        restore: called before a server that had failed is asked again, which may have been restarted; NoAnswer: it
+            has failed again.
     """
 
-    def __init__(self, endpoints: Sequence[Endpoint], *, concurrency: int, weight: float, patience: Patience) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        *,
+        concurrency: int,
+        weight: float,
+        patience: Patience,
+        restore: Callable[[Endpoint], Awaitable[None]] | None = None,
+    ) -> None:
         self.endpoints = list(endpoints)
-        self._concurrency, self._weight, self._patience = concurrency, weight, patience
+        self._concurrency, self._weight, self._patience, self._restore = concurrency, weight, patience, restore
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
@@ -136,28 +170,72 @@ class Endpoints:
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
         # The seconds of a whole attempt are counted around it: a server that sends a byte now and then hangs as well.
         timeout = httpx.Timeout(None, connect=self._patience.connect)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # A compressed answer could be a thousand times larger than what comes: it is refused.
+        headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as self._client:
             self._gate = _Gate(self._concurrency, self._weight)
             for endpoint in self.endpoints:
                 endpoint.running, endpoint.failures, endpoint.rests_until = 0, 0, 0.0
-            yield
+                endpoint.silent_since = None
+            watch = asyncio.get_running_loop().create_task(self._report_silence())
+            try:
+                yield
+            finally:
+                watch.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watch
+
+    async def _report_silence(self) -> None:
+        """Print a line for each server that has not answered for `SECONDS_BETWEEN_LINES`, and as often from then on."""
+        while True:
+            await asyncio.sleep(min(1.0, SECONDS_BETWEEN_LINES / 4))
+            now = asyncio.get_running_loop().time()
+            for one in self.endpoints:
+                since = one.silent_since
+                if since is not None and now - since >= SECONDS_BETWEEN_LINES:
+                    doing = "trying again" if one.failures else f"{one.running} request(s) wait"
+                    self._report(one, f"no answer for {terminal.duration(now - since)}; {doing}")
+
+    def _report(self, endpoint: Endpoint, why: str) -> None:
+        """Print a line about a server, but no more than one every `SECONDS_BETWEEN_LINES`."""
+        now = asyncio.get_running_loop().time()
+        if now - endpoint.reported_at >= SECONDS_BETWEEN_LINES:
+            endpoint.reported_at, endpoint.reported = now, True
+            terminal.note(f"{endpoint}: {why}")
 
     async def ask_one(
-        self, endpoint: Endpoint, path: str, question: dict[str, Any] | None, read: Callable[[Any], T], *, attempts: int
+        self,
+        endpoint: Endpoint,
+        path: str,
+        question: dict[str, Any] | None,
+        read: Callable[[Any], T],
+        *,
+        attempts: int,
+        most: int = SLACK,
+        at_root: bool = False,
     ) -> T:
         """Ask this server and no other: GET without a question, POST with one.
 
+        Args:
+            endpoint: the server.
+            path: behind `/v1`.
+            question: the body.
+            read: as in `ask`.
+            attempts: at most.
+            most: bytes of an answer.
+            at_root: whether the path is behind the address without `/v1`.
+
         Raises:
             Refused: what it says to that.
-            XtkError: it does not answer.
+            NoAnswer: it does not answer.
         """
+        url = (endpoint.root if at_root else endpoint.url) + path
         for attempt in range(1, attempts + 1):
             try:
-                return await self._attempt(endpoint, path, question, read)
+                return await self._attempt(endpoint, url, question, read, most)
             except (BadAnswer, _NoAnswer) as wrong:
                 if attempt == attempts:
-                    raise XtkError(f"this server gives no answer: {wrong}", where=str(endpoint)) from None
+                    raise NoAnswer(f"this server gives no answer: {wrong}", where=str(endpoint)) from None
                 await asyncio.sleep(self._patience.pause(attempt))
         raise AssertionError("at least one attempt")
 
@@ -169,6 +247,7 @@ class Endpoints:
         *,
         what: str,
         weight: float,
+        most: int,
     ) -> T:
         """Ask whichever server is free, and another one if it fails, until one answers or patience ends.
 
@@ -178,6 +257,7 @@ class Endpoints:
             read: makes something of the JSON that comes, or raises BadAnswer.
             what: the question is about, for errors.
             weight: of the request.
+            most: bytes of an answer.
 
         Raises:
             Refused: what a server says to that.
@@ -193,9 +273,12 @@ class Endpoints:
                 await asyncio.sleep(max(0.0, min(endpoint.rests_until, end) - loop.time()))
                 attempts += 1
                 try:
-                    return await self._attempt(endpoint, path, question(endpoint), read)
-                except (BadAnswer, _NoAnswer) as wrong:
-                    failed, last = endpoint, f"{endpoint}: {wrong}"
+                    if endpoint.lost and self._restore is not None:
+                        await self._restore(endpoint)
+                    endpoint.lost = False
+                    return await self._attempt(endpoint, endpoint.url + path, question(endpoint), read, most)
+                except (BadAnswer, _NoAnswer, NoAnswer) as wrong:
+                    failed, last = endpoint, f"{endpoint}: {wrong.what if isinstance(wrong, NoAnswer) else wrong}"
                     bad += isinstance(wrong, BadAnswer)
             raise XtkError(
                 f"no answer after {attempts} attempts, the last one at {last}",
@@ -220,45 +303,64 @@ class Endpoints:
         )
 
     async def _attempt(
-        self, endpoint: Endpoint, path: str, question: dict[str, Any] | None, read: Callable[[Any], T]
+        self, endpoint: Endpoint, url: str, question: dict[str, Any] | None, read: Callable[[Any], T], most: int
     ) -> T:
+        now = asyncio.get_running_loop().time
         endpoint.running += 1
+        if endpoint.silent_since is None:
+            endpoint.silent_since = now()
         try:
             async with asyncio.timeout(self._patience.answer):
-                raw = await self._once(endpoint, path, question)
+                raw = await self._once(url, question, most)
         except TimeoutError:
-            self._rest(endpoint, 0.0)
-            raise _NoAnswer(f"no answer within {self._patience.answer:g} seconds") from None
-        except httpx.HTTPError as wrong:
-            self._rest(endpoint, 0.0)
-            raise _NoAnswer(f"{type(wrong).__name__} {wrong}".strip()) from None
+            why = f"no answer within {self._patience.answer:g} seconds"
+            self._rest(endpoint, 0.0, why)
+            raise _NoAnswer(why) from None
+        except (httpx.HTTPError, httpx.InvalidURL) as wrong:
+            why = f"{type(wrong).__name__} {wrong}".strip()
+            self._rest(endpoint, 0.0, why)
+            raise _NoAnswer(why) from None
         except _NoAnswer as wrong:
-            self._rest(endpoint, wrong.pause)
+            self._rest(endpoint, wrong.pause, str(wrong))
+            raise
+        except BadAnswer as wrong:
+            self._report(endpoint, f"{wrong}; trying again")
             raise
         finally:
             endpoint.running -= 1
-        endpoint.failures = 0
+        if endpoint.reported:
+            silent = now() - (endpoint.silent_since or now())
+            terminal.note(f"{endpoint}: answers again, after {terminal.duration(silent)}")
+        endpoint.failures, endpoint.reported = 0, False
+        endpoint.silent_since = now() if endpoint.running else None
         try:
-            answer = json.loads(raw)
-        except (ValueError, RecursionError) as wrong:
-            raise BadAnswer(f"an answer that is no JSON: {wrong}") from None
-        return read(answer)
+            return read(read_answer(raw))
+        except BadAnswer as wrong:
+            self._report(endpoint, f"{wrong}; trying again")
+            raise
 
-    async def _once(self, endpoint: Endpoint, path: str, question: dict[str, Any] | None) -> bytes:
-        if question is None:
-            answer = await self._client.get(endpoint.url + path)
-        else:
-            answer = await self._client.post(endpoint.url + path, json=question)
-        if answer.status_code == 200:
-            return answer.content
-        message = _message(answer)
-        if answer.status_code >= 500 or answer.status_code in BUSY:
-            asked = answer.headers.get("retry-after", "")
-            raise _NoAnswer(f"{answer.status_code} {message}", float(asked) if asked.isdecimal() else 0.0)
-        raise Refused(answer.status_code, message)
+    async def _once(self, url: str, question: dict[str, Any] | None, most: int) -> bytes:
+        method = "GET" if question is None else "POST"
+        async with self._client.stream(method, url, json=question) as answer:
+            if answer.status_code == 200:
+                packed = answer.headers.get("content-encoding", "identity")
+                if packed != "identity":
+                    raise BadAnswer(f"an answer compressed by {packed}, which was not asked for")
+                raw, is_whole = await _body(answer, most)
+                if not is_whole:
+                    raise BadAnswer(f"an answer of more than {most:,} bytes, the most that this request can have")
+                return raw
+            message = _message(answer, (await _body(answer, MESSAGE))[0])
+            if answer.status_code >= 500 or answer.status_code in BUSY:
+                asked = answer.headers.get("retry-after", "")
+                pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
+                raise _NoAnswer(f"{answer.status_code} {message}", pause)
+            raise Refused(answer.status_code, message)
 
-    def _rest(self, endpoint: Endpoint, asked: float) -> None:
+    def _rest(self, endpoint: Endpoint, asked: float, why: str) -> None:
         now = asyncio.get_running_loop().time()
+        endpoint.lost = True
+        self._report(endpoint, f"{why}; trying again")
         if now >= endpoint.rests_until:  # else this one failed together with others, and is one failure with them
             endpoint.failures += 1
             endpoint.rests_until = now + self._patience.pause(endpoint.failures)
@@ -290,12 +392,58 @@ class _Gate:
                 self._changed.notify_all()
 
 
-def _message(answer: httpx.Response) -> str:
-    """Return what a server says about an error, in a line."""
+def most_bytes(entries: int, tokens: int = 0) -> int:
+    """Return how many bytes an answer may have.
+
+    Args:
+        entries: log-probabilities that are asked for.
+        tokens: whose ids, and text, come back beside them.
+    """
+    return SLACK + ROOM * BYTES_OF_AN_ENTRY * (entries + tokens)
+
+
+def read_answer(raw: bytes) -> Any:
+    """Read JSON that a server sent.
+
+    Raises:
+        BadAnswer: it is none, names a key twice, or holds a number that JSON has not (NaN, Infinity).
+    """
     try:
-        content = answer.json()
+        return json.loads(raw, object_pairs_hook=_once_each, parse_constant=_no_number)
+    except (ValueError, RecursionError) as wrong:
+        raise BadAnswer(f"an answer that is no JSON: {wrong}"[:500]) from None
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        raise ValueError("an object names a key twice")
+    return content
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is not a number")
+
+
+async def _body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
+    """Return the bytes of an answer as they come, at most so many, and whether these are all."""
+    parts, size = [], 0
+    async for part in answer.aiter_raw():
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            return b"".join(parts)[:most], False
+    return b"".join(parts), True
+
+
+def _message(answer: httpx.Response, raw: bytes) -> str:
+    """Return what a server says about an error, in a line."""
+    if answer.is_redirect:
+        return f"{answer.reason_phrase}, to {answer.headers['location'][:200]}; redirects are not followed"
+    try:
+        content = read_answer(raw)
         error = content.get("error", content)
         text = error.get("message") if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        text = answer.text
+    except (BadAnswer, AttributeError):
+        text = raw.decode(errors="replace")
     return " ".join(str(text or answer.reason_phrase).split())[:500]

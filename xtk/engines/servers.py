@@ -20,6 +20,7 @@ PROBE = (
 )
 WORDS_OF_THE_VOCABULARY = 256
 SHORT = 256  # tokens that any server reads
+TOKENS_AT_MOST = 8  # times as many as ours may be those of another tokenizer, which is then refused for that
 T = TypeVar("T")
 
 
@@ -55,8 +56,13 @@ def models_of(answer: Any) -> list[dict[str, Any]]:
         BadAnswer: nothing.
     """
     models = answer.get("data") if isinstance(answer, dict) else None
-    if not isinstance(models, list) or not all(isinstance(one, dict) and "id" in one for one in models) or not models:
+    if not isinstance(models, list) or not models:
         raise BadAnswer("it names no models")
+    if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in models):
+        raise BadAnswer("it has a model whose id is no text")
+    for length in (one.get("max_model_len") for one in models):
+        if length is not None and (type(length) is not int or length < 1):
+            raise BadAnswer(f"it has a model whose max_model_len is no number of tokens: {str(length)[:40]!r}")
     return models
 
 
@@ -66,7 +72,7 @@ def chosen_model(models: list[dict[str, Any]], endpoint: Endpoint, name: str) ->
     Raises:
         XtkError: it has several, or none of that name.
     """
-    names = ", ".join(str(one["id"]) for one in models)
+    names = ", ".join(one["id"] for one in models)[:500]
     if endpoint.wanted_model:
         found = [one for one in models if one["id"] == endpoint.wanted_model]
         if not found:
@@ -111,7 +117,7 @@ def compare_tokens(ours: list[int], theirs: list[int], tokenizer: Tokenizer, end
     at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(ours))
     raise Mismatch(
         "the server has another tokenizer",
-        where=f"{endpoint} makes {theirs[at : at + 5]} where {tokenizer.name} makes {ours[at : at + 5]}, "
+        where=f"{endpoint} makes {str(theirs[at : at + 5])[:100]} where {tokenizer.name} makes {ours[at : at + 5]}, "
         f"at token {at} of a text",
         hint="the folder or hub id of the model that the server has is what is to be named",
     )

@@ -115,6 +115,8 @@ class Engine:
                 "on a CPU vLLM cannot draw with seeds where a prompt is read in parts: the engine's option "
                 "max_num_batched_tokens=N, as many as the prompts of a batch have"
             )
+        elif "_lib_fn_wrapper" in text:  # Numba's, which vLLM 0.32 on a CPU finds where it looks for its kernels
+            hint = "unset VLLM_ENABLE_V1_MULTIPROCESSING: with 0, vLLM cannot start in a process that imported Numba"
         elif "out of memory" in text.lower() or "Engine" in text + type(wrong).__name__:
             hint = (
                 "the cause is above; where it is memory: --engine gpu_memory_utilization=0.8, a smaller --batch-tokens"

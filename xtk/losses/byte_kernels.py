@@ -604,7 +604,7 @@ def _correction(
     marks: Marks,
     kept: NDArray[np.float32],
     both: bool,
-) -> float:
+) -> Any:
     """Return the correction of an item; `both`: the two sides have a boundary there."""
     remainder = 1.0 - kept.sum()  # before what is sampled is marked there
     correction, outside = correct_value(teacher, said, here, weight, number, marks)
@@ -627,7 +627,7 @@ def _group_runs(
     marks: Marks,
     runs: NDArray[np.int32],
     widest: int,
-) -> int:
+) -> Any:
     """Write the runs of the student's longer tokens that lead into the item's cells; return how many there are."""
     if _tells_all(said, theirs[PAST]):
         return group_all(student, after, ours, found, number, marks, runs, widest)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, Patience, Refused
+from xtk import terminal
+from xtk.engines.answers import id_numbers, logprobs, token_ids
+from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, NoAnswer, Patience, Refused, most_bytes
 from xtk.engines.servers import (
     ATTEMPTS_AT_FIRST,
     COMPLETIONS,
+    TOKENS_AT_MOST,
     chosen_model,
     compare_tokens,
     first_of,
@@ -30,6 +33,7 @@ from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
 CONCURRENCY = 128
 NEVER = -100.0  # the lowest that the API takes
 NAMED = "token_id:"
+LOSSES_AT_MOST = 5  # of its weights, by a server, while it is asked for one completion
 
 
 class ServerWriter:
@@ -55,7 +59,13 @@ class ServerWriter:
             concurrency=request.options.get("concurrency") or CONCURRENCY,
             weight=float("inf"),
             patience=request.options.get("patience") or Patience(),
+            restore=self._restore,
         )
+        self._sent: Path | None = None
+        self._version = ""
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._sends = dict.fromkeys((one.url for one in servers), 0)  # how often each was sent weights
+        self._attempts = (request.options.get("patience") or Patience()).attempts
         padding = range(len(self._tokenizer), self._tokenizer.width)
         self._never = {str(token): NEVER for token in padding} if 0 < len(padding) <= BIASES else None
         self._context = run(self._look_at_servers())
@@ -83,7 +93,8 @@ class ServerWriter:
         """Have each server take new weights, and forget what it kept of the old ones.
 
         Args:
-            weights: a folder that the servers see under the same name.
+            weights: a folder that the servers see under the same name. It has to stay until the next one is sent: a
+                server that is restarted meanwhile begins with its old weights, and gets these again.
 
         Raises:
             XtkError: these are no folder, or a server does not take them. Then others may have.
@@ -96,7 +107,8 @@ class ServerWriter:
             )
         folder = Path(weights).resolve()
         self._names.check(Names.of(folder), str(folder))
-        run(self._update_all(folder))
+        self._sent, self._version = folder, f"xtk-{secrets.token_hex(8)}"
+        run(self._update_all())
 
     def rest(self) -> None:
         """Do nothing: servers have devices of their own."""
@@ -133,7 +145,10 @@ class ServerWriter:
             "return_token_ids": True,
             "max_tokens": 1,
         }
-        choice = await self._endpoints.ask_one(endpoint, COMPLETIONS, question, _choice, attempts=ATTEMPTS_AT_FIRST)
+        most = most_bytes(0, TOKENS_AT_MOST * len(ours.ids))
+        choice = await self._endpoints.ask_one(
+            endpoint, COMPLETIONS, question, _choice, attempts=ATTEMPTS_AT_FIRST, most=most
+        )
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
             raise XtkError(
@@ -145,6 +160,7 @@ class ServerWriter:
             compare_tokens(ours.ids.tolist(), theirs, self._tokenizer, endpoint, "rollout")
 
     async def _write_all(self, asks: Sequence[Ask], sampling: Sampling) -> list[Completion]:
+        self._locks = {}
         async with self._endpoints.opened():
             try:
                 async with asyncio.TaskGroup() as group:
@@ -157,13 +173,30 @@ class ServerWriter:
         told = told_ids(sampling, self._tokenizer, self._tokenizer.width)
         question = self._question(ask, sampling, told)
         where = f"a prompt of {len(ask.ids):,} tokens, sent to {self._name}"
+        asked: list[tuple[Endpoint, int]] = []
+
+        def question_for(endpoint: Endpoint) -> dict[str, Any]:
+            asked.append((endpoint, self._sends[endpoint.url]))
+            return {"model": endpoint.model, **question}
+
         try:
-            return await self._endpoints.ask(
-                COMPLETIONS,
-                lambda endpoint: {"model": endpoint.model, **question},
-                lambda answer: self._completion(answer, sampling, told),
-                what=where,
-                weight=0.0,
+            for _ in range(LOSSES_AT_MOST):
+                completion = await self._endpoints.ask(
+                    COMPLETIONS,
+                    question_for,
+                    lambda answer: self._completion(answer, sampling, told),
+                    what=where,
+                    weight=0.0,
+                    most=most_bytes(question["max_tokens"] * (told + 2), question["max_tokens"] + len(ask.ids)),
+                )
+                endpoint, sends = asked[-1]
+                # Weights that were sent meanwhile came after a part of it, or all.
+                if await self._kept_weights(endpoint) and sends == self._sends[endpoint.url]:
+                    return completion
+            raise XtkError(
+                f"this server lost its weights {LOSSES_AT_MOST} times while it generated one completion",
+                where=f"{asked[-1][0]}, {where}",
+                hint="see its log: it is restarted again and again, or another run sends it weights",
             )
         except Refused as wrong:
             hint = None
@@ -200,44 +233,96 @@ class ServerWriter:
         """
         choice = _choice(answer)
         try:
-            ids = np.array(choice["token_ids"], np.int32)
-            values = choice["logprobs"]["token_logprobs"]
-            if len(values) != len(ids) or not set(map(type, values)) <= {float, int}:
+            ids = id_numbers(choice["token_ids"])
+            values = logprobs(choice["logprobs"]["token_logprobs"])
+            if len(values) != len(ids):
                 raise BadAnswer("an answer with other log-probabilities than one for each token")
-            logprobs = np.array(values, np.float32)
             tops = choice["logprobs"]["top_logprobs"] if told else []
             likeliest = np.array([_likeliest(top, token, told) for top, token in zip(tops, ids, strict=bool(told))])
             return completion_of(
                 ids,
-                logprobs,
+                values,
                 likeliest.astype(np.int32).reshape(-1, told) if told else np.zeros((len(ids), 0), np.int32),
                 isinstance(choice.get("stop_reason"), str),
                 sampling,
                 self._tokenizer,
             )
         except (TypeError, ValueError, KeyError, OverflowError) as wrong:
-            raise BadAnswer(f"an answer that cannot be read: {wrong!r}") from None
+            raise BadAnswer(f"an answer that cannot be read: {wrong!r}"[:500]) from None
 
-    async def _update_all(self, folder: Path) -> None:
+    async def _update_all(self) -> None:
         async with self._endpoints.opened():
             for endpoint in self._endpoints.endpoints:
-                root = replace(endpoint, url=endpoint.url.removesuffix("/v1"))
-                question = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+                # One that is being restarted is waited for, like everywhere.
+                await self._endpoints.ask_one(endpoint, "/models", None, models_of, attempts=self._attempts)
                 try:
-                    await self._endpoints.ask_one(root, "/collective_rpc", question, _done, attempts=1)
-                    await self._endpoints.ask_one(root, "/reset_prefix_cache", {}, _forgotten, attempts=3)
-                except Refused as wrong:
-                    raise XtkError(
-                        f"the server takes no new weights: {wrong.status} {wrong.message}",
-                        where=str(endpoint),
-                        hint="start it with VLLM_SERVER_DEV_MODE=1, where only trusted machines reach it",
-                    ) from None
-                except XtkError as wrong:
+                    await self._send(endpoint)
+                except NoAnswer as wrong:
                     raise XtkError(
                         f"the server does not take these weights: {wrong.what}",
-                        where=f"{endpoint}, {folder}",
-                        hint="whether it sees this folder, and what it says stand in its log",
+                        where=f"{endpoint}, {self._sent}",
+                        hint="check in its log whether it can read this folder",
                     ) from None
+
+    async def _has_weights(self, endpoint: Endpoint) -> bool:
+        """Return whether a server holds the weights that were sent last; a restarted one has those of its start.
+
+        Raises:
+            NoAnswer: it fails.
+            XtkError: it knows no version of its weights.
+        """
+        try:
+            version = await self._endpoints.ask_one(
+                endpoint, "/weight_info", None, _version_of, attempts=1, at_root=True
+            )
+        except Refused as wrong:
+            raise _refused_weights(wrong, endpoint) from None
+        return version == self._version
+
+    async def _kept_weights(self, endpoint: Endpoint) -> bool:
+        if self._sent is None:
+            return True
+        try:
+            kept = await self._has_weights(endpoint)
+        except NoAnswer:
+            kept = False
+        endpoint.lost |= not kept
+        return kept
+
+    async def _restore(self, endpoint: Endpoint) -> None:
+        """Send the weights again if a server that had failed lost them.
+
+        Raises:
+            NoAnswer: it fails again.
+            XtkError: it refuses them.
+        """
+        if self._sent is None:
+            return
+        async with self._locks.setdefault(endpoint.url, asyncio.Lock()):
+            await self._endpoints.ask_one(endpoint, "/models", None, models_of, attempts=1)
+            if not await self._has_weights(endpoint):
+                await self._send(endpoint)
+                terminal.note(f"{endpoint}: was restarted without the student's weights; sent them again")
+
+    async def _send(self, endpoint: Endpoint) -> None:
+        ask_one = self._endpoints.ask_one
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._sent)}}
+        version = {"new_version": self._version}
+        self._sends[endpoint.url] += 1
+        try:
+            await ask_one(endpoint, "/collective_rpc", reload, _done, attempts=1, at_root=True)
+            await ask_one(endpoint, "/reset_prefix_cache", {}, _forgotten, attempts=3, at_root=True)
+            await ask_one(endpoint, "/update_weight_version", version, _accepted, attempts=3, at_root=True)
+        except Refused as wrong:
+            raise _refused_weights(wrong, endpoint) from None
+
+
+def _refused_weights(wrong: Refused, endpoint: Endpoint) -> XtkError:
+    return XtkError(
+        f"the server takes no new weights: {wrong.status} {wrong.message}",
+        where=str(endpoint),
+        hint="start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1, where only trusted machines reach it",
+    )
 
 
 def _choice(answer: Any) -> dict[str, Any]:
@@ -248,8 +333,9 @@ def _choice(answer: Any) -> dict[str, Any]:
 
 
 def _likeliest(top: dict[str, float], own: int, count: int) -> list[int]:
-    """Return the likeliest ids of a place, the likeliest first; the token that was drawn may stand beside them."""
-    known = {int(name.removeprefix(NAMED)): value for name, value in top.items()}
+    """Return the likeliest ids of a position, in order; the sampled token may be one more."""
+    names = [name.removeprefix(NAMED) for name in top]
+    known = dict(zip(token_ids(names).tolist(), logprobs(top.values()).tolist(), strict=True))
     if len(known) > count:
         del known[int(own)]
     if len(known) != count:
@@ -265,3 +351,15 @@ def _done(answer: Any) -> None:
 def _forgotten(answer: Any) -> None:
     if answer != {"success": True}:
         raise BadAnswer("its cache of prompts is in use, by whom xtk does not know")
+
+
+def _accepted(answer: Any) -> None:
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        raise BadAnswer("it does not keep the version of its weights")
+
+
+def _version_of(answer: Any) -> str:
+    version = answer.get("weight_version") if isinstance(answer, dict) else None
+    if not isinstance(version, str):
+        raise BadAnswer("it does not report the version of its weights (weight_version)")
+    return version

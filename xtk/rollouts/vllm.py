@@ -14,7 +14,7 @@ from xtk.engines.options import engine_options, refuse_reserved
 from xtk.engines.vllm import Engine, import_vllm
 from xtk.errors import XtkError
 from xtk.rollouts.completions import BIASES, completion_of, length_of, refuse_hotter, seed_of, told_ids
-from xtk.rollouts.weights import Names, save_weights
+from xtk.rollouts.weights import Names, save_weights, with_head
 from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
 
 # What xtk says itself, and where the user says it.
@@ -103,7 +103,7 @@ class VllmWriter:
             self._reload(weights_path=str(weights))
         elif self._in_process():
             seen: set[str] = set()
-            self._reload(weights_iterator=_noted(weights, seen))
+            self._reload(weights_iterator=_noted(with_head(weights), seen))
             self._names.check(Names(frozenset(seen)), "the weights that were told")
         else:
             with tempfile.TemporaryDirectory() as folder:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xtk.errors import Mismatch
-from xtk.tokens.model_config import model_config
 
-FILE = "model.safetensors"
+FILE, HEAD_FILE, INDEX = "model.safetensors", "output-head.safetensors", "model.safetensors.index.json"
 HEAD = "lm_head.weight"
+_OTHER_HEADS = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\..*|output\.weight")
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings?)\.weight")
 
 
 @dataclass(frozen=True)
@@ -20,11 +23,9 @@ class Names:
 
     Attributes:
         names: of all; empty: not known, for a folder without safetensors.
-        tied: whether the head is the embedding, and may be left out.
     """
 
     names: frozenset[str]
-    tied: bool = False
 
     @classmethod
     def of(cls, folder: Path) -> Names:
@@ -35,29 +36,79 @@ class Names:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, "pt") as file:
                 names |= set(file.keys())
-        return cls(frozenset(names), bool(model_config(folder).get("tie_word_embeddings")))
+        return cls(frozenset(names))
 
-    def check(self, told: Names, where: str) -> None:
-        """Refuse weights of which some are missing: an engine would go on with its old ones, and say nothing.
+    @property
+    def embedding(self) -> str | None:
+        """The embedding that is the output head too (tied weights); None: the head is stored, or it is not known."""
+        if any(map(_OTHER_HEADS.fullmatch, self.names)):
+            return None
+        found = [name for name in self.names if _EMBEDDING.fullmatch(name)]
+        return found[0] if len(found) == 1 else None
+
+    def check(self, sent: Names, where: str) -> None:
+        """Refuse weights of which some are missing: an engine would keep its old ones without a message.
+
+        A tied head must be there as well, whether or not the model's own files have it (see `with_head`).
 
         Raises:
             Mismatch: names them.
         """
         if not self.names:
             return
-        missing = self.names - told.names - ({HEAD} if self.tied or told.tied else set())
-        other = told.names - self.names - ({HEAD} if self.tied or told.tied else set())
+        wanted = self.names if self.embedding is None else self.names | {HEAD}
+        missing = wanted - sent.names
+        other = sent.names - self.names - {HEAD}
         if missing or other:
             words = [f"without {sorted(missing)[0]}"] if missing else []
             words += [f"with {sorted(other)[0]}"] if other else []
             raise Mismatch(
                 f"these are the weights of another model: {len(missing):,} are missing, {len(other):,} unknown",
                 where=f"{where}: {', '.join(words)}",
+                hint="xtk.rollouts.weights.add_head writes the tied output head" if missing == {HEAD} else None,
             )
 
 
+def with_head(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield weights, and after them the output head where it is tied to the embedding and therefore not among them.
+
+    vLLM's `reload_weights` (0.32, on CPU) stores a tied head apart from the embedding, and keeps the old head when
+    new weights come without one.
+    """
+    names: set[str] = set()
+    embeddings = {}
+    for name, weight in weights:
+        names.add(name)
+        if _EMBEDDING.fullmatch(name):
+            embeddings[name] = weight
+        yield name, weight
+    tied = Names(frozenset(names)).embedding
+    if tied is not None:
+        yield HEAD, embeddings[tied]
+
+
+def add_head(folder: Path) -> None:
+    """Write the output head into a folder of safetensors, in a separate file, where it is tied and left out."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tied = Names.of(folder).embedding
+    if tied is None:
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if tied in file.keys():  # noqa: SIM118 (it is no mapping)
+                head = file.get_tensor(tied)
+    save_file({HEAD: head}, folder / HEAD_FILE, metadata={"format": "pt"})
+    index = folder / INDEX
+    if index.is_file():  # vLLM reads only the files that it names
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"][HEAD] = HEAD_FILE
+        index.write_text(json.dumps(content), encoding="utf-8")
+
+
 def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
-    """Write weights as one file of safetensors, with no copy but for views and other devices.
+    """Write weights as one file of safetensors, a tied output head among them; only views and other devices are copied.
 
     Args:
         weights: pairs of a name and a tensor.
@@ -65,7 +116,7 @@ def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    whole = {name: weight.detach().cpu().contiguous() for name, weight in weights}
+    whole = {name: weight.detach().cpu().contiguous() for name, weight in with_head(weights)}
     stored: dict[int, str] = {}
     for name, weight in whole.items():
         if weight.untyped_storage().data_ptr() in stored:  # safetensors refuses to write memory twice

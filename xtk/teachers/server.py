@@ -17,10 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
-from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, Patience, Refused
+from xtk.engines.answers import logprobs as checked_logprobs
+from xtk.engines.answers import token_ids
+from xtk.engines.endpoints import BYTES_OF_AN_ENTRY, BadAnswer, Endpoint, Endpoints, Patience, Refused, most_bytes
 from xtk.engines.servers import (
     ATTEMPTS_AT_FIRST,
     COMPLETIONS,
+    TOKENS_AT_MOST,
     chosen_model,
     compare_tokens,
     first_of,
@@ -46,7 +49,6 @@ from xtk.tokens.sequence import Sequence as TokenSequence
 from xtk.tokens.signal import Scores
 
 CONCURRENCY = 32
-BYTES_OF_AN_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
 BYTES_IN_FLIGHT = 1 << 29
 CLAMPED = -9999.0  # what vLLM writes for minus infinity, which JSON has not
 SAME_MODEL = 0.1  # nats on average: bf16 on other GPUs or in other batches is off by a fifth of it
@@ -145,6 +147,7 @@ class ServerTeacher:
                 lambda answer: self._scores(document, _heads_of(answer, document, self._top_k)),
                 what=self._called(document),
                 weight=length * (self._top_k + 1) * BYTES_OF_AN_ENTRY,
+                most=most_bytes(length * (self._top_k + 1)),
             )
         except Refused as wrong:
             raise _refused(wrong, self._called(document), self._top_k) from None
@@ -175,7 +178,7 @@ class ServerTeacher:
                 except Refused as wrong:
                     raise _refused(wrong, str(endpoint), self._top_k) from None
         _check_same_model(self._endpoints.endpoints, told)
-        known = [limit for limit in limits if isinstance(limit, int)]
+        known = [limit for limit in limits if limit is not None]
         return min(known) if known else None
 
     async def _told_of(self, probe: str, endpoint: Endpoint) -> NDArray[np.float64] | None:
@@ -190,7 +193,12 @@ class ServerTeacher:
         ids = ours.ids.tolist()
         question = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
         choice = await self._endpoints.ask_one(
-            endpoint, COMPLETIONS, {**question, **_parameters(self._top_k)}, _choice, attempts=ATTEMPTS_AT_FIRST
+            endpoint,
+            COMPLETIONS,
+            {**question, **_parameters(self._top_k)},
+            _choice,
+            attempts=ATTEMPTS_AT_FIRST,
+            most=most_bytes(TOKENS_AT_MOST * len(ids) * (self._top_k + 1), TOKENS_AT_MOST * len(ids)),
         )
         theirs, told = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
         if not isinstance(theirs, list):
@@ -251,20 +259,18 @@ def _heads_of(answer: Any, document: TokenSequence, top_k: int) -> Heads:
     entries = [told[position] for position in at.tolist()]
     if not all(isinstance(entry, dict) and len(entry) in (top_k, top_k + 1) and entry for entry in entries):
         raise BadAnswer(f"an answer with other than {top_k:,} log-probabilities at a token")
+    ids = token_ids([token for entry in entries for token in entry])
     try:
-        ids = np.array([int(token) for entry in entries for token in entry], np.int64)
         values = [value["logprob"] for entry in entries for value in entry.values()]
-    except (TypeError, ValueError, KeyError, OverflowError) as wrong:
-        raise BadAnswer(f"an answer that cannot be read: {wrong!r}") from None
-    if not set(map(type, values)) <= {float, int}:  # NumPy would make numbers of null and of text
-        raise BadAnswer("an answer with a log-probability that is no number")
-    logprobs = np.array(values, np.float32)
+    except (TypeError, KeyError):
+        raise BadAnswer("an answer with a token that has no log-probability") from None
+    logprobs = checked_logprobs(values)
     lengths = np.array([len(entry) for entry in entries])
     return _apart(ids, logprobs, lengths, document.ids[at], top_k)
 
 
 def _apart(
-    ids: NDArray[np.int64],
+    ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
     lengths: NDArray[np.int64],
     realised: NDArray[np.int32],
@@ -280,7 +286,7 @@ def _apart(
         top_k: K.
     """
     filled = np.arange(top_k + 1) < lengths[:, None]
-    table = np.full(filled.shape, -1, np.int64)
+    table = np.full(filled.shape, -1, np.int32)
     values = np.full(filled.shape, -np.inf, np.float32)
     table[filled] = ids
     values[filled] = np.where(logprobs <= CLAMPED, -np.inf, logprobs)
@@ -290,11 +296,7 @@ def _apart(
     # One that is no part of the likeliest is behind them, whatever ties there are.
     behind = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
     order = np.lexsort((-values, behind), axis=1)[:, :top_k]
-    if len(table) and (np.abs(table).max() > np.iinfo(np.int32).max):
-        raise BadAnswer("an answer with an id that is none")
-    return Heads(
-        np.take_along_axis(table, order, 1).astype(np.int32), np.take_along_axis(values, order, 1), values[own]
-    )
+    return Heads(np.take_along_axis(table, order, 1), np.take_along_axis(values, order, 1), values[own])
 
 
 def _forced(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
@@ -308,6 +310,7 @@ def _forced(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
         (entry,), (own,) = logprobs["top_logprobs"], logprobs["tokens"]
         ruled_out = sum(value <= CLAMPED for token, value in entry.items() if token != own)
         found = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
+        own = own.rpartition(":")[2]
     except (TypeError, KeyError, ValueError, AttributeError):
         raise BadAnswer("an answer without the log-probabilities of its last token") from None
     if ruled_out and ruled_out == len(entry) - 1:
@@ -315,13 +318,13 @@ def _forced(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
             "the server tells the log-probabilities of what it may generate, not those of the model",
             hint="start vLLM's server with --logprobs-mode raw_logprobs (its default)",
         )
-    return found if top_k else {token: value for token, value in found.items() if own.endswith(f":{token}")}
+    return found if top_k else {token: value for token, value in found.items() if token == own}
 
 
 def _logprob(entry: Any, token: int) -> float:
     try:
         return float(entry[str(token)]["logprob"])
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return float("nan")
 
 

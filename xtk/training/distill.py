@@ -521,7 +521,7 @@ def distill(
             merge=_merging(places, recipe, inputs, trust_remote_code) if can_be_merged(cut.model) else None,
         )
         run.resumed = resumed
-        run.blocks = _blocks(run, inputs, places, trust_remote_code)
+        run.blocks = _blocks(run, inputs, places, packing, trust_remote_code)
         if inputs.chosen:
             terminal.note(f"distill: --loss auto takes {inputs.chosen}")
         if per_step < recipe.documents_per_step(layout.data_ranks):
@@ -601,13 +601,14 @@ def _order(recipe: Recipe, documents: np.ndarray, sizes: np.ndarray, per_step: i
     return RoundOrder(documents, sizes, per_step, recipe.seed, recipe.on_policy)
 
 
-def _blocks(run: Run, inputs: Inputs, places: Places, trust_remote_code: bool) -> Blocks | None:
+def _blocks(run: Run, inputs: Inputs, places: Places, packing: int, trust_remote_code: bool) -> Blocks | None:
     """Return the blocks of a run with live teachers, or the rounds of one that is on-policy, and tell of them."""
     on_policy = run.recipe.on_policy
     if on_policy is None:
         return blocks_of(inputs.source, run.order, run.steps, run.recipe.teacher_steps, places.output, run.accelerator)
     from xtk.rollouts.writer import WriterRequest
-    from xtk.training.student_writer import StudentWriter
+    from xtk.training.logprob_check import LogprobCheck
+    from xtk.training.student_writer import OWN, StudentWriter
 
     assert isinstance(inputs.source, RoundSource)
     assert isinstance(run.order, RoundOrder)
@@ -631,7 +632,10 @@ def _blocks(run: Run, inputs: Inputs, places: Places, trust_remote_code: bool) -
     terminal.note(f"distill: {on_policy.plan(writer.plan(run.accelerator.num_processes))}")
     for teacher in inputs.source.teachers:
         terminal.note(f"distill: {teacher.plan()}")
-    return Rounds(inputs.source, run.order, run.steps, on_policy, places.output, run.accelerator, writer)
+    check = None
+    if on_policy.backend != OWN:
+        check = LogprobCheck(run.model, run.layout, packing, run.accelerator.device)
+    return Rounds(inputs.source, run.order, run.steps, on_policy, places.output, run.accelerator, writer, check)
 
 
 def _start(places: Places, recipe: Recipe, reporting: Reporting) -> Any:

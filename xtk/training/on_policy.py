@@ -32,6 +32,8 @@ FIGURES = {
     "reward": "mean reward, of what could be judged",
     "turns": "how often the student spoke",
     "tool_share": "share of the tokens behind the prompt that the student did not draw",
+    "logprob_difference": "nats a token: mean absolute difference between the generation engine's log-probabilities of "
+    "sampled tokens and the student's own",
 }
 # What came after runs had been trained: left as it is, it does not tell two of them apart.
 LATER = ("prompt_template", "apply_chat_template", "chat_template_kwargs")

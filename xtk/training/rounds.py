@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.cache_manifest import MANIFEST
 from xtk.artifacts.corpus import Fingerprint, HeldCorpus
-from xtk.artifacts.files import sha256, written_whole
+from xtk.artifacts.files import read_json, sha256, write_json, written_whole
 from xtk.artifacts.runs import CHECKPOINT, ROLLOUTS, numbered
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import Damaged, XtkError
@@ -37,12 +37,14 @@ from xtk.tokens.reading import read_documents
 from xtk.tokens.sequence import sequences
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.live import Blocks, Join, LiveSource
+from xtk.training.logprob_check import LogprobCheck
 from xtk.training.metrics import MetricsFile
 from xtk.training.on_policy import OnPolicy, RoundOrder, repetition, reward_weights
 from xtk.training.sources import NONE
 from xtk.training.stopping import Stop
 
 ROUNDS = "rounds"
+COMPARED = "comparison.json"
 
 
 class Writes(Protocol):
@@ -204,6 +206,7 @@ class Rounds(Blocks):
         output: the run's folder, which all processes see.
         accelerator: Accelerate's.
         writer: writes for the student; each process asks for its share of the prompts.
+        check: compares rollouts that an engine generated with the student; None: the student generates them itself.
 
     Attributes:
         figures: of the last round, for metrics.
@@ -219,9 +222,10 @@ class Rounds(Blocks):
         output: Path,
         accelerator: Any,
         writer: Writes,
+        check: LogprobCheck | None = None,
     ) -> None:
         super().__init__(source, order, steps, on_policy.round, output, accelerator)
-        self._on_policy, self._rounds = on_policy, output / ROUNDS
+        self._on_policy, self._rounds, self._check = on_policy, output / ROUNDS, check
         self._writer = writer
         self._source: RoundSource = source
         self._order: RoundOrder = order
@@ -249,7 +253,7 @@ class Rounds(Blocks):
                 continue
             folder = self._rounds / f"{number:06d}"
             started = time.monotonic()
-            self._have_written(block, folder)
+            self._have_written(block, folder, is_current=steps.start <= block.start)
             written = time.monotonic()
             if stop.agreed(self._accelerator.device, by_signals=True) or not self._scored(block, folder, stop):
                 self._source.forget()
@@ -308,8 +312,14 @@ class Rounds(Blocks):
     def _kept(self) -> list[tuple[int, Path]]:
         return [(int(folder.name), folder) for folder in self._rounds.glob("[0-9]*") if folder.name.isdecimal()]
 
-    def _have_written(self, block: range, folder: Path) -> None:
-        """Have the student write what the steps of a round take, each process its share, and read it."""
+    def _have_written(self, block: range, folder: Path, *, is_current: bool) -> None:
+        """Have the student write what the steps of a round take, each process its share, and read it.
+
+        Args:
+            block: the steps.
+            folder: where the rollouts are stored.
+            is_current: whether the student's weights are those of the first of the steps.
+        """
         accelerator, on_policy = self._accelerator, self._on_policy
         writing = [step for step in block if self._order.writes(step)]
         times: dict[int, int] = {}
@@ -357,7 +367,25 @@ class Rounds(Blocks):
         self._source.take(written, weights)
         if found:
             self.figures = figures_of(found)
+            if self._check is not None:
+                self.figures |= self._compared(self._check, found, folder / COMPARED, is_current)
             self._tell(block, found)
+
+    def _compared(
+        self, check: LogprobCheck, rollouts: Sequence[Rollout], path: Path, is_current: bool
+    ) -> dict[str, float]:
+        """Return how far the engine's log-probabilities are from the student's; stored, as weights change."""
+        if is_current:
+            try:
+                difference = check(rollouts)
+            except XtkError:  # the same command is to generate them again
+                if self._accelerator.is_main_process:
+                    shutil.rmtree(path.parent, ignore_errors=True)
+                raise
+            if difference is not None and self._accelerator.is_main_process:
+                write_json(path, {"logprob_difference": difference})
+            return {} if difference is None else {"logprob_difference": difference}
+        return dict(read_json(path)) if path.is_file() else {}
 
     def _tell(self, block: range, rollouts: Sequence[Rollout]) -> None:
         """Add a rollout of the round to those that people read, and look for signs of collapse."""

@@ -17,6 +17,7 @@ from xtk.models.causal_lm import Cut
 from xtk.rewards.specification import Rewards
 from xtk.rollouts.environments import environment_of
 from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.rollouts.weights import add_head
 from xtk.rollouts.writer import Writer, WriterRequest
 from xtk.rollouts.writing import write_rollouts
 from xtk.tokens.tokenizer import Tokenizer
@@ -81,6 +82,7 @@ class StudentWriter:
         self._rewards = Rewards(on_policy.rewards) if on_policy.rewards else None
         self._environment = environment_of(on_policy.environment) if on_policy.environment else None
         self.alone = bool(on_policy.devices) or on_policy.backend == "server"
+        self._may_be_sent_again = on_policy.backend == "server"  # to one that was restarted within a round
         self._shares = self._device.type == "cuda" and on_policy.backend == "vllm" and not on_policy.devices
         self._writer = None if self.alone and not processes.is_first() else self._opened(request, cut)
         self._resting = False
@@ -113,12 +115,14 @@ class StudentWriter:
             return
         self._resting = False
         self._save(self._folder)
+        if processes.is_first():
+            add_head(self._folder)
         processes.wait()
         if self._writer is not None:
             self._writer.update(self._folder)
         processes.wait()
-        if processes.is_first():
-            shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._may_be_sent_again:
+            self._remove_weights()
 
     def write(self, prompts: Sequence[Prompt], before: int) -> list[Rollout]:
         """Return what the student makes of prompts.
@@ -144,8 +148,13 @@ class StudentWriter:
                 template_arguments=self._on_policy.chat_template_kwargs,
             )
 
+    def _remove_weights(self) -> None:
+        if processes.is_first():
+            shutil.rmtree(self._folder, ignore_errors=True)
+
     def rest(self) -> None:
         """Give the device back to the student, where the engine shares it; it has no weights then."""
+        self._remove_weights()
         if self._writer is not None and self._shares:
             self._writer.rest()
             self._resting = True

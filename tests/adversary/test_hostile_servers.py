@@ -1,0 +1,185 @@
+"""Hostile HTTP servers: each answer ends in a sentence, within limits of memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import time
+import tracemalloc
+from multiprocessing.connection import Connection
+
+import pytest
+from command_line import run_xtk
+from processes_that_serve import Served, _Handler, _serve, served
+
+from xtk.engines import endpoints
+from xtk.engines.answers import id_numbers, logprobs, token_ids
+from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, NoAnswer, Patience, Refused, read_answer
+from xtk.engines.servers import models_of
+
+HASTY = Patience(attempts=2, seconds=20, answer=1.5, connect=5, first_pause=0.02, longest_pause=0.1)
+
+
+def attack(told: Connection) -> None:
+    """Answer `/KIND/v1/models` in the way of KIND."""
+
+    class Handler(_Handler):
+        def attack(self) -> None:
+            getattr(self, self.path.split("/")[1])()
+
+        do_GET = do_POST = attack  # noqa: N815
+
+        def endless(self) -> None:
+            self.send_response(200)
+            self.send_header("Connection", "close")
+            self.end_headers()
+            while True:
+                self.wfile.write(b"[" * (1 << 20))
+
+        def bomb(self) -> None:
+            self.answer(200, gzip.compress(b" " * (1 << 26)), {"Content-Encoding": "gzip"})
+
+        def redirect(self) -> None:
+            self.answer(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
+
+        def drip(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            for _ in range(1000):
+                self.wfile.write(b" ")
+                time.sleep(0.05)
+
+        def hang(self) -> None:
+            time.sleep(60)
+
+        def deep(self) -> None:
+            self.answer(200, b'{"data":' * 10_000 + b"1" + b"}" * 10_000)
+
+        def number(self) -> None:
+            self.answer(200, b'{"data": [{"id": "m", "max_model_len": ' + b"9" * 5000 + b"}]}")
+
+        def length(self) -> None:
+            self.answer(200, b'{"data": [{"id": "m", "max_model_len": -5}]}')
+
+        def name(self) -> None:
+            self.answer(200, b'{"data": [{"id": ["m"]}]}')
+
+        def nan(self) -> None:
+            self.answer(200, b'{"data": NaN}')
+
+        def twice(self) -> None:
+            self.answer(200, b'{"data": [], "data": [{"id": "m"}]}')
+
+        def nul(self) -> None:
+            self.answer(200, b"\0" * 1000)
+
+        def html(self) -> None:
+            self.answer(200, b"<html>gateway</html>", {"Content-Type": "text/html"})
+
+        def latin(self) -> None:
+            self.answer(200, b'{"data": "\xff\xfe"}')
+
+        def error(self) -> None:
+            self.answer(500, b"x" * (1 << 24))
+
+        def escapes(self) -> None:
+            self.answer(404, {"error": {"message": "\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J"}})
+
+    _serve(Handler, told)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with served(attack) as running:
+        yield running
+
+
+def ask(server: Served, kind: str) -> object:
+    one = Endpoint.of(f"{server.host}/{kind}/v1")
+    those = Endpoints([one], concurrency=2, weight=float("inf"), patience=HASTY)
+
+    async def asked() -> object:
+        async with those.opened():
+            return await those.ask_one(one, "/models", None, models_of, attempts=1)
+
+    return asyncio.run(asked())
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("endless", "more than 1,048,576 bytes"),
+        ("bomb", "compressed by gzip"),
+        ("drip", "within 1.5 seconds"),
+        ("hang", "within 1.5 seconds"),
+        ("deep", "no JSON|nested"),
+        ("number", "no JSON"),
+        ("length", "max_model_len"),
+        ("name", "id is no text"),
+        ("nan", "NaN is not a number"),
+        ("twice", "a key twice"),
+        ("nul", "no JSON"),
+        ("html", "no JSON"),
+        ("latin", "no JSON"),
+        ("error", "500 x"),
+    ],
+)
+def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
+    tracemalloc.start()
+    started = time.monotonic()
+    with pytest.raises(NoAnswer, match=words) as wrong:
+        ask(server, kind)
+    assert time.monotonic() - started < 10
+    assert len(wrong.value.what) < 1000
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+
+
+def test_redirects_are_not_followed(server):
+    with pytest.raises(Refused, match=r"to http://127\.0\.0\.1:9/v1/models; redirects are not followed"):
+        ask(server, "redirect")
+
+
+def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
+    monkeypatch.setattr(endpoints, "SECONDS_BETWEEN_LINES", 0.4)
+    with pytest.raises(NoAnswer):
+        ask(server, "hang")
+    assert "no answer for" in capsys.readouterr().err
+
+
+def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpus, tmp_path):
+    done = run_xtk("cache-teacher", pair.teacher, corpus, "--backend", "server", "--server",
+                   f"{server.host}/escapes/v1", "--top-k", 4, "-o", tmp_path / "cache", code=1)  # fmt: skip
+    assert "Traceback" not in done.stderr
+    assert r"\x1b]0;owned\x07\x1b[31mred\u202e\x9b2J" in done.stderr
+    assert not any(mark in done.stderr for mark in "\x1b\x07\x9b\u202e")
+
+
+@pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])
+def test_a_key_that_is_no_token_id_is_refused(name):
+    with pytest.raises(BadAnswer, match="token id"):
+        token_ids([name])
+    assert token_ids(["0", "123"]).tolist() == [0, 123]
+
+
+@pytest.mark.parametrize("values", [[True], [1.5], [-1], [1 << 40], ["3"], None, {"0": 1}])
+def test_a_value_that_is_no_token_id_is_refused(values):
+    with pytest.raises(BadAnswer, match="token id"):
+        id_numbers(values)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), 0.5, None, "-1", True, -(10**400)])
+def test_a_value_that_is_no_log_probability_is_refused(value):
+    with pytest.raises(BadAnswer, match="log-probability"):
+        logprobs([-1.0, value])
+    assert logprobs([0, -2.5]).tolist() == [0, -2.5]
+
+
+def test_minus_infinity_in_json_is_refused():
+    for text in ("-Infinity", "Infinity", "NaN"):
+        with pytest.raises(BadAnswer, match="not a number"):
+            read_answer(json.dumps({"logprob": 0}).replace("0", text).encode())
+    with pytest.raises(BadAnswer, match="not finite"):
+        logprobs([read_answer(b"-1e999")])
