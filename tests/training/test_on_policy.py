@@ -303,7 +303,7 @@ def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
     for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
         run(pair, prompts, tmp_path / "wrong", *options, "--placement", wrong, code=1)
-    done = run(pair, prompts, tmp_path / "wrong", *options, "--placement", "rollout=1", code=1)
+    done = run(pair, prompts, tmp_path / "wrong", *options, "--placement", "rollout=0", code=1)
     assert "--rollout-backend vllm" in done.stderr
 
 

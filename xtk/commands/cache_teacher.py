@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -51,8 +52,13 @@ def cache_teacher(
         ),
     ] = "",
     top_k: Annotated[
-        int | None, typer.Option(help="Likeliest tokens kept; 64 if left out, 16 beside draws.", show_default=False)
-    ] = None,
+        str,
+        typer.Option(
+            help="Most likely tokens kept, or all; 64 if left out, 16 with samples.",
+            metavar="N|all",
+            show_default=False,
+        ),
+    ] = "",
     top_p: Annotated[
         float | None,
         typer.Option(help="Of --support top-p: the mass that is kept; 0.99 if left out.", show_default=False),
@@ -182,7 +188,8 @@ def cache_teacher(
     if long_documents not in LONG_DOCUMENTS:
         raise unknown("way with long documents", long_documents, LONG_DOCUMENTS)
     able = lookup(BACKENDS, backend, "backend").supports
-    wanted = support_of(support, top_k=top_k, top_p=top_p, draws=draws, sets=draw_sets, seed=seed, able=able)
+    size = _read_top_k(top_k, folder)
+    wanted = support_of(support, top_k=size, top_p=top_p, draws=draws, sets=draw_sets, seed=seed, able=able)
     request = CacheRequest(
         teacher=folder,
         name=teacher,
@@ -205,6 +212,17 @@ def cache_teacher(
     figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
     if figures is not None:  # a path is printed once it leads to a finished cache
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
+
+
+def _read_top_k(text: str, teacher: Path) -> int | None:
+    """Return how many tokens --top-k keeps; None if it is left out."""
+    if text == "all":
+        from xtk.tokens.tokenizer import Tokenizer
+
+        return Tokenizer(teacher).width
+    if text and not (text.isascii() and text.isdecimal()):
+        raise typer.BadParameter(f"{text!r} is not a number of tokens, or all", param_hint="--top-k")
+    return int(text) if text else None
 
 
 def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from xtk.projection.build import identity
 from xtk.teachers import BACKENDS
 from xtk.teachers.planning import Dealing, Plan
 from xtk.teachers.teacher import Teacher, TeacherRequest
-from xtk.tokens.signal import Support
+from xtk.tokens.signal import USUAL_TOP_K, Support
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -126,6 +126,12 @@ def cache_header(request: CacheRequest, tokenizer: Tokenizer, plan: Plan, ranks:
         "top-k+sample": {"top_k": support.top_k, **sampling},
     }
     own = identity(tokenizer)
+    if support.top_k > max(tokenizer.width, *USUAL_TOP_K.values()):
+        raise XtkError(
+            f"--top-k is {support.top_k:,}; the teacher's vocabulary has {tokenizer.width:,} tokens",
+            where=request.name,
+            hint="--top-k all",
+        )
     return {
         "kind": "teacher-cache",
         "codec": {

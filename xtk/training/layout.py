@@ -171,9 +171,12 @@ def read_placement(text: str) -> dict[str, tuple[int, ...]]:
             )
         devices[role] = tuple(map(int, numbers))
     taken = [number for numbers in devices.values() for number in numbers]
-    there = torch.cuda.device_count()
+    there = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
     if len(set(taken)) < len(taken):
         raise XtkError(f"--placement {text}: a device has two roles", hint="roles that are not named take turns")
-    if there and max(taken, default=0) >= there:
-        raise XtkError(f"--placement {text}: this machine has the devices 0 to {there - 1}")
+    if max(taken, default=0) >= there:
+        raise XtkError(
+            f"--placement {text}: there is no device {max(taken)}; this machine has {there} "
+            f"({'a GPU each' if torch.cuda.is_available() else 'the CPU'}), counted from 0"
+        )
     return devices

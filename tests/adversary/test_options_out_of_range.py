@@ -1,0 +1,28 @@
+"""Options that name more than there is: tokens that no vocabulary has, devices that no machine has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from xtk.errors import XtkError
+from xtk.training.layout import read_placement
+
+
+def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus, tmp_path):
+    command = ["cache-teacher", pair.teacher, corpus, "--support", "top-k", "-o", tmp_path / "cache", "--top-k"]
+    stderr = run(*command, 99_999, code=1).stderr
+    assert "--top-k is 99,999; the teacher's vocabulary has 496 tokens" in stderr
+    assert "--top-k all" in stderr
+    assert not (tmp_path / "cache").exists()
+    assert "'1_0' is not a number of tokens, or all" in run(*command, "1_0", code=2).stderr
+    run(*command, "all")
+    record = json.loads(run("inspect", tmp_path / "cache", "--json").stdout)
+    assert record["header"]["options"]["top_k"] == 496
+
+
+def test_a_device_that_is_not_there_is_named():
+    assert read_placement("teacher=0")["teacher"] == (0,)
+    with pytest.raises(XtkError, match="there is no device 7"):
+        read_placement("teacher=7")
