@@ -14,6 +14,8 @@ SECONDS_TO_LEAVE_A_DESTRUCTOR = 0.01
 def main() -> None:
     """Run the command line and end with its exit code."""
     sys.unraisablehook = _stop_again
+    # Before transformers is imported: it writes advice on kernels of the hub while it is.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         _check_streams()
         _choose_caches(sys.argv[1:])
