@@ -126,3 +126,17 @@ def test_a_document_above_the_limit_is_refused(tmp_path, write):
     failure = failure_of(path, max_document_bytes=500)
     assert failure.what == "this document is larger than --max-document-bytes (500)"
     assert failure.where.startswith(str(path))
+
+
+def test_zstd_is_read_without_another_package_and_a_cut_file_is_named(tmp_path):
+    import pyarrow as pa
+
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(b'{"text": "Anna"}\n' * 3)
+    frame = sink.getvalue().to_pybytes()
+    (tmp_path / "data.jsonl.zst").write_bytes(frame + frame)
+    assert [one.text for one in Corpus([str(tmp_path / "data.jsonl.zst")])] == ["Anna"] * 6
+    (tmp_path / "cut.jsonl.zst").write_bytes(frame[:-5])
+    with pytest.raises(XtkError, match="cannot be read to its end"):
+        list(Corpus([str(tmp_path / "cut.jsonl.zst")]))

@@ -224,7 +224,7 @@ def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
 def test_a_weight_that_is_none_is_refused(weight):
     failure = failure_of({"text": "a", "quality": weight}, weight="quality")
-    assert failure.what == f"quality is {weight!r}, and the weight of a document is a number from 0 on"
+    assert failure.what == f"quality is {weight!r}; the weight of a document is a number from 0 to 1e12"
 
 
 def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import json
@@ -100,10 +101,19 @@ def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
         ) from None
 
 
-def _opened(name: str, compression: str | None = "infer") -> Any:
+@contextlib.contextmanager
+def _opened(name: str, compression: str | None = "infer") -> Iterator[Any]:
     import fsspec
 
-    return fsspec.open(name, "rb", compression=compression)
+    if compression == "infer" and name.endswith(".zst"):
+        # pyarrow's: fsspec reads zstd only where the package zstandard is installed, and else passes the bytes on.
+        import pyarrow
+
+        with fsspec.open(name, "rb") as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
+            yield stream
+        return
+    with fsspec.open(name, "rb", compression=compression) as stream:
+        yield stream
 
 
 # Text.

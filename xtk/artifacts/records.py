@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,6 +34,7 @@ CONTENTS = {
     "input_ids": ("input_ids",),
 }
 NOT_TRAINED = -100  # of labels, since PyTorch's cross-entropy
+MOST_WEIGHT = 1e12  # of a document: sums of more are not finite in float32
 ROLLOUT_CHECKSUM = "rollout_checksum"
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of the ShareGPT format, which names keys and roles in its own way
 
@@ -302,8 +302,8 @@ def _with_training(document: Document, row: _Row) -> Document:
     """Return the document with what training is told of it: how much it counts, who teaches it."""
     if "weight" in row.columns:
         weight = row.get("weight")
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise ValueError(f"{row.name('weight')} is {weight!r}, and the weight of a document is a number from 0 on")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MOST_WEIGHT:
+            raise ValueError(f"{row.name('weight')} is {weight!r}; the weight of a document is a number from 0 to 1e12")
         document = replace(document, weight=float(weight))
     if "route" in row.columns:
         route = row.get("route")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -80,7 +82,7 @@ def _by_processes(make: StepBatches, steps: range, workers: int) -> Iterator[lis
         prefetch_factor=STEPS_AHEAD,
         collate_fn=_as_it_is,
         multiprocessing_context="spawn",  # a fork would take locks along that threads hold
-        worker_init_fn=_begin,
+        worker_init_fn=functools.partial(_begin, os.getpid()),
         generator=torch.Generator(),  # else a number of the run's own generator is drawn
     )
     for made in loader:
@@ -125,9 +127,9 @@ def _as_it_is(made: Any) -> Any:
     return made
 
 
-def _begin(number: int) -> None:
-    """Begin as one of the processes: it ends with the run, and leaves signals to it."""
-    die_with(number=signal.SIGKILL)
+def _begin(run: int, number: int) -> None:
+    """Begin as one of the processes of a run: it ends with the run, also one that has ended already."""
+    die_with(run, number=signal.SIGKILL)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
 
