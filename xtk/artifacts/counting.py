@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Fingerprint
 from xtk.artifacts.files import canonical_json, remove_leftovers, sha256, written_whole
+from xtk.artifacts.outputs import check_file
 from xtk.projection.build import RULES
 from xtk.projection.methods.counts import PairCounter, PairCounts, count_pairs
 from xtk.tokens.document import Document
@@ -47,8 +48,12 @@ def count_corpus(
 
     Returns:
         The counts. The unfinished file stays until `remove_unfinished`.
+
+    Raises:
+        XtkError: the file of the counts so far is the user's.
     """
     state = unfinished(path)
+    check_file(state, "counts", _is_state)
     wanted = {
         "format": FORMAT,
         "version": VERSION,
@@ -80,8 +85,15 @@ def unfinished(path: Path) -> Path:
 def remove_unfinished(path: Path) -> None:
     """Remove the counts so far, and what a writer left that was killed, once the projection is written."""
     state = unfinished(path)
-    state.unlink(missing_ok=True)
+    if state.is_file() and _is_state(state):
+        state.unlink()
     remove_leftovers(path.parent, state.name)
+
+
+def _is_state(path: Path) -> bool:
+    """Say whether a file begins as counts of xtk's do, whole or damaged further on."""
+    with path.open("rb") as stream:
+        return FORMAT.encode() in stream.read(4096)
 
 
 def fingerprint_of_corpus(corpus: Iterable[Document]) -> tuple[int, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import foreign_error
@@ -56,6 +58,24 @@ def remove_run(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def remove_folder_of_run(folder: Path) -> None:
+    """Remove a checkpoint, best weights or an adapter of a run; one that holds other files is renamed and stays.
+
+    A checkpoint, or best weights, that xtk wrote has a manifest, since it gets its name when it is whole.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    foreign = _foreign(folder, run=False)
+    if not foreign and (folder.name == "adapter" or (folder / MANIFEST).is_file()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    numbers = itertools.count(1)
+    kept = next(path for path in (folder.with_name(f"{folder.name}.kept-{n}") for n in numbers) if not path.exists())
+    folder.replace(kept)
+    what = f"holds files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest"
+    terminal.note(f"{folder} {what}; it is renamed to {kept.name} and stays")
 
 
 def _foreign(folder: Path, *, run: bool, inside: str = "") -> list[str]:

@@ -273,7 +273,11 @@ def begin_cache(folder: Folder, header: dict[str, Any]) -> None:
         if isinstance(found, dict) and _identity(found) != _identity(header):
             raise _other_request(folder, UNFINISHED, found, header)
     elif MANIFEST not in held:
-        write_file(folder, UNFINISHED, canonical_json({"format": FORMAT, "header": header}).encode() + b"\n")
+        write_file(folder, UNFINISHED, _unfinished(header))
+
+
+def _unfinished(header: dict[str, Any]) -> bytes:
+    return canonical_json({"format": FORMAT, "header": header}).encode() + b"\n"
 
 
 def _rendered(manifest: dict[str, Any]) -> bytes:
@@ -324,7 +328,9 @@ def reopen_cache(folder: Folder) -> None:
     held = folder.sizes()
     if MANIFEST not in held:
         return
-    for shard in read_manifest(folder)["shards"]:
+    manifest = read_manifest(folder)
+    write_file(folder, UNFINISHED, _unfinished(manifest["header"]))
+    for shard in manifest["shards"]:
         if held.get(shard["file"], shard["bytes"]) != shard["bytes"]:
             folder.remove(shard["file"])
     folder.remove(MANIFEST)
@@ -673,9 +679,10 @@ def refuse_foreign(folder: Folder) -> None:
 
 def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
     """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
-    if MANIFEST in held:
-        return f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MANIFEST_BYTES)
-    return UNFINISHED in held or any(_is_shard(folder, file) for file in held if SHARD.fullmatch(file))
+    for name in (MANIFEST, UNFINISHED):
+        if name in held and f'"format":"{FORMAT}"'.encode() in folder.read(name, MANIFEST_BYTES):
+            return True
+    return any(_is_shard(folder, file) for file in held if SHARD.fullmatch(file))
 
 
 def _is_shard(folder: Folder, file: str) -> bool:
@@ -698,8 +705,7 @@ def _section(header: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _repair(folder: Folder, file: str) -> str:
-    both = f"{folder.path_of(file)} and {folder.path_of(MANIFEST)}"
-    return f"remove {both}, and run the same xtk cache-teacher command again"
+    return f"remove {folder.path_of(file)}, and run the same xtk cache-teacher command again; it writes it again"
 
 
 def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:

@@ -364,6 +364,7 @@ def distill(
             help="Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. "
             "More memory, for runs that wait for data (waiting, in metrics.jsonl).",
             min=0,
+            max=256,
         ),
     ] = 0,
     num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,

@@ -23,7 +23,7 @@ from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, share
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import entries_of, foreign_error
-from xtk.artifacts.owned import refuse_foreign_in_run, remove_run
+from xtk.artifacts.owned import refuse_foreign_in_run, remove_folder_of_run, remove_run
 from xtk.artifacts.runs import (
     ADAPTER,
     BEST,
@@ -225,7 +225,7 @@ def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = 
     """
     found = [path for _, path in numbered(output) if path not in damaged]
     for path in (*damaged, *found[: -keep or None]):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_folder_of_run(path)
     _remove_bests(output, 0)
 
 
@@ -237,7 +237,7 @@ def _remove_bests(output: Path, new: int) -> None:
             known.add(Standing.of(read_manifest(path, (CHECKPOINT,))).best_step)
     for step, path in numbered(output, BEST):
         if step not in known:
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder_of_run(path)
 
 
 class Saver:
@@ -395,7 +395,7 @@ class Saver:
             folders = {ADAPTER: sync_and_hash(temporary / ADAPTER)} if (temporary / ADAPTER).is_dir() else {}
             for path in sorted(temporary.iterdir()):
                 if path.is_dir():  # of a run that was killed just here
-                    shutil.rmtree(output / path.name, ignore_errors=True)
+                    remove_folder_of_run(output / path.name)
                 path.replace(output / path.name)
             for name in beside:
                 sync(output / name)
@@ -403,7 +403,7 @@ class Saver:
             temporary.rmdir()
             write_manifest(output, content, files, folders)
             for _, path in numbered(output, BEST):
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder_of_run(path)
         processes.wait()
 
     def write_student(self, folder: Path, trained: Path | None = None) -> None:
@@ -554,7 +554,7 @@ def sync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
 
 def _put_in_place(temporary: Path, final: Path) -> None:
     """Rename a folder, for good."""
-    shutil.rmtree(final, ignore_errors=True)
+    remove_folder_of_run(final)
     temporary.replace(final)
     sync(final.parent)
 

@@ -1,0 +1,120 @@
+"""Files of the user in folders that a command goes on with: they stay, whatever they are called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import interrupting
+import pytest
+
+TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
+            "--per-device-train-batch-size", 4]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, *TRAINING, "-o", out]
+    process = interrupting.start(command)
+    interrupting.wait_for(out / "checkpoint-2", process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (out / "xtk.json").exists()
+    mine = [
+        "checkpoint-1/mine",
+        "best-1/mine",
+        "checkpoint-2/note.txt",
+        "checkpoint-6/my.txt",
+        "checkpoint-5/config.json",
+    ]
+    for name in mine:
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    stderr = run(*command).stderr
+    kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
+    assert kept == {Path(name).name for name in mine}
+    assert "is renamed to checkpoint-1.kept-1 and stays" in stderr
+    assert "holds files that xtk did not write (note.txt)" in stderr
+
+
+def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
+    mine = tmp_path / "q.xtk-counts-so-far"
+    mine.write_text("mine")
+    command = ["build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus]
+    assert "there is another file" in run(*command, "-o", tmp_path / "q", code=1).stderr
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_the_repair_that_is_named_repairs_a_cache_of_one_shard(run, pair, corpus, tmp_path, damage):
+    cache = tmp_path / "cache"
+    command = ["cache-teacher", pair.teacher, corpus, "-o", cache]
+    run(*command)
+    whole = {path.name: path.read_bytes() for path in cache.iterdir()}
+    shard = cache / "shard-00000.arrow"
+    content = bytearray(whole[shard.name])
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content[:5000] if damage == "truncated" else content)
+    assert f"remove {shard}, and run the same" in run("inspect", cache, "--verify", code=1).stderr
+    shard.unlink()
+    run(*command)
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
+
+
+def test_a_cache_whose_manifest_is_empty_can_be_replaced(run, pair, cache, corpus, tmp_path):
+    shutil.copytree(cache, tmp_path / "cache")
+    (tmp_path / "cache" / "manifest.json").write_text("")
+    command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
+    run(*command, code=1)
+    run(*command, "--force")
+
+
+def test_a_tokenizer_of_the_user_stays_though_a_file_calls_its_folder_an_unfinished_cache(run, pair, corpus, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(pair.student / name, folder)
+    (folder / ".xtk-unfinished").write_text("{}")
+    assert "this folder holds other things" in run("cache-teacher", pair.teacher, corpus, "-o", folder, code=1).stderr
+    assert (folder / "tokenizer.json").read_bytes() == (pair.student / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.slow
+def test_processes_that_prepare_batches_end_with_a_run_that_is_killed_while_they_start(pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, *TRAINING, "--dataloader-num-workers", 3, "-o", out]
+    process = interrupting.start(command)
+    until = time.monotonic() + 120
+    while not (started := _children(process.pid)) and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    while any(map(_is_alive, started)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert started
+    assert not any(map(_is_alive, started))
+
+
+def _children(process: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == process and b"spawn_main" in words:
+            found.append(int(path.name))
+    return found
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:
+        return False
