@@ -155,7 +155,9 @@ def test_a_conversation_comes_out_of_its_cache_as_the_teacher_read_it(run, chatt
         {"role": "tool", "content": "13", "name": "add"},
         {"role": "assistant", "content": ANSWER},
     ]
-    (tmp_path / "c.jsonl").write_text(json.dumps({"messages": chat, "tools": TOOLS}) + "\n")
+    short = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": chat, "tools": TOOLS}, {"messages": short}]  # of the first nothing that is trained is left
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("cache-teacher", tmp_path / "teacher", tmp_path / "c.jsonl", "--top-k", 4, "--long-documents", "truncate", "-o",
         tmp_path / "cache")  # fmt: skip
     cache = TeacherCache(tmp_path / "cache")

@@ -220,7 +220,7 @@ def _read_top_k(text: str, teacher: Path) -> int | None:
         from xtk.tokens.tokenizer import Tokenizer
 
         return Tokenizer(teacher).width
-    if text and not (text.isascii() and text.isdecimal()):
+    if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
         raise typer.BadParameter(f"{text!r} is not a number of tokens, or all", param_hint="--top-k")
     return int(text) if text else None
 
