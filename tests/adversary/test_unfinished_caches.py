@@ -142,6 +142,7 @@ def test_a_shard_of_another_request_is_refused_and_nothing_is_removed(run, pair,
     shutil.copy(tmp_path / "other" / file_of(1), place / file_of(1))
     before = contents(place)
     done = resume(run, pair, packed, place, code=1)
+    (place / ".xtk-unfinished").unlink()
     assert "there is a cache of another request" in done.stderr
     assert f"{place / file_of(1)} (options.seed: 1 there, 0 asked for)" in done.stderr
     assert contents(place) == before

@@ -679,17 +679,21 @@ def refuse_foreign(folder: Folder) -> None:
 
 def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
     """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
-    for name in (MANIFEST, UNFINISHED):
-        if name in held and f'"format":"{FORMAT}"'.encode() in folder.read(name, MANIFEST_BYTES):
-            return True
-    return any(_is_shard(folder, file) for file in held if SHARD.fullmatch(file))
+    if MANIFEST in held and f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MANIFEST_BYTES):
+        return True
+    if UNFINISHED in held:
+        with contextlib.suppress(Damaged):
+            content = parse_object(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED))
+            if content.get("format") == FORMAT:
+                return True
+    return any(_is_shard(folder.local(file)) for file in held if SHARD.fullmatch(file))
 
 
-def _is_shard(folder: Folder, file: str) -> bool:
-    try:
-        return bool(Shard(folder.local(file), folder.path_of(file)).header)
-    except Damaged:
-        return False
+def _is_shard(path: Path) -> bool:
+    """Say whether a file begins as a shard of any version, whole or truncated: with its header."""
+    with path.open("rb") as stream:
+        start = stream.read(1 << 20)
+    return start.startswith(b"ARROW1") and b'"teacher-cache"' in start
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:
