@@ -93,8 +93,8 @@ def test_a_command_runs_where_home_and_package_cannot_be_written(package, place,
 @pytest.mark.slow
 def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
     assert run_as(NOBODY, package, place, "cache-teacher", "teacher", "corpus.jsonl", "-o", "cache").returncode == 0
-    done = run_as(NOBODY, package, place, "distill", "student", "cache", "--max-steps", "2", "--batch-size", "2",
-                  "--dataloader-num-workers", "2", "-o", "out")  # fmt: skip
+    done = run_as(NOBODY, package, place, "distill", "student", "cache", "--max-steps", "2",
+                  "--per-device-train-batch-size", "2", "--dataloader-num-workers", "2", "-o", "out")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "cannot write to /dev/shm" in done.stderr
     assert "Traceback" not in done.stderr

@@ -139,7 +139,7 @@ def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
 
 def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatch):
     refused = train("never", "--eval-tasks", "problems.jsonl:reward=exact,prompt=nothing", code=1)
-    assert "a record has no prompt" in refused.stderr
+    assert "a document has no nothing; it has question" in refused.stderr  # "nothing" is the column that was named
     assert not (folder / "never").exists()
     monkeypatch.chdir(folder)
     for text, message in [

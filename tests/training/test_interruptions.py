@@ -325,7 +325,7 @@ def test_the_card_says_from_what_the_student_was_distilled_and_names_no_path(pai
     recipe = read_recipe(tmp_path / "out")
     manifest = json.loads((cache / "manifest.json").read_text())["header"]
     for fingerprint in (
-        recipe["inputs"]["student"]["weights"], manifest["teacher"]["weights"], manifest["data"]["documents"],
+        recipe["inputs"]["student"]["weights"], manifest["teacher"]["weights"], manifest["data"]["fingerprint"],
     ):  # fmt: skip
         assert fingerprint[:23] in card
     assert all(f"`{loss}`" in card for loss in recipe["losses"])
