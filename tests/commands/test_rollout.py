@@ -166,7 +166,7 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     for wrong, message in (
         (("-o", "r.json"), "-o FILE.jsonl"),
         (("-o", "x.jsonl", "--prompt-template", "{{nothing}}"), "the prompt template fails"),
-        (("-o", "chat.jsonl", "--force"), "there is another file"),
+        (("-o", "chat.jsonl", "--force"), "the output is one of the inputs"),
         (("-o", "x.jsonl", "--temperature", -1), "--temperature is -1"),
         (("-o", "x.jsonl", "--backend", "vlm"), "did you mean vllm?"),
         (("-o", "x.jsonl", "--chat-template-kwargs", "[1]"), "no JSON object"),
