@@ -79,7 +79,7 @@ def format_of(name: str) -> str:
 
 
 def _named(name: str, records: Iterator[Record]) -> Iterator[Record]:
-    """Pass records on; a file that is cut short or of another format is told by its name."""
+    """Pass records on; a file that is cut short or of another format is refused by its name."""
     try:
         yield from records
     except XtkError:

@@ -26,7 +26,7 @@ _OF_RUNS = re.compile(r"recipe\.json|metrics\.jsonl|rollouts\.jsonl")
 _OF_TRAINERS = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _CODE = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEPS = re.compile(r"(checkpoint|best)-[1-9]\d*")
-# Folders of a run that libraries and rounds fill with names that nobody lists.
+# Folders of a run that libraries and rounds fill with names that no manifest lists.
 _FILLED = ("trackers", "rounds")
 
 
@@ -114,7 +114,7 @@ def _listed(folder: Path) -> dict[str, Any] | None:
 
 
 def _code(folder: Path) -> str:
-    """Return what the configuration of a model states of its own Python code."""
+    """Return what the configuration of a model states of Python code in the folder."""
     with contextlib.suppress(OSError, Damaged):
         return str(read_json(folder / "config.json").get("auto_map"))
     return ""

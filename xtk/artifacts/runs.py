@@ -21,7 +21,7 @@ TRAINER, ADAPTER = "trainer", "adapter"
 CHECKPOINT, BEST = "checkpoint", "best"
 VERSION, RECIPE_KIND, RECIPE_VERSION = 3, "recipe", 2
 RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
-# Files that transformers, peft or vLLM read from a model folder without being told of them.
+# Files that transformers, peft or vLLM read from a model folder by their names alone.
 MODEL_FILES = re.compile(
     r".+\.(safetensors|safetensors\.index\.json|bin|model|tiktoken|jinja|py)|(config|generation_config|adapter_config|"
     r"tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken|chat_template)\.json|merges\.txt"
