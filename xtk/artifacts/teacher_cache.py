@@ -693,7 +693,7 @@ def _is_shard(path: Path) -> bool:
     """Say whether a file begins as a shard of any version, whole or truncated: with its header."""
     with path.open("rb") as stream:
         start = stream.read(1 << 20)
-    return start.startswith(b"ARROW1") and b'"codec":{"' in start
+    return start.startswith(b"ARROW1") and b'"codec":' in start
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:
