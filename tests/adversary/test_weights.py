@@ -112,6 +112,25 @@ def test_a_tied_head_may_be_left_out_or_stored_twice(pair, tmp_path):
     check_causal_lm(twice, Tokenizer(twice))
 
 
+def test_a_head_that_the_configuration_contradicts_is_used_with_a_line_and_stays(pair, corpus, tmp_path):
+    assert json.loads((pair.teacher / "config.json").read_text())["tie_word_embeddings"]
+    ids = torch.arange(3, 40)[None]
+    other = changed(
+        pair.teacher,
+        tmp_path / "other",
+        lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].flip(0).contiguous()}),
+    )
+    trained = run_xtk("distill", other, corpus, "--loss", "ce", "--max-steps", 1, "--learning-rate", 0, "-o", "run",
+                      cwd=tmp_path)  # fmt: skip
+    assert trained.stderr.count("tie_word_embeddings true, but the weights hold an output head of their own") == 1
+    run_xtk("export", tmp_path / "run", "-o", tmp_path / "exported")
+    expected = load_causal_lm(other)(ids).logits
+    assert not torch.equal(expected, load_causal_lm(pair.teacher)(ids).logits)
+    for folder in (tmp_path / "run", tmp_path / "exported"):
+        assert not json.loads((folder / "config.json").read_text())["tie_word_embeddings"]
+        assert torch.allclose(load_causal_lm(folder)(ids).logits, expected, atol=1e-5)
+
+
 def test_a_head_or_an_embedding_that_is_not_tied_may_not(pair, tmp_path):
     headless = changed(pair.student, tmp_path / "headless", without("lm_head"))
     assert "missing weights: 1 (lm_head.weight)" in refusal(headless)

@@ -23,7 +23,13 @@ from xtk.models.attention import Row
 from xtk.models.head import Adapter, Head, Shard
 from xtk.models.headers import weight_files, weight_headers
 from xtk.models.parallel import cut_matrices, local_part
-from xtk.models.stored_weights import Differences, check_adapter_loaded, check_finite, differences_of_headers
+from xtk.models.stored_weights import (
+    Differences,
+    check_adapter_loaded,
+    check_finite,
+    differences_of_headers,
+    note_once,
+)
 from xtk.tokens.model_config import hub_kernels, model_config
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -99,10 +105,27 @@ def load_causal_lm(
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
     check_finite(model, folder)
+    _settle_head(model, folder)
     placed = PLACES.intersection(options) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)
     return model if adapter is None else _with_adapter(model, adapter)
+
+
+def _settle_head(model: Any, folder: Path) -> None:
+    """Correct a configuration that says that the output head is the embedding, where the files hold another head.
+
+    transformers uses the head of the files then; vLLM, which reads the configuration, would use the embedding.
+    """
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    stated = [part for part in (model.config, model.config.get_text_config()) if part.tie_word_embeddings]
+    if stated and head is not None and head.weight is not embedding.weight:
+        note_once(
+            f"warning: {folder}: config.json has tie_word_embeddings true, but the weights hold an output head of "
+            "their own, which is used; other programs may use the embedding instead"
+        )
+        for part in stated:
+            part.tie_word_embeddings = False
 
 
 def check_causal_lm(

@@ -57,10 +57,14 @@ class Differences:
             raise Damaged(what, where=str(folder), hint="the configuration that belongs to these weights")
         if self.unexpected and not quiet:
             names = list(self.unexpected)
-            told = f"warning: {folder}: {len(names):,} weights that the model does not use ({some(names)})"
-            if told not in _noted:
-                _noted.add(told)
-                terminal.note(told)
+            note_once(f"warning: {folder}: {len(names):,} weights that the model does not use ({some(names)})")
+
+
+def note_once(line: str) -> None:
+    """Print a line, unless this process printed it before."""
+    if line not in _noted:
+        _noted.add(line)
+        terminal.note(line)
 
 
 def check_adapter_loaded(model: Any, adapter: Path) -> None:
