@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import sys
 import time
 import tracemalloc
 from multiprocessing.connection import Connection
@@ -50,6 +51,10 @@ def attack(told: Connection) -> None:
             for _ in range(1000):
                 self.wfile.write(b" ")
                 time.sleep(0.05)
+
+        def hints(self) -> None:
+            while True:
+                self.wfile.write(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 100)
 
         def hang(self) -> None:
             time.sleep(60)
@@ -113,6 +118,7 @@ def ask(server: Served, kind: str) -> object:
         ("endless", "more than 1,048,576 bytes"),
         ("bomb", "compressed by gzip"),
         ("drip", "within 1.5 seconds"),
+        ("hints", "within 1.5 seconds"),
         ("hang", "within 1.5 seconds"),
         ("deep", "no JSON|nested"),
         ("number", "no JSON"),
@@ -135,6 +141,12 @@ def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
     assert len(wrong.value.what) < 1000
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
+
+
+def test_a_question_without_a_body_is_not_waited_for_as_long_as_an_answer(server, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "HASTY", Patience(answer=600, status=1))
+    with pytest.raises(NoAnswer, match="within 1 seconds"):
+        ask(server, "hints")
 
 
 def test_redirects_are_not_followed(server):

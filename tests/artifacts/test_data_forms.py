@@ -7,6 +7,8 @@ import json
 import sys
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from xtk.artifacts.corpus import Corpus
@@ -108,6 +110,18 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "one" / "state.json").write_text(json.dumps(state))
     assert "cannot be a file of this artifact" in failure_of(tmp_path / "one").what
+
+
+@pytest.mark.parametrize("form", ["parquet", "arrow"])
+def test_two_columns_of_one_name_are_refused(tmp_path, form):
+    table = pa.Table.from_arrays([pa.array(["one"]), pa.array(["other"])], ["text", "text"])
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    assert failure_of(path).what == "this file has two columns called 'text'"
 
 
 @pytest.mark.parametrize("write", ["jsonl", "json", "csv", "txt", "parquet"])

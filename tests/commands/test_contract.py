@@ -178,6 +178,11 @@ def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, 
     assert not (tmp_path / "c").exists()
 
 
+def test_a_file_without_an_end_is_refused(run, pair, corpus, tmp_path):
+    done = run("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
+    assert "this configuration file has more than 16,777,216 bytes" in done.stderr
+
+
 def test_the_known_options_of_a_file_are_those_of_the_command_line(run, pair, corpus, tmp_path):
     (tmp_path / "run.yaml").write_text("nonsense: 1")
     done = run("cache-teacher", pair.teacher, corpus, "--config", "run.yaml", "-o", "c", cwd=tmp_path, code=1)

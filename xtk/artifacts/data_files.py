@@ -9,6 +9,7 @@ import json
 import lzma
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -437,11 +438,9 @@ class _Lines:
 
 
 def _header(row: list[str], name: str) -> list[str]:
-    repeated = sorted({column for column in row if row.count(column) > 1})
+    repeated = sorted(column for column, times in Counter(row).items() if times > 1)
     if repeated:
-        raise XtkError(
-            f"the header has two columns called {repeated[0]!r}", where=name, hint="the first row names the columns"
-        )
+        raise XtkError(f"this file has two columns called {repeated[0]!r}", where=name, hint="rename or drop one")
     return row
 
 
@@ -464,7 +463,9 @@ def _read_parquet(name: str, reading: Reading) -> Iterator[Record]:
     from xtk.artifacts.arrow_files import validated
 
     with _opened(name, None) as stream:
-        for batch in validated(pyarrow.parquet.ParquetFile(stream).iter_batches(ROWS_AT_ONCE)):
+        table = pyarrow.parquet.ParquetFile(stream)
+        _header(table.schema_arrow.names, name)
+        for batch in validated(table.iter_batches(ROWS_AT_ONCE)):
             yield from _rows(batch, name, reading)
 
 
@@ -481,6 +482,7 @@ def _read_arrow(name: str, reading: Reading) -> Iterator[Record]:
             table = pyarrow.ipc.open_file(stream)
             batches = map(table.get_batch, range(table.num_record_batches))
         for batch in validated(batches):
+            _header(batch.schema.names, name)
             yield from _rows(batch, name, reading)
 
 

@@ -10,6 +10,8 @@ from typer.core import TyperCommand
 from xtk.errors import XtkError
 from xtk.lookup import unknown
 
+CONFIG_BYTES = 1 << 24  # of a configuration file: a recipe lists each file that a run read
+
 
 class Command(TyperCommand):
     """A command whose options are also read in snake_case and, if it has one, from `--config FILE`."""
@@ -26,8 +28,12 @@ class Command(TyperCommand):
     def _read(self, path: Path) -> dict[str, Any]:
         import yaml
 
+        with path.open("rb") as stream:
+            content = stream.read(CONFIG_BYTES + 1)
+        if len(content) > CONFIG_BYTES:
+            raise XtkError(f"this configuration file has more than {CONFIG_BYTES:,} bytes", where=str(path))
         try:
-            root = yaml.compose(path.read_text(encoding="utf-8"))
+            root = yaml.compose(content.decode())
         except (yaml.YAMLError, RecursionError) as wrong:
             raise XtkError(f"this is no YAML: {wrong}", where=str(path)) from None
         except UnicodeDecodeError:

@@ -64,6 +64,7 @@ class Patience:
         bad_answers: of them, so many may end in an answer that is none.
         seconds: for one question, all attempts and pauses together.
         answer: seconds for one attempt, from the connection to the last byte.
+        status: the same for a question without a body (which model, which weights), for which nothing is computed.
         connect: seconds until a server takes a connection.
         first_pause: seconds before the second attempt; twice as long before the third, and so on.
         longest_pause: the end of that.
@@ -73,6 +74,7 @@ class Patience:
     bad_answers: int = 3
     seconds: float = 1200.0
     answer: float = 600.0
+    status: float = 60.0
     connect: float = 10.0
     first_pause: float = 0.5
     longest_pause: float = 30.0
@@ -306,14 +308,15 @@ class Endpoints:
         self, endpoint: Endpoint, url: str, question: dict[str, Any] | None, read: Callable[[Any], T], most: int
     ) -> T:
         now = asyncio.get_running_loop().time
+        longest = self._patience.answer if question is not None else min(self._patience.status, self._patience.answer)
         endpoint.running += 1
         if endpoint.silent_since is None:
             endpoint.silent_since = now()
         try:
-            async with asyncio.timeout(self._patience.answer):
+            async with asyncio.timeout(longest):
                 raw = await self._once(url, question, most)
         except TimeoutError:
-            why = f"no answer within {self._patience.answer:g} seconds"
+            why = f"no answer within {longest:g} seconds"
             self._rest(endpoint, 0.0, why)
             raise _NoAnswer(why) from None
         except (httpx.HTTPError, httpx.InvalidURL) as wrong:
