@@ -35,7 +35,8 @@ def _refuse_to_leave(status: int) -> NoReturn:
 def calling(what: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
     """Call code of the user; an exception, also of `sys.exit` and `os._exit`, becomes an error that names it.
 
-    Ctrl-C and SIGTERM pass, and errors of xtk.
+    Ctrl-C and SIGTERM pass, and errors of xtk. Relative paths mean the same after it: a change of the current directory
+    is taken back.
 
     Args:
         what: the subject of the error: `the reward score.py:f`.
@@ -45,7 +46,7 @@ def calling(what: str, *, where: str | None = None, hint: str | None = None) -> 
     Raises:
         XtkError: it raised an exception.
     """
-    before = getattr(_inside, "process", None)
+    before, directory = getattr(_inside, "process", None), _current_directory()
     os._exit, _inside.process = _refuse_to_leave, os.getpid()
     try:
         yield
@@ -60,6 +61,14 @@ def calling(what: str, *, where: str | None = None, hint: str | None = None) -> 
         raise XtkError(f"{what} failed: {type(error).__name__}: {error}", where=where, hint=hint) from error
     finally:
         _inside.process = before
+        if directory is not None and directory != _current_directory():
+            os.chdir(directory)
+
+
+def _current_directory() -> Path | None:
+    with contextlib.suppress(FileNotFoundError):  # it was removed
+        return Path.cwd()
+    return None
 
 
 def _was_raised_by_code(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -32,6 +33,7 @@ REWARDS = {
     "a list": ("return [1.0, 2.0]", "returned [1.0, 2.0], which is not a number"),
     "an object": ("return {}", "returned {}, which is not a number"),
     "infinity": ("return float('inf')", "returned inf, which is not finite"),
+    "more than float32 holds": ("return 1e308", "returned 1e+308, which is not finite in float32"),
     "a tensor of two": ("import torch; return torch.ones(2)", "which is not a number"),
 }
 
@@ -45,6 +47,33 @@ def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
         rewards("text", "prompt", {})
     assert message in str(refused.value)
     assert "completion 'text'" in str(refused.value)
+
+
+def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_path):
+    (tmp_path / "own.py").write_text(
+        textwrap.dedent("""
+        import os
+        os.chdir("/")
+        def score(completion, prompt, row):
+            row["answer"] = "999"
+            row["list"].append(row)
+            os.chdir("/")
+            return 1.0
+        def see(completion, prompt, row):
+            return float(row == {"answer": "4", "list": []})
+        class Own:
+            def reset(self, record):
+                record["list"].append(record)
+            def step(self, text):
+                return "", True
+    """)
+    )
+    row, directory = {"answer": "4", "list": []}, Path.cwd()
+    rewards = Rewards([parse_reward(f"{tmp_path / 'own.py'}:{name}") for name in ("score", "see")])
+    assert list(rewards("4", "prompt", row)[1].values()) == [1.0, 1.0]
+    Played(environment_of(f"{tmp_path / 'own.py'}:Own"), row)
+    assert row == {"answer": "4", "list": []}
+    assert Path.cwd() == directory
 
 
 @pytest.mark.parametrize(("code", "message"), [

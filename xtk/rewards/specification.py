@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from xtk.user_code import calling, own_object
 
 Reward = Callable[[str, str, Mapping[str, Any]], float]
 
+LARGEST = 3.4e38  # of a reward: what float32 holds
 _FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DOTALL)
 
 
@@ -130,8 +132,10 @@ def _number(
     reward: Reward, specification: RewardSpecification, completion: str, prompt: str, row: Mapping[str, Any]
 ) -> float:
     where, hint = f"completion {completion[:80]!r}", "return a number; nan or None for what cannot be judged"
+    # A function of the user's may change what it is given; other rewards and the file of rollouts read the row too.
+    given = row if specification.name in REWARDS else copy.deepcopy(row)
     with calling(f"the reward {specification}", where=where, hint=hint):
-        value: Any = reward(completion, prompt, row)
+        value: Any = reward(completion, prompt, given)
         shown = repr(value)[:80]
         if value is None:
             return math.nan
@@ -139,7 +143,7 @@ def _number(
             number = None if isinstance(value, str | bytes) else float(value)
         except (TypeError, ValueError, RuntimeError):
             number = None
-    if number is None or math.isinf(number):
-        wrong = "not a number" if number is None else "not finite"
+    if number is None or abs(number) > LARGEST:
+        wrong = "not a number" if number is None else "not finite in float32"
         raise XtkError(f"the reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
     return number

@@ -19,6 +19,7 @@ A text goes on with what `step` answers; in a conversation it is a message, and 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
@@ -26,6 +27,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from xtk.errors import XtkError
+from xtk.rewards.specification import LARGEST
 from xtk.tokens.document import readable
 from xtk.user_code import calling, own_object
 
@@ -70,7 +72,7 @@ class Played:
     def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
         self._own = self._try("__init__", environment)
         self.role = self._try("role", lambda: str(getattr(self._own, "role", "tool")))
-        self.beginning = self._try("reset", lambda: self._own.reset(record))
+        self.beginning = self._try("reset", lambda: self._own.reset(copy.deepcopy(record)))
         if not isinstance(self.beginning, str | None):
             raise self._wrong("reset", self.beginning, "a text or None")
         self.beginning = self.beginning and readable(self.beginning)
@@ -100,7 +102,7 @@ class Played:
         value = self._try("reward", judge)
         if value is None:
             return math.nan
-        if not isinstance(value, int | float) or math.isinf(value):
+        if not isinstance(value, int | float) or abs(value) > LARGEST:
             raise self._wrong("reward", value, "a finite number")
         return float(value)
 
