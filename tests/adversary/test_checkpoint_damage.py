@@ -21,6 +21,8 @@ from xtk.artifacts.runs import entries, read_manifest, read_recipe, verify, writ
 from xtk.errors import Damaged
 from xtk.training.checkpoint import find_checkpoint
 
+pytestmark = pytest.mark.slow
+
 PART = "trainer/rank-00000-of-00001.safetensors"
 
 

@@ -23,6 +23,8 @@ from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 PATIENT = Patience(attempts=200, seconds=60, answer=30, connect=5, first_pause=0.05, longest_pause=0.2)
 GREEDY = Sampling(temperature=0, max_completion_length=6)
 RESTARTED = "was restarted without the student's weights; sent them again"

@@ -12,6 +12,8 @@ import pytest
 from xtk.errors import XtkError
 from xtk.tokens.chat import ChatTemplate
 
+pytestmark = pytest.mark.slow
+
 CHAT = [{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content": "It is 17."}]
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ATTACKS = {

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def refused(done: subprocess.CompletedProcess[str], *sentences: str) -> None:
     assert done.returncode == 1, done.stderr

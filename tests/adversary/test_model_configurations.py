@@ -17,6 +17,8 @@ from xtk.models.causal_lm import check_causal_lm, load_causal_lm, load_configura
 from xtk.tokens.model_config import hub_kernels, model_config
 from xtk.tokens.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 KERNEL = "this model runs a kernel from a hub: evil/kernel"
 # {name: (what is changed in a configuration, or its whole text, the sentence)}
 ATTACKS: dict[str, tuple[Any, str]] = {

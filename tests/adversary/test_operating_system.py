@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 XTK = [sys.executable, "-m", "xtk"]
 
 
@@ -61,7 +63,6 @@ def test_a_read_only_disk_is_told_before_any_work(pair, corpus, mounted, command
     assert "cannot be written to" in err or "read-only" in err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("limit", [3_000, 20_000])
 def test_a_limit_on_the_size_of_files_is_told(pair, corpus, tmp_path, limit):
     for command in (["build-projection", pair.student, pair.teacher], ["cache-teacher", pair.teacher, corpus]):

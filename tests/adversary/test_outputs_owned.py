@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 FORCE = ((), ("--force",))
 
 
@@ -124,7 +126,6 @@ def test_a_page_of_inspect_replaces_pages_alone(run, cache, tmp_path, name, forc
     assert snapshot(tmp_path) == before
 
 
-@pytest.mark.slow
 def test_a_page_of_inspect_is_written_again_for_the_same_cache_alone(run, pair, corpus, cache, tmp_path):
     page = tmp_path / "page.html"
     run("inspect", cache, "--html", page)
@@ -134,7 +135,6 @@ def test_a_page_of_inspect_is_written_again_for_the_same_cache_alone(run, pair, 
     run("inspect", tmp_path / "other", "--html", page, "--force")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ALL)
 def test_an_output_that_cannot_be_made_is_refused_before_any_work(run, commands, tmp_path, command):
     (tmp_path / "file").write_text("mine")
@@ -151,7 +151,6 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(run, commands,
         assert done.stdout == ""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", FOLDERS)
 def test_root_home_and_an_input_are_no_outputs(run, commands, pair, trained, tmp_path, command):
     home = tmp_path / "home"

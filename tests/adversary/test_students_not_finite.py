@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from command_line import run_xtk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xtk.training.metrics import read_metrics
+
+pytestmark = pytest.mark.slow
 
 FILE = "model.safetensors"
 SHORT = ["--loss", "ce", "--max-steps", 3, "--logging-steps", 1]

@@ -21,6 +21,8 @@ from xtk.teachers.caching import Share, cache_teacher
 from xtk.teachers.request import CacheRequest
 from xtk.tokens.signal import Support
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:

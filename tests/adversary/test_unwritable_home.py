@@ -16,6 +16,8 @@ import xtk
 from xtk import caches
 from xtk.errors import XtkError
 
+pytestmark = pytest.mark.slow
+
 NOBODY = 65534
 WITHOUT_A_NAME = 54321  # a user whom the system does not know
 NOTE = "xtk: cannot write to "
@@ -90,7 +92,6 @@ def test_a_command_runs_where_home_and_package_cannot_be_written(package, place,
     assert list((place / "tmp").iterdir()) == [folder]
 
 
-@pytest.mark.slow
 def test_a_run_with_loader_processes_needs_no_shared_memory(package, place):
     assert run_as(NOBODY, package, place, "cache-teacher", "teacher", "corpus.jsonl", "-o", "cache").returncode == 0
     done = run_as(NOBODY, package, place, "distill", "student", "cache", "--max-steps", "2",

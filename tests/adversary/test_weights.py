@@ -19,6 +19,8 @@ from xtk.models.causal_lm import check_causal_lm, load_causal_lm
 from xtk.rollouts.transformers import TransformersWriter
 from xtk.tokens.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.slow
+
 Weights = dict[str, Tensor]
 LAYER = "model.layers.1.mlp."
 MISSING = "missing weights: 3 (model.layers.1.mlp.down_proj.weight"

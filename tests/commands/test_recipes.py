@@ -66,6 +66,7 @@ def test_a_recipe_makes_its_run_again_to_the_bit_from_any_folder(several, tmp_pa
     assert_again(several / "run", tmp_path / "again", cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_inputs_that_were_moved_are_the_same_and_others_are_named(several, tmp_path):
     moved = Path(shutil.copytree(several, tmp_path / "moved"))
     (moved / "student").rename(moved / "pupil")
@@ -98,6 +99,7 @@ def test_inputs_that_were_moved_are_the_same_and_others_are_named(several, tmp_p
     assert json.loads((tmp_path / "other" / "xtk.json").read_text())["steps"] == 1
 
 
+@pytest.mark.slow
 def test_an_option_that_was_edited_in_a_recipe_is_named_and_one_on_the_command_line_wins(several, tmp_path):
     recipe = json.loads((several / "run" / "recipe.json").read_text())
     (tmp_path / "recipe.json").write_text(json.dumps(recipe | {"learning_rate": 0.01}))

@@ -79,6 +79,7 @@ def found(findings, level: str, says: str) -> Finding:
     return one
 
 
+@pytest.mark.slow
 def test_a_clean_pair_ends_with_0_and_a_wrong_one_with_1(run, pair, wrong, corpus, cache, tmp_path):
     done = run("doctor", pair.student, pair.teacher, corpus, "--json", "-o", tmp_path / "out")
     told = [json.loads(line) for line in done.stdout.splitlines()]

@@ -65,6 +65,7 @@ def test_an_adapter_over_packed_weights_is_merged_into_the_unpacked_ones(pair, c
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_model_with_code_of_its_own_is_exported_with_it_and_only_when_told(pair, corpus, tmp_path):
     student = Path(shutil.copytree(pair.student, tmp_path / "student"))
     (student / "modeling_own.py").write_text(OWN)
@@ -145,6 +146,7 @@ def hub() -> Iterator[ThreadingHTTPServer]:
     thread.join()
 
 
+@pytest.mark.slow
 def test_the_hub_gets_every_file_of_the_export_and_a_refusal_is_told(run, hub, tmp_path, monkeypatch):
     out, place = tmp_path / "out", f"http://127.0.0.1:{hub.server_address[1]}"
     run_xtk("export", run, "-o", out)
