@@ -102,11 +102,13 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         (lambda m: m["shards"][0].pop("positions"), "shards[0].positions"),
         (lambda m: m["shards"][0].pop("quantization_kl"), "does not state shards[0].quantization_kl"),
         (lambda m: m["shards"].insert(0, []), "shards[0] is []"),
+        (lambda m: m.update(shards=[]), "this cache has no shard"),
         (lambda m: m.update(shards={}), "does not match its checksum"),
         (lambda m: m.update(files=[]), "files is []"),
         (lambda m: m.update(header=[]), "header is []"),
         (lambda m: m["header"].pop("teacher"), "a shard is from another cache"),
         (lambda m: m["header"]["teacher"].update(width=4_000_000_000), "header.teacher.width"),
+        (lambda m: m["header"]["teacher"].update(width=10**9), "header.teacher.width is 1000000000"),
         (lambda m: m["header"]["teacher"].pop("width"), "a shard is from another cache"),
         (lambda m: m["header"]["codec"].update(num_samples="all"), "header.codec.num_samples"),
         (lambda m: m["header"]["codec"].update(precision="exact"), "header.codec.precision"),
@@ -118,6 +120,13 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
 def test_a_value_that_cannot_be_is_named_with_its_place(run, forged, change, told):
     forge(forged, change)
     refused(run("inspect", forged, "--verify", code=None), told, "manifest.json" if "shard is from" not in told else "")
+
+
+@pytest.mark.parametrize("name", ["positions", "tokens"])
+def test_counts_of_a_manifest_are_compared_with_the_shard_before_it_is_read(run, pair, forged, name, tmp_path):
+    forge(forged, lambda manifest: manifest["shards"][0].update({name: manifest["shards"][0][name] + 1}))
+    done = run("distill", pair.teacher, forged, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=None)
+    refused(done, f"{name} of a shard that has", "shard-00000.arrow")
 
 
 def test_a_manifest_that_is_nested_ten_thousand_deep_is_a_sentence(run, forged):

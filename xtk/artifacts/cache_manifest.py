@@ -22,6 +22,7 @@ from xtk.artifacts.schema import (
     whole,
 )
 from xtk.errors import Damaged
+from xtk.tokens.tokenizer_limits import MAX_TOKENS
 
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
@@ -77,7 +78,7 @@ _HEADER = record(
                 "weights": plain(3),
                 "tokenizer": text(),
                 "template": optional(text()),
-                "width": whole(1, IDS),
+                "width": whole(1, MAX_TOKENS),
                 "special_tokens": map_of(whole(0, IDS)),
             },
         ),
@@ -140,6 +141,8 @@ def check_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str,
         Damaged: names the first value that cannot be.
     """
     check(manifest, _MANIFEST, where, hint)
+    if not manifest["shards"]:
+        raise Damaged("this cache has no shard", where=where, hint=hint)
     files = manifest.get("files", {})
     for name in files:
         member(name, (*TOKENIZER, VOCABULARY_ORDER), where=where)

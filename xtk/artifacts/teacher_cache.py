@@ -595,6 +595,11 @@ class TeacherCache:
         shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
         if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
             raise self._damaged("a shard is from another cache", entry["file"])
+        if number not in self._verified:
+            for name, count in shard.figures().items():
+                if entry[name] != count:
+                    what = f"the manifest states {entry[name]:,} {name} of a shard that has {count:,}"
+                    raise self._damaged(what, entry["file"])
         self._verified.add(number)
         return shard
 
