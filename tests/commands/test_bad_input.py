@@ -292,7 +292,7 @@ def test_what_cannot_be_the_value_of_an_option(run, pair, corpus, cache, project
         ((*train, "--loss", "p-kl:wait=2"), "did you mean weight?"),
         ((*train, "--loss", "p-kl:weight=-1"), "weight"),
         ((*train, "--lr-scheduler-type", "cosin"), "did you mean cosine?"),
-        ((*train, "--learning-rate", "0"), "--learning-rate"),
+        ((*train, "--learning-rate", "-1"), "--learning-rate"),
         ((*train, "--num-train-epochs", "inf"), "--num-train-epochs"),
         ((*train, "--weight-decay", "-1"), "--weight-decay"),
         ((*train, "--report-to", "nobody"), "no tracker called 'nobody'"),

@@ -21,6 +21,7 @@ body { margin: 2rem auto; max-width: 72rem; padding: 0 1rem; color: var(--ink); 
   font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { line-height: 1.2; } h2 { margin: 2.2rem 0 0.8rem; }
 .scroll { overflow-x: auto; margin: 1rem 0; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; }
 table { border-collapse: collapse; }
 caption { text-align: start; font-weight: 600; padding: 0.2rem 0; white-space: nowrap; }
 th, td { padding: 0.2rem 1.1rem 0.2rem 0; border-bottom: 1px solid var(--line); text-align: start;
