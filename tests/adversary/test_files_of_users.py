@@ -11,6 +11,10 @@ from pathlib import Path
 import interrupting
 import pytest
 
+from xtk.artifacts.files import written_whole
+from xtk.artifacts.locks import only_writer_of_path
+from xtk.errors import XtkError
+
 TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
             "--per-device-train-batch-size", 4]  # fmt: skip
 
@@ -48,6 +52,70 @@ def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
     assert "there is another file" in run(*command, "-o", tmp_path / "q", code=1).stderr
     assert mine.read_text() == "mine"
     assert not (tmp_path / "q").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rounds/1/mine"])
+def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(run, pair, corpus, tmp_path, name):
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "--report-to", "tensorboard", "-o",
+               tmp_path / "out"]  # fmt: skip
+    run(*command)
+    run(*command, "--force")  # what the tracker wrote is the run's
+    (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / "out" / name).write_text("mine")
+    assert f"this folder holds other things ({name.partition('/1/')[0]}" in run(*command, "--force", code=1).stderr
+    assert (tmp_path / "out" / name).read_text() == "mine"
+    assert (tmp_path / "out" / "xtk.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["shard-00009.arrow", "vocabulary-order-0123456789abcdef.arrow"])
+def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pair, corpus, tmp_path, name):
+    command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
+    run(*command)
+    (tmp_path / "cache" / name).write_text("mine")
+    assert f"this folder holds other things ({name})" in run(*command, "--force", code=1).stderr
+    assert (tmp_path / "cache" / name).read_text() == "mine"
+    run("inspect", tmp_path / "cache", "--verify")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rollout", "evaluate", "export"])
+def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_path, kind):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"text": "Anna has", "answer": "4"}\n')
+    out = tmp_path / ("out" if kind == "export" else "out.jsonl")
+    if kind == "export":
+        run("distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "run")
+    command = {
+        "rollout": ["rollout", pair.student, prompts, "--max-completion-length", 4, "-o", out],
+        "evaluate": ["evaluate", pair.student, prompts, "--reward", "exact", "--max-completion-length", 4, "-o", out],
+        "export": ["export", tmp_path / "run", "-o", out],
+    }[kind]
+    with only_writer_of_path(out, "file"):
+        stderr = run(*command, code=1).stderr
+    assert "another process is writing this" in stderr
+    assert f"process {os.getpid()} on" in stderr
+    assert not out.exists()
+    run(*command)
+    assert out.exists()
+    assert not list(tmp_path.glob(".xtk-*"))
+
+
+def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_result(tmp_path):
+    path = tmp_path / "out.jsonl"
+
+    def write() -> None:
+        with written_whole(path, keep_others=True) as temporary:
+            temporary.write_text("result")
+            path.write_text("mine")
+
+    with pytest.raises(XtkError, match="another program wrote this file while the command ran") as refused:
+        write()
+    assert path.read_text() == "mine"
+    assert refused.value.hint == f"the result is in {path}.1"
+    assert (tmp_path / "out.jsonl.1").read_text() == "result"
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])

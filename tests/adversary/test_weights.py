@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -287,3 +288,23 @@ def test_new_weights_of_a_generator_are_all_of_them(pair):
         without(LAYER)(new)
         with pytest.raises(XtkError, match=r"missing weights: 3 \(model.layers.1.mlp"):
             writer.update(new.items())
+
+
+@pytest.mark.parametrize("attack", ["none", "pickle", "fifo", "rank", "pattern"])
+def test_an_adapter_is_checked_before_peft_reads_it(adapter, corpus, tmp_path, attack):
+    broken = Path(shutil.copytree(adapter[1], tmp_path / "broken"))
+    weights, configuration = broken / "adapter_model.safetensors", broken / "adapter_config.json"
+    described = json.loads(configuration.read_text())
+    if attack in ("rank", "pattern"):
+        key = {"r": 2_000_000} if attack == "rank" else {"rank_pattern": {"q_proj": 2_000_000}}
+        configuration.write_text(json.dumps({**described, **key}))
+    else:
+        weights.unlink()
+    if attack == "pickle":
+        (broken / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
+    if attack == "fifo":
+        os.mkfifo(weights)
+    done = run_xtk("distill", broken, corpus, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=1)
+    told = "the rank 2,000,000, and the largest of its weights is" if attack in ("rank", "pattern") else "no weights in"
+    assert ("this is not a regular file" if attack == "fifo" else told) in done.stderr
+    assert "Traceback" not in done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -42,20 +43,45 @@ def sha256_of_file(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """Give a temporary path beside `path`; synced and renamed when the block ends well, removed when it does not."""
+def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
+    """Give a temporary path beside `path`; synced and renamed when the block ends well, removed when it does not.
+
+    Args:
+        path: of the file.
+        keep_others: keep a file that another program wrote at `path` in the meantime.
+
+    Raises:
+        XtkError: there is a folder, or, with `keep_others`, a file that was not there; it names where the result is.
+    """
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.parent / temporary_name(path.name)
+    temporary, before = path.parent / temporary_name(path.name), _state_of(path)
     try:
         yield temporary
         _sync(temporary)
+        if keep_others and _state_of(path) != before:
+            kept = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.{n}")).exists())
+            temporary.replace(kept)
+            raise XtkError(
+                "another program wrote this file while the command ran",
+                where=str(path),
+                hint=f"the result is in {kept}",
+            )
         temporary.replace(path)
         _sync(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """Return what tells a file from others; None if there is none."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def share(*paths: Path) -> None:

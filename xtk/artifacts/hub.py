@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xtk.artifacts.files import read_json
 from xtk.artifacts.runs import RECIPE, numbered
-from xtk.errors import XtkError, exists
+from xtk.errors import Damaged, XtkError, exists
 from xtk.tokens.model_config import model_config
 
 ADAPTER = "adapter_config.json"
@@ -148,6 +148,9 @@ def fingerprint_of_weights(folder: Path) -> str:
 
     Reads the configuration, the names and sizes of the weight files and 64 blocks of 64 KiB spread over each
     (the whole of small files): training changes every block, and a hash of hundreds of gigabytes would take minutes.
+
+    Raises:
+        Damaged: there is a pipe or a device in place of a file.
     """
     digest = hashlib.sha256()
     for content in (model_config(folder), read_json(folder / ADAPTER) if (folder / ADAPTER).is_file() else {}):
@@ -157,6 +160,8 @@ def fingerprint_of_weights(folder: Path) -> str:
             digest.update(json.dumps(content, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     for file in files:
+        if not file.is_file():  # a pipe would be waited for
+            raise Damaged("this is not a regular file", where=str(file))
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as stream:

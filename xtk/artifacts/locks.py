@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import socket
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from xtk.errors import XtkError
 
 LOCK = ".xtk-lock-"
 BYTES_OF_A_HOLDER = 200
+LONGEST_NAME = 255  # bytes
 # File systems without locks; and what is no folder, or cannot be written to, of which the writer tells better.
 WITHOUT_LOCKS = {
     errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
@@ -37,13 +39,42 @@ def only_writer(folder: Path, what: str, rank: int = 0) -> Iterator[None]:
         XtkError: another process holds it.
     """
     made = not folder.exists()
-    path = folder / f"{LOCK}{rank}"
     try:
-        descriptor = _take(path)
+        with _held(folder / f"{LOCK}{rank}", what, folder):
+            yield
+    finally:
+        remove_stale_locks(folder)
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@contextlib.contextmanager
+def only_writer_of_path(path: Path, what: str) -> Iterator[None]:
+    """Hold a path at which one file, or a folder that is renamed into place, is written: by a file next to it.
+
+    Args:
+        path: of the output.
+        what: how messages call it.
+
+    Raises:
+        XtkError: another process holds it.
+    """
+    lock = path.parent / f"{LOCK}{path.name}"
+    if len(os.fsencode(lock.name)) > LONGEST_NAME:
+        lock = path.parent / f"{LOCK}{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:32]}"
+    with _held(lock, what, path):
+        yield
+
+
+@contextlib.contextmanager
+def _held(lock: Path, what: str, where: Path) -> Iterator[None]:
+    try:
+        descriptor = _take(lock)
     except BlockingIOError:
         raise XtkError(
             f"another process is writing this {what}",
-            where=f"{folder}: {_holder(path)}",
+            where=f"{where}: {_holder(lock)}",
             hint="wait until it ends, or end it and run this command again; or another -o",
         ) from None
     except OSError as wrong:
@@ -54,11 +85,7 @@ def only_writer(folder: Path, what: str, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         if descriptor is not None:
-            _give_back(path, descriptor)
-        remove_stale_locks(folder)
-        if made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            _give_back(lock, descriptor)
 
 
 def remove_stale_locks(folder: Path) -> None:

@@ -22,12 +22,15 @@ _OF_MODELS = re.compile(
     r"\.json|(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model\.gguf|merges\.txt"
     r"|chat_template\.jinja|(tokenizer|spiece|sentencepiece\.bpe)\.model|[\w.-]+\.tiktoken|xtk\.json|README\.md"
 )
-_OF_RUNS = re.compile(r"recipe\.json|metrics\.jsonl|rollouts\.jsonl")
+_RECIPE, _ROLLOUTS = "recipe.json", "rollouts.jsonl"
+_OF_RUNS = re.compile(r"recipe\.json|metrics\.jsonl")
 _OF_TRAINERS = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _CODE = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEPS = re.compile(r"(checkpoint|best)-[1-9]\d*")
-# Folders of a run that libraries and rounds fill with names that no manifest lists.
-_FILLED = ("trackers", "rounds")
+_ROUNDS, _TRACKERS = "rounds", "trackers"
+# `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
+# write below the folder of trackers.
+_OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")
 
 
 def refuse_foreign_in_run(folder: Path, *, exported: bool = False) -> None:
@@ -51,7 +54,7 @@ def remove_run(folder: Path) -> None:
         XtkError: it holds other files; nothing is removed.
     """
     refuse_foreign_in_run(folder)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "recipe.json"):
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == _RECIPE):
         if path.name.startswith(LOCK):  # its holder removes it
             continue
         if path.is_dir() and not path.is_symlink():
@@ -82,16 +85,19 @@ def _foreign(folder: Path, *, run: bool, inside: str = "") -> list[str]:
     """Return the names in a folder, and in the folders in it, of files that xtk did not write."""
     listed = _listed(folder)
     code = _code(folder)
+    on_policy = run and _is_on_policy(folder)
     found = []
     for path in sorted(folder.iterdir()):
         name, is_folder = path.name, path.is_dir() and not path.is_symlink()
         if name.startswith((TEMPORARY, LOCK)):
             continue
-        if is_folder and run and _STEPS.fullmatch(name):
+        if (is_folder and run and _STEPS.fullmatch(name)) or (is_folder and name in ("trainer", "adapter")):
             found += _foreign(path, run=False, inside=f"{inside}{name}/")
-        elif is_folder and (name in ("trainer", "adapter") or (run and name in _FILLED)):
-            if name not in _FILLED:
-                found += _foreign(path, run=False, inside=f"{inside}{name}/")
+        elif is_folder and run and name == _TRACKERS:
+            files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
+            found += [f"{inside}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
+        elif on_policy and name == (_ROUNDS if is_folder else _ROLLOUTS):
+            continue
         elif is_folder or path.is_symlink() or not _is_ours(name, listed, code, run=run):
             found.append(inside + name)
     return found
@@ -103,6 +109,13 @@ def _is_ours(name: str, listed: dict[str, Any] | None, code: str, *, run: bool) 
     if listed is not None:
         return name in listed or name == "README.md"
     return bool(_OF_MODELS.fullmatch(name)) or (bool(_CODE.fullmatch(name)) and Path(name).stem in code)
+
+
+def _is_on_policy(run: Path) -> bool:
+    """Return whether the recipe of a run states that it writes rollouts."""
+    with contextlib.suppress(OSError, Damaged):
+        return read_json(run / _RECIPE).get("on_policy") is True
+    return False
 
 
 def _listed(folder: Path) -> dict[str, Any] | None:

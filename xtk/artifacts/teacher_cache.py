@@ -674,12 +674,25 @@ def refuse_foreign(folder: Folder) -> None:
         XtkError: names what is in it.
     """
     held = folder.sizes()
-    foreign = sorted(file for file in held if not _belongs(file))
+    foreign = sorted({*(file for file in held if not _belongs(file)), *_unlisted(folder, held)})
     there = sorted(file for file in held if not file.startswith((TEMPORARY, LOCK)))
     if there and not foreign and not _is_of_a_cache(folder, held):
         foreign = there
     if foreign:
         raise foreign_error(foreign, folder.name)
+
+
+def _unlisted(folder: Folder, held: Mapping[str, int]) -> list[str]:
+    """Return files with names of a cache's that its manifest does not list, and that do not begin as xtk's do."""
+    if MANIFEST not in held:
+        return []
+    try:
+        content = parse_object(folder.read(MANIFEST, MANIFEST_BYTES), folder.path_of(MANIFEST))
+        listed = {*content["files"], *(shard["file"] for shard in content["shards"])}
+    except (Damaged, KeyError, TypeError):
+        return []
+    named = [file for file in held if SHARD.fullmatch(file) or VOCABULARY_ORDER.fullmatch(file)]
+    return [file for file in named if file not in listed and not _is_arrow_of_xtk(folder.local(file))]
 
 
 def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
@@ -691,14 +704,14 @@ def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
             content = parse_object(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED))
             if content.get("format") == FORMAT:
                 return True
-    return any(_is_shard(folder.local(file)) for file in held if SHARD.fullmatch(file))
+    return any(_is_arrow_of_xtk(folder.local(file)) for file in held if SHARD.fullmatch(file))
 
 
-def _is_shard(path: Path) -> bool:
-    """Say whether a file begins as a shard of any version, whole or truncated: with its header."""
+def _is_arrow_of_xtk(path: Path) -> bool:
+    """Say whether a file begins as a shard of any version, or as a vocabulary order: with xtk's header."""
     with path.open("rb") as stream:
         start = stream.read(1 << 20)
-    return start.startswith(b"ARROW1") and b'"codec":' in start
+    return start.startswith(b"ARROW1") and (b'"codec":' in start or b"num_bytes" in start)
 
 
 def _identity(header: dict[str, Any]) -> dict[str, Any]:

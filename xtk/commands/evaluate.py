@@ -216,6 +216,7 @@ def _answers(
     import json
 
     from xtk.artifacts.files import written_whole
+    from xtk.artifacts.locks import only_writer_of_path
     from xtk.commands.evaluate_tasks import answers_file
     from xtk.errors import XtkError
     from xtk.evaluation.answers import answer, check_judges
@@ -245,7 +246,10 @@ def _answers(
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
-            stream = held.enter_context(held.enter_context(written_whole(path)).open("w", encoding="utf-8"))
+            held.enter_context(only_writer_of_path(path.resolve(), "file"))
+            answers_file(given["output"])  # another command may have written it since
+            temporary = held.enter_context(written_whole(path, keep_others=True))
+            stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, (folder, adapter) in folders.items():
 
             def keep(prompt: Prompt, one: Rollout, name: str = name) -> None:

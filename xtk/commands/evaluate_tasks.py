@@ -23,6 +23,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
         as_json: print a JSON line a model; else a table.
     """
     from xtk.artifacts.files import written_whole
+    from xtk.artifacts.locks import only_writer_of_path
     from xtk.evaluation.harness import Asking, Harness, Scores
     from xtk.evaluation.local_tasks import read_tasks
     from xtk.models.causal_lm import context_length
@@ -46,7 +47,10 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
-            stream = held.enter_context(held.enter_context(written_whole(path)).open("w", encoding="utf-8"))
+            held.enter_context(only_writer_of_path(path.resolve(), "file"))
+            answers_file(given["output"])  # another command may have written it since
+            temporary = held.enter_context(written_whole(path, keep_others=True))
+            stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, places in folders.items():
             model, tokenizer = load_evaluated(name, places, given)
             limits = [limit for limit in (context_length(model.config), given["max_length"]) if limit]

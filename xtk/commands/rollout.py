@@ -102,6 +102,7 @@ def rollout(
     """
     from xtk.artifacts.corpus import Corpus, columns_option
     from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.locks import only_writer_of_path
     from xtk.lookup import unknown
     from xtk.rollouts import WRITERS
 
@@ -150,35 +151,36 @@ def rollout(
             "backend": [backend, sorted(engine or []), dtype, batch_tokens],
         }
     )
-    figures = None if force else _found(path, request)
-    if figures is None:
-        writer = lookup(WRITERS, backend, "backend").open(
-            WriterRequest(
-                folder=folder,
-                name=student,
-                tokenizer=tokenizer,
-                dtype=dtype,
-                batch_tokens=batch_tokens,
-                trust_remote_code=trust_remote_code,
-                options=own_options,
+    with only_writer_of_path(path.resolve(), "file"):
+        figures = None if force else _found(path, request)
+        if figures is None:
+            writer = lookup(WRITERS, backend, "backend").open(
+                WriterRequest(
+                    folder=folder,
+                    name=student,
+                    tokenizer=tokenizer,
+                    dtype=dtype,
+                    batch_tokens=batch_tokens,
+                    trust_remote_code=trust_remote_code,
+                    options=own_options,
+                )
             )
-        )
 
-        def written() -> Iterator[tuple[Prompt, list[Rollout]]]:
-            size = max(1, COMPLETIONS_AT_A_TIME // num_generations)
-            for start in range(0, len(read), size):
-                group = read[start : start + size]
-                found = write_rollouts(
-                    group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed,
-                    rewards=rewards if rewards.specifications else None, environment=played, max_turns=max_turns,
-                    scale_rewards=scale_rewards, template_arguments=template_arguments,
-                )  # fmt: skip
-                for prompt in group:
-                    yield prompt, [one for one in found if one.prompt == prompt.number]
+            def written() -> Iterator[tuple[Prompt, list[Rollout]]]:
+                size = max(1, COMPLETIONS_AT_A_TIME // num_generations)
+                for start in range(0, len(read), size):
+                    group = read[start : start + size]
+                    found = write_rollouts(
+                        group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed,
+                        rewards=rewards if rewards.specifications else None, environment=played, max_turns=max_turns,
+                        scale_rewards=scale_rewards, template_arguments=template_arguments,
+                    )  # fmt: skip
+                    for prompt in group:
+                        yield prompt, [one for one in found if one.prompt == prompt.number]
 
-        figures = _write(path, written(), len(read), corpus.columns, request)
-        for name, count in rewards.unjudged.items():
-            terminal.note(f"the reward {name} could not judge {count:,} rollouts")
+            figures = _write(path, written(), len(read), corpus.columns, request)
+            for name, count in rewards.unjudged.items():
+                terminal.note(f"the reward {name} could not judge {count:,} rollouts")
     told = figures.record()
     terminal.note(
         f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, {told['truncated']:.1%} cut off"
@@ -234,7 +236,7 @@ def _write(
     if path.parent.is_dir():
         remove_leftovers(path.parent, path.name)
     with (
-        written_whole(path) as temporary,
+        written_whole(path, keep_others=True) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
         terminal.Progress("rollout", count, "prompts") as progress,
     ):

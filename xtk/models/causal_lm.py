@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xtk.artifacts.files import parse_object
 from xtk.errors import Damaged, XtkError
 from xtk.models import attention
 from xtk.models.attention import Row
 from xtk.models.head import Adapter, Head, Shard
-from xtk.models.headers import weight_files, weight_headers
+from xtk.models.headers import ADAPTER, weight_files, weight_headers
 from xtk.models.parallel import cut_matrices, local_part
 from xtk.models.stored_weights import (
     Differences,
@@ -35,6 +36,8 @@ from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TOLERANCE = 1e-3
+CONFIGURATION_BYTES = 1 << 24
+LARGEST_RANK = 1024  # of adapters, that peft may allocate whatever their weights are
 # Arguments of `from_pretrained` that say where weights go.
 PLACES = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
 
@@ -147,7 +150,7 @@ def check_causal_lm(
     _check_files(folder)
     headers = {folder: weight_headers(folder)}
     if adapter is not None:
-        _check_adapter(adapter)
+        check_adapter(adapter)
         headers[adapter] = weight_headers(adapter)
     rows = getattr(configuration.get_text_config(), "vocab_size", None)
     if isinstance(rows, int):
@@ -218,7 +221,7 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
     Raises:
         XtkError: peft is not there, the adapter's weights are not, or it belongs to another model.
     """
-    _check_adapter(adapter)
+    check_adapter(adapter)
     from peft import PeftModel
 
     try:
@@ -235,14 +238,26 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
         raise loading_error(adapter, wrong) from wrong
 
 
-def _check_adapter(adapter: Path) -> None:
-    """Refuse an adapter without weights, or any where peft is not there.
+def check_adapter(adapter: Path) -> None:
+    """Refuse an adapter without weights, or any where peft is not there, before peft makes anything of its files.
 
     Raises:
         XtkError: tells which.
+        Damaged: its configuration states a rank that its weights do not have.
     """
-    if not any(adapter.glob("*.safetensors")):
-        raise XtkError("there are no weights in this adapter (*.safetensors)", where=str(adapter))
+    configuration = adapter / "adapter_config.json"
+    for path in (configuration, adapter / ADAPTER):
+        if not path.is_file():  # peft would download weights from the hub, or read a pickle
+            raise XtkError(f"there are no weights in this adapter ({path.name})", where=str(adapter))
+    with configuration.open("rb") as stream:
+        described = parse_object(stream.read(CONFIGURATION_BYTES), str(configuration))
+    patterns = described.get("rank_pattern")
+    stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
+    largest = max((shape[0] for name, (_, shape) in weight_headers(adapter).items() if ".lora_A." in name), default=0)
+    for rank in stated:
+        if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
+            what = f"this adapter states the rank {rank:,}, and the largest of its weights is {largest:,}"
+            raise Damaged(what, where=str(configuration), hint="copy or download the adapter again")
     if importlib.util.find_spec("peft") is None:
         raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'")
 

@@ -27,7 +27,7 @@ def weight_files(folder: Path, *, partial: bool = False) -> list[Path]:
         if (folder / name).is_file():
             return [folder / name]
     if not (folder / INDEX).is_file():
-        return sorted(folder.glob("*.safetensors"))
+        return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
     names = sorted(set(indexed(folder).values()))
     missing = [name for name in names if not (folder / name).is_file()]
     if missing and partial:

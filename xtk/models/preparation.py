@@ -16,7 +16,7 @@ from torch import Tensor
 from xtk import terminal
 from xtk.errors import XtkError
 from xtk.lookup import unknown
-from xtk.models.causal_lm import DTYPES, check_rows, load_causal_lm, loading_error
+from xtk.models.causal_lm import DTYPES, check_adapter, check_rows, load_causal_lm, loading_error
 from xtk.models.stored_weights import check_adapter_loaded
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -250,6 +250,8 @@ def with_trained_adapter(model: Any, origin: Origin, preparation: Preparation) -
             where=str(origin.adapter),
             hint="leave the options of LoRA out, or merge it into its model (peft: merge_and_unload), and begin there",
         )
+    if origin.adapter and not origin.checkpoint:
+        check_adapter(origin.adapter)
     from peft import LoraConfig, PeftModel, get_peft_model
 
     with warnings.catch_warnings():

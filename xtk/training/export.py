@@ -18,6 +18,7 @@ import torch
 from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, is_leftover, read_json, sha256, share, temporary_name
 from xtk.artifacts.hub import fingerprint_of_weights, with_adapter
+from xtk.artifacts.locks import only_writer_of_path
 from xtk.artifacts.outputs import check_folder, entries_of, foreign_error
 from xtk.artifacts.owned import refuse_foreign_in_run
 from xtk.artifacts.runs import (
@@ -117,23 +118,24 @@ def export(wanted: Export, output: Path, *, force: bool, trust_remote_code: bool
         "evaluation": [sha256(path.read_bytes()) for path in wanted.evaluations],
     }
     _check_output(output, wanted.run)
-    found = _found(output, request, force=force)
-    if found is not None:
-        return found
-    with _replaced(output) as folder:
-        tokenizer = Tokenizer(source)
-        with _whole(source, wanted, content["recipe"], tokenizer, folder, trust_remote_code) as whole:
-            figures = _write(whole, folder, tokenizer, dtype, wanted.max_shard_size, trust_remote_code)
-        for pattern in TOKENIZER_FILES:
-            for path in source.glob(pattern):
-                shutil.copyfile(path, folder / path.name)
-        (folder / CARD).write_text(_card(wanted, content, metrics, results), encoding="utf-8")
-        if converter is not None:
-            _convert(converter, folder, wanted.gguf)
-        kept = {name: content[name] for name in KEPT if name in content}
-        told = {**kept, "kind": KIND, "request": request, **figures}
-        write_manifest(folder, told, sync_and_hash(folder))
-    return told
+    with only_writer_of_path(output.resolve(), "export"):
+        found = _found(output, request, force=force)
+        if found is not None:
+            return found
+        with _replaced(output) as folder:
+            tokenizer = Tokenizer(source)
+            with _whole(source, wanted, content["recipe"], tokenizer, folder, trust_remote_code) as whole:
+                figures = _write(whole, folder, tokenizer, dtype, wanted.max_shard_size, trust_remote_code)
+            for pattern in TOKENIZER_FILES:
+                for path in source.glob(pattern):
+                    shutil.copyfile(path, folder / path.name)
+            (folder / CARD).write_text(_card(wanted, content, metrics, results), encoding="utf-8")
+            if converter is not None:
+                _convert(converter, folder, wanted.gguf)
+            kept = {name: content[name] for name in KEPT if name in content}
+            told = {**kept, "kind": KIND, "request": request, **figures}
+            write_manifest(folder, told, sync_and_hash(folder))
+        return told
 
 
 def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
