@@ -18,6 +18,7 @@ from xtk.engines import endpoints
 from xtk.engines.answers import id_numbers, logprobs, token_ids
 from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, NoAnswer, Patience, Refused, read_answer
 from xtk.engines.servers import models_of
+from xtk.errors import XtkError
 
 HASTY = Patience(attempts=2, seconds=20, answer=1.5, connect=5, first_pause=0.02, longest_pause=0.1)
 
@@ -26,6 +27,8 @@ def attack(told: Connection) -> None:
     """Answer `/KIND/v1/models` in the way of KIND."""
 
     class Handler(_Handler):
+        answers = 0
+
         def attack(self) -> None:
             getattr(self, self.path.split("/")[1])()
 
@@ -85,6 +88,11 @@ def attack(told: Connection) -> None:
 
         def latin(self) -> None:
             self.answer(200, b'{"data": "\xff\xfe"}')
+
+        def switch(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            Handler.answers += 1
+            self.answer(200, {"model": "m" if Handler.answers < 3 else "other", "data": [{"id": "m"}]})
 
         def error(self) -> None:
             self.answer(500, b"x" * (1 << 24))
@@ -147,6 +155,19 @@ def test_a_question_without_a_body_is_not_waited_for_as_long_as_an_answer(server
     monkeypatch.setattr(sys.modules[__name__], "HASTY", Patience(answer=600, status=1))
     with pytest.raises(NoAnswer, match="within 1 seconds"):
         ask(server, "hints")
+
+
+def test_a_server_that_changes_its_model_is_refused(server):
+    one = Endpoint.of(f"{server.host}/switch/v1")
+    those = Endpoints([one], concurrency=1, weight=float("inf"), patience=HASTY)
+
+    async def asked() -> None:
+        async with those.opened():
+            for _ in range(3):
+                await those.ask_one(one, "/completions", {}, models_of, attempts=1)
+
+    with pytest.raises(XtkError, match="name the model 'other' after 'm'"):
+        asyncio.run(asked())
 
 
 def test_redirects_are_not_followed(server):

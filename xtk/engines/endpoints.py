@@ -100,6 +100,7 @@ class Endpoint:
         silent_since: on the loop's clock, when it answered last, or was asked first; None: nothing is waited for.
         reported_at: on the loop's clock, when a line about it was printed last.
         reported: whether a line was printed since it answered last.
+        answers_as: the model that its answers name; "" before the first one that names any.
     """
 
     url: str
@@ -111,6 +112,7 @@ class Endpoint:
     lost: bool = field(default=False, repr=False)
     silent_since: float | None = field(default=None, repr=False)
     reported_at: float = field(default=-math.inf, repr=False)
+    answers_as: str = field(default="", repr=False)
     reported: bool = field(default=False, repr=False)
 
     @classmethod
@@ -337,7 +339,10 @@ class Endpoints:
         endpoint.failures, endpoint.reported = 0, False
         endpoint.silent_since = now() if endpoint.running else None
         try:
-            return read(read_answer(raw))
+            answer = read_answer(raw)
+            if question is not None:
+                _check_model(endpoint, answer)
+            return read(answer)
         except BadAnswer as wrong:
             self._report(endpoint, f"{wrong}; trying again")
             raise
@@ -403,6 +408,23 @@ def most_bytes(entries: int, tokens: int = 0) -> int:
         tokens: whose ids, and text, come back beside them.
     """
     return SLACK + ROOM * BYTES_OF_AN_ENTRY * (entries + tokens)
+
+
+def _check_model(endpoint: Endpoint, answer: Any) -> None:
+    """Refuse an answer that names another model than those before it.
+
+    Raises:
+        XtkError: names both.
+    """
+    model = answer.get("model") if isinstance(answer, dict) else None
+    if isinstance(model, str) and model != endpoint.answers_as:
+        if endpoint.answers_as:
+            raise XtkError(
+                f"the answers of this server name the model {model!r} after {endpoint.answers_as!r}",
+                where=str(endpoint),
+                hint="an address that serves one model to the end; finished shards are kept",
+            )
+        endpoint.answers_as = model
 
 
 def read_answer(raw: bytes) -> Any:
