@@ -159,9 +159,9 @@ def test_mutated_tokenizers_are_read_or_refused(pair, metaspace, tmp_path, name)
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(8))
 def test_hundreds_of_mutated_tokenizers_are_read_or_refused(families, tmp_path, seed):
-    for number, folder in enumerate(sorted(families.folder.iterdir())):
-        copied = shutil.copytree(folder, tmp_path / str(number))
+    for family, folder in families.items():
+        copied = shutil.copytree(folder, tmp_path / family)
         for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(folder / name, copied / name)
-            survive(copied, name, 100, seed)
-            shutil.copy(folder / name, copied / name)
+            if (folder / name).is_file():
+                survive(copied, name, 100, seed)
+                shutil.copy(folder / name, copied / name)
