@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import interrupting
 import pytest
 
-from xtk.artifacts.files import written_whole
+from xtk.artifacts.files import temporary_name, written_whole
 from xtk.artifacts.locks import only_writer_of_path
 from xtk.errors import XtkError
 
@@ -100,6 +102,19 @@ def test_two_commands_do_not_write_one_output_at_once(run, pair, corpus, tmp_pat
     run(*command)
     assert out.exists()
     assert not list(tmp_path.glob(".xtk-*"))
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_path):
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    other, same = (temporary_name("out").replace(f"{os.getpid()}@", f"{process}@") for process in (1, ended.pid))
+    for name in (other, same):
+        (tmp_path / name).write_text("written")
+    with written_whole(tmp_path / "out") as first, written_whole(tmp_path / "out") as second:
+        first.write_text("first")
+        second.write_text("second")
+        assert first.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", other}
 
 
 def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_result(tmp_path):

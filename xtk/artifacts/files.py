@@ -56,6 +56,7 @@ def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path.parent, path.name)
     temporary, before = path.parent / temporary_name(path.name), _state_of(path)
     try:
         yield temporary
@@ -96,6 +97,7 @@ def share(*paths: Path) -> None:
         path.chmod(mode)
 
 
+_named_here: set[str] = set()  # temporary names that this process gave
 # What YAML 1.1 does not read as JSON does, and what UTF-8 cannot hold: written as escapes.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
@@ -175,17 +177,24 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 def temporary_name(name: str) -> str:
     """Return a name for a file while it is written."""
     # Threads, and machines that share a folder, write at once: the process alone is no name.
-    return f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{name}"
+    temporary = f"{TEMPORARY}{os.getpid()}@{_host()}-{secrets.token_hex(4)}-{name}"
+    _named_here.add(temporary)
+    return temporary
 
 
 def is_leftover(name: str) -> bool:
-    """Say whether a name is that of a file whose writer, on this machine, has ended, or is this process."""
+    """Say whether a name is that of a file whose writer, on this machine, has ended.
+
+    A container may give the number of a killed process to the next one.
+    """
     if not name.startswith(TEMPORARY):
         return False
     process, _, host = name.removeprefix(TEMPORARY).partition("-")[0].partition("@")
     if host not in ("", _host()):
         return False
-    return not process.isdigit() or int(process) == os.getpid() or not Path(f"/proc/{process}").exists()
+    if not process.isdigit():
+        return True
+    return name not in _named_here if int(process) == os.getpid() else not Path(f"/proc/{process}").exists()
 
 
 def _host() -> str:

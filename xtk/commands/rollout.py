@@ -228,13 +228,11 @@ def _found(path: Path, request: str) -> Figures | None:
 def _write(
     path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
 ) -> Figures:
-    from xtk.artifacts.files import remove_leftovers, written_whole
+    from xtk.artifacts.files import written_whole
     from xtk.errors import XtkError
     from xtk.rollouts.lines import Figures, json_line, line_of
 
     figures = Figures()
-    if path.parent.is_dir():
-        remove_leftovers(path.parent, path.name)
     with (
         written_whole(path, keep_others=True) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
