@@ -45,7 +45,8 @@ def ends_by_offsets(
         return np.zeros(0, np.int32)
     byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
     edges = _edges(text, normalise)
-    table = np.array(offsets, np.int64)
+    # A normalizer that adds characters at the end of a text has offsets behind it.
+    table = np.clip(np.array(offsets, np.int64), 0, len(text))
     # Widened: from the edge at or before the first character to the one at or after the last.
     starts = byte_of_character[edges[np.searchsorted(edges, table[:, 0], side="right") - 1]]
     ends = np.maximum.accumulate(byte_of_character[edges[np.searchsorted(edges, table[:, 1], side="left")]])
