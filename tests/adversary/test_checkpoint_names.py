@@ -82,3 +82,21 @@ def test_transformers_opens_a_checkpoint_as_it_is_without_a_warning(trained, cap
     assert not caplog.records
     assert not any(found.values()), found
     assert model(**tokenizer("Anna has 12 apples.", return_tensors="pt")).logits.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("every", "limit"), [(2, 2), (2, 1), (0, 2), (3, 1)])
+def test_a_run_that_was_interrupted_ends_with_the_checkpoints_of_one_that_was_not(
+    run, pair, corpus, tmp_path, every, limit
+):
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 6, "--save-steps", every,
+               "--save-total-limit", limit, "-o"]  # fmt: skip
+    run(*command, tmp_path / "whole")
+    seen = set()
+    for _ in range(5):  # a step each
+        run(*command, tmp_path / "sliced", "--max-seconds", 0.001, code=75)
+        seen |= {path.name for path in (tmp_path / "sliced").glob("checkpoint-*")}
+    run(*command, tmp_path / "sliced")
+    names = [{path.name for path in (tmp_path / folder).iterdir()} for folder in ("whole", "sliced")]
+    assert names[0] == names[1]
+    assert {f"checkpoint-{step}" for step in range(1, 6)} <= seen

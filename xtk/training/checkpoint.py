@@ -54,6 +54,7 @@ from xtk.training.pieces import Box, Pieces, Share, damage, local, write_pieces
 from xtk.training.standing import Standing
 
 STUDENT = "student"
+INTERRUPTED = "interrupted"  # of the manifest of a checkpoint that only a stopped run has
 AVERAGE, RANDOM = "average", "random"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -215,18 +216,31 @@ def _check_metrics(output: Path, folder: Path) -> None:
         )
 
 
-def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = ()) -> None:
+def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = (), *, finished: bool = False) -> None:
     """Keep the newest `keep` checkpoints, and the best weights of which they know.
+
+    The checkpoint of an interrupted run is kept in addition until a newer one is there, so that a run that was
+    interrupted ends with the same checkpoints as one that was not.
 
     Args:
         output: the run's folder.
         keep: how many.
         damaged: checkpoints that could not be used, which go in any case.
+        finished: whether the student is written.
     """
     found = [path for _, path in numbered(output) if path not in damaged]
-    for path in (*damaged, *found[: -keep or None]):
+    interrupted = [path for path in found if _was_interrupted(path)]
+    regular = [path for path in found if path not in interrupted]
+    newest = () if finished else found[-1:]
+    for path in (*damaged, *regular[: -keep or None], *(path for path in interrupted if path not in newest)):
         remove_folder_of_run(path)
     _remove_bests(output, 0)
+
+
+def _was_interrupted(checkpoint: Path) -> bool:
+    with contextlib.suppress(XtkError):
+        return read_manifest(checkpoint, (CHECKPOINT,)).get(INTERRUPTED) is True
+    return False
 
 
 def _remove_bests(output: Path, new: int) -> None:

@@ -26,7 +26,7 @@ from xtk.training.aside import set_aside
 from xtk.training.average import Average
 from xtk.training.batches import BatchMaker, MicroBatch, Order
 from xtk.training.card import Lineage, model_card
-from xtk.training.checkpoint import STUDENT, Resumed, Saver, remove_old_checkpoints
+from xtk.training.checkpoint import INTERRUPTED, STUDENT, Resumed, Saver, remove_old_checkpoints
 from xtk.training.eval_tasks import Examination
 from xtk.training.held_out import Evaluation
 from xtk.training.layout import Layout
@@ -127,7 +127,8 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             if micro_batches is None:  # while teachers spoke
                 if step > kept:
                     standing.tokens = meter.total()
-                    _save(run, saver, step, standing)
+                    due = bool(run.reporting.save_steps) and step % run.reporting.save_steps == 0
+                    _save(run, saver, step, standing, interrupted=not due)
                 _stop(run, step, stop.agreed(accelerator.device, by_signals=True))
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
@@ -153,11 +154,11 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
             if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
             stopped = stop.agreed(accelerator.device)
-            due = stopped or (run.reporting.save_steps and (step + 1) % run.reporting.save_steps == 0)
-            if due and not last:
+            due = bool(run.reporting.save_steps) and (step + 1) % run.reporting.save_steps == 0
+            if (due or stopped) and not last:
                 with meter.paused():
                     standing.tokens = meter.total()
-                    _save(run, saver, step + 1, standing)
+                    _save(run, saver, step + 1, standing, interrupted=not due)
                 kept = step + 1
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.told}")
@@ -174,7 +175,7 @@ def train(run: Run, identity: dict[str, Any]) -> dict[str, Any]:
     with average.in_place(run.model):
         saver.finish(run.output, content, model_card(run.origin, content, first_values(run.output / METRICS)), best)
     if accelerator.is_main_process:
-        remove_old_checkpoints(run.output, run.reporting.save_total_limit, run.resumed.damaged)
+        remove_old_checkpoints(run.output, run.reporting.save_total_limit, run.resumed.damaged, finished=True)
     if run.blocks is not None:
         run.blocks.finish()
     accelerator.end_training()  # takes the process group down
@@ -371,8 +372,8 @@ def _resume(run: Run, saver: Saver) -> tuple[int, Standing]:
     return run.resumed.step, standing
 
 
-def _save(run: Run, saver: Saver, step: int, standing: Standing) -> None:
-    saver.write_checkpoint(run.output, step, standing.told())
+def _save(run: Run, saver: Saver, step: int, standing: Standing, *, interrupted: bool = False) -> None:
+    saver.write_checkpoint(run.output, step, standing.told() | ({INTERRUPTED: True} if interrupted else {}))
     if run.accelerator.is_main_process:
         damaged = [path for path in run.resumed.damaged if path.name != f"{CHECKPOINT}-{step}"]
         remove_old_checkpoints(run.output, run.reporting.save_total_limit, damaged)
