@@ -110,6 +110,10 @@ def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_p
     other, same = (temporary_name("out").replace(f"{os.getpid()}@", f"{process}@") for process in (1, ended.pid))
     for name in (other, same):
         (tmp_path / name).write_text("written")
+    with written_whole(tmp_path / "equal", keep_others=True) as first:
+        first.write_text("result")
+        (tmp_path / "equal").write_text("result")  # another process with the same request
+    (tmp_path / "equal").unlink()
     with written_whole(tmp_path / "out") as first, written_whole(tmp_path / "out") as second:
         first.write_text("first")
         second.write_text("second")

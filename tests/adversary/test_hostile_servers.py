@@ -47,6 +47,9 @@ def attack(told: Connection) -> None:
         def redirect(self) -> None:
             self.answer(302, b"", {"Location": "http://127.0.0.1:9/v1/models"})
 
+        def nowhere(self) -> None:
+            self.answer(302, b"")
+
         def drip(self) -> None:
             self.send_response(200)
             self.send_header("Content-Length", "1000")
@@ -173,6 +176,8 @@ def test_a_server_that_changes_its_model_is_refused(server):
 def test_redirects_are_not_followed(server):
     with pytest.raises(Refused, match=r"to http://127\.0\.0\.1:9/v1/models; redirects are not followed"):
         ask(server, "redirect")
+    with pytest.raises(Refused, match="to nowhere; redirects are not followed"):
+        ask(server, "nowhere")
 
 
 def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import glob
 import hashlib
 import itertools
@@ -61,7 +62,7 @@ def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         _sync(temporary)
-        if keep_others and _state_of(path) != before:
+        if keep_others and not _may_replace(temporary, path, before) and not _same_content(temporary, path):
             kept = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.{n}")).exists())
             temporary.replace(kept)
             raise XtkError(
@@ -74,6 +75,23 @@ def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _may_replace(temporary: Path, path: Path, before: tuple[int, ...] | None) -> bool:
+    """Say whether a path is as it was before; one that was free is taken at once, where the disk has hard links."""
+    if before is not None:
+        return _state_of(path) == before
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError:
+        return _state_of(path) is None
+    return True
+
+
+def _same_content(one: Path, other: Path) -> bool:
+    return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:

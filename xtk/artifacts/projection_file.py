@@ -51,7 +51,7 @@ _HEADER = record(
 )
 
 
-def write_projection(projection: Projection, path: Path) -> None:
+def write_projection(projection: Projection, path: Path, *, keep_others: bool = True) -> None:
     """Write a projection; the same projection gives the same bytes.
 
     Raises:
@@ -62,7 +62,7 @@ def write_projection(projection: Projection, path: Path) -> None:
     header = {**projection.header, "format": FORMAT, "version": VERSION}
     header["checksum"] = _checksum(header, tensors)
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
-    with written_whole(path) as temporary:
+    with written_whole(path, keep_others=keep_others) as temporary:
         temporary.write_bytes(raw)
 
 

@@ -56,7 +56,7 @@ def projection_for(
             projection = prune_projection(projection, top_k=top_k)
         if path is not None:
             with contextlib.suppress(OSError, XtkError):
-                write_projection(projection, path)
+                write_projection(projection, path, keep_others=False)
     return projection
 
 

@@ -102,5 +102,5 @@ def write_page(path: Path, page: str) -> None:
     content = page.encode("utf-8", "replace")  # a name may be no UTF-8
     if path.is_file() and path.read_bytes() == content:
         return
-    with written_whole(path) as temporary:
+    with written_whole(path, keep_others=True) as temporary:
         temporary.write_bytes(content)

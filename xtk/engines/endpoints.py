@@ -464,7 +464,9 @@ async def _body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
 def _message(answer: httpx.Response, raw: bytes) -> str:
     """Return what a server says about an error, in a line."""
     if answer.is_redirect:
-        return f"{answer.reason_phrase}, to {answer.headers['location'][:200]}; redirects are not followed"
+        return (
+            f"{answer.reason_phrase}, to {answer.headers.get('location', 'nowhere')[:200]}; redirects are not followed"
+        )
     try:
         content = read_answer(raw)
         error = content.get("error", content)

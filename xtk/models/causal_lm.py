@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xtk.artifacts.files import parse_object
 from xtk.errors import Damaged, XtkError
 from xtk.models import attention
 from xtk.models.attention import Row
@@ -31,6 +30,7 @@ from xtk.models.stored_weights import (
     differences_of_headers,
     note_once,
 )
+from xtk.plain_json import parse_json
 from xtk.tokens.model_config import hub_kernels, model_config
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -120,9 +120,12 @@ def _settle_head(model: Any, folder: Path) -> None:
 
     transformers uses the head of the files then; vLLM, which reads the configuration, would use the embedding.
     """
+    parts = (model.config, model.config.get_text_config())
+    stated = [part for part in parts if getattr(part, "tie_word_embeddings", False)]
+    if not stated:
+        return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    stated = [part for part in (model.config, model.config.get_text_config()) if part.tie_word_embeddings]
-    if stated and head is not None and head.weight is not embedding.weight:
+    if head is not None and head.weight is not embedding.weight:
         note_once(
             f"warning: {folder}: config.json has tie_word_embeddings true, but the weights hold an output head of "
             "their own, which is used; other programs may use the embedding instead"
@@ -250,7 +253,10 @@ def check_adapter(adapter: Path) -> None:
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
             raise XtkError(f"there are no weights in this adapter ({path.name})", where=str(adapter))
     with configuration.open("rb") as stream:
-        described = parse_object(stream.read(CONFIGURATION_BYTES), str(configuration))
+        content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
+    described = parse_json(content, what="this file", where=str(configuration))
+    if not isinstance(described, dict):
+        raise Damaged("this file is no JSON object", where=str(configuration))
     patterns = described.get("rank_pattern")
     stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     largest = max((shape[0] for name, (_, shape) in weight_headers(adapter).items() if ".lora_A." in name), default=0)
