@@ -71,6 +71,25 @@ def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(
 
 
 @pytest.mark.slow
+def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_student(run, pair, corpus, tmp_path):
+    out = tmp_path / "out"
+    command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 2, "-o", out]
+    run(*command, "--max-seconds", 0.001, code=75)
+    for name in ("README.md", "config.json"):
+        (out / name).write_text(f"mine: {name}")
+    stderr = run(*command).stderr
+    for name in ("README.md", "config.json"):
+        assert (out / f"{name}.kept-1").read_text() == f"mine: {name}"
+        assert f"{out / name} was not written by xtk; it is renamed to {name}.kept-1 and stays" in stderr
+    run("inspect", out, "--verify")
+    left = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
+    (out / "xtk.json").unlink()  # as a run that was killed just before its end
+    shutil.rmtree(out / "checkpoint-1", ignore_errors=True)
+    assert "renamed" not in run(*command).stderr
+    assert {path.name for path in out.iterdir() if path.is_file() and "kept" not in path.name} == set(left)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["shard-00009.arrow", "vocabulary-order-0123456789abcdef.arrow"])
 def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pair, corpus, tmp_path, name):
     command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]

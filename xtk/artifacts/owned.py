@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import itertools
 import re
 import shutil
@@ -15,7 +16,8 @@ from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import foreign_error
 from xtk.errors import Damaged
 
-MANIFEST = "xtk.json"
+MANIFEST, CARD = "xtk.json", "README.md"
+_CARD_BEGINNING = 96  # bytes: up to the tag xtk
 # What xtk, transformers and peft write into the folder of a model.
 _OF_MODELS = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)"
@@ -74,11 +76,35 @@ def remove_folder_of_run(folder: Path) -> None:
     if not foreign and (folder.name == "adapter" or (folder / MANIFEST).is_file()):
         shutil.rmtree(folder, ignore_errors=True)
         return
+    _keep(folder, f"holds files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
+
+
+def _keep(path: Path, what: str) -> None:
     numbers = itertools.count(1)
-    kept = next(path for path in (folder.with_name(f"{folder.name}.kept-{n}") for n in numbers) if not path.exists())
-    folder.replace(kept)
-    what = f"holds files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest"
-    terminal.note(f"{folder} {what}; it is renamed to {kept.name} and stays")
+    kept = next(name for name in (path.with_name(f"{path.name}.kept-{n}") for n in numbers) if not name.exists())
+    path.replace(kept)
+    terminal.note(f"{path} {what}; it is renamed to {kept.name} and stays")
+
+
+def keep_file_of_user(path: Path, new: Path) -> None:
+    """Rename a file of the user that stands where a run is about to put one of the student.
+
+    A run that was killed while it put them there left some, which are equal to the new ones; of a model card, which
+    has clocks, the beginning is.
+
+    Args:
+        path: where the file goes; most often nothing is there.
+        new: the file of the student.
+    """
+    if not path.exists() and not path.is_symlink():
+        return
+    if path.is_file() and not path.is_symlink():
+        if filecmp.cmp(path, new, shallow=False):
+            return
+        with path.open("rb") as there, new.open("rb") as here:
+            if new.name == CARD and there.read(_CARD_BEGINNING) == here.read(_CARD_BEGINNING):
+                return
+    _keep(path, "was not written by xtk")
 
 
 def _foreign(folder: Path, *, run: bool, inside: str = "") -> list[str]:

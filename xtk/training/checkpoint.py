@@ -23,7 +23,7 @@ from xtk import terminal
 from xtk.artifacts.files import TEMPORARY, read_json, share
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import entries_of, foreign_error
-from xtk.artifacts.owned import refuse_foreign_in_run, remove_folder_of_run, remove_run
+from xtk.artifacts.owned import keep_file_of_user, refuse_foreign_in_run, remove_folder_of_run, remove_run
 from xtk.artifacts.runs import (
     ADAPTER,
     BEST,
@@ -410,6 +410,8 @@ class Saver:
             for path in sorted(temporary.iterdir()):
                 if path.is_dir():  # of a run that was killed just here
                     remove_folder_of_run(output / path.name)
+                else:
+                    keep_file_of_user(output / path.name, path)
                 path.replace(output / path.name)
             for name in beside:
                 sync(output / name)
