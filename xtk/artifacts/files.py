@@ -44,12 +44,13 @@ def sha256_of_file(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
-    """Give a temporary path beside `path`; synced and renamed when the block ends well, removed when it does not.
+def written_whole(path: Path, *, keep_others: bool = False, clean: bool = True) -> Iterator[Path]:
+    """Yield a temporary path next to `path`; it is synced and renamed when the block succeeds, and removed when not.
 
     Args:
         path: of the file.
         keep_others: keep a file that another program wrote at `path` in the meantime.
+        clean: remove what killed writers of this file left, for which the folder is listed.
 
     Raises:
         XtkError: there is a folder, or, with `keep_others`, a file that was not there; it names where the result is.
@@ -57,13 +58,14 @@ def written_whole(path: Path, *, keep_others: bool = False) -> Iterator[Path]:
     if path.is_dir():
         raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(path.parent, path.name)
+    if clean:
+        remove_leftovers(path.parent, path.name)
     temporary, before = path.parent / temporary_name(path.name), _state_of(path)
     try:
         yield temporary
         _sync(temporary)
-        if keep_others and not _may_replace(temporary, path, before) and not _same_content(temporary, path):
-            kept = next(name for n in itertools.count(1) if not (name := path.with_name(f"{path.name}.{n}")).exists())
+        if keep_others and not _may_replace(temporary, path, before) and not has_same_content(temporary, path):
+            kept = next_free_path(path, ".")
             temporary.replace(kept)
             raise XtkError(
                 "another program wrote this file while the command ran",
@@ -90,7 +92,14 @@ def _may_replace(temporary: Path, path: Path, before: tuple[int, ...] | None) ->
     return True
 
 
-def _same_content(one: Path, other: Path) -> bool:
+def next_free_path(path: Path, separator: str) -> Path:
+    """Return the path with the first number after its name that no file has."""
+    names = (path.with_name(f"{path.name}{separator}{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
+
+
+def has_same_content(one: Path, other: Path) -> bool:
+    """Return whether the second is a regular file, no link, with the bytes of the first."""
     return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
 
 

@@ -130,7 +130,7 @@ class LocalFolder:
     @contextlib.contextmanager
     def write(self, file: str, *, new: bool = False) -> Iterator[Path]:
         """Give a path beside the file; synced and renamed when the block ends well."""
-        with written_whole(self.path / file) as temporary:
+        with written_whole(self.path / file, clean=False) as temporary:  # `remove_leftovers` cleans the whole folder
             yield temporary
 
     def take(self, source: Folder, files: Mapping[str, str]) -> None:

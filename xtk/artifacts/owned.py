@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
-import itertools
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.files import TEMPORARY, read_json
+from xtk.artifacts.files import TEMPORARY, has_same_content, next_free_path, read_json
 from xtk.artifacts.locks import LOCK
 from xtk.artifacts.outputs import foreign_error
 from xtk.errors import Damaged
@@ -80,8 +78,7 @@ def remove_folder_of_run(folder: Path) -> None:
 
 
 def _keep(path: Path, what: str) -> None:
-    numbers = itertools.count(1)
-    kept = next(name for name in (path.with_name(f"{path.name}.kept-{n}") for n in numbers) if not name.exists())
+    kept = next_free_path(path, ".kept-")
     path.replace(kept)
     terminal.note(f"{path} {what}; it is renamed to {kept.name} and stays")
 
@@ -98,11 +95,11 @@ def keep_file_of_user(path: Path, new: Path) -> None:
     """
     if not path.exists() and not path.is_symlink():
         return
-    if path.is_file() and not path.is_symlink():
-        if filecmp.cmp(path, new, shallow=False):
-            return
+    if has_same_content(new, path):
+        return
+    if new.name == CARD and path.is_file() and not path.is_symlink():
         with path.open("rb") as there, new.open("rb") as here:
-            if new.name == CARD and there.read(_CARD_BEGINNING) == here.read(_CARD_BEGINNING):
+            if there.read(_CARD_BEGINNING) == here.read(_CARD_BEGINNING):
                 return
     _keep(path, "was not written by xtk")
 

@@ -133,9 +133,9 @@ def export(wanted: Export, output: Path, *, force: bool, trust_remote_code: bool
             if converter is not None:
                 _convert(converter, folder, wanted.gguf)
             kept = {name: content[name] for name in KEPT if name in content}
-            told = {**kept, "kind": KIND, "request": request, **figures}
-            write_manifest(folder, told, sync_and_hash(folder))
-        return told
+            content_of_export = {**kept, "kind": KIND, "request": request, **figures}
+            write_manifest(folder, content_of_export, sync_and_hash(folder))
+        return content_of_export
 
 
 def _opened(wanted: Export) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
