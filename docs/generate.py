@@ -31,7 +31,7 @@ def commands() -> str:
 
 def losses() -> str:
     """Return the reference page of the losses: the docstrings of the table."""
-    from xtk.losses import ASKS, GROUNDS, LOSSES
+    from xtk.losses import COMPARISON_SPACES, LOSSES, TEACHER_REQUIREMENTS
 
     parts = [
         "# Losses",
@@ -48,8 +48,8 @@ def losses() -> str:
             f"- averaged over: {loss.item}",
             f"- unit: {loss.unit}",
             f"- options: {', '.join(f'`{option}`' for option in _options(name))}",
-            f"- for: {GROUNDS[loss.ground]}",
-            f"- asks the teacher for: {ASKS[loss.asks]}",
+            f"- for: {COMPARISON_SPACES[loss.ground]}",
+            f"- asks the teacher for: {TEACHER_REQUIREMENTS[loss.asks]}",
             f"- file: `{module.replace('.', '/')}.py`",
         ]
         parts += [f"## {name}", inspect.getdoc(loss) or "", "\n".join(facts)]
@@ -81,18 +81,18 @@ def rewards() -> str:
         "row)`: two texts, and the row of data as a dict. It returns a number; nan or None where it cannot judge. An "
         "error in it ends the command: a reward that fails now and then is not a reward.",
         "```python\ndef short(completion, prompt, row):\n    return float(len(completion) < 200)\n```",
-        "- options: `weight=1.0`\n- file: `xtk/rewards/specification.py`",
+        "- options: `weight=1.0`\n- file: `xtk/rewards/reward_spec.py`",
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _options(name: str) -> list[str]:
     """Return the options of a loss, with their usual values."""
-    from xtk.losses import LossSpecification
+    from xtk.losses import LossSpec
     from xtk.losses.divergences import DIVERGENCES
-    from xtk.losses.specification import WITHOUT_DIVERGENCE
+    from xtk.losses.loss_spec import WITHOUT_DIVERGENCE
 
-    specification = LossSpecification(name)
+    specification = LossSpec(name)
     divergence, rule = specification.divergence(), specification.rule()
     own = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
     known = {field.name.replace("_", "-"): field.default for field in own}

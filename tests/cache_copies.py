@@ -9,7 +9,7 @@ from pathlib import Path
 import material
 import numpy as np
 
-from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 
 KINDS = {
@@ -51,7 +51,7 @@ def numbers(cache: TeacherCache) -> list[bytes]:
         repr(row.document).encode()
         + b"".join(
             np.asarray(value).tobytes()
-            for value in itertools.chain(vars(row.scores).values(), vars(row.tokens).values())
+            for value in itertools.chain(vars(row.stored_logprobs).values(), vars(row.tokens).values())
         )
         for row in cache
     ]

@@ -71,7 +71,7 @@ def make_oracle(folder: Path, answers: Mapping[str, str], *, context: int = 4096
     (folder / "table.json").write_text(json.dumps(table))
     (folder / "oracle.py").write_text(CODE)
     configuration = {
-        "model_type": "oracle", "architectures": ["Oracle"], "vocab_size": tokenizer.width, "hidden_size": 2,
+        "model_type": "oracle", "architectures": ["Oracle"], "vocab_size": tokenizer.embedding_rows, "hidden_size": 2,
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "eos_token_id": tokenizer.end_id,
         "bos_token_id": tokenizer.start_id,
         "max_position_embeddings": context, "table": str(folder / "table.json"),
@@ -80,5 +80,7 @@ def make_oracle(folder: Path, answers: Mapping[str, str], *, context: int = 4096
     (folder / "config.json").write_text(json.dumps(configuration))
     import torch
 
-    save_file({"embedding.weight": torch.zeros(tokenizer.width, 2)}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"embedding.weight": torch.zeros(tokenizer.embedding_rows, 2)}, folder / "model.safetensors", {"format": "pt"}
+    )
     return folder

@@ -228,7 +228,7 @@ def generate_as_vllm(told: Connection, folder: str, options: dict[str, Any]) -> 
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     context = model.config.max_position_embeddings
     answers = _Answers(model, Path(folder), ["student"], {}, context)
-    spelling = answers.tokenizer.vocabulary.spelling
+    spelling = answers.tokenizer.vocabulary.bytes_of
     letters = [token for token in range(5, len(answers.tokenizer)) if spelling(token).strip().isalpha()]
     state: dict[str, Any] = {"version": "default", "asked": 0, "updates": 0}
 

@@ -12,4 +12,4 @@ TEXTS = [*material.sentences(60, seed=5), *material.ODD, "", " ", "A", "é" * 9,
 
 def embedding_of(tokenizer: Tokenizer, size: int) -> np.ndarray:
     """Return random vectors, the same for the same tokenizer."""
-    return np.random.default_rng(len(tokenizer)).normal(size=(tokenizer.width, size)).astype(np.float32)
+    return np.random.default_rng(len(tokenizer)).normal(size=(tokenizer.embedding_rows, size)).astype(np.float32)

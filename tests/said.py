@@ -8,8 +8,8 @@ import material
 import numpy as np
 
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import Sequence, sequences
-from xtk.tokens.signal import Scores, Support
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [
@@ -22,14 +22,14 @@ TEXTS = [
 ]
 
 
-def documents_of(folder: Path, context: int, texts: list[str] = TEXTS) -> list[Sequence]:
+def documents_of(folder: Path, context: int, texts: list[str] = TEXTS) -> list[TokenSequence]:
     """Documents of many lengths: none of them trained, one token, as long as the context."""
-    completion = Document.of_completion("Anna has 12 ", "apples left. And Bert?")
-    read = sequences(Tokenizer(folder), [*(Document.of_text(text) for text in texts), completion])
-    return [document.cut(context) for document in read]
+    completion = Document.from_completion("Anna has 12 ", "apples left. And Bert?")
+    read = tokenize_documents(Tokenizer(folder), [*(Document.from_text(text) for text in texts), completion])
+    return [document.truncate(context) for document in read]
 
 
-def said_plainly(folder: Path, documents: list[Sequence]) -> list[np.ndarray]:
+def said_plainly(folder: Path, documents: list[TokenSequence]) -> list[np.ndarray]:
     """Log-probabilities [P, U] at the trained tokens of each document."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -37,7 +37,7 @@ def said_plainly(folder: Path, documents: list[Sequence]) -> list[np.ndarray]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     found = []
     for document in documents:
-        positions = np.flatnonzero(document.trained)
+        positions = np.flatnonzero(document.train_mask)
         if not len(positions):
             found.append(np.zeros((0, model.config.vocab_size)))
             continue
@@ -70,20 +70,20 @@ def least_entropy(expected: np.ndarray, known: set[int]) -> float:
 
 
 def assert_is_the_truth(
-    scores: Scores, document: Sequence, expected: np.ndarray, support: Support, tolerance: float
+    scores: StoredLogprobs, document: TokenSequence, expected: np.ndarray, support: Support, tolerance: float
 ) -> None:
     """Compare what a teacher that knows the head says with the whole distributions [P, U]."""
     close = {"rtol": 0, "atol": tolerance}
-    assert scores.positions.tolist() == np.flatnonzero(document.trained).tolist()
+    assert scores.positions.tolist() == np.flatnonzero(document.train_mask).tolist()
     realised = document.ids[scores.positions].tolist()
     own = [row[token] for row, token in zip(expected, realised, strict=True)]
-    np.testing.assert_allclose(scores.realised_logprobs, own, **close)
+    np.testing.assert_allclose(scores.observed_logprobs, own, **close)
     for at, (row, token) in enumerate(zip(expected, realised, strict=True)):
         first, stop = scores.offsets[at : at + 2].tolist()
         ids = scores.ids[first:stop].tolist()
         assert ids == sorted(kept(row, token, support))
         np.testing.assert_allclose(scores.logprobs[first:stop], row[ids], **close)
-        np.testing.assert_allclose(scores.tail_mass[at], max(0, 1 - np.exp(row[ids]).sum()), **close)
+        np.testing.assert_allclose(scores.remainder_mass[at], max(0, 1 - np.exp(row[ids]).sum()), **close)
         likeliest = Support("top-k", top_k=support.top_k) if support.top_k else support
         bound = least_entropy(row, kept(row, token, likeliest))
         np.testing.assert_allclose(scores.entropy[at], bound, rtol=0, atol=100 * tolerance)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from xtk.rollouts.stop_strings import Watch
-from xtk.rollouts.writer import Ask, Completion, Sampling
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
+from xtk.rollouts.stop_strings import StopStringDetector
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -18,28 +18,28 @@ class ScriptedWriter:
         self, tokenizer: Tokenizer, says: Callable[[str, tuple[int, ...]], tuple[str, bool]], context: int | None = None
     ) -> None:
         self.tokenizer, self.says, self.context = tokenizer, says, context
-        self.asked: list[Ask] = []
+        self.asked: list[GenerationRequest] = []
 
-    def write(self, asks: Sequence[Ask], sampling: Sampling) -> list[Completion]:
+    def write(self, asks: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         self.asked += asks
         return [self._write(ask, sampling) for ask in asks]
 
-    def _write(self, ask: Ask, sampling: Sampling) -> Completion:
-        names = self.tokenizer.control_names
+    def _write(self, ask: GenerationRequest, sampling: SamplingConfig) -> Completion:
+        names = self.tokenizer.special_token_names
         read = b"".join(
-            names[token].encode() if token in names else self.tokenizer.vocabulary.spelling(token)
-            for token in ask.ids.tolist()
+            names[token].encode() if token in names else self.tokenizer.vocabulary.bytes_of(token)
+            for token in ask.input_ids.tolist()
         ).decode()
-        text, ends = self.says(read, ask.key)
+        text, ends = self.says(read, ask.seed_key)
         (encoded,) = self.tokenizer.encode([text])
         wanted = [*encoded.ids.tolist(), *([self.tokenizer.end_id] if ends else [])]
-        length = min(sampling.max_completion_length, len(wanted) if ask.length is None else ask.length)
-        watch, drawn, finish = Watch(self.tokenizer, sampling.stop), [], "length"
+        length = min(sampling.max_completion_length, len(wanted) if ask.max_length is None else ask.max_length)
+        watch, drawn, finish = StopStringDetector(self.tokenizer, sampling.stop), [], "length"
         for token in wanted[:length]:
             drawn.append(token)
             if token in self.tokenizer.end_ids:
                 finish = "stop"
-            elif watch.ends(token):
+            elif watch.add_token(token):
                 finish = "stop-string"
                 break
         ids = np.array(drawn, np.int32)

@@ -11,16 +11,16 @@ import torch
 from accelerate import Accelerator
 
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import Cut
-from xtk.models.preparation import Origin, Preparation, load_student
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.student_model import StudentModelConfig, StudentSource, load_student
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import Order
-from xtk.training.distill import Inputs, open_inputs
-from xtk.training.held_out import Evaluation
-from xtk.training.layout import read_layout
-from xtk.training.loop import Run, _maker, _optimizer, _step
-from xtk.training.recipe import Places, Recipe, Reporting
-from xtk.training.student import shared
+from xtk.training.distill import DistillInputs, open_inputs
+from xtk.training.held_out_evaluation import HeldOutEvaluator
+from xtk.training.micro_batches import BatchSampler
+from xtk.training.parallel_config import parse_parallel
+from xtk.training.student_module import parallelize
+from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
+from xtk.training.training_loop import TrainingRun, _maker, _optimizer, _step
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,11 +46,11 @@ class Recorder(torch.optim.SGD):
         self.steps += 1
 
 
-def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> Recipe:
+def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> TrainConfig:
     """Return a recipe that clips nothing; options are those of a recipe or of a preparation."""
-    names = {field.name for field in fields(Preparation)} & options.keys()
-    preparation = Preparation(**{name: options.pop(name) for name in names})
-    return Recipe(
+    names = {field.name for field in fields(StudentModelConfig)} & options.keys()
+    preparation = StudentModelConfig(**{name: options.pop(name) for name in names})
+    return TrainConfig(
         losses=tuple(parse_losses(losses)),
         per_device_train_batch_size=batch,
         max_steps=2,
@@ -63,23 +63,23 @@ def recipe_of(losses: list[str], batch: int = 64, **options: Any) -> Recipe:
 def inputs_of(
     student: Path,
     caches: list[Path],
-    recipe: Recipe,
+    recipe: TrainConfig,
     projections: tuple[Path, ...] = (),
     held_out: tuple[Path, ...] = (),
-) -> Inputs:
+) -> DistillInputs:
     """Open what a recipe reads."""
-    places = Places(
+    places = RunPaths(
         student, tuple(map(str, caches)), projections, Path("nowhere"), eval_caches=tuple(map(str, held_out))
     )
     return open_inputs(places, recipe, Tokenizer(student))
 
 
-def prepared(student: Path, recipe: Recipe, inputs: Inputs) -> Any:
+def prepared(student: Path, recipe: TrainConfig, inputs: DistillInputs) -> Any:
     """Load a model as `distill` does; adapters begin with numbers instead of zeros, so that all of them matter."""
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         model = load_student(
-            Origin(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
+            StudentSource(student), recipe.preparation, inputs.tokenizer, device=torch.device("cpu"), quiet=True
         )
         for name, parameter in model.named_parameters():
             if ".lora_B." in name:
@@ -90,8 +90,8 @@ def prepared(student: Path, recipe: Recipe, inputs: Inputs) -> Any:
 def take_steps(
     accelerator: Accelerator,
     student: Path,
-    inputs: Inputs,
-    recipe: Recipe,
+    inputs: DistillInputs,
+    recipe: TrainConfig,
     documents: int,
     steps: int = 2,
     context: int = 256,
@@ -105,25 +105,25 @@ def take_steps(
     model = prepared(student, recipe, inputs)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    cut = Cut(model)
-    layout = read_layout(recipe.parallel, accelerator.num_processes).on(accelerator.device)
-    packed = recipe.packing and cut.pack()
-    wrapped, parameters = shared(cut, accelerator, layout, packed=packed, offload=recipe.fsdp_offload)
-    packing = layout.multiple if packed else 0
+    cut = BackboneWithHead(model)
+    layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
+    packed = recipe.packing and cut.enable_packing()
+    wrapped, parameters = parallelize(cut, accelerator, layout, packing=packed, offload=recipe.fsdp_offload)
+    packing = layout.length_multiple if packed else 0
     ask: Any = dict
     if inputs.held_out is not None:
-        ask = Evaluation(inputs.held_out, wrapped, inputs.tokenizer, context, packing, layout, accelerator.device)
-    run = Run(
+        ask = HeldOutEvaluator(inputs.held_out, wrapped, inputs.tokenizer, context, packing, layout, accelerator.device)
+    run = TrainingRun(
         accelerator=accelerator,
-        layout=layout,
-        cut=cut,
-        model=wrapped,
+        parallel=layout,
+        student=cut,
+        wrapped_student=wrapped,
         parameters=parameters,
         tokenizer=inputs.tokenizer,
-        maker=inputs.maker(256, packing),
-        order=Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
+        batch_builder=inputs.batch_builder(256, packing),
+        sampler=BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), documents, recipe.seed),
         recipe=recipe,
-        reporting=Reporting(),
+        logging_config=LoggingConfig(),
         steps=steps,
         output=Path("nowhere"),
         tokenizer_folder=student,

@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from xtk.errors import Damaged, Mismatch, XtkError, exists, from_os_error
-from xtk.lookup import did_you_mean, lookup, unknown
+from xtk.errors import CorruptError, MismatchError, XtkError, from_os_error, path_exists
+from xtk.registry import load_registered, nearest_name, unknown_name_error
 
 TABLE = {"ordered": "collections:OrderedDict", "counter": "collections:Counter", "forward-kl": "json:dumps"}
 
@@ -20,8 +20,8 @@ def test_an_error_says_what_where_and_what_next():
 
 
 def test_damage_and_mismatch_are_mistakes_that_a_user_can_mend():
-    assert issubclass(Damaged, XtkError)
-    assert issubclass(Mismatch, XtkError)
+    assert issubclass(CorruptError, XtkError)
+    assert issubclass(MismatchError, XtkError)
 
 
 @pytest.mark.parametrize(
@@ -52,31 +52,34 @@ def test_other_errors_are_bugs_and_keep_their_traceback():
 
 
 def test_any_text_may_be_asked_whether_it_is_a_path(tmp_path):
-    assert exists(str(tmp_path))
+    assert path_exists(str(tmp_path))
     for text in ("", "x" * 5000, "x/" * 5000, "\0", str(tmp_path / "absent"), "\ud800"):
-        assert not exists(text)
+        assert not path_exists(text)
 
 
 def test_a_name_stands_for_what_its_table_says():
     from collections import Counter
 
-    assert lookup(TABLE, "counter", "thing") is Counter
+    assert load_registered(TABLE, "counter", "thing") is Counter
 
 
 @pytest.mark.parametrize(
     ("name", "near"), [("forward_kl", "forward-kl"), ("forwardkl", "forward-kl"), ("orderd", "ordered"), ("xyz", None)]
 )
 def test_a_typo_is_answered_with_the_nearest_name(name, near):
-    assert did_you_mean(name, TABLE) == near
+    assert nearest_name(name, TABLE) == near
     with pytest.raises(XtkError) as caught:
-        lookup(TABLE, name, "loss")
+        load_registered(TABLE, name, "loss")
     question = f"; did you mean {near}?" if near else ""
     assert caught.value.what == f"no loss called {name!r}{question}"
     assert caught.value.hint == "one of: counter, forward-kl, ordered"
 
 
 def test_known_names_need_no_table():
-    assert unknown("option", "top_k", iter(["top-k", "top-p"])).what == "no option called 'top_k'; did you mean top-k?"
+    assert (
+        unknown_name_error("option", "top_k", iter(["top-k", "top-p"])).what
+        == "no option called 'top_k'; did you mean top-k?"
+    )
 
 
 def test_what_a_worker_of_a_launcher_has_told_its_others_do_not_tell(run, tmp_path):

@@ -18,13 +18,13 @@ def write(teacher: Path, corpus: Path, folder: Path, log: Path, processes: int, 
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     from xtk.artifacts.corpus import Corpus
     from xtk.errors import XtkError
-    from xtk.teachers.caching import Share, cache_teacher
-    from xtk.teachers.request import CacheRequest
-    from xtk.tokens.signal import Support
+    from xtk.teachers.cache_building import CachePartition, cache_teacher
+    from xtk.teachers.cache_request import CacheRequest
+    from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=4), shard_tokens=shard_tokens)
     try:
-        cache_teacher(request, Corpus([str(corpus)]), folder, share=Share(processes))
+        cache_teacher(request, Corpus([str(corpus)]), folder, partition=CachePartition(processes))
     except XtkError as wrong:
         sys.stderr.write(f"{wrong}\n")
         sys.exit(1)
@@ -61,9 +61,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def write_share(teacher: Path, corpus: Path, folder: Path, rank: int, machines: int) -> None:
     """Write one machine's part of the cache of the fixtures."""
     from xtk.artifacts.corpus import Corpus
-    from xtk.teachers.caching import Share, cache_teacher
-    from xtk.teachers.request import CacheRequest
-    from xtk.tokens.signal import Support
+    from xtk.teachers.cache_building import CachePartition, cache_teacher
+    from xtk.teachers.cache_request import CacheRequest
+    from xtk.tokens.teacher_logprobs import Support
 
     request = CacheRequest(teacher, "teacher", Support("top-k", top_k=16), shard_tokens=400)
-    cache_teacher(request, Corpus([str(corpus)]), folder, share=Share(1, rank, machines))
+    cache_teacher(request, Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, machines))

@@ -19,9 +19,9 @@ def main() -> None:
     try:
         _check_streams()
         _choose_caches(sys.argv[1:])
-        from xtk.cli import run
+        from xtk.cli import run_command
 
-        code = run(sys.argv[1:])
+        code = run_command(sys.argv[1:])
     except KeyboardInterrupt:
         sys.stderr.write("xtk: interrupted; the same command goes on where this one stopped\n")
         sys.stderr.flush()
@@ -39,11 +39,11 @@ def _choose_caches(arguments: list[str]) -> None:
     """Find folders that libraries can write, before they are imported."""
     if not arguments or not {"-h", "--help", "--version"}.isdisjoint(arguments):
         return
-    from xtk.caches import use_writable_folders
+    from xtk.cache_directories import use_writable_cache_folders
     from xtk.errors import XtkError
 
     try:
-        use_writable_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))
+        use_writable_cache_folders(quiet=not {"-q", "--quiet"}.isdisjoint(arguments))
     except XtkError as failure:
         sys.stderr.write(f"xtk: {failure}\n")
         sys.exit(failure.exit_code)

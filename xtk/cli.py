@@ -15,10 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from xtk import __version__, terminal
-from xtk.children import TOLD
 from xtk.commands.align import align
 from xtk.commands.build_projection import build_projection
 from xtk.commands.cache_teacher import cache_teacher
+from xtk.commands.config_file import ConfigFileCommand
 from xtk.commands.distill import distill
 from xtk.commands.doctor import doctor
 from xtk.commands.evaluate import evaluate
@@ -26,18 +26,18 @@ from xtk.commands.export import export
 from xtk.commands.inspect import inspect
 from xtk.commands.prune_projection import prune_projection
 from xtk.commands.quickstart import quickstart
-from xtk.commands.reading import Command
 from xtk.commands.report import report
 from xtk.commands.rollout import rollout
 from xtk.commands.sweep import sweep
 from xtk.errors import Terminated, XtkError, from_os_error
-from xtk.lookup import unknown
+from xtk.registry import unknown_name_error
+from xtk.subprocesses import REPORTED_ERRORS_VARIABLE
 
-DONE, USAGE, INTERRUPTED = 0, 2, 130
-SECONDS_FOR_THE_FIRST_PROCESS = 3
+EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
+FIRST_PROCESS_HEAD_START_SECONDS = 3
 
 
-class Group(TyperGroup):
+class OrderedCommandGroup(TyperGroup):
     """The group of commands, in the order of the work rather than of the alphabet."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -51,14 +51,14 @@ class Group(TyperGroup):
             XtkError: there is no such command; the nearest one is proposed.
         """
         if args and not args[0].startswith("-") and args[0] not in self.commands:
-            failure = unknown("command", args[0], self.commands)
-            failure.exit_code = USAGE
+            failure = unknown_name_error("command", args[0], self.commands)
+            failure.exit_code = EXIT_USAGE
             raise failure
         return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
-    cls=Group,
+    cls=OrderedCommandGroup,
     rich_markup_mode=None,  # rich would cost a third of the time that --help has
     add_completion=False,
     no_args_is_help=True,
@@ -84,7 +84,7 @@ COMMANDS = (
 for _function in COMMANDS:
     # What a sweep does not know is of the runs.
     _settings = {"ignore_unknown_options": _function is sweep}
-    app.command(_function.__name__.replace("_", "-"), cls=Command, context_settings=_settings)(_function)
+    app.command(_function.__name__.replace("_", "-"), cls=ConfigFileCommand, context_settings=_settings)(_function)
 
 
 def _print_version(asked: bool) -> None:
@@ -108,26 +108,26 @@ def _xtk(
     """  # noqa: D301
 
 
-def run(arguments: list[str]) -> int:
+def run_command(arguments: list[str]) -> int:
     """Run one command line and return its exit code; tracebacks are for bugs only.
 
     Raises:
         KeyboardInterrupt: for the process to end on.
     """
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, _raise_terminated)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if "-h" not in arguments and "--help" not in arguments:
-        terminal.own_stdout()
+        terminal.redirect_stdout_to_stderr()
     try:
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="xtk", standalone_mode=False)
-        if code == INTERRUPTED:  # typer turns the exception into a code
+        if code == EXIT_INTERRUPTED:  # typer turns the exception into a code
             raise KeyboardInterrupt
-        return code if isinstance(code, int) else DONE
+        return code if isinstance(code, int) else EXIT_OK
     except XtkError as failure:
         _end_by_the_signal(failure)
-        return _failed(failure)
+        return _report_failure(failure)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except KeyboardInterrupt:
@@ -142,21 +142,21 @@ def run(arguments: list[str]) -> int:
         mendable = from_os_error(failure)
         if mendable is None:
             raise
-        return _failed(mendable)
+        return _report_failure(mendable)
 
 
-def _failed(failure: XtkError) -> int:
+def _report_failure(failure: XtkError) -> int:
     if os.environ.get("RANK", "0") != "0":
         # What all processes find is told once: the launcher ends the others when the first has told it.
-        time.sleep(SECONDS_FOR_THE_FIRST_PROCESS)
-    if not _was_told(failure):
+        time.sleep(FIRST_PROCESS_HEAD_START_SECONDS)
+    if not _was_already_reported(failure):
         terminal.error(failure)
     return failure.exit_code
 
 
-def _was_told(failure: XtkError) -> bool:
+def _was_already_reported(failure: XtkError) -> bool:
     """Say whether another worker of the same launcher has told this; from now on one has."""
-    folder = os.environ.get(TOLD)
+    folder = os.environ.get(REPORTED_ERRORS_VARIABLE)
     if folder is None:
         return False
     try:
@@ -176,5 +176,5 @@ def _end_by_the_signal(failure: BaseException) -> None:
             raise failure from None
 
 
-def _stop(number: int, frame: object) -> None:
+def _raise_terminated(number: int, frame: object) -> None:
     raise Terminated(128 + number)

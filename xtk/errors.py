@@ -33,11 +33,11 @@ class XtkError(Exception):
         return "\n".join(lines)
 
 
-class Mismatch(XtkError):
+class MismatchError(XtkError):
     """Two artifacts that do not belong together, both of them named."""
 
 
-class Damaged(XtkError):
+class CorruptError(XtkError):
     """A file whose bytes are not those that were written."""
 
 
@@ -45,13 +45,13 @@ class Terminated(SystemExit):
     """SIGTERM ended the process; an exit that no code called for."""
 
 
-class Stopped(XtkError):
+class ResumableStop(XtkError):
     """No mistake: a run that ended early because it was asked to, and goes on when its command is run again."""
 
     exit_code = os.EX_TEMPFAIL
 
 
-def exists(text: str) -> bool:
+def path_exists(text: str) -> bool:
     """Say whether a text is the path of a file or folder that can be seen; any text may be asked about, "" is none."""
     try:
         return bool(text) and Path(text).exists()

@@ -43,7 +43,7 @@ def printable(text: str) -> str:
     return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
-def own_stdout() -> None:
+def redirect_stdout_to_stderr() -> None:
     """Keep stdout for results: anything else that is written to it lands on stderr from now on."""
     if _terminal.results is None:
         sys.stdout.flush()
@@ -51,7 +51,7 @@ def own_stdout() -> None:
         os.dup2(2, 1)
 
 
-def release_stdout() -> None:
+def restore_stdout() -> None:
     """Give stdout back, for child processes that own it themselves (a launcher's workers)."""
     if _terminal.results is not None:
         _terminal.results.flush()
@@ -69,9 +69,9 @@ def is_quiet() -> bool:
     return _terminal.quiet
 
 
-def set_main_process(main: bool) -> None:
+def set_main_process(is_main: bool) -> None:
     """Let only the first process of a multi-process run print."""
-    _terminal.main_process = main
+    _terminal.main_process = is_main
 
 
 def result_line(line: str) -> None:
@@ -79,22 +79,22 @@ def result_line(line: str) -> None:
     _write_result(printable(line))
 
 
-def result_for_programs(line: str) -> None:
+def result_line_unescaped(line: str) -> None:
     """Write a line that another program reads (a path, a command) to stdout: unchanged, but not to a terminal."""
-    _write_result(printable(line) if results().isatty() else line)
+    _write_result(printable(line) if result_stream().isatty() else line)
 
 
 def _write_result(line: str) -> None:
     if not _terminal.main_process:
         return
     try:
-        results().write(line + "\n")
-        results().flush()
+        result_stream().write(line + "\n")
+        result_stream().flush()
     except BrokenPipeError:  # the reader has gone, as in `xtk align ... | head`: end as Unix filters do
-        os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as wrong:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), results().fileno())  # what is left of the line goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # what is left of the line goes nowhere
         raise XtkError(f"the result cannot be written: {wrong.strerror}", where="stdout") from None
 
 
@@ -115,17 +115,17 @@ def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
     elif path.splitlines() != [path] or path.strip() != path or path.startswith("{"):
         result_json({"path": path})
     else:
-        result_for_programs(path)
+        result_line_unescaped(path)
 
 
-def results() -> TextIO:
+def result_stream() -> TextIO:
     """Return the stream of results, for libraries that write to one."""
     return _terminal.results or sys.stdout
 
 
-def results_are_seen_by_a_person() -> bool:
+def stdout_is_terminal() -> bool:
     """Say whether stdout is a terminal (and may be coloured)."""
-    return results().isatty() and "NO_COLOR" not in os.environ
+    return result_stream().isatty() and "NO_COLOR" not in os.environ
 
 
 def note(message: str) -> None:
@@ -143,7 +143,7 @@ def error(failure: XtkError) -> None:
     sys.stderr.flush()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Spell a duration: 42s, 3m05s, 2h07m."""
     whole = round(seconds)
     if whole < 60:
@@ -195,7 +195,7 @@ class Progress:
             self._bar.stop()
         if self._shown and kind is None and self.done > self._first:
             seconds = time.monotonic() - self._started
-            note(f"{self.label}: {self.done:,} {self.unit} in {duration(seconds)}")
+            note(f"{self.label}: {self.done:,} {self.unit} in {format_duration(seconds)}")
 
     def advance(self, amount: int, detail: str = "") -> None:
         """Count `amount` more, and show `detail` (rates, losses) beside it."""
@@ -207,7 +207,7 @@ class Progress:
         text = detail
         if self.total is not None:
             left = elapsed / max(self.done - self._first, 1) * (self.total - self.done)
-            text = f"{detail}  {duration(left)} left" if detail else f"{duration(left)} left"
+            text = f"{detail}  {format_duration(left)} left" if detail else f"{format_duration(left)} left"
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, detail=text)
         elif now - self._last_line >= SECONDS_BETWEEN_LINES:
@@ -242,10 +242,10 @@ def piped_records() -> list[dict[str, Any]]:
     Raises:
         XtkError: nothing came, stdin is a keyboard, or a line is JSON without a path.
     """
-    return [_record(line) for line in piped_lines()]
+    return [_parse_piped_record(line) for line in piped_lines()]
 
 
-def _record(line: str) -> dict[str, Any]:
+def _parse_piped_record(line: str) -> dict[str, Any]:
     if not line.lstrip().startswith("{"):
         return {"path": line.strip()}
     try:

@@ -7,9 +7,9 @@ from typing import Any
 
 from flips import Tally, flip_randomly
 
-from xtk.artifacts.files import read_json
-from xtk.artifacts.runs import read_manifest, read_recipe, verify
-from xtk.errors import Damaged
+from xtk.artifacts.atomic_files import read_json
+from xtk.artifacts.run_folders import read_recipe, read_run_manifest, verify_files
+from xtk.errors import CorruptError
 from xtk.training.checkpoint import find_checkpoint
 
 
@@ -28,9 +28,9 @@ def flip_checkpoint(run: Path, step: int, count: int, seed: int = 0) -> Tally:
     folder, identity = run / f"checkpoint-{step}", read_recipe(run)
 
     def use() -> Any:
-        resumed = find_checkpoint(run, identity, best=False)
+        resumed = find_checkpoint(run, identity, needs_best=False)
         if resumed.damaged:
-            raise Damaged("the one before is taken", where=str(resumed.damaged[0]))
+            raise CorruptError("the one before is taken", where=str(resumed.damaged[0]))
         assert resumed.folder == folder
         return contents(folder)
 
@@ -39,13 +39,13 @@ def flip_checkpoint(run: Path, step: int, count: int, seed: int = 0) -> Tally:
 
 def flip_student(run: Path, count: int, seed: int = 0) -> Tally:
     """Flip bits in the files of a finished student that its manifest lists, and in the manifest."""
-    stated = read_manifest(run)
+    stated = read_run_manifest(run)
     files = [run / "xtk.json", *(run / name for name in stated["files"])]
     files += [run / folder / name for folder, names in stated["folders"].items() for name in names]
 
     def use() -> Any:
-        content = read_manifest(run, ("student",))
-        verify(run, content)
+        content = read_run_manifest(run, ("student",))
+        verify_files(run, content)
         return content, [path.read_bytes() for path in files[1:]]
 
     return flip_randomly(files, use, count, seed)

@@ -70,7 +70,7 @@ def unfinished(cache: Path, copy: Path, draw: np.random.Generator, figures: Figu
     number = int(draw.integers(len(whole.manifest["shards"])))
     file = copy / whole.manifest["shards"][number]["file"]
     where = flip(file, draw)
-    missing = tried(lambda: cache_copies.resumed(whole, copy).missing(), figures, where)
+    missing = tried(lambda: cache_copies.resumed(whole, copy).missing_shards(), figures, where)
     figures["certified"] += missing != [number]
     shutil.copyfile(cache / file.name, file)
 

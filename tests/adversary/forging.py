@@ -10,8 +10,8 @@ from typing import Any
 
 from mutations import dumped
 
-from xtk.artifacts.files import canonical_json, sha256
-from xtk.artifacts.teacher_cache import _checksum, _rendered
+from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.artifacts.teacher_cache import _checksum, _manifest_bytes
 
 MANIFEST = "manifest.json"
 
@@ -24,7 +24,7 @@ def sealed(manifest: Any) -> bytes:
     """Return a manifest with its checksum, in the one form that xtk writes; plain JSON of what has no such form."""
     try:
         manifest = {**manifest, "checksum": _checksum(manifest)}
-        return _rendered(manifest)
+        return _manifest_bytes(manifest)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
         return dumped(manifest).encode()
 
@@ -46,12 +46,12 @@ def projection_parts(path: Path) -> tuple[dict[str, Any], bytes, Any]:
 
 def write_projection(path: Path, header: Any, data: bytes, outer: Any) -> None:
     """Write a projection with another header, and the checksum that belongs to it."""
-    from xtk.artifacts.projection_file import TENSORS
+    from xtk.artifacts.projection_file import TENSOR_DTYPES
 
     try:
         kept = {key: value for key, value in header.items() if key != "checksum"}
         tensors = b"".join(
-            data[slice(*outer[name]["data_offsets"])] for name in TENSORS if isinstance(outer.get(name), dict)
+            data[slice(*outer[name]["data_offsets"])] for name in TENSOR_DTYPES if isinstance(outer.get(name), dict)
         )
         header = {**kept, "checksum": sha256(canonical_json(kept).encode() + tensors)}
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):

@@ -24,10 +24,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import xxhash
 
+from xtk.artifacts.cache_shard import CHECKSUM_PREFIX, CacheShard, frame_checksum
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.shard import CHECKSUM, Shard, frame_checksum
-from xtk.artifacts.teacher_cache import TeacherCache, write_manifest
+from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.teacher_cache import TeacherCache, write_cache_manifest
 from xtk.errors import XtkError
 
 ABSURD = (-1, -(1 << 31), (1 << 31) - 1, 1 << 30, 1 << 20, 7)
@@ -87,14 +87,14 @@ def sign(path: Path, content: Content) -> None:
     """Write a forged shard with checksums of rows and of the file that match, as far as it can be parsed."""
     path.write_bytes(content)
     try:
-        shard = Shard(path)
+        shard = CacheShard(path)
         column = shard._batch.column("checksum").buffers()[1]
         at = column.address - shard._buffer.address
         sums = [shard._columns.checksum(number) for number in range(len(shard))]
         content[at : at + 8 * len(sums)] = struct.pack(f"<{len(sums)}Q", *sums)
     except (XtkError, ValueError, LookupError, OverflowError, pa.ArrowException, struct.error):
         pass
-    at = content.find(CHECKSUM) + len(CHECKSUM)
+    at = content.find(CHECKSUM_PREFIX) + len(CHECKSUM_PREFIX)
     digits = xxhash.xxh3_128(bytes(content[:at] + content[at + 32 :])).hexdigest()
     content[at : at + 32] = digits.encode()
     path.write_bytes(content)
@@ -117,8 +117,8 @@ def read_all(folder: Path) -> None:
     """Use everything that a cache has."""
     cache = TeacherCache(folder)
     for row in cache:
-        _ = row.document, row.tokens, row.signal, row.scores
-    cache.text_bytes(), cache.conversations(), cache.weights(), cache.routes(), cache.fingerprints()
+        _ = row.document, row.tokens, row.teacher_logprobs, row.stored_logprobs
+    cache.text_sizes(), cache.is_conversation(), cache.document_weights(), cache.routes(), cache.fingerprints()
 
 
 def shards(cache: Path, count: int, draw: np.random.Generator) -> dict[str, int]:
@@ -128,8 +128,8 @@ def shards(cache: Path, count: int, draw: np.random.Generator) -> dict[str, int]
         copy = Path(shutil.copytree(cache, Path(name) / "cache"))
         path = copy / "shard-00000.arrow"
         whole = path.read_bytes()
-        shard = Shard(path)
-        places, payload, tables = places_of(path), shard.payload(), shard._tables
+        shard = CacheShard(path)
+        places, payload, tables = places_of(path), shard.payload_ranges(), shard._tables
         del shard
         manifest = TeacherCache(copy).manifest
         forgeries = [
@@ -145,7 +145,7 @@ def shards(cache: Path, count: int, draw: np.random.Generator) -> dict[str, int]
             sign(path, content)
             entry = {**manifest["shards"][0], "checksum": frame_checksum(bytes(content), payload)}
             forged = {**manifest, "shards": [entry, *manifest["shards"][1:]]}
-            write_manifest(LocalFolder(copy), {key: forged[key] for key in ("header", "files", "shards")})
+            write_cache_manifest(LocalFolder(copy), {key: forged[key] for key in ("header", "files", "shards")})
             tried(lambda: read_all(copy), found, f"forgery {number}, kind {number % len(forgeries)}")
     return found
 

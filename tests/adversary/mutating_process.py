@@ -48,7 +48,7 @@ def run_command(arguments: list[str]) -> tuple[int | str, str]:
     terminal._terminal.results = out
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            code: int | str = cli.run(arguments)
+            code: int | str = cli.run_command(arguments)
         except SystemExit as ending:
             code = ending.code if isinstance(ending.code, int) else 1
         except BaseException:

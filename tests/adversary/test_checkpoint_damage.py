@@ -16,9 +16,9 @@ from flips import Tally, flip, flip_randomly
 from interrupting import assert_same
 from safetensors.torch import load_file, save_file
 
-from xtk.artifacts.files import canonical_json, sha256
-from xtk.artifacts.runs import entries, read_manifest, read_recipe, verify, write_manifest
-from xtk.errors import Damaged
+from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.artifacts.run_folders import file_entries, read_recipe, read_run_manifest, verify_files, write_run_manifest
+from xtk.errors import CorruptError
 from xtk.training.checkpoint import find_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ PART = "trainer/rank-00000-of-00001.safetensors"
 
 
 def use(run: Path) -> Any:
-    return find_checkpoint(run, read_recipe(run), best=False)
+    return find_checkpoint(run, read_recipe(run), needs_best=False)
 
 
 def sign(folder: Path, **changes: Any) -> None:
@@ -160,8 +160,8 @@ def test_a_flipped_bit_in_the_optimizer_costs_two_steps_and_no_number(trained, u
     assert "going on from" in done.stderr
     assert "checkpoint-2" in done.stderr
     assert_same(unfinished, trained[1])
-    stated = read_manifest(unfinished / "checkpoint-4", ("checkpoint",))
-    verify(unfinished / "checkpoint-4", stated)  # it was written again
+    stated = read_run_manifest(unfinished / "checkpoint-4", ("checkpoint",))
+    verify_files(unfinished / "checkpoint-4", stated)  # it was written again
 
 
 def test_a_damaged_checkpoint_does_not_push_out_a_good_one(trained, unfinished):
@@ -205,13 +205,13 @@ def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinish
     checkpoint, best = unfinished / "checkpoint-4", unfinished / "best-3"
     best.mkdir()
     shutil.copyfile(checkpoint / "model.safetensors", best / "model.safetensors")
-    run = read_manifest(checkpoint)["run"]
-    write_manifest(best, {"kind": "best", "step": 3, "run": run}, entries(best, ["model.safetensors"]))
+    run = read_run_manifest(checkpoint)["run"]
+    write_run_manifest(best, {"kind": "best", "step": 3, "run": run}, file_entries(best, ["model.safetensors"]))
     sign(checkpoint, best_step=3)
-    assert find_checkpoint(unfinished, read_recipe(unfinished), best=True).step == 4
+    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 4
     flip(best / "model.safetensors", 5000, 2)
-    assert find_checkpoint(unfinished, read_recipe(unfinished), best=True).step == 2
-    assert find_checkpoint(unfinished, read_recipe(unfinished), best=False).step == 4
+    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 2
+    assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=False).step == 4
 
 
 def test_inspect_and_export_compare_all_files(trained, tmp_path):
@@ -233,11 +233,11 @@ def test_inspect_and_export_compare_all_files(trained, tmp_path):
 
 
 def test_a_finished_run_states_every_file_of_it(trained):
-    stated = read_manifest(trained[1], ("student",))
+    stated = read_run_manifest(trained[1], ("student",))
     beside = {path.name for path in trained[1].iterdir() if path.is_file()} - {"xtk.json"}
     assert set(stated["files"]) == beside
     assert {"recipe.json", "metrics.jsonl", "README.md", "config.json", "model.safetensors"} <= beside
-    verify(trained[1], stated)
+    verify_files(trained[1], stated)
 
 
 def counted(tally: Tally, record_property: Any) -> None:
@@ -264,5 +264,5 @@ def test_a_tally_counts_what_is_wrong(tmp_path):
     (tmp_path / "numbers").write_bytes(bytes(100))
     tally = flip_randomly([tmp_path / "numbers"], (tmp_path / "numbers").read_bytes, 10, 0)
     assert (tally.flips, len(tally.wrong), tally.refused) == (10, 10, 0)
-    with pytest.raises(Damaged):
-        raise Damaged(str(tally))
+    with pytest.raises(CorruptError):
+        raise CorruptError(str(tally))

@@ -14,7 +14,7 @@ from interrupting import assert_same
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as logging_of_transformers
 
-from xtk.artifacts.runs import checkpoint_of, numbered
+from xtk.artifacts.run_folders import list_checkpoints, run_and_step_of_checkpoint
 
 ODD = ("checkpoint-of-monday", "checkpoint-backup-6", "checkpoint-", "checkpoint-0", "checkpoint-04", "checkpoint--4",
        "checkpoint-4 ", "checkpoint-4.old", "checkpoint-٤", "checkpoint-1_0", "my-checkpoint-9", "best-x")  # fmt: skip
@@ -34,7 +34,7 @@ def test_a_run_goes_on_from_the_true_one_and_prunes_only_such(trained, odd):
     done = run_xtk(*trained[0], odd, "--save-total-limit", 1)
     assert f"going on from {odd}/checkpoint-4" in done.stderr
     assert_same(odd, trained[1])
-    assert numbered(odd) == [(4, odd / "checkpoint-4")]
+    assert list_checkpoints(odd) == [(4, odd / "checkpoint-4")]
     for name in (*ODD, "checkpoint-7", "checkpoint-8"):
         assert (odd / name).exists() or (odd / name).is_symlink(), name
 
@@ -62,8 +62,8 @@ def test_a_checkpoint_is_exported_by_its_folder(trained, tmp_path):
     assert "RUN is the checkpoint of step 2" in done.stderr
     done = run_xtk("export", "checkpoint-4", "-o", "../out", cwd=run)
     assert json.loads((run.parent / "out" / "xtk.json").read_text())["steps"] == 4
-    assert checkpoint_of(run) is None
-    assert checkpoint_of(run / "nothing") is None
+    assert run_and_step_of_checkpoint(run) is None
+    assert run_and_step_of_checkpoint(run / "nothing") is None
 
 
 def test_transformers_opens_a_checkpoint_as_it_is_without_a_warning(trained, caplog):

@@ -13,8 +13,8 @@ from pathlib import Path
 import interrupting
 import pytest
 
-from xtk.artifacts.files import temporary_name, written_whole
-from xtk.artifacts.locks import only_writer_of_path
+from xtk.artifacts.atomic_files import atomic_write, temporary_name
+from xtk.artifacts.write_locks import only_writer_of_path
 from xtk.errors import XtkError
 
 TRAINING = ["--loss", "ce", "--max-steps", 6, "--save-steps", 2, "--save-total-limit", 1, "--logging-steps", 1,
@@ -129,11 +129,11 @@ def test_what_a_killed_writer_left_is_removed_and_what_threads_write_stays(tmp_p
     other, same = (temporary_name("out").replace(f"{os.getpid()}@", f"{process}@") for process in (1, ended.pid))
     for name in (other, same):
         (tmp_path / name).write_text("written")
-    with written_whole(tmp_path / "equal", keep_others=True) as first:
+    with atomic_write(tmp_path / "equal", keep_others=True) as first:
         first.write_text("result")
         (tmp_path / "equal").write_text("result")  # another process with the same request
     (tmp_path / "equal").unlink()
-    with written_whole(tmp_path / "out") as first, written_whole(tmp_path / "out") as second:
+    with atomic_write(tmp_path / "out") as first, atomic_write(tmp_path / "out") as second:
         first.write_text("first")
         second.write_text("second")
         assert first.exists()
@@ -144,7 +144,7 @@ def test_a_file_that_appears_while_another_is_written_stays_and_so_does_the_resu
     path = tmp_path / "out.jsonl"
 
     def write() -> None:
-        with written_whole(path, keep_others=True) as temporary:
+        with atomic_write(path, keep_others=True) as temporary:
             temporary.write_text("result")
             path.write_text("mine")
 

@@ -14,19 +14,21 @@ import pytest
 from command_line import run_xtk
 from processes_that_serve import Served, generate_as_vllm, served
 
-from xtk.engines import endpoints
-from xtk.engines.endpoints import Patience
+from xtk.engines import http_endpoints
+from xtk.engines.http_endpoints import RetryPolicy
 from xtk.errors import XtkError
-from xtk.rollouts.server import ServerWriter
-from xtk.rollouts.transformers import TransformersWriter
-from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.server_generator import ServerGenerator
+from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 
-PATIENT = Patience(attempts=200, seconds=60, answer=30, connect=5, first_pause=0.05, longest_pause=0.2)
-GREEDY = Sampling(temperature=0, max_completion_length=6)
+PATIENT = RetryPolicy(
+    max_attempts=200, total_seconds=60, attempt_seconds=30, connect_seconds=5, initial_backoff=0.05, max_backoff=0.2
+)
+GREEDY = SamplingConfig(temperature=0, max_completion_length=6)
 RESTARTED = "was restarted without the student's weights; sent them again"
 
 
@@ -37,30 +39,30 @@ def students(tmp_path_factory) -> tuple[Path, Path]:
     return material.make_teacher(root / "old", seed=1), material.make_teacher(root / "new", seed=5)
 
 
-def asks() -> list[Ask]:
+def asks() -> list[GenerationRequest]:
     draw = np.random.default_rng(3)
-    return [Ask(draw.integers(5, 400, 12).astype(np.int32), (1, at)) for at in range(8)]
+    return [GenerationRequest(draw.integers(5, 400, 12).astype(np.int32), (1, at)) for at in range(8)]
 
 
 def greedily(folder: Path) -> list[list[int]]:
-    request = WriterRequest(folder, "student", Tokenizer(folder))
-    return ids_of(TransformersWriter.open(request).write(asks(), GREEDY))
+    request = GeneratorConfig(folder, "student", Tokenizer(folder))
+    return ids_of(TransformersGenerator.open(request).generate(asks(), GREEDY))
 
 
 def ids_of(completions: list[Completion]) -> list[list[int]]:
     return [one.ids.tolist() for one in completions]
 
 
-def writer_of(folder: Path, *servers: Served) -> ServerWriter:
+def writer_of(folder: Path, *servers: Served) -> ServerGenerator:
     options = {"servers": [one.url for one in servers], "patience": PATIENT, "concurrency": 4}
-    return ServerWriter.open(WriterRequest(folder, "student", Tokenizer(folder), options=options))
+    return ServerGenerator.open(GeneratorConfig(folder, "student", Tokenizer(folder), options=options))
 
 
 def with_its_head(student: Path, folder: Path) -> Path:
     """The weights as a run hands them to servers."""
     from safetensors.torch import load_file
 
-    from xtk.rollouts.weights import save_weights
+    from xtk.rollouts.weight_sync import save_weights
 
     folder.mkdir()
     save_weights(load_file(student / "model.safetensors").items(), folder)
@@ -69,12 +71,12 @@ def with_its_head(student: Path, folder: Path) -> Path:
 
 @pytest.mark.parametrize("dies_at", [None, 5], ids=["between two requests", "within a rollout batch"])
 def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, monkeypatch, dies_at):
-    monkeypatch.setattr(endpoints, "SECONDS_BETWEEN_LINES", 0.5)
+    monkeypatch.setattr(http_endpoints, "SECONDS_BETWEEN_LINES", 0.5)
     old, new = students
     first = Served(generate_as_vllm, str(old), {"dies_at": dies_at})
     port = urlsplit(first.url).port
     writer = writer_of(old, first)
-    writer.update(with_its_head(new, tmp_path / "weights"))
+    writer.update_weights(with_its_head(new, tmp_path / "weights"))
     expected = greedily(new)
     assert expected != greedily(old)
     second: list[Served] = []
@@ -90,8 +92,8 @@ def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, m
         if dies_at is None:
             first.kill()
             fate.join()
-        assert ids_of(writer.write(asks(), GREEDY)) == expected
-        assert ids_of(writer.write(asks(), GREEDY)) == expected
+        assert ids_of(writer.generate(asks(), GREEDY)) == expected
+        assert ids_of(writer.generate(asks(), GREEDY)) == expected
         told = capsys.readouterr().err
         assert told.count(RESTARTED) == 1, told
         if dies_at is not None:
@@ -108,7 +110,7 @@ def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, m
 def test_a_server_that_knows_no_version_of_its_weights_is_refused(students, tmp_path):
     with served(generate_as_vllm, str(students[0]), {"unversioned": True}) as server:
         with pytest.raises(XtkError, match="takes no new weights: 404") as refused:
-            writer_of(students[0], server).update(with_its_head(students[1], tmp_path / "weights"))
+            writer_of(students[0], server).update_weights(with_its_head(students[1], tmp_path / "weights"))
         assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.hint)
 
 
@@ -117,7 +119,7 @@ def test_weights_without_the_output_head_of_a_tied_student_are_refused(students)
         served(generate_as_vllm, str(students[0]), {}) as server,
         pytest.raises(XtkError, match=r"without lm_head\.weight"),
     ):
-        writer_of(students[0], server).update(students[1])
+        writer_of(students[0], server).update_weights(students[1])
 
 
 def train(student: Path, teacher: Path, tmp_path: Path, server: Served, code: int) -> str:

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 from hostile_arrow_worker import places_of
 
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.ranks import Ranks, name_of
-from xtk.artifacts.shard import Row
+from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
-from xtk.errors import Damaged
-from xtk.tokens.sequence import Sequence
+from xtk.artifacts.vocabulary_order import VocabularyOrder, vocabulary_order_file_name
+from xtk.errors import CorruptError
+from xtk.tokens.token_sequence import TokenSequence
 
 WORKER = Path(__file__).parent / "hostile_arrow_worker.py"
 
@@ -73,9 +73,9 @@ def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path,
     assert str(path) in done.stderr
 
 
-def tokens_with(row: Row, **changed: object) -> Row:
+def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
     parts = {name: getattr(row.tokens, name) for name in ("ids", "ends", "trained", "pieces", "closers")}
-    return dataclasses.replace(row, tokens=Sequence(**{**parts, **changed}))
+    return dataclasses.replace(row, tokens=TokenSequence(**{**parts, **changed}))
 
 
 @pytest.mark.parametrize(
@@ -92,17 +92,17 @@ def tokens_with(row: Row, **changed: object) -> Row:
 )
 def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_path, what, told):
     cache = TeacherCache(caches["raw"])
-    row = cache.row(0)
-    row = Row(row.document, row.tokens, row.scores)
-    ids, ends = row.tokens.ids.copy(), row.tokens.ends.copy()
+    row = cache.read_document(0)
+    row = ScoredDocument(row.document, row.tokens, row.stored_logprobs)
+    ids, ends = row.tokens.ids.copy(), row.tokens.byte_ends.copy()
     if what == "entry":
-        entries = row.scores.ids.copy()
+        entries = row.stored_logprobs.ids.copy()
         entries[-1] = 300_000_000
-        row = dataclasses.replace(row, scores=dataclasses.replace(row.scores, ids=entries))
+        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, ids=entries))
     elif what == "positions":
-        positions = row.scores.positions.copy()
+        positions = row.stored_logprobs.positions.copy()
         positions[-1] = 1 << 30
-        row = dataclasses.replace(row, scores=dataclasses.replace(row.scores, positions=positions))
+        row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, positions=positions))
     elif what == "ends":
         ends[-1] = 1 << 30
         row = tokens_with(row, ends=ends)
@@ -114,27 +114,27 @@ def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_
         ids[0] = 300_000_000 if what == "token" else -5
         row = tokens_with(row, ids=ids)
     writer = CacheWriter(LocalFolder(tmp_path / "forged"), cache.header, [1])
-    writer.write(0, [row])
+    writer.write_shard(0, [row])
     writer.finish()
-    with pytest.raises(Damaged, match=told) as caught:
-        _ = TeacherCache(tmp_path / "forged").row(0).scores
+    with pytest.raises(CorruptError, match=told) as caught:
+        _ = TeacherCache(tmp_path / "forged").read_document(0).stored_logprobs
     assert caught.value.where.endswith("shard-00000.arrow, row 0")
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 1], [0, 1, 3], [-1, 0, 1], [0, 1, 300_000_000]])
 def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
-    content = Ranks(np.array([0, 1, 2], np.int32), np.zeros(3, np.int32)).content
+    content = VocabularyOrder(np.array([0, 1, 2], np.int32), np.zeros(3, np.int32)).file_content
     batch = pa.record_batch({"id": pa.array(ids, pa.int32()), "num_bytes": pa.array([0, 0, 0], pa.int32())})
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     forged = bytes(sink.getvalue())
-    Ranks.read(name_of(content), content, "order")
-    with pytest.raises(Damaged, match="is not an order of all token ids"):
-        Ranks.read(name_of(forged), forged, "order")
+    VocabularyOrder.from_file_content(vocabulary_order_file_name(content), content, "order")
+    with pytest.raises(CorruptError, match="is not an order of all token ids"):
+        VocabularyOrder.from_file_content(vocabulary_order_file_name(forged), forged, "order")
     for size in (0, 9, len(content) // 2):
-        with pytest.raises(Damaged, match="is not a valid Arrow file"):
-            Ranks.read(name_of(content[:size]), content[:size], "order")
+        with pytest.raises(CorruptError, match="is not a valid Arrow file"):
+            VocabularyOrder.from_file_content(vocabulary_order_file_name(content[:size]), content[:size], "order")
 
 
 @pytest.mark.parametrize("line", ['{"input_ids": [5, 6, 300000000, 8]}', '{"input_ids": [5, 6, -7, 8]}'])

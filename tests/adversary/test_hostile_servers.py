@@ -14,13 +14,23 @@ import pytest
 from command_line import run_xtk
 from processes_that_serve import Served, _Handler, _serve, served
 
-from xtk.engines import endpoints
-from xtk.engines.answers import id_numbers, logprobs, token_ids
-from xtk.engines.endpoints import BadAnswer, Endpoint, Endpoints, NoAnswer, Patience, Refused, read_answer
-from xtk.engines.servers import models_of
+from xtk.engines import http_endpoints
+from xtk.engines.http_endpoints import (
+    Endpoint,
+    EndpointPool,
+    NoResponseError,
+    PermanentError,
+    RetryableError,
+    RetryPolicy,
+    parse_response,
+)
+from xtk.engines.response_values import checked_logprobs, checked_token_ids, parse_token_ids
+from xtk.engines.vllm_server import parse_models
 from xtk.errors import XtkError
 
-HASTY = Patience(attempts=2, seconds=20, answer=1.5, connect=5, first_pause=0.02, longest_pause=0.1)
+HASTY = RetryPolicy(
+    max_attempts=2, total_seconds=20, attempt_seconds=1.5, connect_seconds=5, initial_backoff=0.02, max_backoff=0.1
+)
 
 
 def attack(told: Connection) -> None:
@@ -113,12 +123,12 @@ def server():
 
 
 def ask(server: Served, kind: str) -> object:
-    one = Endpoint.of(f"{server.host}/{kind}/v1")
-    those = Endpoints([one], concurrency=2, weight=float("inf"), patience=HASTY)
+    one = Endpoint.parse(f"{server.host}/{kind}/v1")
+    those = EndpointPool([one], concurrency=2, max_weight=float("inf"), retry_policy=HASTY)
 
     async def asked() -> object:
-        async with those.opened():
-            return await those.ask_one(one, "/models", None, models_of, attempts=1)
+        async with those.connected():
+            return await those.request_one(one, "/models", None, parse_models, max_attempts=1)
 
     return asyncio.run(asked())
 
@@ -146,7 +156,7 @@ def ask(server: Served, kind: str) -> object:
 def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
     tracemalloc.start()
     started = time.monotonic()
-    with pytest.raises(NoAnswer, match=words) as wrong:
+    with pytest.raises(NoResponseError, match=words) as wrong:
         ask(server, kind)
     assert time.monotonic() - started < 10
     assert len(wrong.value.what) < 1000
@@ -155,34 +165,34 @@ def test_an_answer_that_is_an_attack_is_one_sentence(server, kind, words):
 
 
 def test_a_question_without_a_body_is_not_waited_for_as_long_as_an_answer(server, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "HASTY", Patience(answer=600, status=1))
-    with pytest.raises(NoAnswer, match="within 1 seconds"):
+    monkeypatch.setattr(sys.modules[__name__], "HASTY", RetryPolicy(attempt_seconds=600, status_seconds=1))
+    with pytest.raises(NoResponseError, match="within 1 seconds"):
         ask(server, "hints")
 
 
 def test_a_server_that_changes_its_model_is_refused(server):
-    one = Endpoint.of(f"{server.host}/switch/v1")
-    those = Endpoints([one], concurrency=1, weight=float("inf"), patience=HASTY)
+    one = Endpoint.parse(f"{server.host}/switch/v1")
+    those = EndpointPool([one], concurrency=1, max_weight=float("inf"), retry_policy=HASTY)
 
     async def asked() -> None:
-        async with those.opened():
+        async with those.connected():
             for _ in range(3):
-                await those.ask_one(one, "/completions", {}, models_of, attempts=1)
+                await those.request_one(one, "/completions", {}, parse_models, max_attempts=1)
 
     with pytest.raises(XtkError, match="name the model 'other' after 'm'"):
         asyncio.run(asked())
 
 
 def test_redirects_are_not_followed(server):
-    with pytest.raises(Refused, match=r"to http://127\.0\.0\.1:9/v1/models; redirects are not followed"):
+    with pytest.raises(PermanentError, match=r"to http://127\.0\.0\.1:9/v1/models; redirects are not followed"):
         ask(server, "redirect")
-    with pytest.raises(Refused, match="to nowhere; redirects are not followed"):
+    with pytest.raises(PermanentError, match="to nowhere; redirects are not followed"):
         ask(server, "nowhere")
 
 
 def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
-    monkeypatch.setattr(endpoints, "SECONDS_BETWEEN_LINES", 0.4)
-    with pytest.raises(NoAnswer):
+    monkeypatch.setattr(http_endpoints, "SECONDS_BETWEEN_LINES", 0.4)
+    with pytest.raises(NoResponseError):
         ask(server, "hang")
     assert "no answer for" in capsys.readouterr().err
 
@@ -197,27 +207,27 @@ def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpu
 
 @pytest.mark.parametrize("name", ["1_2_3", " 3", "3 ", "+3", "-1", "٣", "0x1", "", "03", "9" * 30, "3000000000", "1.0"])
 def test_a_key_that_is_no_token_id_is_refused(name):
-    with pytest.raises(BadAnswer, match="token id"):
-        token_ids([name])
-    assert token_ids(["0", "123"]).tolist() == [0, 123]
+    with pytest.raises(RetryableError, match="token id"):
+        parse_token_ids([name])
+    assert parse_token_ids(["0", "123"]).tolist() == [0, 123]
 
 
 @pytest.mark.parametrize("values", [[True], [1.5], [-1], [1 << 40], ["3"], None, {"0": 1}])
 def test_a_value_that_is_no_token_id_is_refused(values):
-    with pytest.raises(BadAnswer, match="token id"):
-        id_numbers(values)
+    with pytest.raises(RetryableError, match="token id"):
+        checked_token_ids(values)
 
 
 @pytest.mark.parametrize("value", [float("-inf"), float("nan"), float("inf"), 0.5, None, "-1", True, -(10**400)])
 def test_a_value_that_is_no_log_probability_is_refused(value):
-    with pytest.raises(BadAnswer, match="log-probability"):
-        logprobs([-1.0, value])
-    assert logprobs([0, -2.5]).tolist() == [0, -2.5]
+    with pytest.raises(RetryableError, match="log-probability"):
+        checked_logprobs([-1.0, value])
+    assert checked_logprobs([0, -2.5]).tolist() == [0, -2.5]
 
 
 def test_minus_infinity_in_json_is_refused():
     for text in ("-Infinity", "Infinity", "NaN"):
-        with pytest.raises(BadAnswer, match="not a number"):
-            read_answer(json.dumps({"logprob": 0}).replace("0", text).encode())
-    with pytest.raises(BadAnswer, match="not finite"):
-        logprobs([read_answer(b"-1e999")])
+        with pytest.raises(RetryableError, match="not a number"):
+            parse_response(json.dumps({"logprob": 0}).replace("0", text).encode())
+    with pytest.raises(RetryableError, match="not finite"):
+        checked_logprobs([parse_response(b"-1e999")])

@@ -139,9 +139,9 @@ def survive(folder: Path, name: str, count: int, seed: int) -> int:
         try:
             tokenizer = Tokenizer(folder)
             tokenizer.encode(TEXTS)
-            tokenizer.spell([b"Anna", b"\xff"])
-            tokenizer.files()
-            _ = tokenizer.start_id, tokenizer.end_ids, tokenizer.puts_space
+            tokenizer.encode_bytes([b"Anna", b"\xff"])
+            tokenizer.to_files()
+            _ = tokenizer.start_id, tokenizer.end_ids, tokenizer.adds_prefix_space
         except XtkError:
             refused += 1
         except BaseException as wrong:

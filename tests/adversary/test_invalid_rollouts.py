@@ -11,19 +11,19 @@ import pytest
 import torch
 
 from xtk.losses import parse_losses
-from xtk.losses.head import fused_loss
-from xtk.losses.objective import Objective
-from xtk.models.head import Head
+from xtk.losses.fused_loss import fused_loss
+from xtk.losses.loss_term import LossTerm
+from xtk.models.output_head import OutputHead
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.drawn import spelled
-from xtk.tokens.ids import DrawnTokens
-from xtk.tokens.reading import read_documents
-from xtk.tokens.sequence import sequences
+from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.sampled_tokens import decode_tokens
+from xtk.tokens.teacher_view import teacher_views
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker
-from xtk.training.sources import CacheSource
-from xtk.training.teachers import open_teachers, take_losses
+from xtk.training.data_sources import CacheSource
+from xtk.training.loss_assignment import assign_losses, open_teachers
+from xtk.training.micro_batches import BatchBuilder
 
 LOSSES = ["forward-kl", "reverse-kl", "jsd", "p-kl", "byte-kl", "boundary-kl", "alm"]
 
@@ -42,7 +42,7 @@ def line_of(tokenizer: Tokenizer, turns: list[list[int]]) -> tuple[dict[str, obj
     for prompt, own in zip(("Anna", " = 15.", " and"), turns, strict=False):
         read = tokenizer.encode([prompt])[0].ids.tolist()
         ids, mask = [*ids, *read, *own], [*mask, *[0] * len(read), *[1] * len(own)]
-        text = spelled(tokenizer, np.array(own, np.int32)).text
+        text = decode_tokens(tokenizer, np.array(own, np.int32)).text
         segments += [{"role": "prompt", "text": prompt, "train": False}]
         segments += [{"role": "completion", "text": text, "train": True}]
     line = {
@@ -57,8 +57,8 @@ def line_of(tokenizer: Tokenizer, turns: list[list[int]]) -> tuple[dict[str, obj
 
 def document_of(tokenizer: Tokenizer, turns: list[list[int]]) -> Document:
     line, mask = line_of(tokenizer, turns)
-    drawn = DrawnTokens.of(line["student_ids"], mask, line["student_logprobs"], tokenizer.fingerprint)
-    return Document(tuple(Segment(**one) for one in line["segments"]), drawn=drawn)
+    drawn = SampledTokens.from_lists(line["student_ids"], mask, line["student_logprobs"], tokenizer.fingerprint)
+    return Document(tuple(Segment(**one) for one in line["segments"]), sampled_tokens=drawn)
 
 
 def test_the_same_tokenizer_on_both_sides_aligns_every_sampled_token(pair):
@@ -66,17 +66,17 @@ def test_the_same_tokenizer_on_both_sides_aligns_every_sampled_token(pair):
     completions = sampled(student)
     for turns in ([one] for one in completions), (completions[:2], completions[1:], completions[2:]):
         for document in (document_of(student, list(one)) for one in turns):
-            (ours,), ((_, theirs),) = sequences(student, [document]), read_documents(student, [document])
+            (ours,), ((_, theirs),) = tokenize_documents(student, [document]), teacher_views(student, [document])
             spans = align_sequences(ours, theirs)
             assert (spans[:, 1] - spans[:, 0] == 1).all()
             np.testing.assert_array_equal(spans[:, :2], spans[:, 2:])
-            assert set(np.flatnonzero(ours.trained).tolist()) <= set(spans[:, 0].tolist())
-            short = align_sequences(ours, theirs.cut(len(theirs) - 3))
+            assert set(np.flatnonzero(ours.train_mask).tolist()) <= set(spans[:, 0].tolist())
+            short = align_sequences(ours, theirs.truncate(len(theirs) - 3))
             np.testing.assert_array_equal(short, spans[spans[:, 3] <= len(theirs) - 3])
             # A teacher with another tokenizer reads the text alone.
-            ((_, read),) = read_documents(teacher, [document])
-            assert not read.beyond_text.any()
-            beyond = set(np.flatnonzero(ours.beyond_text).tolist())
+            ((_, read),) = teacher_views(teacher, [document])
+            assert not read.undecodable_mask.any()
+            beyond = set(np.flatnonzero(ours.undecodable_mask).tolist())
             assert beyond
             assert not beyond & set(align_sequences(ours, read)[:, 0].tolist())
 
@@ -85,12 +85,12 @@ def test_a_teacher_with_another_prompt_scores_every_sampled_token_too(pair):
     tokenizer = Tokenizer(pair.student)
     for own in sampled(tokenizer):
         document = document_of(tokenizer, [own]).with_teacher_prompt("The answer is 12.\nAnna")
-        (ours,), ((_, theirs),) = sequences(tokenizer, [document]), read_documents(tokenizer, [document])
+        (ours,), ((_, theirs),) = tokenize_documents(tokenizer, [document]), teacher_views(tokenizer, [document])
         spans = align_sequences(ours, theirs)
-        spans = spans[ours.trained[spans[:, 0]]]
+        spans = spans[ours.train_mask[spans[:, 0]]]
         np.testing.assert_array_equal(ours.ids[spans[:, 0]], own)
         np.testing.assert_array_equal(theirs.ids[spans[:, 2]], own)
-        assert theirs.trained.sum() == len(own)
+        assert theirs.train_mask.sum() == len(own)
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,16 @@ def test_every_sampled_token_carries_loss(rollouts, pair, text):
     folder, masks = rollouts
     student = Tokenizer(pair.student)
     (teacher,) = open_teachers([str(folder / "cache")], [], student)
-    ((taken,), _) = take_losses(parse_losses([text]), [teacher])
-    objective = Objective(taken.rule, taken.loss.divergence(), teacher.ground(taken.rule.ground))
-    batch = BatchMaker(CacheSource(teacher.cache), student, [objective], 256).make([0, 1, 2])
+    ((taken,), _) = assign_losses(parse_losses([text]), [teacher])
+    objective = LossTerm(
+        taken.rule, taken.loss.make_divergence(), teacher.comparison_space(taken.rule.comparison_space)
+    )
+    batch = BatchBuilder(CacheSource(teacher.source), student, [objective], 256).build([0, 1, 2])
     (term,) = batch.terms
     torch.manual_seed(0)
     documents, length = batch.input_ids.shape
-    logits = torch.randn(documents * length, student.width, dtype=torch.float64, requires_grad=True)
-    fused_loss(logits[batch.places], Head(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
+    logits = torch.randn(documents * length, student.embedding_rows, dtype=torch.float64, requires_grad=True)
+    fused_loss(logits[batch.loss_positions], OutputHead(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
     assert documents == len(masks)
     moved = np.flatnonzero(logits.grad.abs().sum(1) > 0).tolist()
     wanted = [number * length + at - 1 for number, mask in enumerate(masks) for at in np.flatnonzero(mask).tolist()]

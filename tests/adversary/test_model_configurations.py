@@ -13,8 +13,8 @@ from command_line import run_xtk
 from material import sentences, write_jsonl
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import check_causal_lm, load_causal_lm, load_configuration
-from xtk.tokens.model_config import hub_kernels, model_config
+from xtk.models.causal_lm import check_loadable, load_causal_lm, load_model_config
+from xtk.tokens.model_config import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_configurations_end_in_a_sentence_before_a_model_is_built(name, pair, tm
     if expected is None:  # weights that are not used are noted
         load_causal_lm(folder)
         return
-    for load in (load_causal_lm, lambda model: check_causal_lm(model, Tokenizer(model))):
+    for load in (load_causal_lm, lambda model: check_loadable(model, Tokenizer(model))):
         with pytest.raises(XtkError) if expected else contextlib.suppress(XtkError) as refused:
             load(folder)
         assert not expected or expected in str(refused.value)
@@ -85,8 +85,8 @@ def test_configurations_end_in_a_sentence_before_a_model_is_built(name, pair, tm
 def test_names_of_implementations_are_no_kernels(pair, tmp_path):
     for name in ("sdpa", "eager", "flash_attention_2", "paged|sdpa", None):
         folder = attacked(pair.student, tmp_path / str(name), {"_attn_implementation": name})
-        assert hub_kernels(model_config(folder)) == []
-        load_configuration(folder)
+        assert hub_kernel_repositories(read_model_config(folder)) == []
+        load_model_config(folder)
 
 
 @pytest.mark.parametrize("name", ["nested", "list", "layers", "vocabulary", "vocabulary 1e12", "kernel"])

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from xtk.errors import XtkError
-from xtk.training.layout import read_placement
+from xtk.training.parallel_config import parse_devices
 
 
 def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus, tmp_path):
@@ -23,6 +23,6 @@ def test_top_k_is_at_most_the_vocabulary_and_all_is_all_of_it(run, pair, corpus,
 
 
 def test_a_device_that_is_not_there_is_named():
-    assert read_placement("teacher=0")["teacher"] == (0,)
+    assert parse_devices("teacher=0")["teacher"] == (0,)
     with pytest.raises(XtkError, match="there is no device 7"):
-        read_placement("teacher=7")
+        parse_devices("teacher=7")

@@ -10,7 +10,7 @@ import pytest
 from command_line import run_xtk
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.records import rollout_checksum
+from xtk.artifacts.dataset_records import rollout_checksum
 from xtk.errors import XtkError
 
 
@@ -27,7 +27,11 @@ def rollouts(pair, tmp_path_factory) -> Path:
 def read(path: Path) -> list[object]:
     """All that training takes from a file of rollouts."""
     return [
-        (row.segments, row.ends, row.drawn and (row.drawn.to_bytes(), row.drawn.advantage))
+        (
+            row.segments,
+            row.is_complete,
+            row.sampled_tokens and (row.sampled_tokens.to_bytes(), row.sampled_tokens.advantage),
+        )
         for row in Corpus([str(path)])
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.rewards.sandbox import Limits, Outcome, Sandbox
+from xtk.rewards.sandbox import RunOutcome, Sandbox, SandboxLimits
 
 LIMIT = 256 << 20
 # Beyond the limit: what the processes fill between two measurements, and until the killed ones are gone.
@@ -145,7 +145,7 @@ REFUSED = {
 
 def start(**more: object) -> Sandbox:
     try:
-        return Sandbox(Limits(seconds=20, memory=LIMIT, disk=64 << 20), **more)
+        return Sandbox(SandboxLimits(seconds=20, memory=LIMIT, disk=64 << 20), **more)
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
@@ -182,7 +182,7 @@ def held_by(process: int) -> int:
     return total + sum(files.values())
 
 
-def run(sandbox: Sandbox, program: str) -> tuple[Outcome, int]:
+def run(sandbox: Sandbox, program: str) -> tuple[RunOutcome, int]:
     """Return how an attack ended, and the most memory that was seen from outside while it ran."""
     most, ended = 0, threading.Event()
 

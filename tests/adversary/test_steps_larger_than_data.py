@@ -11,9 +11,9 @@ from command_line import run_xtk
 from material import sentences, write_jsonl
 
 from xtk.losses import parse_losses
-from xtk.training.metrics import read_metrics
-from xtk.training.on_policy import OnPolicy, RoundOrder
-from xtk.training.recipe import Recipe
+from xtk.training.metrics_file import read_metrics
+from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
+from xtk.training.train_config import TrainConfig
 
 NOTE = "each step takes the 15 documents of the data, once: --per-device-train-batch-size x "
 
@@ -66,13 +66,13 @@ def test_prompts_of_a_step_are_those_there_are_once(pair, tmp_path):
 def test_no_step_takes_a_document_twice(lmbda):
     sizes = np.arange(5)
     for room, generations in ((24, 4), (24, 2), (10, 2), (64, 1)):
-        on_policy = OnPolicy(num_generations=generations, lmbda=lmbda)
-        recipe = Recipe(tuple(parse_losses(["ce"])), per_device_train_batch_size=room, on_policy=on_policy)
-        size = recipe.documents_in_a_step(5, 1)
+        on_policy = OnPolicyConfig(num_generations=generations, lmbda=lmbda)
+        recipe = TrainConfig(tuple(parse_losses(["ce"])), per_device_train_batch_size=room, on_policy=on_policy)
+        size = recipe.effective_documents_per_step(5, 1)
         assert size == min(room, 5 * generations)
         assert size % generations == 0
-        order = RoundOrder(np.arange(5), sizes, size, 7, on_policy)
+        order = PromptSampler(np.arange(5), sizes, size, 7, on_policy)
         for step in range(20):
-            numbers = order.step(step)
-            if size == 5 * generations or not order.writes(step):
+            numbers = order.documents_of_step(step)
+            if size == 5 * generations or not order.is_on_policy(step):
                 assert len(set(numbers)) == len(numbers)

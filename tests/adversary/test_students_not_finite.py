@@ -12,7 +12,7 @@ from command_line import run_xtk
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

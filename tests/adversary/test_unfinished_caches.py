@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from xtk.artifacts.cache_shard import ShardPosition, check_file_checksum
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.folders import folder_at
-from xtk.artifacts.shard import Place, check_whole
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, file_of, whole_shard
-from xtk.errors import Damaged
-from xtk.teachers.caching import Share, cache_teacher
-from xtk.teachers.request import CacheRequest
-from xtk.tokens.signal import Support
+from xtk.artifacts.storage import open_folder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, open_verified_shard, shard_file_name
+from xtk.errors import CorruptError
+from xtk.teachers.cache_building import CachePartition, cache_teacher
+from xtk.teachers.cache_request import CacheRequest
+from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow
 
@@ -55,21 +55,21 @@ def test_a_flip_of_any_byte_of_a_shard_is_found_before_anything_is_parsed(kind, 
     cache = request.getfixturevalue(kind)
     draw = np.random.default_rng(1)
     flips = 0
-    for shard in (cache / file_of(1),):
+    for shard in (cache / shard_file_name(1),):
         content = shard.read_bytes()
         copy = tmp_path / shard.name
         copy.write_bytes(content)
-        whole_shard(copy, "copy")
+        open_verified_shard(copy, "copy")
         with copy.open("r+b", buffering=0) as stream:
             for position in range(len(content)):
                 stream.seek(position)
                 stream.write(bytes([content[position] ^ int(draw.integers(1, 256))]))
-                with pytest.raises(Damaged, match="does not match its checksum"):
-                    check_whole(copy, "copy")
+                with pytest.raises(CorruptError, match="does not match its checksum"):
+                    check_file_checksum(copy, "copy")
                 stream.seek(position)
                 stream.write(content[position : position + 1])
                 flips += 1
-        whole_shard(copy, "copy")
+        open_verified_shard(copy, "copy")
     assert flips > 5_000
 
 
@@ -92,11 +92,11 @@ CHANGES = ("empty", "one byte", "half", "one byte less", "one byte more", "twice
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_shard_of_another_length_is_refused(raw, tmp_path, change, capsys):
     place = cache_copies.unfinished(raw, tmp_path / "cache")
-    shard = place / file_of(1)
+    shard = place / shard_file_name(1)
     shard.write_bytes(changed(shard.read_bytes(), change))
     cache = TeacherCache(raw)
     writer = cache_copies.resumed(cache, place)
-    assert writer.missing() == [1]
+    assert writer.missing_shards() == [1]
     told = capsys.readouterr().err
     assert f"{shard}: this shard " in told
     assert "is written again" in told
@@ -105,17 +105,18 @@ def test_a_shard_of_another_length_is_refused(raw, tmp_path, change, capsys):
 def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, tmp_path, capsys):
     cache = TeacherCache(packed)
     place = cache_copies.unfinished(packed, tmp_path / "swapped")
-    (place / file_of(0)).rename(place / "other")
-    (place / file_of(1)).rename(place / file_of(0))
-    (place / "other").rename(place / file_of(1))
-    assert cache_copies.resumed(cache, place).missing() == [0, 1]
+    (place / shard_file_name(0)).rename(place / "other")
+    (place / shard_file_name(1)).rename(place / shard_file_name(0))
+    (place / "other").rename(place / shard_file_name(1))
+    assert cache_copies.resumed(cache, place).missing_shards() == [0, 1]
     place = cache_copies.unfinished(packed, tmp_path / "copied")
-    shutil.copy(place / file_of(1), place / file_of(2))
-    assert cache_copies.resumed(cache, place).missing() == [2]
+    shutil.copy(place / shard_file_name(1), place / shard_file_name(2))
+    assert cache_copies.resumed(cache, place).missing_shards() == [2]
     rows = [entry["rows"] for entry in cache.manifest["shards"]]
     first, second = sum(rows[:1]), sum(rows[:2])
     assert (
-        f"{place / file_of(2)}: this file has the rows {first} to {second} of shard 1, and its place is that of the "
+        f"{place / shard_file_name(2)}: this file has the rows {first} to {second} of shard 1, and its place is that "
+        f"of the "
         f"rows {second} to {second + rows[2]} of shard 2; the shard is written again"
     ) in capsys.readouterr().err
 
@@ -123,16 +124,16 @@ def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, 
 def test_the_next_run_writes_damaged_shards_again_and_ends_equal(run, pair, packed, tmp_path):
     place = cache_copies.unfinished(packed, tmp_path / "cache")
     (order,) = place.glob("vocabulary-order-*.arrow")
-    flipped = bytearray((place / file_of(0)).read_bytes())
+    flipped = bytearray((place / shard_file_name(0)).read_bytes())
     flipped[len(flipped) // 2] ^= 4
-    (place / file_of(0)).write_bytes(flipped)
-    shutil.copy(place / file_of(2), place / file_of(1))
+    (place / shard_file_name(0)).write_bytes(flipped)
+    shutil.copy(place / shard_file_name(2), place / shard_file_name(1))
     order.write_bytes(order.read_bytes()[:-5])
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (place / name).write_bytes(b"{}")
     done = resume(run, pair, packed, place)
     for number in (0, 1):
-        assert f"{place / file_of(number)}: this" in done.stderr
+        assert f"{place / shard_file_name(number)}: this" in done.stderr
     assert done.stderr.count("is written again") == 2
     assert contents(place) == contents(packed)
     run("inspect", place, "--verify")
@@ -141,12 +142,12 @@ def test_the_next_run_writes_damaged_shards_again_and_ends_equal(run, pair, pack
 def test_a_shard_of_another_request_is_refused_and_nothing_is_removed(run, pair, packed, tmp_path):
     resume(run, pair, packed, tmp_path / "other", "--seed", 1)
     place = cache_copies.unfinished(packed, tmp_path / "cache")
-    shutil.copy(tmp_path / "other" / file_of(1), place / file_of(1))
+    shutil.copy(tmp_path / "other" / shard_file_name(1), place / shard_file_name(1))
     before = contents(place)
     done = resume(run, pair, packed, place, code=1)
     (place / ".xtk-unfinished").unlink()
     assert "there is a cache of another request" in done.stderr
-    assert f"{place / file_of(1)} (options.seed: 1 there, 0 asked for)" in done.stderr
+    assert f"{place / shard_file_name(1)} (options.seed: 1 there, 0 asked for)" in done.stderr
     assert contents(place) == before
 
 
@@ -156,7 +157,7 @@ def test_a_shard_of_an_older_version_is_refused_with_the_command_that_makes_it_a
     batch = pa.record_batch({"closers": [1], "codec_kl": [0.5]}).replace_schema_metadata(
         {"xtk": json.dumps(TeacherCache(packed).header), "tables": base64.b64encode(b"x").decode()}
     )
-    with pa.OSFile(str(place / file_of(0)), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+    with pa.OSFile(str(place / shard_file_name(0)), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch)
     (place / "ranks-0123456789abcdef.arrow").write_bytes(b"old")
     done = resume(run, pair, packed, place, code=1)
@@ -173,7 +174,7 @@ def test_a_shard_of_an_older_version_is_refused_with_the_command_that_makes_it_a
 
 
 def test_a_shard_alone_is_inspected_only_if_it_is_whole(run, packed, tmp_path):
-    shard = Path(shutil.copy(packed / file_of(0), tmp_path))
+    shard = Path(shutil.copy(packed / shard_file_name(0), tmp_path))
     run("inspect", shard)
     content = bytearray(shard.read_bytes())
     content[-20] ^= 1
@@ -186,25 +187,27 @@ def test_a_shard_alone_is_inspected_only_if_it_is_whole(run, packed, tmp_path):
 def test_inspecting_an_unfinished_cache_names_its_damaged_shard(run, packed, tmp_path):
     place = cache_copies.unfinished(packed, tmp_path / "cache")
     assert "this teacher cache is unfinished" in run("inspect", place, "--verify", code=1).stderr
-    shutil.copy(place / file_of(0), place / file_of(2))
+    shutil.copy(place / shard_file_name(0), place / shard_file_name(2))
     done = run("inspect", place, "--verify", code=1)
     assert "this file has the rows of shard 0" in done.stderr
-    assert str(place / file_of(2)) in done.stderr
-    (place / file_of(1)).write_bytes(b"")
+    assert str(place / shard_file_name(2)) in done.stderr
+    (place / shard_file_name(1)).write_bytes(b"")
     assert "this shard is empty" in run("inspect", place, "--verify", code=1).stderr
 
 
 def test_a_damaged_shard_of_another_machine_is_named_and_that_machine_writes_it_again(pair, packed, tmp_path):
     def write(rank: int) -> dict[str, int] | None:
         request = CacheRequest(pair.teacher, "teacher", Support("top-k", top_k=4), shard_tokens=100)
-        return cache_teacher(request, Corpus([str(packed.parent / "data.jsonl")]), place, share=Share(1, rank, 2))
+        return cache_teacher(
+            request, Corpus([str(packed.parent / "data.jsonl")]), place, partition=CachePartition(1, rank, 2)
+        )
 
     place = tmp_path / "cache"
     assert write(0) is None
-    damaged = place / file_of(2)
+    damaged = place / shard_file_name(2)
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1])
-    with pytest.raises(Damaged, match="does not match its checksum") as caught:
+    with pytest.raises(CorruptError, match="does not match its checksum") as caught:
         write(1)
     assert caught.value.where == str(damaged)
     assert "on the machine that wrote it" in caught.value.hint
@@ -217,20 +220,23 @@ def test_a_damaged_shard_of_another_machine_is_named_and_that_machine_writes_it_
 @pytest.mark.parametrize("protocol", ["memory", "file"])
 def test_damage_in_a_remote_folder_is_found_too(packed, tmp_path, protocol):
     cache = TeacherCache(packed)
-    place = folder_at(f"{protocol}://{tmp_path}/cache")
-    damaged = {file_of(0): (packed / file_of(1)).read_bytes(), file_of(1): (packed / file_of(1)).read_bytes()[:-1]}
+    place = open_folder(f"{protocol}://{tmp_path}/cache")
+    damaged = {
+        shard_file_name(0): (packed / shard_file_name(1)).read_bytes(),
+        shard_file_name(1): (packed / shard_file_name(1)).read_bytes()[:-1],
+    }
     for entry in cache.manifest["shards"]:
         with place.write(entry["file"]) as temporary:
             temporary.write_bytes(damaged.get(entry["file"]) or (packed / entry["file"]).read_bytes())
     rows = [entry["rows"] for entry in cache.manifest["shards"]]
-    assert CacheWriter(place, cache.header, rows).missing() == [0, 1]
+    assert CacheWriter(place, cache.header, rows).missing_shards() == [0, 1]
 
 
 def test_a_damaged_shard_of_an_unfinished_merge_is_replaced(packed, raw, run, tmp_path):
     run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "merged")
     whole = contents(tmp_path / "merged")
     place = cache_copies.unfinished(tmp_path / "merged", tmp_path / "again")
-    for file in (file_of(0), file_of(1)):
+    for file in (shard_file_name(0), shard_file_name(1)):
         content = bytearray((place / file).read_bytes())
         content[100] ^= 1
         (place / file).unlink()  # linked: the input has the same file
@@ -243,18 +249,18 @@ def test_a_damaged_shard_of_an_unfinished_merge_is_replaced(packed, raw, run, tm
 def test_a_shard_that_is_cut_short_while_it_is_read_is_named(packed, tmp_path):
     place = Path(shutil.copytree(packed, tmp_path / "cache"))
     cache = TeacherCache(place)
-    cache.row(0)
-    with (place / file_of(0)).open("r+b") as stream:
+    cache.read_document(0)
+    with (place / shard_file_name(0)).open("r+b") as stream:
         stream.truncate(100)
-    with pytest.raises(Damaged, match="another program truncated it") as caught:
-        cache.row(1)
-    assert caught.value.where == str(place / file_of(0))
+    with pytest.raises(CorruptError, match="another program truncated it") as caught:
+        cache.read_document(1)
+    assert caught.value.where == str(place / shard_file_name(0))
 
 
 def test_the_place_of_a_stretch_is_that_of_the_cache_it_was_written_for(packed, run, tmp_path):
     run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "cut")
     rows = TeacherCache(packed).manifest["shards"][0]["rows"]
-    assert whole_shard(tmp_path / "cut" / file_of(0), "cut").place == Place(0, 1, rows - 1)
-    assert whole_shard(packed / file_of(1), "whole").place == Place(
+    assert open_verified_shard(tmp_path / "cut" / shard_file_name(0), "cut").position == ShardPosition(0, 1, rows - 1)
+    assert open_verified_shard(packed / shard_file_name(1), "whole").position == ShardPosition(
         1, rows, TeacherCache(packed).manifest["shards"][1]["rows"]
     )

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import Terminated, XtkError
-from xtk.rewards import tests as code_tests
+from xtk.rewards import code_tests as code_tests
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rewards.sandbox import Sandbox
-from xtk.rewards.specification import Rewards, parse_reward
-from xtk.rollouts.environments import Played, environment_of
-from xtk.user_code import calling
+from xtk.rollouts.environments import CheckedEnvironment, load_environment
+from xtk.user_code import user_code_errors
 
 REWARDS = {
     "sys.exit(0)": ("import sys; sys.exit(0)", "ended the process: sys.exit(0)"),
@@ -42,7 +42,7 @@ REWARDS = {
 def test_a_reward_that_does_anything_is_an_error_that_names_it(tmp_path, name):
     code, message = REWARDS[name]
     (tmp_path / "own.py").write_text(f"def score(completion, prompt, row):\n    {code}\n")
-    rewards = Rewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
+    rewards = WeightedRewards([parse_reward(f"{tmp_path / 'own.py'}:score")])
     with pytest.raises(XtkError, match=r"the reward .*own\.py:score") as refused:
         rewards("text", "prompt", {})
     assert message in str(refused.value)
@@ -69,9 +69,9 @@ def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_
     """)
     )
     row, directory = {"answer": "4", "list": []}, Path.cwd()
-    rewards = Rewards([parse_reward(f"{tmp_path / 'own.py'}:{name}") for name in ("score", "see")])
+    rewards = WeightedRewards([parse_reward(f"{tmp_path / 'own.py'}:{name}") for name in ("score", "see")])
     assert list(rewards("4", "prompt", row)[1].values()) == [1.0, 1.0]
-    Played(environment_of(f"{tmp_path / 'own.py'}:Own"), row)
+    CheckedEnvironment(load_environment(f"{tmp_path / 'own.py'}:Own"), row)
     assert row == {"answer": "4", "list": []}
     assert Path.cwd() == directory
 
@@ -83,7 +83,7 @@ def test_code_of_the_user_changes_neither_the_row_nor_the_current_directory(tmp_
 def test_a_module_that_ends_the_process_is_an_error_that_names_it(tmp_path, code, message):
     (tmp_path / "own.py").write_text(code + "\ndef score(*given): return 1.0\n")
     with pytest.raises(XtkError, match=r"importing .*own\.py") as refused:
-        parse_reward(f"{tmp_path / 'own.py'}:score").reward()
+        parse_reward(f"{tmp_path / 'own.py'}:score").load_reward()
     assert message in str(refused.value)
 
 
@@ -97,11 +97,11 @@ def test_an_environment_that_ends_the_process_is_an_error_that_names_it(tmp_path
     ]
     (tmp_path / "own.py").write_text("class Own:\n" + "".join(lines))
     with pytest.raises(XtkError, match=f"{method} of the environment"):
-        play(environment_of(f"{tmp_path / 'own.py'}:Own"))
+        play(load_environment(f"{tmp_path / 'own.py'}:Own"))
 
 
 def play(environment):
-    played = Played(environment, {})
+    played = CheckedEnvironment(environment, {})
     played.step("text")
     played.reward()
 
@@ -115,7 +115,7 @@ def test_an_environment_that_returns_anything_is_an_error(tmp_path, returned, me
         f"class Own:\n    def reset(self, record): pass\n    def step(self, text): return {returned}\n"
     )
     with pytest.raises(XtkError, match=message):
-        play(environment_of(f"{tmp_path / 'own.py'}:Own"))
+        play(load_environment(f"{tmp_path / 'own.py'}:Own"))
 
 
 def test_signals_from_outside_pass():
@@ -134,7 +134,7 @@ def test_signals_from_outside_pass():
 
 
 def wait():
-    with calling("the reward"):
+    with user_code_errors("the reward"):
         time.sleep(60)
 
 
@@ -180,7 +180,7 @@ def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
 ])  # fmt: skip
 def test_fields_of_a_wrong_type_are_an_error_that_names_them(row, message):
     with pytest.raises(XtkError) as refused:
-        code_tests.Tests()("text", "prompt", row)
+        code_tests.CodeTestsReward()("text", "prompt", row)
     assert message in str(refused.value)
 
 
@@ -230,9 +230,9 @@ def sandbox():
 def test_code_that_raises_what_its_tests_expect_is_right(sandbox, name):
     tests = f"try:\n    {EXPECTS[name]}()\nexcept {name} as error:\n    assert type(error).__name__ == {name!r}\n"
     tests += "else:\n    assert False\n"
-    assert sandbox.test([EXPECTED], tests).good is True
+    assert sandbox.test([EXPECTED], tests).all_passed is True
     other = "LookupError" if name != "KeyError" else "OSError"
-    assert sandbox.test([EXPECTED], tests.replace(f"except {name}", f"except {other}")).good is False
+    assert sandbox.test([EXPECTED], tests.replace(f"except {name}", f"except {other}")).all_passed is False
 
 
 def test_what_an_exception_was_made_of_is_seen(sandbox):
@@ -250,20 +250,20 @@ def test_what_an_exception_was_made_of_is_seen(sandbox):
         except OSError as error:
             assert error.errno == 2
     """
-    assert sandbox.test([EXPECTED], textwrap.dedent(tests)).good is True
+    assert sandbox.test([EXPECTED], textwrap.dedent(tests)).all_passed is True
 
 
 def test_an_error_of_the_code_is_not_one_of_its_tests(sandbox):
-    assert sandbox.test([EXPECTED], "x = imports()\nassert x").good is False
-    assert sandbox.test([EXPECTED], "import no_such_module\nassert imports()").good is None
-    assert sandbox.test([EXPECTED], "x = group()\nassert x").good is False
-    assert sandbox.test([EXPECTED], "x = leaves()\nassert x").good is False
+    assert sandbox.test([EXPECTED], "x = imports()\nassert x").all_passed is False
+    assert sandbox.test([EXPECTED], "import no_such_module\nassert imports()").all_passed is None
+    assert sandbox.test([EXPECTED], "x = group()\nassert x").all_passed is False
+    assert sandbox.test([EXPECTED], "x = leaves()\nassert x").all_passed is False
     partial = sandbox.test([EXPECTED], "assert leaves()\nassert own()\nassert not []", partial=True)
-    assert (partial.good, partial.passed, partial.asserts) == (False, 1, 3)
+    assert (partial.all_passed, partial.passed, partial.num_asserts) == (False, 1, 3)
 
 
 def test_tests_that_catch_everything_do_not_hide_that_the_code_has_ended(sandbox):
     caught = "try:\n    f()\nexcept BaseException:\n    assert True is True\nassert 1 == 1\n"
-    assert sandbox.test(["import os\ndef f(): os._exit(0)"], caught).good is False
-    assert sandbox.test(["def f(): raise ValueError"], caught).good is True
-    assert sandbox.test(["def f(x): pass"], caught.replace("f()", "f(object())")).good is None
+    assert sandbox.test(["import os\ndef f(): os._exit(0)"], caught).all_passed is False
+    assert sandbox.test(["def f(): raise ValueError"], caught).all_passed is True
+    assert sandbox.test(["def f(x): pass"], caught.replace("f()", "f(object())")).all_passed is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import material
 import pytest
 
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
 
 TEXTS = material.sentences(40, seed=77)
 TRAINING = (

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import check_causal_lm, load_causal_lm
-from xtk.rollouts.transformers import TransformersWriter
+from xtk.models.causal_lm import check_loadable, load_causal_lm
+from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
@@ -111,8 +111,8 @@ def test_a_tied_head_may_be_left_out_or_stored_twice(pair, tmp_path):
         lambda weights: weights.update({"lm_head.weight": weights["model.embed_tokens.weight"].clone()}),
     )
     assert torch.equal(load_causal_lm(twice)(ids).logits, expected)
-    check_causal_lm(pair.teacher, Tokenizer(pair.teacher))
-    check_causal_lm(twice, Tokenizer(twice))
+    check_loadable(pair.teacher, Tokenizer(pair.teacher))
+    check_loadable(twice, Tokenizer(twice))
 
 
 def test_a_head_that_the_configuration_contradicts_is_used_with_a_line_and_stays(pair, corpus, tmp_path):
@@ -138,7 +138,7 @@ def test_a_head_or_an_embedding_that_is_not_tied_may_not(pair, tmp_path):
     headless = changed(pair.student, tmp_path / "headless", without("lm_head"))
     assert "missing weights: 1 (lm_head.weight)" in refusal(headless)
     with pytest.raises(XtkError, match=r"missing weights: 1 \(lm_head.weight\)"):
-        check_causal_lm(headless, Tokenizer(headless))
+        check_loadable(headless, Tokenizer(headless))
     for number, model in enumerate((pair.student, pair.teacher)):
         blind = changed(model, tmp_path / f"blind-{number}", without("embed_tokens"))
         assert "missing weights: " in refusal(blind)
@@ -226,7 +226,7 @@ def test_headers_that_cannot_be_read_end_in_a_sentence(header, pair, tmp_path):
     folder = Path(shutil.copytree(pair.student, tmp_path / "model"))
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(XtkError, match="the weights cannot be read"):
-        check_causal_lm(folder, Tokenizer(folder))
+        check_loadable(folder, Tokenizer(folder))
     assert "cannot be read" in refusal(folder)
 
 
@@ -246,7 +246,7 @@ def adapter(request, pair, corpus, tmp_path_factory) -> tuple[Path, Path]:
 def test_adapters_are_loaded_whole_or_not_at_all(adapter, tmp_path):
     model, whole = adapter
     file = "adapter_model.safetensors"
-    check_causal_lm(model, Tokenizer(model), adapter=whole)
+    check_loadable(model, Tokenizer(model), adapter=whole)
     load_causal_lm(model, adapter=whole)
     some = next(name for name in load_file(whole / file) if "layers.1.mlp" in name and "lora_B" in name)
 
@@ -266,7 +266,7 @@ def test_adapters_are_loaded_whole_or_not_at_all(adapter, tmp_path):
     assert "not finite" in refusal(model, adapter=spoiled)
     for broken in (lost, other):
         with pytest.raises(XtkError):
-            check_causal_lm(model, Tokenizer(model), adapter=broken)
+            check_loadable(model, Tokenizer(model), adapter=broken)
 
 
 def test_commands_refuse_an_adapter_without_some_of_its_weights(adapter, corpus, tmp_path):
@@ -282,12 +282,12 @@ def test_commands_refuse_an_adapter_without_some_of_its_weights(adapter, corpus,
 
 def test_new_weights_of_a_generator_are_all_of_them(pair):
     for model in (pair.student, pair.teacher):
-        writer = TransformersWriter(load_causal_lm(model), Tokenizer(model))
+        writer = TransformersGenerator(load_causal_lm(model), Tokenizer(model))
         new = load_file(model / "model.safetensors")
-        writer.update(new.items())  # a tied head is not among them
+        writer.update_weights(new.items())  # a tied head is not among them
         without(LAYER)(new)
         with pytest.raises(XtkError, match=r"missing weights: 3 \(model.layers.1.mlp"):
-            writer.update(new.items())
+            writer.update_weights(new.items())
 
 
 @pytest.mark.parametrize("attack", ["none", "pickle", "fifo", "rank", "pattern"])

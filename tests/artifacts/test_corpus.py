@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xtk.artifacts.corpus import Corpus, Fingerprint, columns_option
+from xtk.artifacts.corpus import Corpus, CorpusFingerprint, parse_columns_option
 from xtk.errors import XtkError
-from xtk.tokens.document import Document, readable
+from xtk.tokens.document import Document, replace_surrogates
 
 TEXTS = ["Anna has 12 apples.", "日本語 😀 e\u0301", "two\nlines\u2028and\u0085more", ""]
 
@@ -118,24 +118,24 @@ def test_remote_paths_go_through_fsspec(tmp_path):
 def test_a_prompt_is_read_and_its_completion_trained(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines_of([{"prompt": "2 + 2 =", "completion": " 4"}]))
     (document,) = Corpus([str(tmp_path / "a.jsonl")])
-    assert document == Document.of_completion("2 + 2 =", " 4")
+    assert document == Document.from_completion("2 + 2 =", " 4")
     assert [(segment.role, segment.train) for segment in document.segments] == [("prompt", False), ("completion", True)]
 
 
 def test_columns_with_other_names_are_mapped(tmp_path):
     records = [{"question": "2 + 2 =", "answer": " 4", "text": "not this"}]
     (tmp_path / "a.jsonl").write_text(lines_of(records))
-    (pair,) = Corpus([str(tmp_path / "a.jsonl")], columns_option("prompt=question,completion=answer"))
-    assert pair == Document.of_completion("2 + 2 =", " 4")
-    (alone,) = Corpus([str(tmp_path / "a.jsonl")], columns_option("text=answer"))
-    assert alone == Document.of_text(" 4")
+    (pair,) = Corpus([str(tmp_path / "a.jsonl")], parse_columns_option("prompt=question,completion=answer"))
+    assert pair == Document.from_completion("2 + 2 =", " 4")
+    (alone,) = Corpus([str(tmp_path / "a.jsonl")], parse_columns_option("text=answer"))
+    assert alone == Document.from_text(" 4")
 
 
 def test_lone_surrogates_become_replacement_characters(tmp_path):
     (tmp_path / "a.jsonl").write_text(r'{"text": "a\ud800b\udc00 \ud83d\ude00\ud83d"}')
     (document,) = Corpus([str(tmp_path / "a.jsonl")])
     assert document.text == "a\ufffdb\ufffd 😀\ufffd"
-    assert readable("\ufeffä\ud800") == "\ufeffä\ufffd"
+    assert replace_surrogates("\ufeffä\ud800") == "\ufeffä\ufffd"
 
 
 def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> XtkError:
@@ -226,9 +226,9 @@ def test_an_unknown_field_in_columns_is_answered_with_the_nearest_one():
 @pytest.mark.parametrize("value", ["text", "text=", "=body", "prompt=a,completion"])
 def test_columns_that_are_no_pairs_are_refused(value):
     with pytest.raises(XtkError, match="--columns is"):
-        columns_option(value)
-    assert columns_option(None) == columns_option("") == {}
-    assert columns_option("prompt=a, completion=b=c") == {"prompt": "a", "completion": "b=c"}
+        parse_columns_option(value)
+    assert parse_columns_option(None) == parse_columns_option("") == {}
+    assert parse_columns_option("prompt=a, completion=b=c") == {"prompt": "a", "completion": "b=c"}
 
 
 @pytest.mark.parametrize(
@@ -252,25 +252,25 @@ def test_an_empty_pipe_points_to_the_command_before_it(monkeypatch):
 
 
 def fingerprint(*documents: Document) -> str:
-    whole = Fingerprint()
+    whole = CorpusFingerprint()
     for document in documents:
         whole.add(document)
     return str(whole)
 
 
 def test_a_fingerprint_tells_documents_apart_by_text_order_and_training():
-    one, other = Document.of_text("Anna"), Document.of_text("Bert")
+    one, other = Document.from_text("Anna"), Document.from_text("Bert")
     different = [
         fingerprint(one, other),
         fingerprint(other, one),
         fingerprint(one),
-        fingerprint(Document.of_text("AnnaBert")),
-        fingerprint(Document.of_completion("Anna", "Bert")),
-        fingerprint(Document.of_completion("AnnaBert", "")),
-        fingerprint(one, Document.of_text(""), other),
+        fingerprint(Document.from_text("AnnaBert")),
+        fingerprint(Document.from_completion("Anna", "Bert")),
+        fingerprint(Document.from_completion("AnnaBert", "")),
+        fingerprint(one, Document.from_text(""), other),
     ]
     assert len(set(different)) == len(different)
-    assert fingerprint(one, other) == fingerprint(Document.of_text("Anna"), other)
+    assert fingerprint(one, other) == fingerprint(Document.from_text("Anna"), other)
 
 
 CHAT = [
@@ -327,7 +327,7 @@ def test_the_sharegpt_format_is_read_by_its_column(tmp_path):
 
 def test_the_text_column_is_taken_from_data_with_messages_when_it_is_asked_for(tmp_path):
     (document,) = Corpus([str(chat_as_jsonl(tmp_path))], {"text": "text"})
-    assert document == Document.of_text("rendered by somebody")
+    assert document == Document.from_text("rendered by somebody")
 
 
 def test_a_message_without_a_role_is_named_by_its_document(tmp_path):
@@ -339,8 +339,8 @@ def test_a_message_without_a_role_is_named_by_its_document(tmp_path):
 
 def test_a_fingerprint_tells_conversations_apart_by_what_templates_read():
     def fingerprint(messages, tools=None) -> str:
-        found = Fingerprint()
-        found.add(Document.of_messages(messages, tools=tools))
+        found = CorpusFingerprint()
+        found.add(Document.from_messages(messages, tools=tools))
         return str(found)
 
     renamed = [{**CHAT[0], "name": "Anna"}, *CHAT[1:]]
@@ -378,7 +378,7 @@ def test_times_bytes_and_surrogates_in_messages_become_text(tmp_path):
     pa.parquet.write_table(pa.Table.from_pylist([{"messages": [message]}]), tmp_path / "c.parquet")
     (document,) = Corpus([str(tmp_path / "c.parquet")])
     assert document.conversation.messages[0]["at"].startswith("2024-05-01")
-    found = Fingerprint()
+    found = CorpusFingerprint()
     found.add(document)
     (tmp_path / "s.jsonl").write_text('{"messages": [{"role": "user", "content": "a", "name": "x\\ud800"}]}\n')
     (document,) = Corpus([str(tmp_path / "s.jsonl")])
@@ -392,7 +392,7 @@ def test_a_column_of_tools_alone_is_no_choice_of_text(tmp_path):
 
 
 def test_a_fingerprint_tells_tools_apart_by_the_order_of_their_keys():
-    one, other = Fingerprint(), Fingerprint()
-    one.add(Document.of_messages(CHAT, tools=[{"a": 1, "b": 2}]))
-    other.add(Document.of_messages(CHAT, tools=[{"b": 2, "a": 1}]))
+    one, other = CorpusFingerprint(), CorpusFingerprint()
+    one.add(Document.from_messages(CHAT, tools=[{"a": 1, "b": 2}]))
+    other.add(Document.from_messages(CHAT, tools=[{"b": 2, "a": 1}]))
     assert str(one) != str(other)

@@ -12,9 +12,14 @@ import time
 import material
 import pytest
 
-from xtk.artifacts import counting
+from xtk.artifacts import cooccurrence_counting
+from xtk.artifacts.cooccurrence_counting import (
+    corpus_fingerprint,
+    count_corpus_cooccurrences,
+    counting_state_path,
+    remove_counting_state,
+)
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.counting import count_corpus, fingerprint_of_corpus, remove_unfinished, unfinished
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [text for number in range(6) for text in material.sentences(20, seed=number)]
@@ -23,8 +28,8 @@ TEXTS = [text for number in range(6) for text in material.sentences(20, seed=num
 @pytest.fixture
 def small(monkeypatch):
     """Batches of eight texts, a state after each."""
-    monkeypatch.setattr("xtk.projection.methods.counts.TEXTS", 8)
-    monkeypatch.setattr(counting, "SECONDS_BETWEEN_STATES", 0)
+    monkeypatch.setattr("xtk.projection.methods.cooccurrence.BATCH_TEXTS", 8)
+    monkeypatch.setattr(cooccurrence_counting, "SECONDS_BETWEEN_STATES", 0)
 
 
 @pytest.fixture
@@ -60,45 +65,47 @@ def as_bytes(counts) -> tuple:
 
 def test_stopped_after_any_batch_the_counts_end_equal_and_nothing_is_counted_again(small, sides, data, tmp_path):
     corpus = Corpus([str(data)])
-    whole = count_corpus(*sides, corpus, tmp_path / "whole")
-    assert whole.documents == len(TEXTS)
-    assert whole.corpus == fingerprint_of_corpus(corpus)[1]
+    whole = count_corpus_cooccurrences(*sides, corpus, tmp_path / "whole")
+    assert whole.num_documents == len(TEXTS)
+    assert whole.corpus_fingerprint == corpus_fingerprint(corpus)[1]
     for batches in range(1, 15, 3):
         path = tmp_path / str(batches)
         counts, stops, told = None, 0, []
         while counts is None:
             try:
                 told.clear()
-                counts = count_corpus(*sides, corpus, path, stop_after(batches + 1 if stops else batches, told))
+                counts = count_corpus_cooccurrences(
+                    *sides, corpus, path, stop_after(batches + 1 if stops else batches, told)
+                )
             except Stopped:
                 stops += 1
-                assert unfinished(path).is_file()
+                assert counting_state_path(path).is_file()
         assert as_bytes(counts) == as_bytes(whole)
         assert sum(told) == len(TEXTS)
         assert stops >= 1
-        remove_unfinished(path)
-        assert not unfinished(path).exists()
+        remove_counting_state(path)
+        assert not counting_state_path(path).exists()
 
 
 @pytest.mark.parametrize("change", ["another text", "another teacher", "rules", "version", "damage"])
 def test_counts_of_something_else_are_begun_anew(small, sides, families, data, tmp_path, monkeypatch, change):
     path = tmp_path / "p"
     with pytest.raises(Stopped):
-        count_corpus(*sides, Corpus([str(data)]), path, stop_after(4, []))
+        count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, stop_after(4, []))
     if change == "another text":
         material.write_jsonl(data, ["something else", *TEXTS[1:]])
     if change == "another teacher":
         sides = (sides[0], Tokenizer(families["teacher"]))
     if change == "damage":
-        raw = bytearray(unfinished(path).read_bytes())
+        raw = bytearray(counting_state_path(path).read_bytes())
         raw[-3] ^= 1
-        unfinished(path).write_bytes(bytes(raw))
+        counting_state_path(path).write_bytes(bytes(raw))
     if change in ("rules", "version"):
-        monkeypatch.setattr(counting, change.upper(), 99)
+        monkeypatch.setattr(cooccurrence_counting, change.upper(), 99)
     told: list[int] = []
-    found = count_corpus(*sides, Corpus([str(data)]), path, told.append)
+    found = count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, told.append)
     assert told[0] == 0
-    fresh = count_corpus(*sides, Corpus([str(data)]), tmp_path / "fresh")
+    fresh = count_corpus_cooccurrences(*sides, Corpus([str(data)]), tmp_path / "fresh")
     assert as_bytes(found) == as_bytes(fresh)
 
 
@@ -159,10 +166,10 @@ def test_killed_at_any_time_it_ends_with_the_same_bytes(families, data, tmp_path
 
 
 def test_what_another_living_process_writes_stays(tmp_path):
-    name = f"{unfinished(tmp_path / 'p').name}"
+    name = f"{counting_state_path(tmp_path / 'p').name}"
     dead, living = (tmp_path / f".xtk-tmp-{process}-0123abcd-{name}" for process in (2**22 + 1, os.getppid()))
     other = tmp_path / f".xtk-tmp-{2**22 + 1}-0123abcd-q"
     for path in (dead, living, other):
         path.touch()
-    remove_unfinished(tmp_path / "p")
+    remove_counting_state(tmp_path / "p")
     assert sorted(tmp_path.iterdir()) == sorted([living, other])

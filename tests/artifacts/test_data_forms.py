@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.data_files import AT_ONCE
+from xtk.artifacts.data_file_readers import READ_BYTES
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
 
@@ -48,7 +48,7 @@ def test_objects_over_several_lines_are_documents(tmp_path):
 
 @pytest.mark.parametrize("shift", range(4))
 def test_an_array_is_read_piece_by_piece(tmp_path, shift):
-    texts = ["x" * shift, *["é😀" * 20_000, "y" * 3 * AT_ONCE, '"\\' * 50_000], *map(str, range(20_000))]
+    texts = ["x" * shift, *["é😀" * 20_000, "y" * 3 * READ_BYTES, '"\\' * 50_000], *map(str, range(20_000))]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
     assert texts_of(tmp_path / "a.json") == texts
 
@@ -75,14 +75,14 @@ def test_fields_of_csv_that_are_not_text_are_json(tmp_path):
     quoted = json.dumps(chat).replace('"', '""')
     (tmp_path / "a.csv").write_text(f'messages,quality,tools\n"{quoted}",0.5,\n')
     (document,) = Corpus([str(tmp_path / "a.csv")], {"weight": "quality"})
-    assert document.conversation == Document.of_messages(chat).conversation
+    assert document.conversation == Document.from_messages(chat).conversation
     assert document.weight == 0.5
     (tmp_path / "a.csv").write_text('input_ids,labels\n"[5, 6]","[-100, 6]"\n')
     (document,) = Corpus([str(tmp_path / "a.csv")])
-    assert document == Document.of_ids([5, 6], [False, True])
+    assert document == Document.from_teacher_ids([5, 6], [False, True])
     (tmp_path / "a.csv").write_text("question,answer\n12,17\n")
     (document,) = Corpus([str(tmp_path / "a.csv")], {"prompt": "question", "completion": "answer"})
-    assert document == Document.of_completion("12", "17")  # a number is text where text is asked for
+    assert document == Document.from_completion("12", "17")  # a number is text where text is asked for
 
 
 def saved(records):

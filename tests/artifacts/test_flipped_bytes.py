@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from test_teacher_cache import row_of
 
-from xtk.artifacts.folders import LocalFolder
+from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
-from xtk.errors import Damaged, XtkError
+from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document
 
 HEADER = {
@@ -27,8 +27,8 @@ def cache(tmp_path_factory) -> Path:
     draw = np.random.default_rng(0)
     writer = CacheWriter(LocalFolder(folder), HEADER, [len(texts) for texts in TEXTS])
     for number, texts in enumerate(TEXTS):
-        writer.write(number, [row_of(Document.of_text(text), 2, draw) for text in texts])
-    writer.write_files(FILES)
+        writer.write_shard(number, [row_of(Document.from_text(text), 2, draw) for text in texts])
+    writer.write_shared_files(FILES)
     writer.finish()
     return folder
 
@@ -38,11 +38,11 @@ def assert_found(folder: Path, path: Path) -> None:
     with pytest.raises(XtkError) as caught:
         TeacherCache(folder).verify()
     # The version stands in the manifest too, and is looked at before its checksum.
-    assert isinstance(caught.value, Damaged) or "this xtk reads version" in caught.value.what
+    assert isinstance(caught.value, CorruptError) or "this xtk reads version" in caught.value.what
     assert path.name in caught.value.where
     assert caught.value.hint
     if path.suffix == ".arrow":
-        with pytest.raises(Damaged) as caught:
+        with pytest.raises(CorruptError) as caught:
             list(TeacherCache(folder))
         assert path.name in caught.value.where
 

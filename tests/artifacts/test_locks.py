@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from xtk.artifacts.locks import only_writer
+from xtk.artifacts.write_locks import exclusive_write_lock
 from xtk.errors import XtkError
 
 _forks = multiprocessing.get_context("forkserver")
 
 
 def hold(folder: Path, rank: int, held: multiprocessing.Event, release: multiprocessing.Event) -> None:
-    with only_writer(folder, "cache", rank):
+    with exclusive_write_lock(folder, "cache", rank):
         held.set()
         release.wait(60)
 
@@ -46,7 +46,7 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_folder(holder, tmp_pa
     process, release = holder(tmp_path / "c")
     with (
         pytest.raises(XtkError, match="another process is writing this cache") as caught,
-        only_writer(tmp_path / "c", "cache"),
+        exclusive_write_lock(tmp_path / "c", "cache"),
     ):
         pass
     assert f"process {process.pid} on {socket.gethostname()}" in caught.value.where
@@ -54,14 +54,14 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_folder(holder, tmp_pa
     assert caught.value.hint
     release.set()
     process.join(60)
-    with only_writer(tmp_path / "c", "cache"):
+    with exclusive_write_lock(tmp_path / "c", "cache"):
         pass
     assert not (tmp_path / "c").exists()  # it was made for the lock, and nothing was written
 
 
 def test_ranks_do_not_hold_each_other_up(holder, tmp_path):
     holder(tmp_path / "c", 1)
-    with only_writer(tmp_path / "c", "cache", 0):
+    with exclusive_write_lock(tmp_path / "c", "cache", 0):
         pass
     assert [path.name for path in (tmp_path / "c").iterdir()] == [".xtk-lock-1"]
 
@@ -73,14 +73,14 @@ def test_a_killed_writer_holds_nobody_up_and_leaves_nothing(holder, tmp_path):
         process.join()
     (tmp_path / "c" / "shard-00000.arrow").write_bytes(b"")
     assert len(list((tmp_path / "c").iterdir())) == 3
-    with only_writer(tmp_path / "c", "cache"):
+    with exclusive_write_lock(tmp_path / "c", "cache"):
         pass
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["shard-00000.arrow"]
 
 
 def test_a_folder_that_cannot_be_written_to_or_is_none_is_left_to_the_writer(tmp_path):
     (tmp_path / "file").write_text("a file")
-    with only_writer(tmp_path / "file", "cache"):
+    with exclusive_write_lock(tmp_path / "file", "cache"):
         pass
     assert (tmp_path / "file").read_text() == "a file"
 
@@ -91,7 +91,7 @@ def contend(folder: Path, seed: int, until: float) -> None:
     taken = 0
     while time.time() < until or not taken:
         try:
-            with only_writer(folder, "cache"):
+            with exclusive_write_lock(folder, "cache"):
                 inside = os.open(folder.with_name("inside"), os.O_CREAT | os.O_EXCL)  # fails if another one is there
                 taken += 1
                 time.sleep(draw.uniform(0, 0.002))

@@ -11,18 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_teacher_cache import DOCUMENTS, HEADER, Row, assert_equal, files_of, row_of
+from test_teacher_cache import DOCUMENTS, HEADER, ScoredDocument, assert_equal, files_of, row_of
 
-from xtk.artifacts.folders import folder_at
-from xtk.artifacts.merging import merge_caches
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, totals, write_manifest
-from xtk.errors import Mismatch, XtkError
+from xtk.artifacts.cache_merging import merge_caches
+from xtk.artifacts.storage import open_folder
+from xtk.artifacts.teacher_cache import (
+    CacheWriter,
+    TeacherCache,
+    cache_totals,
+    read_finished_cache,
+    write_cache_manifest,
+)
+from xtk.errors import MismatchError, XtkError
 
 CUTS = {"a": [3, 1], "b": [4], "c": [1, 1]}  # documents a shard
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ScoredDocument]:
     draw = np.random.default_rng(0)
     return [row_of(document, 4, draw) for document in DOCUMENTS]
 
@@ -43,13 +49,17 @@ def header_of(name: str, **changed: dict[str, object]) -> dict[str, object]:
 
 
 def write(
-    place: str, header: dict[str, object], rows: list[Row], sizes: list[int], others: dict[str, bytes] | None = None
+    place: str,
+    header: dict[str, object],
+    rows: list[ScoredDocument],
+    sizes: list[int],
+    others: dict[str, bytes] | None = None,
 ) -> str:
-    writer = CacheWriter(folder_at(place), header, sizes)
+    writer = CacheWriter(open_folder(place), header, sizes)
     ends = np.cumsum([0, *sizes]).tolist()
     for number in range(len(sizes)):
-        writer.write(number, rows[ends[number] : ends[number + 1]])
-    writer.write_files({"tokenizer.json": b"{}", **(others or {})})
+        writer.write_shard(number, rows[ends[number] : ends[number + 1]])
+    writer.write_shared_files({"tokenizer.json": b"{}", **(others or {})})
     writer.finish()
     return place
 
@@ -63,17 +73,17 @@ def caches(rows, tmp_path_factory) -> dict[str, str]:
     return found
 
 
-def assert_holds(place: str, rows: list[Row]) -> None:
+def assert_holds(place: str, rows: list[ScoredDocument]) -> None:
     found = TeacherCache(place)
     found.verify()
     assert len(found) == len(rows)
     for ours, theirs in zip(found, rows, strict=True):
         assert_equal(ours, theirs)
-    assert totals(found.manifest) == {
+    assert cache_totals(found.manifest) == {
         "documents": len(rows),
-        "positions": sum(len(row.scores) for row in rows),
+        "positions": sum(len(row.stored_logprobs) for row in rows),
         "tokens": sum(len(row.tokens) for row in rows),
-        "bytes": sum(size for file, size in found.folder.sizes().items() if file.startswith("shard")),
+        "bytes": sum(size for file, size in found.folder.file_sizes().items() if file.startswith("shard")),
     }
     assert found.header["data"]["rows"] == len(rows)
 
@@ -124,7 +134,7 @@ def test_a_merge_keeps_the_weights_that_some_of_its_parts_have(caches, rows, tmp
     place = write(str(tmp_path / "asked"), header, asked, [3, 1])
     merge_caches([place, caches["b"]], str(tmp_path / "out"), rows="1:6")
     found = TeacherCache(str(tmp_path / "out"))
-    assert found.weights().tolist() == [2.5, 2.5, 2.5, 1, 1]
+    assert found.document_weights().tolist() == [2.5, 2.5, 2.5, 1, 1]
     assert found.manifest["version"] == 5
     found.verify()
 
@@ -157,8 +167,8 @@ def test_a_merge_that_was_killed_is_done_again_and_ends_equal(caches, tmp_path):
 
 
 def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, rows, tmp_path):
-    writer = CacheWriter(folder_at(tmp_path / "out"), header_of("d"), [3, 1])
-    writer.write(0, rows[:3])
+    writer = CacheWriter(open_folder(tmp_path / "out"), header_of("d"), [3, 1])
+    writer.write_shard(0, rows[:3])
     with pytest.raises(XtkError, match="there is an unfinished cache of another request"):
         merge_caches([caches["a"]], str(tmp_path / "out"))
     assert sorted(files_of(tmp_path / "out")) == [".xtk-unfinished", "shard-00000.arrow"]
@@ -177,8 +187,8 @@ def test_what_is_not_of_one_kind_is_refused_naming_both_and_the_difference(cache
     other = write(str(tmp_path / "other"), header_of("d"), rows[:2], [2])
     header = header_of("d", **changed)
     manifest = TeacherCache(other).manifest
-    write_manifest(folder_at(other), {**{key: manifest[key] for key in ("files", "shards")}, "header": header})
-    with pytest.raises(Mismatch, match="these caches cannot be one") as caught:
+    write_cache_manifest(open_folder(other), {**{key: manifest[key] for key in ("files", "shards")}, "header": header})
+    with pytest.raises(MismatchError, match="these caches cannot be one") as caught:
         merge_caches([caches["a"], other], str(tmp_path / "out"))
     assert caught.value.where.startswith(f"{caches['a']} and {other}: ")
     assert told in caught.value.where
@@ -207,7 +217,7 @@ def test_rows_that_are_not_there_are_refused(caches, tmp_path, stretch):
 
 
 def test_neither_an_unfinished_input_nor_the_output_among_them_is_taken(caches, rows, tmp_path):
-    CacheWriter(folder_at(tmp_path / "unfinished"), header_of("d"), [3, 1]).write(0, rows[:1])
+    CacheWriter(open_folder(tmp_path / "unfinished"), header_of("d"), [3, 1]).write_shard(0, rows[:1])
     with pytest.raises(XtkError, match="this teacher cache is unfinished"):
         merge_caches([caches["a"], str(tmp_path / "unfinished")], str(tmp_path / "out"))
     with pytest.raises(XtkError, match="the output is one of the inputs"):
@@ -254,11 +264,11 @@ def test_a_merge_in_a_store_is_that_of_this_machine_byte_for_byte(store, caches,
     merge_caches([f"{place}/a", caches["b"], caches["c"]], str(tmp_path / "here"), rows="1:9")
     merge_caches(list(caches.values()), str(tmp_path / "all"))
     merge_caches([f"{place}/mixed"], str(tmp_path / "back"))
-    folders = {name: folder_at(f"{place}/{name}") for name in ("all", "mixed")}
-    assert {file: folders["all"].read(file) for file in folders["all"].sizes()} == files_of(tmp_path / "all")
-    assert {file: folders["mixed"].read(file) for file in folders["mixed"].sizes()} == files_of(tmp_path / "here")
+    folders = {name: open_folder(f"{place}/{name}") for name in ("all", "mixed")}
+    assert {file: folders["all"].read(file) for file in folders["all"].file_sizes()} == files_of(tmp_path / "all")
+    assert {file: folders["mixed"].read(file) for file in folders["mixed"].file_sizes()} == files_of(tmp_path / "here")
     assert files_of(tmp_path / "back") == files_of(tmp_path / "here")
-    assert finished_cache(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
+    assert read_finished_cache(folders["all"], json.loads(folders["all"].read("manifest.json"))["header"])
 
 
 def test_the_hard_links_of_a_merge_outlive_its_inputs(caches, rows, tmp_path):

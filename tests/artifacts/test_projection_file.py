@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from xtk.artifacts.projection_file import TENSORS, read_projection, read_projection_header, write_projection
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.projection_file import TENSOR_DTYPES, read_projection, read_projection_header, write_projection
+from xtk.errors import CorruptError, XtkError
 from xtk.projection.build import build_projection
 from xtk.projection.projection import Projection
 from xtk.tokens.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ def test_what_is_written_is_read_back(built, small, tmp_path):
     for projection in (built, small):
         write_projection(projection, tmp_path / "p")
         again = read_projection(tmp_path / "p")
-        for name in TENSORS:
+        for name in TENSOR_DTYPES:
             assert getattr(again, name).dtype == getattr(projection, name).dtype
             assert getattr(again, name).tobytes() == getattr(projection, name).tobytes()
         assert again.header == projection.header
@@ -121,9 +121,9 @@ def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
     raw = path.read_bytes()
     for size in [*range(0, len(raw), 7), len(raw) - 1]:
         path.write_bytes(raw[:size])
-        assert isinstance(refused(path), Damaged)
+        assert isinstance(refused(path), CorruptError)
     path.write_bytes(raw + b"\0")
-    assert isinstance(refused(path), Damaged)
+    assert isinstance(refused(path), CorruptError)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_file_cut_short_or_too_long_is_refused(small, tmp_path):
 )
 def test_another_file_is_no_projection(tmp_path, content):
     (tmp_path / "p").write_bytes(content)
-    assert isinstance(refused(tmp_path / "p"), Damaged)
+    assert isinstance(refused(tmp_path / "p"), CorruptError)
 
 
 def test_a_file_that_is_not_there_is_named_with_the_command_that_makes_one(tmp_path):
@@ -186,7 +186,7 @@ def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
     write_projection(wrong, tmp_path / "p")
     monkeypatch.undo()
     failure = refused(tmp_path / "p")
-    assert isinstance(failure, Damaged)
+    assert isinstance(failure, CorruptError)
     assert message in failure.what
 
 
@@ -196,5 +196,5 @@ def test_a_projection_that_does_not_tell_whose_it_is_is_refused(small, tmp_path,
     header = {key: value for key, value in small.header.items() if key != name} | ({} if told is None else {name: told})
     write_projection(replace(small, header=header), tmp_path / "p")
     failure = refused(tmp_path / "p")
-    assert isinstance(failure, Damaged)
+    assert isinstance(failure, CorruptError)
     assert name in failure.what

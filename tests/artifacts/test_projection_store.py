@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from xtk.artifacts import projection_store
-from xtk.artifacts.files import written_whole
-from xtk.artifacts.projection_store import next_bytes_for, projection_for
+from xtk.artifacts import projection_cache
+from xtk.artifacts.atomic_files import atomic_write
+from xtk.artifacts.projection_cache import cached_next_bytes, cached_projection
 from xtk.projection.build import build_projection
-from xtk.projection.next_bytes import next_bytes
+from xtk.projection.byte_partition import build_byte_partition
 from xtk.projection.prune import prune_projection
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -39,76 +39,76 @@ def same(one, other) -> bool:
 
 
 def test_it_is_built_once_and_equals_what_is_built_by_hand(folder, sides, monkeypatch):
-    first = projection_for(*sides, "multitoken", top_k=2, decay=0.3)
+    first = cached_projection(*sides, "multitoken", top_k=2, decay=0.3)
     assert same(first, prune_projection(build_projection(*sides, "multitoken", decay=0.3), top_k=2))
-    monkeypatch.setattr(projection_store, "build_projection", None)
-    assert same(projection_for(*sides, "multitoken", top_k=2, decay=0.3), first)
+    monkeypatch.setattr(projection_cache, "build_projection", None)
+    assert same(cached_projection(*sides, "multitoken", top_k=2, decay=0.3), first)
     assert len(list(folder.iterdir())) == 1
 
 
 def test_another_request_is_another_file(folder, sides, families, tmp_path):
     requests = [{}, {"method": "cells"}, {"top_k": 1}, {"decay": 0.5}, {"special_tokens": "none"}]
     for number, options in enumerate(requests, start=1):
-        projection_for(*sides, **options)
+        cached_projection(*sides, **options)
         assert len(list(folder.iterdir())) == number
     copy = shutil.copytree(families["teacher"], tmp_path / "copy")
-    moved = projection_for(sides[0], Tokenizer(copy))
+    moved = cached_projection(sides[0], Tokenizer(copy))
     assert len(list(folder.iterdir())) == len(requests)  # a folder that was moved is the same tokenizer
     configuration = json.loads((copy / "tokenizer_config.json").read_text())
     (copy / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "<|endoftext|>"}))
-    other = projection_for(sides[0], Tokenizer(copy))
+    other = cached_projection(sides[0], Tokenizer(copy))
     assert len(list(folder.iterdir())) == len(requests) + 1
     assert other.teacher_ids.tolist() != moved.teacher_ids.tolist()
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
 def test_a_damaged_file_is_built_again(folder, sides, damage):
-    first = projection_for(*sides)
+    first = cached_projection(*sides)
     (path,) = folder.iterdir()
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if damage is None else damage)
-    assert same(projection_for(*sides), first)
+    assert same(cached_projection(*sides), first)
     assert path.read_bytes() == raw
 
 
 def arrays(found) -> list[bytes]:
     return [
         part.tobytes()
-        for part in (*found.student, *found.teacher, *found.continuations, found.member_offsets, found.members)
+        for part in (*found.student, *found.teacher, *found.continuations, found.cell_token_offsets, found.members)
     ]
 
 
 def test_next_bytes_are_made_once_for_a_pair_and_its_special_tokens(folder, sides, monkeypatch):
     folder = folder.parent / "next-bytes"
-    made = arrays(next_bytes_for(*sides))
-    assert made == arrays(next_bytes(*sides))
-    assert arrays(next_bytes_for(*sides, "none")) != made
-    next_bytes_for(*sides[::-1])
+    made = arrays(cached_next_bytes(*sides))
+    assert made == arrays(build_byte_partition(*sides))
+    assert arrays(cached_next_bytes(*sides, "none")) != made
+    cached_next_bytes(*sides[::-1])
     assert len(list(folder.iterdir())) == 3
-    monkeypatch.setattr(projection_store, "next_bytes", None)
-    assert arrays(next_bytes_for(*sides)) == made
+    monkeypatch.setattr(projection_cache, "next_bytes", None)
+    assert arrays(cached_next_bytes(*sides)) == made
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
 def test_damaged_next_bytes_are_made_again(folder, sides, damage):
-    made = arrays(next_bytes_for(*sides))
+    made = arrays(cached_next_bytes(*sides))
     (path,) = (folder.parent / "next-bytes").iterdir()
     raw = path.read_bytes()
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if damage is None else damage)
-    assert arrays(next_bytes_for(*sides)) == made
+    assert arrays(cached_next_bytes(*sides)) == made
     assert path.read_bytes() == raw
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, sides, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("XTK_CACHE", str(tmp_path / "file"))
-    assert len(projection_for(*sides).teacher_ids)
-    assert len(next_bytes_for(*sides).members)
+    assert len(cached_projection(*sides).teacher_ids)
+    assert len(cached_next_bytes(*sides).cell_tokens)
 
 
 ASK = """
 import sys
-from xtk.artifacts.projection_store import projection_for
+from xtk.artifacts.projection_cache import projection_for
 from xtk.tokens.tokenizer import Tokenizer
 for _ in range(5):
     print(len(projection_for(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
@@ -142,26 +142,26 @@ def no_permission(sides, tmp_path, monkeypatch):
 
 def test_without_permission_nothing_is_kept(no_permission, sides):
     with pytest.raises(PermissionError):
-        (projection_store.cache_folder() / "x").is_file()
-    assert len(projection_for(*sides, "exact").teacher_ids)
+        (projection_cache.user_cache_folder() / "x").is_file()
+    assert len(cached_projection(*sides, "exact").teacher_ids)
 
 
 def test_without_a_home_nothing_is_kept(sides, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XTK_CACHE", "~nosuchuser/x")
-    assert len(projection_for(*sides, "exact").teacher_ids)
+    assert len(cached_projection(*sides, "exact").teacher_ids)
     monkeypatch.delenv("XTK_CACHE")
     monkeypatch.delenv("HOME")
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     with pytest.raises(RuntimeError):
-        projection_store.cache_folder()
-    assert len(projection_for(*sides, "exact").teacher_ids)
+        projection_cache.user_cache_folder()
+    assert len(cached_projection(*sides, "exact").teacher_ids)
     assert not any(tmp_path.iterdir())
 
 
 def test_threads_that_write_at_once_write_whole_files(tmp_path):
     def write(number: int) -> None:
-        with written_whole(tmp_path / "file") as temporary:
+        with atomic_write(tmp_path / "file") as temporary:
             temporary.write_text(str(number) * 1000)
             together.wait()
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from xtk.artifacts.corpus import Corpus, Fingerprint, columns_option
-from xtk.artifacts.records import FIELDS, document_of
+from xtk.artifacts.corpus import Corpus, CorpusFingerprint, parse_columns_option
+from xtk.artifacts.dataset_records import RECORD_FIELDS, record_to_document
 from xtk.errors import XtkError
 from xtk.tokens.document import Document
-from xtk.tokens.reading import read_documents
+from xtk.tokens.teacher_view import teacher_views
 from xtk.tokens.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "data.md"
@@ -32,7 +32,7 @@ CHAT = [
 
 
 def document(record: dict[str, object], **columns: str) -> Document:
-    return document_of(record, columns, "here")
+    return record_to_document(record, columns, "here")
 
 
 def failure_of(record: dict[str, object], **columns: str) -> XtkError:
@@ -43,7 +43,7 @@ def failure_of(record: dict[str, object], **columns: str) -> XtkError:
 
 
 def fingerprint(document: Document) -> str:
-    found = Fingerprint()
+    found = CorpusFingerprint()
     found.add(document)
     return str(found)
 
@@ -54,7 +54,7 @@ def fingerprint(document: Document) -> str:
 def test_the_page_shows_every_column_and_nothing_else():
     assert len(EXAMPLES) == PAGE.read_text(encoding="utf-8").count("```json")
     shown = {column for record, _ in EXAMPLES for column in record}
-    assert shown == set(FIELDS)
+    assert shown == set(RECORD_FIELDS)
 
 
 @pytest.mark.parametrize(("record", "trained"), EXAMPLES, ids=[" ".join(record) for record, _ in EXAMPLES])
@@ -62,9 +62,9 @@ def test_what_the_page_shows_is_read_and_trained_as_it_says(real_data, tmp_path,
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     documents = list(Corpus([str(tmp_path / "a.jsonl")]))
     teacher = Tokenizer(real_data / "tokenizers" / "qwen")
-    ((read, sequence),) = read_documents(teacher, documents)
-    spelled = teacher.vocabulary.spellings
-    said = b"".join(spelled[token] for token in sequence.ids[sequence.trained & sequence.spells].tolist())
+    ((read, sequence),) = teacher_views(teacher, documents)
+    spelled = teacher.vocabulary.bytes_by_id
+    said = b"".join(spelled[token] for token in sequence.ids[sequence.train_mask & sequence.text_mask].tolist())
     assert said.decode() == trained == "".join(part.text for part in read.segments if part.train)
 
 
@@ -73,10 +73,10 @@ def test_what_the_page_shows_is_read_and_trained_as_it_says(real_data, tmp_path,
 
 def test_a_prompt_of_the_teacher_is_text_or_messages():
     pair = {"prompt": "a", "completion": "b"}
-    assert document({**pair, "teacher_prompt": "c\ud800"}) == Document.of_completion("a", "b").with_teacher_prompt(
+    assert document({**pair, "teacher_prompt": "c\ud800"}) == Document.from_completion("a", "b").with_teacher_prompt(
         "c\ufffd"
     )
-    assert document({**pair, "teacher_prompt": None}) == Document.of_completion("a", "b")
+    assert document({**pair, "teacher_prompt": None}) == Document.from_completion("a", "b")
     assert document({**pair, "hint": "c"}, teacher_prompt="hint").teacher_prompt == "c"
     turns = [{"from": "human", "value": "12?", "weight": 1}, {"role": "tool", "content": None, "name": None}]
     talk = document({"messages": CHAT, "teacher_prompt": turns})
@@ -119,7 +119,7 @@ def test_marks_are_read_from_messages_of_both_formats():
 def training(record: dict[str, object], **columns: str) -> tuple[list[int], list[bool]]:
     tokens = document(record, **columns).teacher_tokens
     assert tokens is not None
-    return tokens.ids.tolist(), tokens.trained.tolist()
+    return tokens.ids.tolist(), tokens.train_mask.tolist()
 
 
 def test_what_is_trained_of_tokens_is_what_every_mask_leaves():
@@ -154,7 +154,7 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
     pa.parquet.write_table(pa.Table.from_pylist([record], schema), tmp_path / "a.parquet")
     one, other = (list(Corpus([str(tmp_path / name)])) for name in ("a.jsonl", "a.parquet"))
     assert one == other
-    assert one[0].given_ids.padded().tolist() == [[1], [-1]]
+    assert one[0].candidate_ids.to_padded().tolist() == [[1], [-1]]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_tokens_beside_a_text_are_read_when_it_is_said_which():
     failure = failure_of(record)
     assert "text and input_ids" in failure.what
     assert "--columns input_ids=input_ids" in failure.hint
-    assert document(record, text="text") == Document.of_text("Anna")
-    assert document(record, input_ids="input_ids") == Document.of_ids([5, 6])
+    assert document(record, text="text") == Document.from_text("Anna")
+    assert document(record, input_ids="input_ids") == Document.from_teacher_ids([5, 6])
     # Columns that are filled up with nothing are no choice.
-    assert document({"text": None, "input_ids": [5, 6], "messages": None}) == Document.of_ids([5, 6])
-    assert document({"text": "Anna", "input_ids": None}) == Document.of_text("Anna")
+    assert document({"text": None, "input_ids": [5, 6], "messages": None}) == Document.from_teacher_ids([5, 6])
+    assert document({"text": "Anna", "input_ids": None}) == Document.from_text("Anna")
     assert "text and input_ids" in failure_of(record, text="text", input_ids="input_ids").what
 
 
@@ -198,8 +198,8 @@ def test_a_document_of_nothing_names_what_it_could_have():
 
 
 def test_every_field_can_be_named_and_a_mistyped_one_is_told():
-    for field in FIELDS:
-        assert columns_option(f"{field}=other") == {field: "other"}
+    for field in RECORD_FIELDS:
+        assert parse_columns_option(f"{field}=other") == {field: "other"}
         Corpus([], {field: "other"})
     with pytest.raises(XtkError, match=r"did you mean teacher_prompt\?"):
         Corpus([], {"teacher_promt": "hint"})
@@ -210,14 +210,14 @@ def test_every_field_can_be_named_and_a_mistyped_one_is_told():
 
 def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_other():
     record = {"text": "a", "weight": 3, "route": "one", "quality": 0.5}
-    assert document(record) == Document.of_text("a")
+    assert document(record) == Document.from_text("a")
     found = document(record, weight="quality", route="route")
-    assert (found.weight, found.route) == (0.5, "one")
+    assert (found.weight, found.teacher_name) == (0.5, "one")
     assert document({**record, "quality": 0}, weight="quality").weight == 0
-    assert found.piece(0, 1).weight == 0.5
-    assert columns_option("text=body", weight="quality", route="") == {"text": "body", "weight": "quality"}
+    assert found.byte_slice(0, 1).weight == 0.5
+    assert parse_columns_option("text=body", weight="quality", route="") == {"text": "body", "weight": "quality"}
     with pytest.raises(XtkError) as told:
-        columns_option("weight=quality")
+        parse_columns_option("weight=quality")
     assert told.value.hint == "weight is an option: --weight-column COLUMN"
 
 
@@ -245,22 +245,25 @@ def test_a_route_is_a_name():
 
 
 def test_a_fingerprint_tells_apart_all_that_changes_what_is_read_or_trained():
-    pair, ids = Document.of_completion("a", "b"), Document.of_ids([5, 6, 7])
-    talk = Document.of_messages(CHAT)
+    pair, ids = Document.from_completion("a", "b"), Document.from_teacher_ids([5, 6, 7])
+    talk = Document.from_messages(CHAT)
     different = [
-        pair, pair.with_teacher_prompt("c"), pair.with_teacher_prompt(""), pair.with_given_ids([[1]]),
-        pair.with_given_ids([[1], []]), pair.with_given_ids([[], [1]]), pair.with_given_ids([]),
+        pair, pair.with_teacher_prompt("c"), pair.with_teacher_prompt(""), pair.with_candidate_ids([[1]]),
+        pair.with_candidate_ids([[1], []]), pair.with_candidate_ids([[], [1]]), pair.with_candidate_ids([]),
         talk, talk.with_teacher_prompt("c"), talk.with_teacher_prompt([CHAT[0]]), talk.with_teacher_prompt([]),
         talk.with_teacher_prompt([{**CHAT[0], "name": "Anna"}]),
-        Document.of_messages([*CHAT[:2], {**CHAT[2], "train": False}]),
-        replace(pair, weight=2.0), replace(pair, weight=0.0), replace(pair, route="one"),
-        ids, Document.of_ids([5, 6, 8]), Document.of_ids([5, 6, 7], [1, 1, 0]), ids.with_given_ids([[1], [2]]),
+        Document.from_messages([*CHAT[:2], {**CHAT[2], "train": False}]),
+        replace(pair, weight=2.0), replace(pair, weight=0.0), replace(pair, teacher_name="one"),
+        ids, Document.from_teacher_ids([5, 6, 8]), Document.from_teacher_ids([5, 6, 7], [1, 1, 0]),
+            ids.with_candidate_ids([[1], [2]]),
     ]  # fmt: skip
     assert len({fingerprint(one) for one in different}) == len(different)
     assert all(one != other for at, one in enumerate(different) for other in different[:at])
 
 
 def test_a_fingerprint_of_tokens_needs_no_tokenizer_and_marks_that_say_nothing_change_none():
-    assert fingerprint(Document.of_ids(np.array([5, 6]))) == fingerprint(Document.of_ids([5, 6], [True, True]))
-    marked = Document.of_messages([*CHAT[:2], {**CHAT[2], "train": True, "weight": 1}])
-    assert fingerprint(marked) == fingerprint(Document.of_messages(CHAT))
+    assert fingerprint(Document.from_teacher_ids(np.array([5, 6]))) == fingerprint(
+        Document.from_teacher_ids([5, 6], [True, True])
+    )
+    marked = Document.from_messages([*CHAT[:2], {**CHAT[2], "train": True, "weight": 1}])
+    assert fingerprint(marked) == fingerprint(Document.from_messages(CHAT))

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from test_teacher_cache import DOCUMENTS, HEADER, SIZES, assert_equal, files_of, row_of, write
 
-from xtk.artifacts.folders import Folder, LocalFolder, folder_at
-from xtk.artifacts.remote import RemoteFolder
-from xtk.artifacts.shard import Row
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, remove_cache
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.remote_storage import RemoteFolder
+from xtk.artifacts.storage import LocalFolder, StorageFolder, open_folder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, read_finished_cache, remove_cache
+from xtk.errors import CorruptError, XtkError
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ScoredDocument]:
     draw = np.random.default_rng(0)
     return [row_of(document, 4, draw) for document in DOCUMENTS]
 
@@ -47,11 +47,11 @@ def stored(place: str) -> dict[str, bytes]:
     return {path.rpartition("/")[2]: fs.cat_file(path) for path in fs.find(root)}
 
 
-def write_to(folder: Folder, rows, numbers=range(len(SIZES))) -> CacheWriter:
+def write_to(folder: StorageFolder, rows, numbers=range(len(SIZES))) -> CacheWriter:
     writer = CacheWriter(folder, HEADER, SIZES)
     firsts = [sum(SIZES[:number]) for number in range(len(SIZES))]
     for number in numbers:
-        writer.write(number, rows[firsts[number] : firsts[number] + SIZES[number]])
+        writer.write_shard(number, rows[firsts[number] : firsts[number] + SIZES[number]])
     return writer
 
 
@@ -62,18 +62,18 @@ def test_a_remote_cache_is_the_local_one_byte_for_byte(place, rows, tmp_path):
     found = TeacherCache(place)
     found.verify()
     for number, row in enumerate(rows):
-        assert_equal(found.row(number), row)
+        assert_equal(found.read_document(number), row)
 
 
 def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     write_to(RemoteFolder(place), rows, [0, 2])
-    assert finished_cache(RemoteFolder(place), HEADER) is None
+    assert read_finished_cache(RemoteFolder(place), HEADER) is None
     writer = CacheWriter(RemoteFolder(place), HEADER, SIZES)
-    assert writer.missing() == [1, 3]
+    assert writer.missing_shards() == [1, 3]
     write_to(RemoteFolder(place), rows, [1, 3]).finish()
     assert stored(place) == files_of(tmp_path / "local")
-    assert finished_cache(RemoteFolder(place), HEADER) is not None
+    assert read_finished_cache(RemoteFolder(place), HEADER) is not None
 
 
 def test_a_file_that_fails_while_it_is_made_is_never_seen(place):
@@ -86,20 +86,20 @@ def test_a_file_that_fails_while_it_is_made_is_never_seen(place):
 
     with pytest.raises(KeyError):
         fail()
-    assert folder.sizes() == {}
+    assert folder.file_sizes() == {}
     with pytest.raises(FileNotFoundError):
         folder.read("manifest.json")
     with pytest.raises(FileNotFoundError):
-        folder.local("manifest.json")
+        folder.local_path("manifest.json")
 
 
 def test_what_another_writer_has_put_there_is_not_replaced(place):
     one, two = RemoteFolder(place), RemoteFolder(place)
 
     def write_twice() -> None:
-        with one.write("shard-00000.arrow", new=True) as temporary:
+        with one.write("shard-00000.arrow", exclusive=True) as temporary:
             temporary.write_bytes(b"mine")
-            with two.write("shard-00000.arrow", new=True) as other:
+            with two.write("shard-00000.arrow", exclusive=True) as other:
                 other.write_bytes(b"theirs")
 
     with pytest.raises(XtkError, match="another process writes this cache too") as caught:
@@ -116,11 +116,11 @@ def test_a_store_itself_refuses_the_second_of_two_that_send_at_once(at_s3, monke
     folder = RemoteFolder(at_s3)
     monkeypatch.setattr(RemoteFolder, "_is_there", lambda *_: False)  # as if it came after this look
     for content in (b"mine", b"mine"):  # the answer to a request was lost, and it is sent again
-        with folder.write("shard-00000.arrow", new=True) as temporary:
+        with folder.write("shard-00000.arrow", exclusive=True) as temporary:
             temporary.write_bytes(content)
     with (
         pytest.raises(XtkError, match="another process writes this cache too"),
-        folder.write("shard-00000.arrow", new=True) as temporary,
+        folder.write("shard-00000.arrow", exclusive=True) as temporary,
     ):
         temporary.write_bytes(b"others")
     assert stored(at_s3) == {"shard-00000.arrow": b"mine"}
@@ -132,14 +132,14 @@ def test_a_copy_is_used_again_until_the_store_holds_something_else(at_s3, store)
         with folder.write("tokenizer.json") as temporary:
             temporary.write_bytes(content)
         for reader in (folder, RemoteFolder(at_s3)):
-            reader.sizes()
-            assert reader.local("tokenizer.json").read_bytes() == content
+            reader.file_sizes()
+            assert reader.local_path("tokenizer.json").read_bytes() == content
     before = len([line for line in store.requests() if line.startswith("GET") and "tokenizer.json" in line])
-    again = RemoteFolder(at_s3).local("tokenizer.json")
+    again = RemoteFolder(at_s3).local_path("tokenizer.json")
     assert again.read_bytes() == b"longer"
     assert len([line for line in store.requests() if line.startswith("GET") and "tokenizer.json" in line]) == before
     again.write_bytes(b"shorter"[:3])  # a copy that somebody cut
-    assert RemoteFolder(at_s3).local("tokenizer.json").read_bytes() == b"longer"
+    assert RemoteFolder(at_s3).local_path("tokenizer.json").read_bytes() == b"longer"
 
 
 def test_copies_stay_within_their_limit(at_s3, monkeypatch, tmp_path):
@@ -151,7 +151,7 @@ def test_copies_stay_within_their_limit(at_s3, monkeypatch, tmp_path):
             temporary.write_bytes(bytes([number]) * 600)
     for _ in range(2):
         for number in range(4):
-            assert folder.local(f"shard-{number:05d}.arrow").read_bytes() == bytes([number]) * 600
+            assert folder.local_path(f"shard-{number:05d}.arrow").read_bytes() == bytes([number]) * 600
             held = list((tmp_path / "copies/remote").glob("*/*.arrow"))
             assert sum(path.stat().st_size for path in held) <= 2000
     monkeypatch.setenv("XTK_REMOTE_CACHE_GB", "much")
@@ -166,15 +166,15 @@ def test_a_flipped_byte_in_an_object_is_named_by_shard_and_row(at_s3, rows):
     at = raw.rindex(b"x" * 300) + 7
     fs.pipe_file(f"{root}/shard-00002.arrow", raw[:at] + b"y" + raw[at + 1 :])
     opened = TeacherCache(at_s3)
-    assert_equal(opened.row(0), rows[0])
-    with pytest.raises(Damaged) as caught:
+    assert_equal(opened.read_document(0), rows[0])
+    with pytest.raises(CorruptError) as caught:
         opened.verify()
     assert caught.value.where == f"{at_s3}/shard-00002.arrow, row 3"
     fs.pipe_file(f"{root}/shard-00002.arrow", raw[:-1])
-    with pytest.raises(Damaged, match="bytes; "):
+    with pytest.raises(CorruptError, match="bytes; "):
         TeacherCache(at_s3)
     fs.rm_file(f"{root}/shard-00002.arrow")
-    with pytest.raises(Damaged, match="a shard of this cache is missing"):
+    with pytest.raises(CorruptError, match="a shard of this cache is missing"):
         TeacherCache(at_s3)
 
 
@@ -183,27 +183,27 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
     writer = write_to(RemoteFolder(at_s3), rows, [0, 1])
     store.cut(True)
     try:
-        for use in (lambda: writer.write(2, rows[4:8]), lambda: RemoteFolder(at_s3).sizes(), writer.finish):
+        for use in (lambda: writer.write_shard(2, rows[4:8]), lambda: RemoteFolder(at_s3).file_sizes(), writer.finish):
             with pytest.raises(XtkError) as caught:
                 use()
             assert caught.value.where.startswith(at_s3)
             assert "network" in caught.value.hint
     finally:
         store.cut(False)
-    write_to(RemoteFolder(at_s3), rows, CacheWriter(RemoteFolder(at_s3), HEADER, SIZES).missing()).finish()
+    write_to(RemoteFolder(at_s3), rows, CacheWriter(RemoteFolder(at_s3), HEADER, SIZES).missing_shards()).finish()
     write(tmp_path / "local", rows).finish()
     assert stored(at_s3) == files_of(tmp_path / "local")
 
 
 def test_a_missing_bucket_key_or_package_is_told_before_anything_is_done(store, monkeypatch):
     with pytest.raises(XtkError, match="there is no bucket nowhere"):
-        RemoteFolder("s3://nowhere/cache").sizes()
+        RemoteFolder("s3://nowhere/cache").file_sizes()
     with pytest.raises(XtkError, match="cannot be reached") as caught:
-        folder_at("gopher://somewhere/cache")
+        open_folder("gopher://somewhere/cache")
     assert caught.value.where == "gopher://somewhere/cache"
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(XtkError, match="the package for gs:// is not installed") as caught:
-        folder_at("gs://bucket/cache")
+        open_folder("gs://bucket/cache")
     assert caught.value.hint == "pip install gcsfs"
 
 
@@ -220,7 +220,7 @@ def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):
 
 WRITER = """
 import sys
-from xtk.artifacts.remote import RemoteFolder
+from xtk.artifacts.remote_storage import RemoteFolder
 folder = RemoteFolder(sys.argv[1])
 with folder.write("shard-00000.arrow", new=True) as temporary:
     temporary.write_bytes(b"x" * 30_000_000)
@@ -246,22 +246,22 @@ def test_a_writer_killed_while_it_sends_leaves_nothing_that_is_seen(kind, store,
         process.kill()
         process.wait()
         store.hold(None)
-        seen = [file for file in RemoteFolder(place).sizes() if not file.startswith(".xtk-tmp-")]
+        seen = [file for file in RemoteFolder(place).file_sizes() if not file.startswith(".xtk-tmp-")]
         whole = (tmp_path / "cache/shard-00000.arrow") if kind == "file" else None
         assert not seen or (whole is not None and whole.stat().st_size == 30_000_000)
-        RemoteFolder(place).remove_leftovers()
-        assert [file for file in RemoteFolder(place).sizes() if file.startswith(".xtk-tmp-")] == []
+        RemoteFolder(place).remove_stale_temporary_files()
+        assert [file for file in RemoteFolder(place).file_sizes() if file.startswith(".xtk-tmp-")] == []
         RemoteFolder(place).remove("shard-00000.arrow")
 
 
 def test_links_and_copies_between_folders_are_the_same_files(place, rows, tmp_path):
     write(tmp_path / "local", rows).finish()
     names = {f"shard-{number:05d}.arrow": f"shard-{number + 5:05d}.arrow" for number in range(len(SIZES))}
-    RemoteFolder(place).take(LocalFolder(tmp_path / "local"), names)
-    RemoteFolder(place + "-2").take(RemoteFolder(place), {ours: theirs for theirs, ours in names.items()})
-    LocalFolder(tmp_path / "back").take(RemoteFolder(place + "-2"), {theirs: theirs for theirs in names})
-    LocalFolder(tmp_path / "linked").take(LocalFolder(tmp_path / "back"), {theirs: theirs for theirs in names})
-    LocalFolder(tmp_path / "linked").take(LocalFolder(tmp_path / "back"), {theirs: theirs for theirs in names})
+    RemoteFolder(place).copy_from(LocalFolder(tmp_path / "local"), names)
+    RemoteFolder(place + "-2").copy_from(RemoteFolder(place), {ours: theirs for theirs, ours in names.items()})
+    LocalFolder(tmp_path / "back").copy_from(RemoteFolder(place + "-2"), {theirs: theirs for theirs in names})
+    LocalFolder(tmp_path / "linked").copy_from(LocalFolder(tmp_path / "back"), {theirs: theirs for theirs in names})
+    LocalFolder(tmp_path / "linked").copy_from(LocalFolder(tmp_path / "back"), {theirs: theirs for theirs in names})
     expected = {name: raw for name, raw in files_of(tmp_path / "local").items() if name != "manifest.json"}
     assert files_of(tmp_path / "back") == files_of(tmp_path / "linked") == expected
     assert all((tmp_path / "linked" / name).samefile(tmp_path / "back" / name) for name in names)

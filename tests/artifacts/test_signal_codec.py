@@ -10,14 +10,14 @@ from artifacts.plain_codec import PlainCodec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.codec.grids import PRECISIONS, levels_of
-from xtk.artifacts.codec.packed import PackedCodec
-from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Place, Row, Shard, write_shard
-from xtk.errors import Damaged
+from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, ShardPosition, write_shard
+from xtk.artifacts.codec.packed_codec import PackedCodec
+from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.errors import CorruptError
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import Sequence
-from xtk.tokens.signal import Scores
+from xtk.tokens.teacher_logprobs import StoredLogprobs
+from xtk.tokens.token_sequence import TokenSequence
 
 KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "given")
 
@@ -66,16 +66,16 @@ def scores_of(random, kind, whole, realised, positions, sets, draws):
     names = np.concatenate([np.zeros(0, np.int32), *exact])
     with np.errstate(invalid="ignore", divide="ignore"):
         entropy = -np.where(np.isneginf(whole), 0.0, whole * np.exp(whole)).sum(1)
-    return Scores(
+    return StoredLogprobs(
         positions=positions,
         offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
         ids=names,
         logprobs=whole[owners, names].astype(np.float32),
-        drawn_offsets=np.concatenate([[0], np.cumsum([len(part) for part in drawn])]).astype(np.int64),
-        drawn_ids=np.concatenate([np.zeros(0, np.int32), *drawn]).astype(np.int32),
-        counts=np.concatenate([np.zeros(0, np.int32), *counts]).astype(np.int32),
-        tail_mass=np.array(tails, np.float32),
-        realised_logprobs=whole[np.arange(len(realised)), realised].astype(np.float32),
+        sample_offsets=np.concatenate([[0], np.cumsum([len(part) for part in drawn])]).astype(np.int64),
+        sample_ids=np.concatenate([np.zeros(0, np.int32), *drawn]).astype(np.int32),
+        sample_counts=np.concatenate([np.zeros(0, np.int32), *counts]).astype(np.int32),
+        remainder_mass=np.array(tails, np.float32),
+        observed_logprobs=whole[np.arange(len(realised)), realised].astype(np.float32),
         entropy=entropy.astype(np.float32),
     )
 
@@ -83,7 +83,7 @@ def scores_of(random, kind, whole, realised, positions, sets, draws):
 def sequence_of(random, ids, lengths):
     """Tokens of which most have the bytes that the vocabulary says."""
     own = lengths[ids] + random.integers(0, 3, len(ids)) * (random.random(len(ids)) < 0.1)
-    return Sequence(
+    return TokenSequence(
         ids,
         np.cumsum(own).astype(np.int32),
         np.zeros(len(ids), np.bool_),
@@ -102,7 +102,7 @@ def shard(seed, kind, width, lengths, *, precision="standard", sets=0, draws=0, 
         rows.append((sequence_of(random, ids, token_bytes), scores))
         wholes.append(whole)
     counts = np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width)
-    ranks = Ranks.of(counts, token_bytes)
+    ranks = VocabularyOrder.from_counts(counts, token_bytes)
     return rows, wholes, options_of(precision, sets, draws), ranks
 
 
@@ -124,7 +124,7 @@ shards = st.builds(
     st.sampled_from(KINDS),
     st.integers(2, 40),
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    st.sampled_from(sorted(PRECISIONS)),
+    st.sampled_from(sorted(QUANTIZATION_STEPS)),
     st.integers(1, 3),
     st.sampled_from((1, 2, 7, 40)),
     st.sampled_from((0.0, 0.3)),
@@ -154,29 +154,33 @@ def test_ids_draws_and_byte_ends_come_back_as_they_were(case):
 def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, _, _, signals = packed(rows, options, ranks)
-    precision = PRECISIONS[options["precision"]]
-    depths = -levels_of(precision)
+    precision = QUANTIZATION_STEPS[options["precision"]]
+    depths = -level_logprobs(precision)
     half_steps = np.diff(depths) / 2
     for (row, scores), signal_bytes in zip(rows, signals, strict=True):
         back = codec.scores(signal_bytes, row.ids, scores.positions)
         assert np.allclose(back.entropy, scores.entropy, atol=precision.entropy_step / 2 + 1e-4)
-        impossible = np.isneginf(scores.realised_logprobs)
-        assert np.array_equal(np.isneginf(back.realised_logprobs), impossible)
+        impossible = np.isneginf(scores.observed_logprobs)
+        assert np.array_equal(np.isneginf(back.observed_logprobs), impossible)
         assert np.allclose(
-            back.realised_logprobs[~impossible],
-            scores.realised_logprobs[~impossible],
+            back.observed_logprobs[~impossible],
+            scores.observed_logprobs[~impossible],
             atol=precision.odds_step / 2 + 1e-4,
         )
         owners = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
-        total = np.bincount(owners, np.exp(back.logprobs.astype(np.float64)), minlength=len(scores)) + back.tail_mass
+        total = (
+            np.bincount(owners, np.exp(back.logprobs.astype(np.float64)), minlength=len(scores)) + back.remainder_mass
+        )
         assert np.allclose(total, 1, atol=1e-5)
         finite = ~np.isneginf(scores.logprobs)
         assert np.array_equal(~np.isneginf(back.logprobs), finite)
         own = half_steps[np.minimum(np.searchsorted(depths, -scores.logprobs[finite]), len(half_steps) - 1)]
         # What all entries of a position share is at most the widest half step among them, and the odds' own.
         with np.errstate(divide="ignore"):
-            of_tails = half_steps[np.minimum(np.searchsorted(depths, -np.log(scores.tail_mass)), len(half_steps) - 1)]
-        widest = np.where(scores.tail_mass > 0, of_tails, 0)
+            of_tails = half_steps[
+                np.minimum(np.searchsorted(depths, -np.log(scores.remainder_mass)), len(half_steps) - 1)
+            ]
+        widest = np.where(scores.remainder_mass > 0, of_tails, 0)
         np.maximum.at(widest, owners[finite], own)
         errors = np.abs(back.logprobs[finite] - scores.logprobs[finite])
         assert (errors <= own + widest[owners[finite]] + precision.odds_step / 2 + 1e-4).all()
@@ -198,10 +202,10 @@ def test_the_plain_twin_reads_the_same_bits(case):
             assert np.array_equal(
                 np.array([position.exact[name] for name in back.ids[entries]], np.float32), back.logprobs[entries]
             )
-            assert np.float32(position.tail_mass) == back.tail_mass[at]
-            assert np.float32(position.realised) == back.realised_logprobs[at]
+            assert np.float32(position.remainder_mass) == back.remainder_mass[at]
+            assert np.float32(position.realised) == back.observed_logprobs[at]
             assert np.float32(position.entropy) == back.entropy[at]
-            for number, drawn in enumerate(position.draws):
+            for number, drawn in enumerate(position.num_samples):
                 place = at * options["num_sample_sets"] + number
                 names = slice(back.drawn_offsets[place], back.drawn_offsets[place + 1])
                 assert drawn == dict(zip(back.drawn_ids[names].tolist(), back.counts[names].tolist(), strict=True))
@@ -210,13 +214,13 @@ def test_the_plain_twin_reads_the_same_bits(case):
 @given(shards, st.integers(0, 5) | st.none())
 @settings(deadline=None)
 def test_a_signal_is_what_its_scores_tell(case, draw):
-    from xtk.artifacts.codecs import signal_of
+    from xtk.artifacts.shard_codecs import to_teacher_logprobs
 
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, _, _, signals = packed(rows, options, ranks)
     for (row, scores), signal_bytes in zip(rows, signals, strict=True):
         signal = codec.signal(memoryview(signal_bytes), row.ids, scores.positions, draw)
-        wanted = signal_of(codec.scores(signal_bytes, row.ids, scores.positions), draw)
+        wanted = to_teacher_logprobs(codec.scores(signal_bytes, row.ids, scores.positions), draw)
         for name in ("positions", "offsets", "tail_mass", "realised_logprobs", "entropy"):
             assert np.array_equal(getattr(signal, name), getattr(wanted, name)), name
         for at in range(len(scores)):
@@ -251,13 +255,13 @@ def test_altered_bytes_are_noticed_or_read_as_something_else(case, random):
         ):
             try:
                 read(altered(content, random))
-            except Damaged:
+            except CorruptError:
                 continue
     try:
         other = PackedCodec(options, altered(tables, random), ranks)
         for (row, scores), signal_bytes in zip(rows, signals, strict=True):
-            other.signal(signal_bytes, row.ids, scores.positions, 0)
-    except Damaged:
+            other.unpack_teacher_logprobs(signal_bytes, row.ids, scores.positions, 0)
+    except CorruptError:
         pass
 
 
@@ -276,26 +280,26 @@ def altered(content: bytes, random) -> bytes:
 def one_position(logprobs, realised, tail=0.0, width=2):
     """Scores of a single position with exact entries 0, 1, ... ."""
     logprobs = np.array(logprobs, np.float32)
-    return Scores(
+    return StoredLogprobs(
         positions=np.array([1], np.int32),
         offsets=np.array([0, len(logprobs)], np.int64),
         ids=np.arange(len(logprobs), dtype=np.int32),
         logprobs=logprobs,
-        drawn_offsets=np.zeros(1, np.int64),
-        drawn_ids=np.zeros(0, np.int32),
-        counts=np.zeros(0, np.int32),
-        tail_mass=np.array([tail], np.float32),
-        realised_logprobs=logprobs[[realised]],
+        sample_offsets=np.zeros(1, np.int64),
+        sample_ids=np.zeros(0, np.int32),
+        sample_counts=np.zeros(0, np.int32),
+        remainder_mass=np.array([tail], np.float32),
+        observed_logprobs=logprobs[[realised]],
         entropy=np.zeros(1, np.float32),
     )
 
 
 def back_of(scores, realised, width=2, precision="standard"):
     ids = np.array([0, realised], np.int32)
-    row = Sequence(
+    row = TokenSequence(
         ids, np.array([0, 1], np.int32), np.array([False, True]), np.zeros((0, 3), np.int32), np.zeros(0, np.int32)
     )
-    ranks = Ranks.of(np.bincount(ids, minlength=width), np.ones(width, np.int32))
+    ranks = VocabularyOrder.from_counts(np.bincount(ids, minlength=width), np.ones(width, np.int32))
     codec, _, _, signals = packed([(row, scores)], options_of(precision), ranks)
     return codec.scores(signals[0], ids, scores.positions)
 
@@ -303,13 +307,13 @@ def back_of(scores, realised, width=2, precision="standard"):
 def test_all_mass_on_the_token_that_stands_there():
     back = back_of(one_position([0.0, -math.inf], 0), 0)
     assert back.logprobs.tolist() == [0.0, -math.inf]
-    assert back.tail_mass.tolist() == [0.0]
+    assert back.remainder_mass.tolist() == [0.0]
 
 
 def test_all_mass_on_another_token():
     back = back_of(one_position([-math.inf, 0.0], 0), 0)
     assert back.logprobs.tolist() == [-math.inf, 0.0]
-    assert back.realised_logprobs.tolist() == [-math.inf]
+    assert back.observed_logprobs.tolist() == [-math.inf]
 
 
 def test_a_token_that_is_nearly_certain_keeps_what_the_others_have():
@@ -323,7 +327,7 @@ def test_log_probabilities_far_below_what_a_float_can_tell():
     back = back_of(one_position([0.0, -300.0], 0), 0)
     assert back.logprobs[1] == pytest.approx(-300, abs=5)
     back = back_of(one_position([-300.0, 0.0], 0), 0)
-    assert back.realised_logprobs[0] == pytest.approx(-300, abs=0.1)
+    assert back.observed_logprobs[0] == pytest.approx(-300, abs=0.1)
 
 
 def test_the_whole_vocabulary_of_real_width():
@@ -334,7 +338,7 @@ def test_the_whole_vocabulary_of_real_width():
     back = back_of(one_position(logprobs, width - 1), width - 1, width)
     assert np.array_equal(back.ids, np.arange(width))
     assert np.abs(back.logprobs - logprobs).max() < 0.5
-    assert back.tail_mass[0] == 0
+    assert back.remainder_mass[0] == 0
 
 
 def test_scores_without_the_token_that_stands_there_are_refused():
@@ -352,11 +356,11 @@ def test_counts_that_are_not_a_set_of_draws_are_refused():
 def test_kinds_of_positions_make_signals_smaller():
     """Positions of two sorts that keep different ids: told apart, an id costs less than half of what it did."""
     random = np.random.default_rng(0)
-    from xtk.artifacts.codec.kinds import find_kinds
+    from xtk.artifacts.codec.position_clusters import cluster_positions
 
     sorts = random.integers(0, 2, 400)
     ids = np.concatenate([np.sort(random.choice(50, 20, replace=False)) + 50 * sort for sort in sorts]).astype(np.int32)
-    kinds = find_kinds(np.arange(401) * 20, ids, 2, 100)
+    kinds = cluster_positions(np.arange(401) * 20, ids, 2, 100)
     assert len(np.unique(kinds)) == 2
     assert len({(sort, kind) for sort, kind in zip(sorts.tolist(), kinds.tolist(), strict=True)}) == 2
 
@@ -370,14 +374,16 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
     assert any(len(content) > 128 for content in signals)
     header = {"codec": {"name": "packed", "vocabulary_order": ranks.file, **options}}
     (tmp_path / ranks.file).write_bytes(ranks.content)
-    documents = [Row(Document.of_text("x" * max([0, *row.ends.tolist()])), row, scores) for row, scores in rows]
-    write_shard(tmp_path / "shard.arrow", header, Place(0, 0, len(documents)), documents, ranks)
-    found = Shard(tmp_path / "shard.arrow")
+    documents = [
+        ScoredDocument(Document.from_text("x" * max([0, *row.ends.tolist()])), row, scores) for row, scores in rows
+    ]
+    write_shard(tmp_path / "shard.arrow", header, ShardPosition(0, 0, len(documents)), documents, ranks)
+    found = CacheShard(tmp_path / "shard.arrow")
     for number, ((row, scores), signal_bytes) in enumerate(zip(rows, signals, strict=True)):
-        stored = found.row(number, draw=1)
+        stored = found.read_document(number, sample_set=1)
         assert np.array_equal(stored.tokens.ids, row.ids)
-        assert np.array_equal(stored.scores.ids, scores.ids)
-        assert np.array_equal(stored.scores.counts, scores.counts)
+        assert np.array_equal(stored.stored_logprobs.ids, scores.ids)
+        assert np.array_equal(stored.stored_logprobs.sample_counts, scores.counts)
         wanted = codec.signal(signal_bytes, row.ids, scores.positions, 1)
-        assert np.array_equal(stored.signal.logprobs, wanted.logprobs)
-        assert np.array_equal(stored.signal.ids, wanted.ids)
+        assert np.array_equal(stored.teacher_logprobs.logprobs, wanted.logprobs)
+        assert np.array_equal(stored.teacher_logprobs.ids, wanted.ids)

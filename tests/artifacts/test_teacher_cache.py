@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.shard import Row, Shard, StoredRow
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, finished_cache, remove_cache, totals
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.cache_shard import CacheShard, ScoredDocument, StoredDocument
+from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, cache_totals, read_finished_cache, remove_cache
+from xtk.errors import CorruptError, XtkError
 from xtk.tokens.document import Document, Segment
-from xtk.tokens.sequence import Sequence
-from xtk.tokens.signal import Scores
+from xtk.tokens.teacher_logprobs import StoredLogprobs
+from xtk.tokens.token_sequence import TokenSequence
 
 HEADER = {
     "codec": {"name": "raw", "num_samples": 5, "num_sample_sets": 2},
@@ -28,16 +28,16 @@ HEADER = {
 }
 SIZES = [3, 1, 4, 2]  # documents a shard
 DOCUMENTS = [
-    Document.of_text("Anna has 12 apples."),
-    Document.of_completion("2 + 2 =", " 4"),
-    Document.of_text(""),
-    Document.of_text("日本語 😀 \x00 e\u0301"),
-    Document.of_completion("", "all of it"),
-    Document.of_text("a piece of a longer text").piece(0, 7),
+    Document.from_text("Anna has 12 apples."),
+    Document.from_completion("2 + 2 =", " 4"),
+    Document.from_text(""),
+    Document.from_text("日本語 😀 \x00 e\u0301"),
+    Document.from_completion("", "all of it"),
+    Document.from_text("a piece of a longer text").byte_slice(0, 7),
     Document((Segment("prompt", "nothing here is trained", False),)),
-    Document.of_text("x" * 300),
-    Document.of_text("the last but one"),
-    Document.of_messages(
+    Document.from_text("x" * 300),
+    Document.from_text("the last but one"),
+    Document.from_messages(
         [
             {"role": "user", "content": "12 + 5?", "name": "Anna"},
             {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 12}}}]},
@@ -49,49 +49,49 @@ DOCUMENTS = [
 ]
 
 
-def row_of(document: Document, support: int, draw: np.random.Generator) -> Row:
+def row_of(document: Document, support: int, draw: np.random.Generator) -> ScoredDocument:
     """Return a row as if each byte were a token, with any numbers as scores."""
     text = document.text.encode()
     ends = np.arange(len(text) + 1, dtype=np.int32)
-    tokens = Sequence(
+    tokens = TokenSequence(
         ids=draw.integers(0, 151_646, len(ends), dtype=np.int32),
-        ends=ends,
-        trained=document.trained(ends),
-        pieces=np.array([[1, len(ends), 0]] if text else [], np.int32).reshape(-1, 3),
-        closers=np.full(len(document.segments), -1, np.int32),
+        byte_ends=ends,
+        train_mask=document.trained_mask(ends),
+        text_runs=np.array([[1, len(ends), 0]] if text else [], np.int32).reshape(-1, 3),
+        segment_end_tokens=np.full(len(document.segments), -1, np.int32),
     )
-    positions = np.flatnonzero(tokens.trained).astype(np.int32)
+    positions = np.flatnonzero(tokens.train_mask).astype(np.int32)
     exact = [np.unique([*draw.integers(0, 151_646, support), tokens.ids[at]]) for at in positions]
     drawn = [np.unique(draw.integers(151_646, 151_936, 5), return_counts=True) for _ in range(2 * len(positions))]
     logprobs = [-draw.exponential(size=len(ids)) for ids in exact]
-    scores = Scores(
+    scores = StoredLogprobs(
         positions=positions,
         offsets=np.cumsum([0, *map(len, exact)]),
         ids=np.concatenate([np.zeros(0), *exact]).astype(np.int32),
         logprobs=np.concatenate([np.zeros(0), *logprobs]).astype(np.float32),
-        drawn_offsets=np.cumsum([0, *(len(ids) for ids, _ in drawn)]),
-        drawn_ids=np.concatenate([np.zeros(0), *(ids for ids, _ in drawn)]).astype(np.int32),
-        counts=np.concatenate([np.zeros(0), *(counts for _, counts in drawn)]).astype(np.int32),
-        tail_mass=draw.random(len(positions), np.float32),
-        realised_logprobs=np.array(
+        sample_offsets=np.cumsum([0, *(len(ids) for ids, _ in drawn)]),
+        sample_ids=np.concatenate([np.zeros(0), *(ids for ids, _ in drawn)]).astype(np.int32),
+        sample_counts=np.concatenate([np.zeros(0), *(counts for _, counts in drawn)]).astype(np.int32),
+        remainder_mass=draw.random(len(positions), np.float32),
+        observed_logprobs=np.array(
             [row[ids == tokens.ids[at]][0] for at, ids, row in zip(positions, exact, logprobs, strict=True)], np.float32
         ),
         entropy=draw.exponential(size=len(positions)).astype(np.float32),
     )
-    return Row(document, tokens, scores)
+    return ScoredDocument(document, tokens, scores)
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
+def rows() -> list[ScoredDocument]:
     draw = np.random.default_rng(0)
     return [row_of(document, 4, draw) for document in DOCUMENTS]
 
 
-def write(folder: Path, rows: list[Row], numbers: list[int] | None = None) -> CacheWriter:
+def write(folder: Path, rows: list[ScoredDocument], numbers: list[int] | None = None) -> CacheWriter:
     writer = CacheWriter(LocalFolder(folder), HEADER, SIZES)
     firsts = np.cumsum([0, *SIZES]).tolist()
     for number in range(len(SIZES)) if numbers is None else numbers:
-        writer.write(number, rows[firsts[number] : firsts[number + 1]])
+        writer.write_shard(number, rows[firsts[number] : firsts[number + 1]])
     return writer
 
 
@@ -102,17 +102,17 @@ def cache(rows, tmp_path) -> Path:
     return folder
 
 
-def assert_equal(found: StoredRow, expected: Row) -> None:
+def assert_equal(found: StoredDocument, expected: ScoredDocument) -> None:
     assert found.document == expected.document
-    assert found.document.ends == expected.document.ends
+    assert found.document.is_complete == expected.document.is_complete
     assert found.document.conversation == expected.document.conversation
     for name in ("ids", "ends", "trained", "pieces", "closers"):
         ours, theirs = getattr(found.tokens, name), getattr(expected.tokens, name)
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
-    assert len(found.scores) == len(expected.scores)
-    for name, theirs in vars(expected.scores).items():
-        ours = getattr(found.scores, name)
+    assert len(found.stored_logprobs) == len(expected.stored_logprobs)
+    for name, theirs in vars(expected.stored_logprobs).items():
+        ours = getattr(found.stored_logprobs, name)
         assert ours.dtype == theirs.dtype
         assert ours.tobytes() == theirs.tobytes()
         assert ours.shape == theirs.shape
@@ -122,32 +122,32 @@ def test_rows_are_read_back_exactly_in_any_order(cache, rows):
     found = TeacherCache(cache)
     assert len(found) == len(rows)
     for number in np.random.default_rng(1).permutation(len(rows)).tolist():
-        assert_equal(found.row(number), rows[number])
+        assert_equal(found.read_document(number), rows[number])
     for ours, theirs in zip(found, rows, strict=True):
         assert_equal(ours, theirs)
     for number in (-1, len(rows)):
         with pytest.raises(IndexError):
-            found.row(number)
+            found.read_document(number)
 
 
 def test_an_infinite_or_missing_number_comes_back_as_it_was(tmp_path):
-    row = row_of(Document.of_text("Anna"), 2, np.random.default_rng(0))
-    row.scores.logprobs[:2] = [-np.inf, np.nan]
+    row = row_of(Document.from_text("Anna"), 2, np.random.default_rng(0))
+    row.stored_logprobs.logprobs[:2] = [-np.inf, np.nan]
     writer = CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
-    writer.write(0, [row])
+    writer.write_shard(0, [row])
     writer.finish()
-    assert_equal(TeacherCache(tmp_path / "cache").row(0), row)
+    assert_equal(TeacherCache(tmp_path / "cache").read_document(0), row)
 
 
 def test_the_sizes_of_texts_are_known_without_the_signal(cache):
-    sizes = TeacherCache(cache).text_bytes().tolist()
+    sizes = TeacherCache(cache).text_sizes().tolist()
     assert sizes == [len(document.text.encode()) for document in DOCUMENTS]
 
 
 def test_the_manifest_counts_what_the_shards_hold(cache, rows):
     manifest = TeacherCache(cache).manifest
     assert [shard["rows"] for shard in manifest["shards"]] == SIZES
-    assert totals(manifest) == {
+    assert cache_totals(manifest) == {
         "documents": len(rows),
         "positions": sum(len(row.scores) for row in rows),
         "tokens": sum(len(row.tokens) for row in rows),
@@ -194,9 +194,9 @@ def test_same_rows_give_the_same_bytes_in_whatever_order_shards_are_written(cach
 
 def test_a_writer_that_comes_back_writes_what_is_missing_and_ends_equal(cache, rows, tmp_path):
     folder = tmp_path / "interrupted"
-    assert write(folder, rows, numbers=[0, 2]).missing() == [1, 3]
+    assert write(folder, rows, numbers=[0, 2]).missing_shards() == [1, 3]
     (folder / ".xtk-tmp-123-shard-00001.arrow").write_bytes(b"killed while writing")
-    missing = CacheWriter(LocalFolder(folder), HEADER, SIZES).missing()
+    missing = CacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards()
     assert missing == [1, 3]
     write(folder, rows, numbers=missing).finish()
     assert files_of(folder) == files_of(cache)
@@ -217,7 +217,7 @@ def test_an_unfinished_cache_says_so(rows, tmp_path):
     failure = failure_of(tmp_path / "cache")
     assert failure.what == "this teacher cache is unfinished"
     assert "again" in failure.hint
-    assert finished_cache(LocalFolder(tmp_path / "cache"), HEADER) is None
+    assert read_finished_cache(LocalFolder(tmp_path / "cache"), HEADER) is None
 
 
 def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
@@ -227,7 +227,7 @@ def test_a_folder_without_a_cache_is_told_from_an_unfinished_one(tmp_path):
 
 def test_a_missing_shard_is_named_when_the_cache_is_opened(cache):
     (cache / "shard-00001.arrow").unlink()
-    with pytest.raises(Damaged, match="a shard of this cache is missing") as caught:
+    with pytest.raises(CorruptError, match="a shard of this cache is missing") as caught:
         TeacherCache(cache)
     assert caught.value.where.endswith("shard-00001.arrow")
 
@@ -237,7 +237,7 @@ def test_a_shard_of_another_size_is_named_when_the_cache_is_opened(cache, change
     path = cache / "shard-00002.arrow"
     raw = path.read_bytes()
     path.write_bytes(raw[:change] if change < 0 else raw + b"\0")
-    with pytest.raises(Damaged, match=f"has {len(raw) + change} bytes; {len(raw)} were written") as caught:
+    with pytest.raises(CorruptError, match=f"has {len(raw) + change} bytes; {len(raw)} were written") as caught:
         TeacherCache(cache)
     assert caught.value.where.endswith("shard-00002.arrow")
 
@@ -252,9 +252,9 @@ def test_a_flipped_byte_in_a_shard_is_found_by_reading_and_names_shard_and_row(c
     for position in np.linspace(0, len(raw) - 1, 300).astype(int).tolist():
         path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x10]) + raw[position + 1 :])
         opened = TeacherCache(cache)
-        assert_equal(opened.row(0), rows[0])  # the other shards are good
+        assert_equal(opened.read_document(0), rows[0])  # the other shards are good
         for read in (opened.verify, lambda opened=opened: [opened.row(number) for number in range(4, 8)]):
-            with pytest.raises(Damaged) as caught:
+            with pytest.raises(CorruptError) as caught:
                 read()
             assert str(path) in caught.value.hint
             assert caught.value.where.startswith(str(path))
@@ -282,7 +282,7 @@ def test_a_manifest_cut_short_is_refused(cache):
 
 def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
     other = CacheWriter(LocalFolder(tmp_path / "other"), {**HEADER, "options": {"top_k": 4, "max_length": 129}}, SIZES)
-    other.write(1, rows[3:4])
+    other.write_shard(1, rows[3:4])
     shutil.copy(tmp_path / "other/shard-00001.arrow", cache)
     assert failure_of(cache).where.endswith("shard-00001.arrow")
 
@@ -300,11 +300,11 @@ def test_a_later_version_is_refused_by_its_number(cache):
 )
 def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, tmp_path, section, key, value):
     wanted = {**HEADER, section: {**HEADER[section], key: value}}
-    assert finished_cache(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
+    assert read_finished_cache(LocalFolder(cache), HEADER) == TeacherCache(cache).manifest
     unfinished = tmp_path / "unfinished"
     write(unfinished, rows, numbers=[0])
     for request in (
-        lambda: finished_cache(LocalFolder(cache), wanted),
+        lambda: read_finished_cache(LocalFolder(cache), wanted),
         lambda: CacheWriter(LocalFolder(cache), wanted, SIZES),
         lambda: CacheWriter(LocalFolder(unfinished), wanted, SIZES),
     ):
@@ -320,7 +320,7 @@ def test_a_damaged_shard_of_an_unfinished_cache_is_named_and_written_again(cache
     raw = path.read_bytes()
     for size in (0, 7, len(raw) // 2, len(raw) - 1):
         path.write_bytes(raw[:size])
-        assert CacheWriter(LocalFolder(folder), HEADER, SIZES).missing() == [1, 2, 3]
+        assert CacheWriter(LocalFolder(folder), HEADER, SIZES).missing_shards() == [1, 2, 3]
         assert f"{path}: this shard " in capsys.readouterr().err
     write(folder, rows, numbers=[1, 2, 3]).finish()
     assert files_of(folder) == files_of(cache)
@@ -352,19 +352,19 @@ def test_a_removed_cache_leaves_an_empty_folder(cache):
 # --- what training is told of documents
 
 
-def asking(rows: list[Row]) -> list[Row]:
+def asking(rows: list[ScoredDocument]) -> list[ScoredDocument]:
     """The same rows, of documents with weights and routes."""
     return [
-        dataclasses.replace(row, document=dataclasses.replace(row.document, weight=at / 4, route=f"té{at % 3}"))
+        dataclasses.replace(row, document=dataclasses.replace(row.document, weight=at / 4, teacher_name=f"té{at % 3}"))
         for at, row in enumerate(rows)
     ]
 
 
-def write_asked(folder: Path, rows: list[Row]) -> Path:
+def write_asked(folder: Path, rows: list[ScoredDocument]) -> Path:
     header = {**HEADER, "data": {**HEADER["data"], "optional_columns": ["weight", "route"]}}
     writer = CacheWriter(LocalFolder(folder), header, [5, 5])
-    writer.write(0, rows[:5])
-    writer.write(1, rows[5:])
+    writer.write_shard(0, rows[:5])
+    writer.write_shard(1, rows[5:])
     writer.finish()
     return folder
 
@@ -374,10 +374,10 @@ def test_weights_and_routes_come_back(cache, rows, tmp_path):
     found, plain = TeacherCache(write_asked(tmp_path / "asked", asked)), TeacherCache(cache)
     for ours, theirs in zip(found, asked, strict=True):
         assert_equal(ours, theirs)
-    assert found.weights().tolist() == [row.document.weight for row in asked]
-    assert found.routes() == [row.document.route for row in asked]
+    assert found.document_weights().tolist() == [row.document.weight for row in asked]
+    assert found.routes() == [row.document.teacher_name for row in asked]
     assert (found.manifest["version"], plain.manifest["version"]) == (5, 5)
-    assert plain.weights().tolist() == [1] * len(rows)
+    assert plain.document_weights().tolist() == [1] * len(rows)
     assert plain.routes() == [""] * len(rows)
 
 
@@ -395,7 +395,7 @@ def test_a_flipped_bit_in_a_weight_or_a_route_is_found(rows, tmp_path):
     for told in (struct.pack("<d", 6 / 4), "té1té2".encode()):
         at = raw.index(told)
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
-        assert isinstance(failure_of(folder), Damaged)
-        assert not all(Shard(path).is_whole(row) for row in range(5))
+        assert isinstance(failure_of(folder), CorruptError)
+        assert not all(CacheShard(path).is_intact(row) for row in range(5))
         path.write_bytes(raw)
     TeacherCache(folder).verify()

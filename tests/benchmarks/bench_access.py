@@ -21,16 +21,16 @@ import numpy as np
 from common import report
 from language_model import held_out, language_model
 
-from xtk.artifacts.codecs import PRECISIONS
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Row
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, put_shard
-from xtk.models.causal_lm import quieten_transformers
-from xtk.teachers.teacher import TeacherRequest
+from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.shard_codecs import PRECISION_CODECS
+from xtk.artifacts.storage import LocalFolder
+from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, store_shard
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.models.causal_lm import silence_transformers
+from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
-from xtk.tokens.signal import Support
+from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 SHARDS, ROWS = 4, 200  # of a shard; documents repeat
@@ -40,15 +40,17 @@ SHARD_TOKENS = 2048
 SUPPORT = Support("top-k", top_k=64)
 
 
-def cache_at(folder: Path, precision: str, rows: list[Row], ranks: Ranks) -> TeacherCache:
+def cache_at(folder: Path, precision: str, rows: list[ScoredDocument], ranks: VocabularyOrder) -> TeacherCache:
     """Write a cache."""
-    codec = {"name": PRECISIONS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
-    codec["vocabulary_order"] = ranks.file
+    codec = {"name": PRECISION_CODECS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
+    codec["vocabulary_order"] = ranks.file_name
     writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"rows": SHARDS * ROWS}}, [ROWS] * SHARDS)
-    writer.write_files({ranks.file: ranks.content})
+    writer.write_shared_files({ranks.file_name: ranks.file_content})
     for number in range(SHARDS):
         some = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]
-        writer.accept(number, put_shard(writer.folder, writer.header, writer.place(number), some, ranks))
+        writer.add_manifest_entry(
+            number, store_shard(writer.folder, writer.header, writer.shard_position(number), some, ranks)
+        )
     writer.finish()
     return TeacherCache(folder)
 
@@ -68,17 +70,17 @@ def access(folder: Path) -> list[tuple[str, str, str]]:
     model = language_model()
     tokenizer = Tokenizer(model)
     documents = held_out("gsm8k", TOKENS)
-    teacher = TransformersTeacher(TeacherRequest(model, "teacher", tokenizer, SUPPORT, "float32", 2048))
+    teacher = TransformersTeacher(BackendConfig(model, "teacher", tokenizer, SUPPORT, "float32", 2048))
     scores = teacher.score(documents)
-    rows = [Row(Document.of_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
-    counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.width)
-    ranks = Ranks.of(counts, tokenizer.vocabulary.lengths)
+    rows = [ScoredDocument(Document.from_text("x"), *pair) for pair in zip(documents, scores, strict=True)]
+    counts = np.bincount(np.concatenate([document.ids for document in documents]), minlength=tokenizer.embedding_rows)
+    ranks = VocabularyOrder.from_counts(counts, tokenizer.vocabulary.byte_lengths)
     found = []
     for precision in ("standard", "float32"):
         cache = cache_at(folder / precision, precision, rows, ranks)
         order = np.random.default_rng(0).permutation(len(cache)).tolist()
         size = cache.manifest["shards"][0]["bytes"] / ROWS
-        positions = sum(len(cache.row(at).positions) for at in order)
+        positions = sum(len(cache.read_document(at).trained_positions) for at in order)
         found_in = best(lambda cache=cache, order=order: [cache.row(at) for at in order])  # type: ignore[misc]
         unpacked = best(lambda cache=cache, order=order: [cache.row(at).signal for at in order])  # type: ignore[misc]
         told = f"{len(order) / found_in:,.0f} rows/s of {size / 1000:.0f} kB"
@@ -87,7 +89,7 @@ def access(folder: Path) -> list[tuple[str, str, str]]:
         found.append((f"and its signal unpacked, {precision}", told, ""))
         before = own_memory()
         for at in order:
-            _ = cache.row(at).signal
+            _ = cache.read_document(at).teacher_logprobs
         whole = sum(shard["bytes"] for shard in cache.manifest["shards"]) / 1e6
         told = f"{(own_memory() - before) / 1e6:+.1f} MB of {whole:,.0f} MB read"
         found.append((f"memory that reading all of it keeps, {precision}", told, "flat"))
@@ -133,7 +135,7 @@ def memory(folder: Path) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     with tempfile.TemporaryDirectory() as name:
         report(__file__, access(Path(name)) + memory(Path(name)))
 

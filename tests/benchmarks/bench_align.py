@@ -19,7 +19,7 @@ from common import gsm8k, real_data, report
 from hard_texts import corpora
 
 from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 NAMES = ("llama3", "qwen", "gpt2", "mistral-v1")
 PAIRS = list(itertools.combinations(NAMES, 2))
@@ -39,19 +39,21 @@ def tokenise(side: Tokenizer, texts: list[str]) -> None:
     side._backend.encode_batch_fast(texts, add_special_tokens=False)
 
 
-def align_all(documents: list[tuple[Encoded, Encoded]]) -> None:
+def align_all(documents: list[tuple[EncodedText, EncodedText]]) -> None:
     """Align document by document."""
     for student, teacher in documents:
         align(student, teacher)
 
 
-def wrong_spans(student: Tokenizer, teacher: Tokenizer, one: Encoded, other: Encoded, text: bytes) -> tuple[int, int]:
+def wrong_spans(
+    student: Tokenizer, teacher: Tokenizer, one: EncodedText, other: EncodedText, text: bytes
+) -> tuple[int, int]:
     """Return the spans of a document whose tokens spell different bytes on the two sides, and all spans.
 
     From the spelling of each token alone, not from the byte ends that the alignment works with. Only the
     space that a tokenizer puts in front of a text is forgiven. Text that no span spells is one wrong span.
     """
-    left_spellings, right_spellings = student.vocabulary.spellings, teacher.vocabulary.spellings
+    left_spellings, right_spellings = student.vocabulary.bytes_by_id, teacher.vocabulary.bytes_by_id
     left_ids, right_ids = one.ids.tolist(), other.ids.tolist()
     spans = align(one, other).tolist()
     wrong, whole = 0, []

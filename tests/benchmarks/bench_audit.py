@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from common import median_seconds, real_data, report
 
-from xtk.projection.audit import audit
 from xtk.projection.build import build_projection
-from xtk.projection.pair import Pair
-from xtk.projection.special import match_special_tokens
+from xtk.projection.coverage_audit import audit_projection
+from xtk.projection.special_tokens import match_special_tokens
+from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -15,7 +15,7 @@ def main() -> None:
     """Measure and print."""
     sides = [Tokenizer(real_data() / "tokenizers" / name) for name in ("qwen", "llama3")]
     projection, matched = build_projection(*sides), match_special_tokens(*sides)
-    seconds = median_seconds(lambda: audit(projection, Pair(*sides), *matched), 7)
+    seconds = median_seconds(lambda: audit_projection(projection, VocabularyPair(*sides), *matched), 7)
     report(__file__, [(f"audit of {projection.student_width:,} rows", f"{seconds:.2f} s", "0.5 s")])
 
 

@@ -16,15 +16,15 @@ import torch
 from common import gsm8k, model_folder, report
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.shard import Row
+from xtk.artifacts.cache_shard import ScoredDocument
+from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter
-from xtk.models.causal_lm import quieten_transformers
-from xtk.teachers.teacher import TeacherRequest
+from xtk.models.causal_lm import silence_transformers
+from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher, batches_by_length
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
-from xtk.tokens.signal import Support
+from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3
@@ -32,7 +32,7 @@ DOCUMENTS, BATCH_TOKENS, TOP_K, TIMES = 8, 1024, 64, 3
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     torch.manual_seed(0)
     shape = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 16}
     configuration = Qwen3Config(
@@ -40,10 +40,10 @@ def main() -> None:
     )
     with tempfile.TemporaryDirectory() as name:
         folder = model_folder(Path(name) / "teacher", "qwen", Qwen3ForCausalLM(configuration))
-        documents = [Document.of_text(text) for text in gsm8k(DOCUMENTS)]
-        tokens = sequences(Tokenizer(folder), documents)
+        documents = [Document.from_text(text) for text in gsm8k(DOCUMENTS)]
+        tokens = tokenize_documents(Tokenizer(folder), documents)
         support = Support("top-k", top_k=TOP_K)
-        request = TeacherRequest(folder, name, Tokenizer(folder), support, "float32", BATCH_TOKENS)
+        request = BackendConfig(folder, name, Tokenizer(folder), support, "float32", BATCH_TOKENS)
         teacher = TransformersTeacher(request)
         header = {"codec": {"name": "raw", "num_samples": 0, "num_sample_sets": 0}}
         writer = CacheWriter(LocalFolder(Path(name) / "cache"), header, [len(documents)])
@@ -61,7 +61,7 @@ def main() -> None:
 
         def cache() -> None:
             scores = teacher.score(tokens)
-            writer.write(0, [Row(*row) for row in zip(documents, tokens, scores, strict=True)])
+            writer.write_shard(0, [ScoredDocument(*row) for row in zip(documents, tokens, scores, strict=True)])
 
         seconds: dict[str, list[float]] = {"bare": [], "cache": []}
         for _ in range(TIMES + 1):

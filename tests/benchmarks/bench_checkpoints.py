@@ -18,9 +18,9 @@ from common import median_seconds, report
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from xtk.artifacts.runs import read_manifest, verify
+from xtk.artifacts.run_folders import read_run_manifest, verify_files
 from xtk.training import checkpoint
-from xtk.training.checkpoint import Saver
+from xtk.training.checkpoint import CheckpointSaver
 
 TIMES = 9
 SIZES = {"hidden_size": 640, "intermediate_size": 1728, "num_hidden_layers": 4, "num_attention_heads": 10}
@@ -45,15 +45,15 @@ def main() -> None:
     disable_progress_bar()
     layers = int(sys.argv[1]) if len(sys.argv) > 1 else SIZES["num_hidden_layers"]
     model, optimizer = trained(layers)
-    with_checksums = checkpoint.entries
+    with_checksums = checkpoint.file_entries
     wall, processor = [], []
     with tempfile.TemporaryDirectory(dir=".") as place:
         folder = Path(place)
-        saver = Saver(model, optimizer, folder / "no-tokenizer")
+        saver = CheckpointSaver(model, optimizer, folder / "no-tokenizer")
         for turn in range(TIMES + 1):
             seconds = {}
             for name, entries in (("without", without_checksums), ("with", with_checksums)):
-                checkpoint.entries = entries
+                checkpoint.file_entries = entries
                 started, worked = time.perf_counter(), time.process_time()
                 saver.write_checkpoint(folder, 1, {})
                 seconds[name] = time.perf_counter() - started, time.process_time() - worked
@@ -61,9 +61,9 @@ def main() -> None:
                 wall.append((seconds["without"][0], seconds["with"][0]))
                 processor.append((seconds["without"][1], seconds["with"][1]))
         written = folder / "checkpoint-1"
-        content = read_manifest(written)
+        content = read_run_manifest(written)
         size = sum(path.stat().st_size for path in written.rglob("*.safetensors")) / 2**30
-        compared = median_seconds(lambda: verify(written, content), 3)
+        compared = median_seconds(lambda: verify_files(written, content), 3)
     rows = [("comparing all checksums", f"{compared:.2f} s", f"{size:.2f} GiB")]
     for name, pairs in (("writing it, wall time", wall), ("writing it, processor time", processor)):
         bare, full = (min(column) for column in zip(*pairs, strict=True))

@@ -21,17 +21,17 @@ from codec_alternatives import alternatives
 from common import gsm8k, machine, report
 from language_model import held_out, language_model
 
-from xtk.artifacts.codec.packed import PackedCodec
-from xtk.artifacts.codecs import signal_of
-from xtk.artifacts.ranks import Ranks
-from xtk.models.causal_lm import quieten_transformers
-from xtk.teachers.teacher import TeacherRequest
+from xtk.artifacts.codec.packed_codec import PackedCodec
+from xtk.artifacts.shard_codecs import to_teacher_logprobs
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.models.causal_lm import silence_transformers
+from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
-from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Scores, Support, divergence
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
+from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
-Rows = list[tuple[TokenSequence, Scores]]
+Rows = list[tuple[TokenSequence, StoredLogprobs]]
 Source = Callable[[str, Support], Rows]
 
 CORPORA = {"gsm8k": 4000, "wikitext": 8000}
@@ -39,8 +39,8 @@ DRAWS = {"gsm8k": 26, "wikitext": 14}  # that make 12 distinct ids on average, t
 SUPPORTS = {
     "top-p 0.99, 64 at most": (Support("top-p", top_k=64, top_p=0.99), ("fine", "standard", "coarse"), "40"),
     "top-k 64": (Support("top-k", top_k=64), ("fine", "standard", "coarse"), "130"),
-    "sample, 12 ids": (Support("sample", sets=1), ("standard",), "24"),
-    "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, draws=12, sets=1), ("standard",), ""),
+    "sample, 12 ids": (Support("sample", num_sample_sets=1), ("standard",), "24"),
+    "top-k 16 and 12 draws": (Support("top-k+sample", top_k=16, num_samples=12, num_sample_sets=1), ("standard",), ""),
     "none": (Support("none"), ("standard",), "2"),
 }
 ROUNDS = 25
@@ -52,13 +52,15 @@ def teacher_scores(corpus: str, support: Support) -> Rows:
     """Return documents of a corpus and what the benchmark's teacher says of them."""
     folder = language_model()
     documents = held_out(corpus, CORPORA[corpus])
-    request = TeacherRequest(folder, "teacher", Tokenizer(folder), support, "float32", 2048)
+    request = BackendConfig(folder, "teacher", Tokenizer(folder), support, "float32", 2048)
     return list(zip(documents, TransformersTeacher(request).score(documents), strict=True))
 
 
-def ranks_of(rows: Rows, width: int, lengths: np.ndarray) -> Ranks:
+def ranks_of(rows: Rows, width: int, lengths: np.ndarray) -> VocabularyOrder:
     """Return the ranks of a cache of some documents."""
-    return Ranks.of(np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width), lengths)
+    return VocabularyOrder.from_counts(
+        np.bincount(np.concatenate([row.ids for row, _ in rows]), minlength=width), lengths
+    )
 
 
 def seconds(codec: PackedCodec, rows: Rows, tokens: list[bytes], signals: list[bytes]) -> tuple[float, float]:
@@ -67,17 +69,19 @@ def seconds(codec: PackedCodec, rows: Rows, tokens: list[bytes], signals: list[b
     for _ in range(ROUNDS):
         started = time.thread_time()
         for (row, _), packed in zip(rows, tokens, strict=True):
-            codec.tokens(memoryview(packed), len(row))
+            codec.unpack_tokens(memoryview(packed), len(row))
         between = time.thread_time()
         for (row, scores), packed in zip(rows, signals, strict=True):
-            codec.signal(memoryview(packed), row.ids, scores.positions, 0)
+            codec.unpack_teacher_logprobs(memoryview(packed), row.ids, scores.positions, 0)
         found.append((between - started, time.thread_time() - between))
     return min(part for part, _ in found), min(part for _, part in found)
 
 
-def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: str, reach: str) -> tuple[str, str, str]:
+def measure(
+    label: str, rows: Rows, ranks: VocabularyOrder, support: Support, precision: str, reach: str
+) -> tuple[str, str, str]:
     """Return a line of the report."""
-    options = {"precision": precision, "num_sample_sets": support.sets, "num_samples": support.draws}
+    options = {"precision": precision, "num_sample_sets": support.num_sample_sets, "num_samples": support.num_samples}
     PackedCodec.pack(rows[:2], options, ranks)
     started = time.thread_time()
     tables, tokens, signals = PackedCodec.pack(rows, options, ranks)
@@ -85,14 +89,15 @@ def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: s
     codec = PackedCodec(options, tables, ranks)
     of_tokens, of_signals = seconds(codec, rows, tokens, signals)
     back = [
-        codec.scores(packed, row.ids, scores.positions) for (row, scores), packed in zip(rows, signals, strict=True)
+        codec.unpack_stored_logprobs(packed, row.ids, scores.positions)
+        for (row, scores), packed in zip(rows, signals, strict=True)
     ]
     positions = sum(len(scores) for _, scores in rows)
     length = sum(len(row) for row, _ in rows)
-    added = sum(divergence(scores, held).sum() for (_, scores), held in zip(rows, back, strict=True))
-    entries = sum(len(signal_of(scores, 0).ids) for scores in back)
+    added = sum(kl_on_stored_ids(scores, held).sum() for (_, scores), held in zip(rows, back, strict=True))
+    entries = sum(len(to_teacher_logprobs(scores, 0).ids) for scores in back)
     entropy = sum(float(scores.entropy.sum()) for _, scores in rows) / positions
-    mass = 1 - sum(float(scores.tail_mass.sum()) for _, scores in rows) / positions
+    mass = 1 - sum(float(scores.remainder_mass.sum()) for _, scores in rows) / positions
     size, of_tables = sum(map(len, signals)), len(tables) / positions
     told = (
         f"{size / positions + of_tables:.1f} bytes/position (tables {of_tables:.2f}), tokens "
@@ -104,7 +109,7 @@ def measure(label: str, rows: Rows, ranks: Ranks, support: Support, precision: s
     return f"{label}, {precision}", told, f"{reach} bytes" if reach and precision == "standard" else ""
 
 
-def compare(rows: Rows, ranks: Ranks) -> str:
+def compare(rows: Rows, ranks: VocabularyOrder) -> str:
     """Return the table of other ways, for exact ids and their log-probabilities."""
     lines = ["| way | ids | log-probabilities | together |", "| --- | --- | --- | --- |"]
     for way, ids, logprobs in alternatives(rows, ranks):
@@ -131,7 +136,7 @@ def whole_caches(folder: Path) -> None:
 
 def main(source: Source = teacher_scores) -> None:
     """Measure and print; `alternatives` as an argument compares other ways too, `whole` makes caches instead."""
-    quieten_transformers()
+    silence_transformers()
     if "whole" in sys.argv:
         with tempfile.TemporaryDirectory() as name:
             whole_caches(Path(name))
@@ -140,9 +145,9 @@ def main(source: Source = teacher_scores) -> None:
     for corpus in CORPORA:
         lines = []
         for label, (usual, precisions, reach) in SUPPORTS.items():
-            support = replace(usual, draws=DRAWS[corpus]) if usual.kind == "sample" else usual
+            support = replace(usual, num_samples=DRAWS[corpus]) if usual.kind == "sample" else usual
             rows = source(corpus, support)
-            ranks = ranks_of(rows, tokenizer.width, tokenizer.vocabulary.lengths)
+            ranks = ranks_of(rows, tokenizer.embedding_rows, tokenizer.vocabulary.byte_lengths)
             lines += [measure(label, rows, ranks, support, precision, reach) for precision in precisions]
             if "alternatives" in sys.argv and support.kind in ("top-k", "top-p"):
                 sys.stdout.write(f"\n{corpus}, {label}, on {machine()}\n\n{compare(rows, ranks)}")

@@ -19,10 +19,10 @@ from numba import njit
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import quieten_transformers
+from xtk.models.causal_lm import silence_transformers
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.training.distill import open_inputs
-from xtk.training.recipe import Places, Recipe
+from xtk.training.train_config import RunPaths, TrainConfig
 
 TIMES = 3
 LOSSES = {
@@ -91,7 +91,7 @@ def large(folder: Path) -> list[tuple[str, str, str]]:
 
 def small(folder: Path) -> list[tuple[str, str, str]]:
     """Measure with the quickstart's models."""
-    from xtk.quickstart.models import make_student, make_teacher
+    from xtk.quickstart.tiny_models import make_student, make_teacher
 
     texts = gsm8k(400)
     make_student(folder / "student", texts, 0)
@@ -112,14 +112,14 @@ def prepare(folder: Path) -> None:
 
 def floor(folder: Path) -> tuple[str, str, str]:
     """Measure what any loss over these entries costs: each is made once, read with an exponential, and written once."""
-    places = Places(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
-    recipe = Recipe(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
+    places = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / "nowhere")
+    recipe = TrainConfig(losses=tuple(parse_losses(["p-kl"])), max_steps=1)
     inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-    maker = inputs.maker(None)
-    batch = maker.make(range(8))
+    maker = inputs.batch_builder(None)
+    batch = maker.build(range(8))
     (term,) = batch.terms
     rows, tokens = term.rows.numpy(), term.tokens.numpy()
-    logits = np.zeros((int(rows.max()) + 1, inputs.tokenizer.width), np.float32)
+    logits = np.zeros((int(rows.max()) + 1, inputs.tokenizer.embedding_rows), np.float32)
     seconds = median_seconds(lambda: touch(logits, rows, tokens), 11)
     per_token = len(rows) / batch.tokens
     told = f"{per_token:.0f} entries a token, {1e6 * seconds / batch.tokens:.1f} microseconds a token on one core"
@@ -140,7 +140,7 @@ def touch(logits: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarra
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     rows = []
     for work in (small, large):
         with tempfile.TemporaryDirectory() as folder:

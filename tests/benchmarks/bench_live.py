@@ -17,8 +17,8 @@ import torch
 from common import gsm8k, model_folder, process, report
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from xtk.models.causal_lm import quieten_transformers
-from xtk.training.metrics import read_metrics
+from xtk.models.causal_lm import silence_transformers
+from xtk.training.metrics_file import read_metrics
 
 TIMES = 3
 DOCUMENTS, BATCH = 48, 8
@@ -56,7 +56,7 @@ def epoch(folder: Path, name: str, *arguments: str) -> tuple[float, float]:
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         larger = make_models(folder)

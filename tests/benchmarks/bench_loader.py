@@ -14,7 +14,7 @@ from pathlib import Path
 from bench_distill import prepare, xtk
 from common import gsm8k, report
 
-from xtk.quickstart.models import make_student, make_teacher
+from xtk.quickstart.tiny_models import make_student, make_teacher
 
 LOSSES = {"ce": ["ce"], "ce and byte-kl": ["ce", "byte-kl"], "ce and p-kl": ["ce", "p-kl"]}
 WORKERS = (0, 2)

@@ -27,15 +27,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from xtk import terminal
 from xtk.losses import parse_losses
-from xtk.models.attention import Row
-from xtk.models.causal_lm import Cut, load_causal_lm, quieten_transformers
-from xtk.models.preparation import parameter_groups
-from xtk.quickstart.models import make_student, make_teacher
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
+from xtk.models.packed_attention import PackedSequence
+from xtk.models.student_model import parameter_groups
+from xtk.quickstart.tiny_models import make_student, make_teacher
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training import loop
+from xtk.training import training_loop
 from xtk.training.distill import distill, open_inputs
-from xtk.training.recipe import Places, Recipe, Reporting
-from xtk.training.student import Student
+from xtk.training.student_module import StudentWithLoss
+from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 TIMES = 3
 CPU = torch.device("cpu")
@@ -43,10 +43,10 @@ CPU = torch.device("cpu")
 
 def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) -> tuple[list[Any], list[float]]:
     """Train; return the micro-batches of each step, and when each step ended."""
-    places = Places(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
+    places = RunPaths(folder / "student", (str(folder / "cache"),), (folder / "p",), folder / name)
     losses = tuple(parse_losses(["ce", loss] if loss != "ce" else ["ce"]))
-    recipe = Recipe(losses=losses, max_steps=steps, per_device_train_batch_size=batch)
-    taken, ends, plain = [], [], loop._step
+    recipe = TrainConfig(losses=losses, max_steps=steps, per_device_train_batch_size=batch)
+    taken, ends, plain = [], [], training_loop._step
 
     def step(run: Any, optimizer: Any, micro_batches: Any) -> Any:
         found = plain(run, optimizer, micro_batches)
@@ -54,27 +54,27 @@ def with_the_loop(folder: Path, loss: str, steps: int, batch: int, name: str) ->
         ends.append(time.perf_counter())
         return found
 
-    loop._step = step
+    training_loop._step = step
     try:
         inputs = open_inputs(places, recipe, Tokenizer(folder / "student"))
-        distill(places, recipe, Reporting(save_steps=0), inputs, force=True, trust_remote_code=False)
+        distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        loop._step = plain
+        training_loop._step = plain
     return taken, ends
 
 
 def bare(folder: Path, batches: list[Any]) -> list[float]:
     """Take micro-batches through the model and the loss; return when each step ended."""
     torch.manual_seed(0)
-    cut = Cut(load_causal_lm(folder / "student", dtype=torch.float32, device=CPU, trust_remote_code=False))
-    assert cut.pack()
-    student = Student(cut).train()
+    cut = BackboneWithHead(load_causal_lm(folder / "student", dtype=torch.float32, device=CPU, trust_remote_code=False))
+    assert cut.enable_packing()
+    student = StudentWithLoss(cut).train()
     parameters = list(student.parameters())
     optimizer = torch.optim.AdamW(parameter_groups(cut.model, 0.0), lr=5e-5, fused=True)
     ends = []
     for (batch,) in batches:
         terms = [term.to(CPU, 1 / max(term.count, 1)) for term in batch.terms]
-        total, _ = student(torch.from_numpy(batch.input_ids), batch.places, terms, Row(batch.lengths))
+        total, _ = student(torch.from_numpy(batch.input_ids), batch.places, terms, PackedSequence(batch.lengths))
         total.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
@@ -150,7 +150,7 @@ def starts(folder: Path) -> list[tuple[str, str, str]]:
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     terminal.set_quiet(True)
     rows = []
     with tempfile.TemporaryDirectory() as place:

@@ -31,21 +31,21 @@ from common import DATA, median_seconds, real_data, report
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xtk.lookup import lookup
 from xtk.losses import LOSSES
-from xtk.losses.byte_kernels import beginning
-from xtk.losses.cells import Cells, Example, Ground, join_examples
-from xtk.losses.head import Term, fused_loss
-from xtk.models.head import CHUNK_BYTES, Head, rows_in_a_chunk
+from xtk.losses.byte_kl_kernels import prefix_range
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, join_inputs
+from xtk.models.output_head import MAX_CHUNK_BYTES, OutputHead, chunk_rows
 from xtk.projection.build import build_projection
-from xtk.projection.next_bytes import Side, next_bytes
+from xtk.projection.byte_partition import SortedVocabulary, build_byte_partition
 from xtk.projection.projection import Projection
+from xtk.registry import load_registered
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
-from xtk.tokens.signal import Signal
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.teachers import PAIRING
+from xtk.training.loss_assignment import PAIR_PROJECTION_METHOD
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SORTED = ("uld", "gold", "h-kl")
@@ -54,41 +54,47 @@ Row = tuple[str, str, str]
 K = 64
 
 
-def supports(draw: np.random.Generator, side: Side, ids: np.ndarray, frequent: np.ndarray) -> Signal:
+def supports(
+    draw: np.random.Generator, side: SortedVocabulary, ids: np.ndarray, frequent: np.ndarray
+) -> TeacherLogprobs:
     """A teacher who names 64 tokens at each position."""
     chosen = []
     for token in ids[1:].tolist():
         near = np.zeros(0, np.int32)
-        if side.ranks[token] >= 0:
-            low, _, high = beginning(side, token, min(2, int(np.diff(side.starts)[side.ranks[token]])))
-            near = side.order[draw.integers(low, high, K // 2)]
+        if side.sorted_indices[token] >= 0:
+            low, _, high = prefix_range(
+                side, token, min(2, int(np.diff(side.byte_offsets)[side.sorted_indices[token]]))
+            )
+            near = side.token_ids[draw.integers(low, high, K // 2)]
         chosen.append(np.unique(np.concatenate([[token], near, draw.choice(frequent, K // 2)])).astype(np.int32))
     sizes = [len(some) for some in chosen]
     said = [np.log(draw.dirichlet(np.full(size, 0.3)) * 0.95 + 1e-9) for size in sizes]
     nothing = np.full(len(sizes), 0.05, np.float32)
     positions = np.arange(1, len(ids), dtype=np.int32)
     offsets = np.cumsum([0, *sizes])
-    return Signal(positions, offsets, np.concatenate(chosen), np.concatenate(said).astype(np.float32), *[nothing] * 3)
+    return TeacherLogprobs(
+        positions, offsets, np.concatenate(chosen), np.concatenate(said).astype(np.float32), *[nothing] * 3
+    )
 
 
-def batch(student: Tokenizer, teacher: Tokenizer, side: Side, rows: int) -> Example:
+def batch(student: Tokenizer, teacher: Tokenizer, side: SortedVocabulary, rows: int) -> LossInputs:
     """Some documents, seen by both."""
     draw = np.random.default_rng(0)
     lines = (DATA / "corpora" / "gsm8k_train.jsonl").read_text().splitlines()
     texts = (" ".join(map(str, json.loads(line).values())) for line in lines)
     documents, tokens = list[Document](), 0
     while tokens < rows:  # the last document is cut
-        documents.append(Document.of_text(next(texts)))
-        tokens += len(sequences(student, documents[-1:])[0])
+        documents.append(Document.from_text(next(texts)))
+        tokens += len(tokenize_documents(student, documents[-1:])[0])
     examples = []
-    pairs = list(zip(sequences(student, documents), sequences(teacher, documents), strict=True))
+    pairs = list(zip(tokenize_documents(student, documents), tokenize_documents(teacher, documents), strict=True))
     frequent = np.concatenate([theirs.ids for _, theirs in pairs])
     for ours, theirs in pairs:
         signal = supports(draw, side, theirs.ids, frequent)
-        places = np.flatnonzero(ours.trained).astype(np.int64) - 1
+        places = np.flatnonzero(ours.train_mask).astype(np.int64) - 1
         drawn = np.full(len(places), -2, np.float32)
-        examples.append(Example(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal, drawn))
-    return join_examples(examples)
+        examples.append(LossInputs(ours.ids, places, align_sequences(ours, theirs), theirs.ids, signal, drawn))
+    return join_inputs(examples)
 
 
 class Bench:
@@ -97,26 +103,27 @@ class Bench:
     def __init__(self, rows: int) -> None:
         folder = real_data() / "tokenizers"
         self.student, self.teacher = (Tokenizer(folder / name) for name in ("llama3", "qwen"))
-        self.bytes = next_bytes(self.student, self.teacher)
+        self.bytes = build_byte_partition(self.student, self.teacher)
         self.columns, self.pairs = (
-            build_projection(self.student, self.teacher, method).columns for method in ("multitoken", PAIRING)
+            build_projection(self.student, self.teacher, method).columns
+            for method in ("multitoken", PAIR_PROJECTION_METHOD)
         )
         self.across = batch(self.student, self.teacher, self.bytes.teacher, rows)
         self.same = batch(self.student, self.student, self.bytes.student, rows)
-        self.width, self.rows = self.student.width, len(self.across.rows)
+        self.width, self.rows = self.student.embedding_rows, len(self.across.positions)
 
-    def cells(self, name: str) -> Cells:
+    def cells(self, name: str) -> LossCells:
         """Return the cells of a loss."""
-        rule = lookup(LOSSES, name, "loss")()
-        grounds: dict[str, Ground] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
-        if rule.ground == "tokens":
+        rule = load_registered(LOSSES, name, "loss")()
+        grounds: dict[str, ComparisonSpace] = {"bytes": self.bytes, "projection": self.columns, "pairs": self.pairs}
+        if rule.comparison_space == "tokens":
             return rule.cells(self.same, Projection.identity(self.width).columns)
-        return rule.cells(self.across, grounds.get(rule.ground))
+        return rule.cells(self.across, grounds.get(rule.comparison_space))
 
-    def term(self, name: str) -> Term:
+    def term(self, name: str) -> LossTensors:
         """Return the mean over the items of a loss."""
-        term = Term.of(self.cells(name))
-        return term.to(DEVICE, 1 / max(1, term.items))
+        term = LossTensors.from_cells(self.cells(name))
+        return term.to(DEVICE, 1 / max(1, term.num_items))
 
 
 def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -127,19 +134,19 @@ def head_of(rows: int, hidden: int, width: int, dtype: torch.dtype) -> tuple[Ten
     return states.requires_grad_(), weight.requires_grad_()
 
 
-def step_of(term: Term, states: Tensor, weight: Tensor) -> Callable[[], None]:
+def step_of(term: LossTensors, states: Tensor, weight: Tensor) -> Callable[[], None]:
     """Return one forward and backward pass of a loss."""
 
     def step() -> None:
         states.grad = weight.grad = None
-        fused_loss(states, Head(weight), [term], rows_in_a_chunk(len(weight)))[0].backward()
+        fused_loss(states, OutputHead(weight), [term], chunk_rows(len(weight)))[0].backward()
 
     return step
 
 
 def chunked_ce(targets: Tensor, states: Tensor, weight: Tensor) -> Callable[[], None]:
     """Return cross-entropy in as little as it takes: three products a chunk and a softmax in place."""
-    chunk = rows_in_a_chunk(len(weight))
+    chunk = chunk_rows(len(weight))
     memory = torch.empty(min(chunk, len(states)), len(weight), dtype=states.dtype, device=DEVICE)
 
     @torch.no_grad()
@@ -200,7 +207,7 @@ class NoArithmetic(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
         aten = torch.ops.aten
         in_place = (aten.sub_.Tensor, aten.exp_.default, aten.mul_.Tensor, aten.copy_.default)
-        if function is aten.addmm_.default or (function in in_place and arguments[0].numel() > CHUNK_BYTES // 64):
+        if function is aten.addmm_.default or (function in in_place and arguments[0].numel() > MAX_CHUNK_BYTES // 64):
             return arguments[0]
         if function is aten.mm.out:
             return keywords["out"]
@@ -231,13 +238,13 @@ def measure_cells(options: argparse.Namespace) -> list[Row]:
     """What the loader takes."""
     torch.set_num_threads(1)
     started = time.perf_counter()
-    next_bytes(*(Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen")))
+    build_byte_partition(*(Tokenizer(DATA / "tokenizers" / name) for name in ("llama3", "qwen")))
     rows = [("cells of bytes, once a run", f"{time.perf_counter() - started:.1f} s", "")]
     bench = Bench(1000)
     for name in options.losses:
-        made: list[Cells] = []
+        made: list[LossCells] = []
         seconds = median_seconds(lambda name=name, made=made: made.append(bench.cells(name)), 3)
-        size = f"{made[-1].items} items, {len(made[-1].rows)} entries"
+        size = f"{made[-1].num_items} items, {len(made[-1].rows)} entries"
         rows.append((f"{name}, loader, 1,000 student tokens", f"{1e3 * seconds:.1f} ms ({size})", ""))
     return rows
 
@@ -263,7 +270,7 @@ def measure_time(options: argparse.Namespace) -> list[Row]:
     torch.set_num_threads(1)
     bench = Bench(options.rows)
     states, weight = head_of(bench.rows, options.hidden, bench.width, getattr(torch, options.dtype))
-    targets = torch.from_numpy(bench.across.student_ids[bench.across.rows + 1].astype(np.int64))
+    targets = torch.from_numpy(bench.across.student_ids[bench.across.positions + 1].astype(np.int64))
     targets = targets.to(DEVICE)
     works = {"own chunked cross-entropy": chunked_ce(targets, states, weight)}
     liger = liger_ce(targets, states, weight) if DEVICE.type == "cuda" else None
@@ -305,16 +312,18 @@ def measure_dense(options: argparse.Namespace) -> list[Row]:
     ids = np.sort(np.stack([draw.choice(reached, K, replace=False) for _ in range(count)]), 1).astype(np.int32)
     probs = (draw.dirichlet(np.full(K, 0.3), count) * 0.95).astype(np.float32) + 1e-9
     positions = np.arange(1, count + 1, dtype=np.int32)
-    signal = Signal(positions, np.arange(0, count * K + 1, K), ids.ravel(), np.log(probs).ravel(), *[probs[:, 0]] * 3)
+    signal = TeacherLogprobs(
+        positions, np.arange(0, count * K + 1, K), ids.ravel(), np.log(probs).ravel(), *[probs[:, 0]] * 3
+    )
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
     tokens = np.zeros(count + 1, np.int32)
-    example = Example(tokens, np.arange(count), spans, tokens, signal)
-    cells = lookup(LOSSES, "p-kl", "loss")().cells(example, projection.columns)
+    example = LossInputs(tokens, np.arange(count), spans, tokens, signal)
+    cells = load_registered(LOSSES, "p-kl", "loss")().cells(example, projection.columns)
     states, weight = head_of(count, hidden, width, torch.float32)
-    sparse = step_of(Term.of(cells).to(DEVICE, 1.0), states, weight)
+    sparse = step_of(LossTensors.from_cells(cells).to(DEVICE, 1.0), states, weight)
     targets, places = torch.from_numpy(probs).to(DEVICE), torch.from_numpy(ids.astype(np.int64)).to(DEVICE)
     matrix = torch.zeros(width, width, device=DEVICE)
-    matrix[projection.rows_of_entries, torch.from_numpy(projection.teacher_ids.astype(np.int64))] = torch.from_numpy(
+    matrix[projection.entry_rows, torch.from_numpy(projection.teacher_ids.astype(np.int64))] = torch.from_numpy(
         projection.weights
     ).to(DEVICE)
 
@@ -363,7 +372,7 @@ def measure_trl(options: argparse.Namespace) -> list[Row]:
     count = bench.rows
     states, weight = head_of(count, options.hidden, bench.width, getattr(torch, options.dtype))
     teacher = torch.randn(1, count, bench.width, dtype=states.dtype, device=DEVICE)
-    ids = torch.from_numpy(bench.across.student_ids[bench.across.rows].astype(np.int64))[None].to(DEVICE)
+    ids = torch.from_numpy(bench.across.student_ids[bench.across.positions].astype(np.int64))[None].to(DEVICE)
     names = {f"{number}": number for number in range(bench.width)}
     half = {(name if number % 5 else f"other {name}"): number for name, number in names.items()}
     settings = SimpleNamespace(

@@ -21,9 +21,9 @@ from pathlib import Path
 from common import report
 
 from xtk.losses import LOSSES
-from xtk.quickstart.corpus import documents, split
-from xtk.quickstart.models import make_student
-from xtk.quickstart.run import BOTH_TRAININGS, STUDENT_TRAINING
+from xtk.quickstart.demo_pipeline import SHARED_TRAINING_OPTIONS, STUDENT_TRAINING_OPTIONS
+from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
+from xtk.quickstart.tiny_models import make_student
 
 ACROSS = ("byte-kl", "boundary-kl", "p-kl", "h-kl", "gold", "uld", "alm")
 LINES = ("ce", *(name for name in ACROSS if name in LOSSES), *(f"ce+{name}" for name in ACROSS if name in LOSSES))
@@ -48,7 +48,7 @@ def prepare(folder: Path, seeds: int) -> None:
     """Make the teacher, the untrained students and the cache, where they are not there yet."""
     if not (folder / "results.json").is_file():
         run("quickstart", "-o", folder, "--seeds", 1)
-    texts, _ = split(documents())
+    texts, _ = train_test_split(python_documents())
     for seed in range(seeds):
         if not (folder / f"student-{seed}").is_dir():
             make_student(folder / f"student-{seed}", texts, seed)
@@ -58,7 +58,7 @@ def prepare(folder: Path, seeds: int) -> None:
 def train(folder: Path, line: str, seed: int) -> float:
     """Train a student, and return its bits per byte on held-out text."""
     losses = [word for name in line.split("+") for word in ("--loss", name)]
-    options = f"{STUDENT_TRAINING} {BOTH_TRAININGS} --seed {seed}".split()
+    options = f"{STUDENT_TRAINING_OPTIONS} {SHARED_TRAINING_OPTIONS} --seed {seed}".split()
     output = folder / "objectives" / f"{line.replace(':', '-').replace('=', '-')}-{seed}"
     held_out = ["--eval-data", folder / "test.jsonl"]
     run(

@@ -20,16 +20,16 @@ import torch
 from common import gsm8k, real_data, report
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from xtk.lookup import lookup
 from xtk.losses import LOSSES, parse_losses
-from xtk.losses.objective import Objective
-from xtk.models.attention import Row
-from xtk.models.causal_lm import Cut
+from xtk.losses.loss_term import LossTerm
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.packed_attention import PackedSequence
+from xtk.registry import load_registered
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker, MicroBatch
-from xtk.training.sources import TextSource
-from xtk.training.student import Student
+from xtk.training.data_sources import TextSource
+from xtk.training.micro_batches import BatchBuilder, MicroBatch
+from xtk.training.student_module import StudentWithLoss
 
 V = 4096
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,19 +43,19 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def step_of(student: Student, batches: list[MicroBatch]) -> Callable[[], None]:
+def step_of(student: StudentWithLoss, batches: list[MicroBatch]) -> Callable[[], None]:
     """Return forward and backward passes of micro-batches."""
 
     def step() -> None:
         student.zero_grad(set_to_none=True)
         for batch in batches:
             terms = [
-                dataclasses.replace(term.to(DEVICE, 1 / term.items), tokens=(term.tokens % V).to(DEVICE))
+                dataclasses.replace(term.to(DEVICE, 1 / term.num_items), tokens=(term.tokens % V).to(DEVICE))
                 for term in batch.terms
             ]
-            row = None if batch.lengths is None else Row(batch.lengths)
+            row = None if batch.document_lengths is None else PackedSequence(batch.document_lengths)
             ids = torch.from_numpy(batch.input_ids % V).to(DEVICE)
-            student(ids, batch.places, terms, row)[0].backward()
+            student(ids, batch.loss_positions, terms, row)[0].backward()
 
     return step
 
@@ -73,21 +73,23 @@ def main() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=V, hidden_size=512, intermediate_size=2048, num_hidden_layers=8, **heads)
     )
-    cut = Cut(model.to(DEVICE))
-    assert cut.pack()
-    student = Student(cut)
-    rule = lookup(LOSSES, "ce", "loss")()
-    objective = Objective(rule, parse_losses(["ce"])[0].divergence(), None, "ce")
+    cut = BackboneWithHead(model.to(DEVICE))
+    assert cut.enable_packing()
+    student = StudentWithLoss(cut)
+    rule = load_registered(LOSSES, "ce", "loss")()
+    objective = LossTerm(rule, parse_losses(["ce"])[0].make_divergence(), None, "ce")
     rows = []
     for count in chosen.documents:
-        source = TextSource([Document.of_text(text) for text in gsm8k(count)])
+        source = TextSource([Document.from_text(text) for text in gsm8k(count)])
         numbers = list(range(count))
         longest_first = sorted(numbers, key=lambda number: -len(source.document(number).text.encode()))
-        packed, padded = (BatchMaker(source, tokenizer, [objective], None, packing=packing) for packing in (1, 0))
+        packed, padded = (
+            BatchBuilder(source, tokenizer, [objective], None, packing_multiple=packing) for packing in (1, 0)
+        )
         works = {
-            "packed": [packed.make(numbers)],
-            "padded": [padded.make(numbers)],
-            "in passes of 8": [padded.make(longest_first[at : at + 8]) for at in range(0, count, 8)],
+            "packed": [packed.build(numbers)],
+            "padded": [padded.build(numbers)],
+            "in passes of 8": [padded.build(longest_first[at : at + 8]) for at in range(0, count, 8)],
         }
         tokens = {sum(batch.tokens for batch in batches) for batches in works.values()}
         assert len(tokens) == 1

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "training")]
 import material  # noqa: E402
 from layouts import LIKE_ONE, LIKE_ONE_LONG, WAYS, Difference, Taken, cases, make_students, references, take  # noqa: E402
 
-from xtk.training.layout import read_layout  # noqa: E402
+from xtk.training.parallel_config import parse_parallel  # noqa: E402
 
 NAMES = {
     "max_batch_tokens": "passes of {} tokens", "packing": "padded", "gradient_checkpointing": "checkpointed gradients",
@@ -34,7 +34,7 @@ NAMES = {
 
 def called(processes: int, options: dict[str, object]) -> str:
     """Return how the table calls a layout."""
-    parts = ["one process" if processes == 1 else str(read_layout(str(options.get("parallel", "")), processes))]
+    parts = ["one process" if processes == 1 else str(parse_parallel(str(options.get("parallel", "")), processes))]
     parts += [NAMES[name].format(value) for name, value in options.items() if name != "parallel"]
     return ", ".join(parts)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from common import processor_seconds, report
 
-from xtk.losses.rank_kernels import largest
+from xtk.losses.sorted_prob_kernels import largest_columns
 
 V, K = 128_256, 64
 
@@ -29,12 +29,12 @@ def main() -> None:
     ways = {
         "logits.sort()": lambda: logits.sort(dim=1, descending=True),
         "logits.topk(64)": lambda: logits.topk(K, dim=1),
-        "a heap, all tokens": lambda: largest(logits.numpy(), rows, offsets, every),
-        "a heap, a fifth of the tokens": lambda: largest(logits.numpy(), rows, offsets, some),
+        "a heap, all tokens": lambda: largest_columns(logits.numpy(), rows, offsets, every),
+        "a heap, a fifth of the tokens": lambda: largest_columns(logits.numpy(), rows, offsets, some),
         "exponentials of the row": lambda: logits.exp(),
     }
     told = [(name, f"{1e3 * processor_seconds(way, 3) / n:.2f} ms", "") for name, way in ways.items()]
-    seconds = processor_seconds(lambda: largest(logits.numpy(), rows[:2], whole, every), 3)
+    seconds = processor_seconds(lambda: largest_columns(logits.numpy(), rows[:2], whole, every), 3)
     told.append(("a heap, all tokens, all ranks", f"{1e3 * seconds / 2:.2f} ms", ""))
     report(__file__, told)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from common import DATA, machine
 
-from xtk.rewards.specification import parse_reward
+from xtk.rewards.reward_spec import parse_reward
 
 COUNT = 60
 AT_ONCE = 8
@@ -25,7 +25,7 @@ def main() -> None:
     print(machine())
     print(f"load: {os.getloadavg()[0]:.1f}, niceness: {os.nice(0)}, on one core")
     for name in ("tests", "exact", "boxed:compare=strings"):
-        reward = parse_reward(name).reward()
+        reward = parse_reward(name).load_reward()
         row, answer = {"answer": "so\n#### 1,234"}, "because\n#### $1,234.00\n\\boxed{1234}"
         reward(rows[0]["canonical_solution"], rows[0]["prompt"], rows[0])
         started = time.perf_counter()

@@ -31,11 +31,11 @@ def main() -> None:
     from common import report
     from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
 
-    from xtk.engines.vllm import import_vllm
-    from xtk.rollouts.apart import Apart
-    from xtk.rollouts.completions import seed_of
-    from xtk.rollouts.vllm import VllmWriter
-    from xtk.rollouts.writer import Ask, Sampling, WriterRequest
+    from xtk.engines.vllm_engine import import_vllm
+    from xtk.rollouts.completion_checks import seed_from_key
+    from xtk.rollouts.generator_interface import GenerationRequest, GeneratorConfig, SamplingConfig
+    from xtk.rollouts.subprocess_generator import SubprocessGenerator
+    from xtk.rollouts.vllm_generator import VllmGenerator
     from xtk.tokens.tokenizer import Tokenizer
 
     # On a CPU vLLM 0.32 cannot draw with seeds where a prompt is read in two passes.
@@ -43,45 +43,45 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = make_llama(Path(folder) / "student", context=512)
         tokenizer = Tokenizer(model)
-        request = WriterRequest(
+        request = GeneratorConfig(
             model, "student", tokenizer, options={"engine": [] if torch.cuda.is_available() else whole}
         )
-        writer = VllmWriter.open(request)
-        apart = Apart(request, "vllm", {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+        writer = VllmGenerator.open(request)
+        apart = SubprocessGenerator(request, "vllm", {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
         bare = writer._engine.llm
-        sampling = Sampling(max_completion_length=COMPLETION)
+        sampling = SamplingConfig(max_completion_length=COMPLETION)
         parameters = import_vllm().SamplingParams
 
-        def asks(turn: int) -> list[Ask]:
+        def asks(turn: int) -> list[GenerationRequest]:
             # Other prompts in each turn: nobody has read them before.
             prompts = np.random.default_rng(turn).integers(5, 400, (PROMPTS, PROMPT)).astype(np.int32)
-            return [Ask(prompts[at // SAMPLES], (turn, at)) for at in range(PROMPTS * SAMPLES)]
+            return [GenerationRequest(prompts[at // SAMPLES], (turn, at)) for at in range(PROMPTS * SAMPLES)]
 
         def plainly(turn: int) -> int:
             wanted = [
                 parameters(
                     temperature=1.0,
                     max_tokens=COMPLETION,
-                    seed=seed_of(ask.key),
+                    seed=seed_from_key(ask.seed_key),
                     logprobs=0,
                     flat_logprobs=True,
                     detokenize=False,
                     ignore_eos=True,
                     stop_token_ids=sorted(tokenizer.end_ids),
-                    logit_bias=writer._never,
+                    logit_bias=writer._padding_bias,
                 )
                 for ask in asks(turn)
             ]
             bare.reset_prefix_cache()
             found = bare.generate(
-                [{"prompt_token_ids": ask.ids.tolist()} for ask in asks(turn)], wanted, use_tqdm=False
+                [{"prompt_token_ids": ask.input_ids.tolist()} for ask in asks(turn)], wanted, use_tqdm=False
             )
             return sum(len(one.outputs[0].token_ids) for one in found)
 
-        def through(which: VllmWriter | Apart) -> Callable[[int], int]:
+        def through(which: VllmGenerator | SubprocessGenerator) -> Callable[[int], int]:
             def write(turn: int) -> int:
                 bare.reset_prefix_cache()
-                return sum(len(one.ids) for one in which.write(asks(turn), sampling))
+                return sum(len(one.ids) for one in which.generate(asks(turn), sampling))
 
             return write
 

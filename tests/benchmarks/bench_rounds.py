@@ -29,17 +29,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from xtk import terminal
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.losses import parse_losses
-from xtk.models.causal_lm import quieten_transformers
-from xtk.rollouts.transformers import TransformersWriter
-from xtk.rollouts.writer import Sampling
-from xtk.teachers.live import read_live_teacher
+from xtk.models.causal_lm import silence_transformers
+from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.rollouts.transformers_generator import TransformersGenerator
+from xtk.teachers.online_teacher import parse_online_teacher
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training import loop, rounds
+from xtk.training import on_policy_loop, training_loop
 from xtk.training.distill import distill, open_inputs
-from xtk.training.on_policy import OnPolicy
-from xtk.training.recipe import Places, Recipe, Reporting
-from xtk.training.stopping import Stop
+from xtk.training.graceful_stop import StopListener
+from xtk.training.on_policy_config import OnPolicyConfig
+from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 PROMPTS, TOKENS, ROUNDS = 32, 48, 6
 Seconds = dict[str, float]
@@ -74,30 +74,30 @@ def timed(owner: Any, name: str, seconds: Seconds, label: str) -> Callable[[], N
 def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds], float]:
     """Train some rounds; return the seconds of each by what they were for, and bytes of signal a position."""
     student = folder / "student"
-    places = Places(student, (str(folder / "prompts.jsonl"),), (), folder / name, teachers=(
-        read_live_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
-    sampling = Sampling(max_completion_length=TOKENS, given=places.teachers[0].asked)
-    recipe = Recipe(losses=tuple(parse_losses([loss])), max_steps=ROUNDS, per_device_train_batch_size=PROMPTS,
-                    on_policy=OnPolicy(sampling=sampling))  # fmt: skip
+    places = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
+        parse_online_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
+    sampling = SamplingConfig(max_completion_length=TOKENS, given=places.online_teachers[0].num_candidates)
+    recipe = TrainConfig(losses=tuple(parse_losses([loss])), max_steps=ROUNDS, per_device_train_batch_size=PROMPTS,
+                    on_policy=OnPolicyConfig(sampling=sampling))  # fmt: skip
     seconds: Seconds = {}
     lines: list[Seconds] = []
     bytes_a_position: list[float] = []
     undo = [
-        timed(TransformersWriter, "write", seconds, "writing"),
+        timed(TransformersGenerator, "write", seconds, "writing"),
         timed(TransformersTeacher, "score", seconds, "teacher"),
-        timed(loop, "_step", seconds, "step"),
+        timed(training_loop, "_step", seconds, "step"),
     ]
-    score, began = rounds.Rounds._scored, [0.0]
+    score, began = on_policy_loop.OnPolicyLoop._scored, [0.0]
 
-    def scored(self: rounds.Rounds, block: range, place: Path, stop: Stop) -> bool:
+    def scored(self: on_policy_loop.OnPolicyLoop, block: range, place: Path, stop: StopListener) -> bool:
         found = score(self, block, place, stop)
         cache = TeacherCache(next(path for path in place.iterdir() if path.is_dir()))
         shards = list(cache.shards())
-        positions = sum(shard.figures()["positions"] for shard in shards)
-        bytes_a_position.append(sum(shard.parts()["teacher_logprobs"] for shard in shards) / positions)
+        positions = sum(shard.counts()["positions"] for shard in shards)
+        bytes_a_position.append(sum(shard.bytes_by_part()["teacher_logprobs"] for shard in shards) / positions)
         return found
 
-    step = loop._step
+    step = training_loop._step
 
     def stepped(*arguments: Any) -> Any:
         found = step(*arguments)
@@ -108,15 +108,15 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
         began[0] = now
         return found
 
-    rounds.Rounds._scored = scored  # type: ignore[method-assign]
-    loop._step = stepped
+    on_policy_loop.OnPolicyLoop._scored = scored  # type: ignore[method-assign]
+    training_loop._step = stepped
     terminal.set_quiet(True)
     try:
         inputs = open_inputs(places, recipe, Tokenizer(student))
-        distill(places, recipe, Reporting(save_steps=0), inputs, force=True, trust_remote_code=False)
+        distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        rounds.Rounds._scored = score  # type: ignore[method-assign]
-        loop._step = step
+        on_policy_loop.OnPolicyLoop._scored = score  # type: ignore[method-assign]
+        training_loop._step = step
         for back in undo:
             back()
     return lines, statistics.median(bytes_a_position)
@@ -148,7 +148,7 @@ def memory(folder: Path) -> tuple[str, str, str]:
 
 def main() -> None:
     """Measure and print."""
-    quieten_transformers()
+    silence_transformers()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         make_models(folder)

@@ -25,10 +25,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "artifacts"))
 
 from test_teacher_cache import HEADER, row_of
 
-from xtk.artifacts.folders import LocalFolder, folder_at
-from xtk.artifacts.merging import merge_caches
-from xtk.artifacts.shard import Place, Shard, write_shard
-from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache, _entry, file_of, read_manifest, write_manifest
+from xtk.artifacts.cache_merging import merge_caches
+from xtk.artifacts.cache_shard import CacheShard, ShardPosition, write_shard
+from xtk.artifacts.storage import LocalFolder, open_folder
+from xtk.artifacts.teacher_cache import (
+    CacheWriter,
+    TeacherCache,
+    _manifest_entry,
+    read_cache_manifest,
+    shard_file_name,
+    write_cache_manifest,
+)
 from xtk.tokens.document import Document
 
 POSITIONS = 1e12
@@ -67,19 +74,19 @@ def costs() -> list[tuple[str, str, str]]:
 def make_caches(folder: Path, shards: int) -> list[str]:
     """Write `WRITERS` caches, each with one real shard and links to it."""
     draw = np.random.default_rng(0)
-    rows = [row_of(Document.of_text(f"row {number}"), 4, draw) for number in range(ROWS)]
+    rows = [row_of(Document.from_text(f"row {number}"), 4, draw) for number in range(ROWS)]
     places = []
     for number in range(WRITERS):
         place = folder / f"{number:04d}"
         place.mkdir(parents=True)
         header = {**HEADER, "data": {"fingerprint": f"sha256:{number}", "rows": ROWS * shards}}
-        first = place / file_of(0)
-        write_shard(first, header, Place(0, 0, ROWS), rows)
-        entry = _entry(first.name, Shard(first))
+        first = place / shard_file_name(0)
+        write_shard(first, header, ShardPosition(0, 0, ROWS), rows)
+        entry = _manifest_entry(first.name, CacheShard(first))
         for other in range(1, shards):
-            os.link(first, place / file_of(other))
-        entries = [{**entry, "file": file_of(other)} for other in range(shards)]
-        write_manifest(LocalFolder(place), {"header": header, "files": {}, "shards": entries})
+            os.link(first, place / shard_file_name(other))
+        entries = [{**entry, "file": shard_file_name(other)} for other in range(shards)]
+        write_cache_manifest(LocalFolder(place), {"header": header, "files": {}, "shards": entries})
         places.append(str(place))
     return places
 
@@ -99,8 +106,8 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     merged = folder / "merged"
     measure(f"merging {WRITERS:,} caches of {shards} shards", lambda: merge_caches(places, str(merged)))
     measure("the same again: found", lambda: merge_caches(places, str(merged)))
-    measure("listing", lambda: LocalFolder(merged).sizes())
-    measure("reading the manifest", lambda: read_manifest(LocalFolder(merged)))
+    measure("listing", lambda: LocalFolder(merged).file_sizes())
+    measure("reading the manifest", lambda: read_cache_manifest(LocalFolder(merged)))
     cache = measure("opening the cache", lambda: TeacherCache(merged))
     numbers = np.random.default_rng(0).integers(0, len(cache), 10_000).tolist()
     measure("10,000 rows all over it", lambda: [cache.row(number).scores for number in numbers])
@@ -110,12 +117,12 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     unfinished.mkdir()
     header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": ROWS * shards}}
     draw = np.random.default_rng(0)
-    rows = [row_of(Document.of_text(f"row {number}"), 4, draw) for number in range(ROWS)]
+    rows = [row_of(Document.from_text(f"row {number}"), 4, draw) for number in range(ROWS)]
     for number in range(total - 1):
-        write_shard(unfinished / file_of(number), header, Place(number, number * ROWS, ROWS), rows)
+        write_shard(unfinished / shard_file_name(number), header, ShardPosition(number, number * ROWS, ROWS), rows)
     sizes = [ROWS] * (total - 1) + [1]
     writer = measure("resuming a writer, every shard read", lambda: CacheWriter(LocalFolder(unfinished), header, sizes))
-    writer.write(total - 1, [row_of(Document.of_text("the last row"), 4, draw)])
+    writer.write(total - 1, [row_of(Document.from_text("the last row"), 4, draw)])
     measure("finishing it", writer.finish)
     return [(f"{what} ({total:,} shards)", f"{took:.1f} s", "30 s") for what, took in found]
 
@@ -130,7 +137,7 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
     try:
         s3fs.S3FileSystem().mkdir("bucket")
         draw = np.random.default_rng(0)
-        rows = [row_of(Document.of_text("row"), 4, draw)]
+        rows = [row_of(Document.from_text("row"), 4, draw)]
         header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": OBJECTS}}
         found = []
 
@@ -143,18 +150,20 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
             sys.stderr.write(f"{what}: {told}; {took:.1f} s\n")
 
         def write() -> None:
-            writer = CacheWriter(folder_at("s3://bucket/one"), header, [1] * OBJECTS)
+            writer = CacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS)
             for number in range(OBJECTS):
-                writer.write(number, rows)
+                writer.write_shard(number, rows)
             writer.finish()
 
         count("writing", write)
-        count("resuming, nothing is missing", lambda: CacheWriter(folder_at("s3://bucket/one"), header, [1] * OBJECTS))
+        count(
+            "resuming, nothing is missing", lambda: CacheWriter(open_folder("s3://bucket/one"), header, [1] * OBJECTS)
+        )
         count("merging on the store", lambda: merge_caches(["s3://bucket/one"], "s3://bucket/two"))
         count("opening", lambda: TeacherCache("s3://bucket/two"))
         cache = TeacherCache("s3://bucket/two")
-        count("the length of every text", cache.text_bytes)
-        count("every row, from copies", lambda: [row.scores for row in TeacherCache("s3://bucket/two")])
+        count("the length of every text", cache.text_sizes)
+        count("every row, from copies", lambda: [row.stored_logprobs for row in TeacherCache("s3://bucket/two")])
     finally:
         store.stop()
     return found

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from common import gsm8k, real_data, report
 from hard_texts import made, wikitext
 
-from xtk.commands.alignment_page import page
+from xtk.commands.alignment_page import alignment_page
+from xtk.tokens.alignment_statistics import BATCH_DOCUMENTS, AlignmentStatistics, align_documents
 from xtk.tokens.document import Document
-from xtk.tokens.statistics import DOCUMENTS_AT_ONCE, Statistics, aligned
 from xtk.tokens.tokenizer import Tokenizer
 
 PAIRS = (("llama3", "qwen"), ("llama3", "mistral-v1"))
@@ -20,8 +20,8 @@ ROUNDS = 5
 
 def groups(texts: list[str]) -> Iterator[list[str]]:
     """Yield as many texts as the statistics take at once."""
-    for at in range(0, len(texts), DOCUMENTS_AT_ONCE):
-        yield texts[at : at + DOCUMENTS_AT_ONCE]
+    for at in range(0, len(texts), BATCH_DOCUMENTS):
+        yield texts[at : at + BATCH_DOCUMENTS]
 
 
 def tokenise_twice(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> None:
@@ -31,17 +31,17 @@ def tokenise_twice(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> 
             side._backend.encode_batch_fast(group, add_special_tokens=False)
 
 
-def count(student: Tokenizer, teacher: Tokenizer, documents: list[Document]) -> Statistics:
+def count(student: Tokenizer, teacher: Tokenizer, documents: list[Document]) -> AlignmentStatistics:
     """Do as the command does."""
-    counts = Statistics(student, teacher)
-    for group in aligned(documents, student, teacher):
+    counts = AlignmentStatistics(student, teacher)
+    for group in align_documents(documents, student, teacher):
         counts.add(group)
     return counts
 
 
-def write(counts: Statistics, student: Tokenizer, teacher: Tokenizer) -> bytes:
+def write(counts: AlignmentStatistics, student: Tokenizer, teacher: Tokenizer) -> bytes:
     """Write a page of the worst documents."""
-    return "".join(page(counts.record(), counts.worst, student, teacher, order="worst")).encode()
+    return "".join(alignment_page(counts.to_json(), counts.worst_documents, student, teacher, order="worst")).encode()
 
 
 def both(work: Callable[..., object], *arguments: object) -> tuple[float, float]:
@@ -58,7 +58,7 @@ def main() -> None:
     for one, other in PAIRS:
         sides = [Tokenizer(real_data() / "tokenizers" / name) for name in (one, other)]
         for name, texts in corpora.items():
-            documents = [Document.of_text(text) for text in texts]
+            documents = [Document.from_text(text) for text in texts]
             count(*sides, documents[:100])  # compiles or loads what is compiled
             times = [(both(tokenise_twice, *sides, texts), both(count, *sides, documents)) for _ in range(ROUNDS)]
             seconds, processor = (statistics.median(whole[at] / alone[at] for alone, whole in times) for at in range(2))
@@ -67,8 +67,8 @@ def main() -> None:
                 (f"{name}, {one} x {other}: the same in time of the processors", f"{processor:.2f} x", "(none)"),
             ]
     sides = [Tokenizer(real_data() / "tokenizers" / name) for name in PAIRS[0]]
-    counts = Statistics(*sides, keep=20)
-    for group in aligned(map(Document.of_text, wikitext()), *sides):
+    counts = AlignmentStatistics(*sides, num_worst=20)
+    for group in align_documents(map(Document.from_text, wikitext()), *sides):
         counts.add(group)
     size = len(write(counts, *sides))
     seconds = statistics.median(both(write, counts, *sides)[0] for _ in range(5))

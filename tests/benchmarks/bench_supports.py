@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.models.causal_lm import quieten_transformers
+from xtk.models.causal_lm import silence_transformers
 
 WIDTH = 2048
 TEACHER = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -303,7 +303,7 @@ def student(seed: int, data: Texts, loss: Loss, unseen: Texts, expected: Tensor)
 
 def main() -> None:
     """Train, measure, print."""
-    quieten_transformers()
+    silence_transformers()
     started = time.monotonic()
     everything, data, unseen = texts()
     realised = everything.realised

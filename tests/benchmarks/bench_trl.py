@@ -23,7 +23,7 @@ from common import ROOT, gsm8k, machine, real_data
 from hard_texts import made
 
 from xtk.tokens.alignment import align
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 VERSION = "1.16.0"
 FOLDER = ROOT / ".nox" / "trl"
@@ -78,7 +78,7 @@ def wrong_spans(sides: Sides, ids: tuple[list[int], list[int]], groups: Groups, 
     wrong, whole = 0, []
     for number, group in enumerate(groups):
         one, other = (
-            b"".join(side.vocabulary.spellings[tokens[at]] for at in places)
+            b"".join(side.vocabulary.bytes_by_id[tokens[at]] for at in places)
             for side, tokens, places in zip(sides, ids, group, strict=True)
         )
         if number == 0:
@@ -89,7 +89,7 @@ def wrong_spans(sides: Sides, ids: tuple[list[int], list[int]], groups: Groups, 
     return wrong + (b"".join(whole) != text)
 
 
-def our_wrong_spans(sides: Sides, pairs: list[tuple[Encoded, Encoded]], texts: list[str]) -> str:
+def our_wrong_spans(sides: Sides, pairs: list[tuple[EncodedText, EncodedText]], texts: list[str]) -> str:
     """Count the wrong spans of xtk, and all."""
     wrong = total = 0
     for (one, other), text in zip(pairs, texts, strict=True):
@@ -117,7 +117,7 @@ def compare(encode: Callable[..., Any], aligner: Callable[..., Any], sides: Side
         for side in sides:
             side._backend.encode_batch_fast(texts, add_special_tokens=False)
 
-    def encode_ours() -> list[tuple[Encoded, Encoded]]:
+    def encode_ours() -> list[tuple[EncodedText, EncodedText]]:
         return list(zip(*(side.encode(texts) for side in sides), strict=True))
 
     def encode_theirs() -> list[tuple[Any, Any]]:

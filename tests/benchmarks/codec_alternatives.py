@@ -14,11 +14,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from xtk.artifacts.codec.grids import PRECISIONS, levels_of, nearest_levels
-from xtk.artifacts.codec.kinds import find_favourites, find_kinds
-from xtk.artifacts.ranks import Ranks
-from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.signal import Scores
+from xtk.artifacts.codec.position_clusters import cluster_positions, find_frequent_ids
+from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS, level_logprobs, nearest_levels
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.tokens.teacher_logprobs import StoredLogprobs
+from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 Array = NDArray[np.int64]
 EDGES = np.array([*range(16), *(start << octave - 1 for octave in range(4, 20) for start in (2, 3))])
@@ -44,7 +44,7 @@ class Entries:
     positions: int
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[TokenSequence, Scores]]) -> Entries:
+    def of(cls, rows: Sequence[tuple[TokenSequence, StoredLogprobs]]) -> Entries:
         """Return the entries of some documents."""
         owners, ids, logprobs, before, first = [], [], [], [], 0
         for row, scores in rows:
@@ -60,7 +60,7 @@ class Entries:
     @cached_property
     def levels(self) -> Array:
         """Of the standard precision."""
-        return nearest_levels(self.logprobs, levels_of(PRECISIONS["standard"]))
+        return nearest_levels(self.logprobs, level_logprobs(QUANTIZATION_STEPS["standard"]))
 
     @cached_property
     def heights(self) -> Array:
@@ -75,20 +75,22 @@ class Entries:
         return np.concatenate([[0], np.cumsum(np.bincount(self.owners, minlength=self.positions))])
 
 
-def alternatives(rows: Sequence[tuple[TokenSequence, Scores]], ranks: Ranks) -> Iterator[tuple[str, float, float]]:
+def alternatives(
+    rows: Sequence[tuple[TokenSequence, StoredLogprobs]], ranks: VocabularyOrder
+) -> Iterator[tuple[str, float, float]]:
     """Yield ways, and bytes a position: of ids, and of log-probabilities."""
     entries = Entries.of(rows)
-    rank_of = np.empty(len(ranks.order), np.int64)
-    rank_of[ranks.order] = np.arange(len(ranks.order))
+    rank_of = np.empty(len(ranks.ids_by_frequency), np.int64)
+    rank_of[ranks.ids_by_frequency] = np.arange(len(ranks.ids_by_frequency))
     own, count = rank_of[entries.ids], len(entries.ids)
     share = 1 / 8 / entries.positions
     yield "int32 and float32", 4.0 * count * 8 * share, 4.0 * count * 8 * share
     yield "the same, zstd -19", *(8 * share * size for size in zstd(entries))
-    bits = int(len(ranks.order) - 1).bit_length()
+    bits = int(len(ranks.ids_by_frequency) - 1).bit_length()
     yield f"{bits} bits and 8 bits", bits * count * share, 8 * count * share
     plain = entropy(entries.levels) * share
     yield "gaps of ids, Rice", rice(gaps(entries.owners, entries.ids)[0]) * share, plain
-    yield "ranks, Elias-Fano", elias_fano(entries, len(ranks.order)) * share, plain
+    yield "ranks, Elias-Fano", elias_fano(entries, len(ranks.ids_by_frequency)) * share, plain
     by_rank, place = gaps(entries.owners, own)
     yield "gaps of ranks, Rice", rice(by_rank) * share, plain
     heights = entropy(entries.heights[place]) * share
@@ -191,7 +193,7 @@ def likeliest_first(entries: Entries, ranks: Array) -> float:
     return entropy(np.minimum(fall, 63) * 64 + found, octave(before) + 32 * first) + float(raw.sum())
 
 
-def successors(entries: Entries, rows: Sequence[tuple[TokenSequence, Scores]], ranks: Array) -> float:
+def successors(entries: Entries, rows: Sequence[tuple[TokenSequence, StoredLogprobs]], ranks: Array) -> float:
     """Return the bits where an id that follows the token before anywhere in the documents has its place among those."""
     width = int(max(row.ids.max() for row, _ in rows)) + int(entries.ids.max()) + 2
     pairs = np.concatenate([row.ids[:-1].astype(np.int64) * width + row.ids[1:] for row, _ in rows])
@@ -222,14 +224,14 @@ def with_kinds(entries: Entries, ranks: NDArray[np.int32], kinds: int) -> tuple[
         Of ids: entropy, Huffman. Of levels: entropy, entropy by class of favourite, Huffman by class.
     """
     width = len(ranks)
-    found = find_kinds(entries.offsets, entries.ids.astype(np.int32), kinds, width)
-    favourites = find_favourites(found[entries.owners], entries.ids.astype(np.int32), entries.heights, ranks)
-    sizes = np.diff(favourites.starts)
+    found = cluster_positions(entries.offsets, entries.ids.astype(np.int32), kinds, width)
+    favourites = find_frequent_ids(found[entries.owners], entries.ids.astype(np.int32), entries.heights, ranks)
+    sizes = np.diff(favourites.cluster_starts)
     owners = np.repeat(np.arange(len(sizes)), sizes)
     table = sizes[:, None] + ranks
-    table[owners, favourites.ids] = np.arange(len(owners)) - favourites.starts[owners]
+    table[owners, favourites.ids] = np.arange(len(owners)) - favourites.cluster_starts[owners]
     levels = np.full(table.shape, 7, np.int64)
-    levels[owners, favourites.ids] = favourites.levels
+    levels[owners, favourites.ids] = favourites.level_contexts
     kind = found[entries.owners]
     own = table[kind, entries.ids]
     number, order = gaps(entries.owners, own)

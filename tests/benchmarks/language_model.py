@@ -33,12 +33,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from xtk.artifacts.files import canonical_json, sha256
-from xtk.artifacts.projection_store import cache_folder
-from xtk.models.causal_lm import Cut, load_causal_lm, quieten_transformers
+from xtk.artifacts.atomic_files import canonical_json, sha256
+from xtk.artifacts.projection_cache import user_cache_folder
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, silence_transformers
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import Sequence as TokenSequence
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 WIDTH = 151936  # columns of Qwen's models; its tokenizer names 151,646 tokens, the last three of them special
@@ -112,14 +112,14 @@ def held_out(corpus: str, positions: int) -> list[TokenSequence]:
         if count >= positions:
             break
         found.append(tokens)
-        count += int(tokens.trained.sum())
+        count += int(tokens.train_mask.sum())
     return found
 
 
 def tokenised(texts: list[str]) -> list[TokenSequence]:
     """Return texts as the cache reads them: between a start token and an end token."""
     tokenizer = Tokenizer(real_data() / "tokenizers" / "qwen")
-    return sequences(tokenizer, [Document.of_text(text) for text in texts])
+    return tokenize_documents(tokenizer, [Document.from_text(text) for text in texts])
 
 
 # --------------------------------------------------------------------------------------------------------- the model
@@ -128,7 +128,7 @@ def tokenised(texts: list[str]) -> list[TokenSequence]:
 def language_model(settings: Settings = LONG) -> Path:
     """Return the folder of the model and its tokenizer; it is trained where it has not been."""
     key = sha256(canonical_json([VERSION, dataclasses.asdict(settings)])).removeprefix("sha256:")[:16]
-    folder = cache_folder() / "benchmarks" / f"language-model-{key}"
+    folder = user_cache_folder() / "benchmarks" / f"language-model-{key}"
     if not folder.is_dir():
         temporary = folder.with_name(f".{folder.name}-{os.getpid()}")
         try:
@@ -400,9 +400,9 @@ def distributions(folder: Path, documents: Sequence[TokenSequence], rows: int = 
 
     The log-probabilities stand until the next ones are asked for.
     """
-    cut = Cut(load_causal_lm(folder).eval().requires_grad_(False))
+    cut = BackboneWithHead(load_causal_lm(folder).eval().requires_grad_(False))
     for document in documents:
-        ids, trained = torch.from_numpy(document.ids.astype(np.int64)), torch.from_numpy(document.trained)
+        ids, trained = torch.from_numpy(document.ids.astype(np.int64)), torch.from_numpy(document.train_mask)
         states = cut(ids[None])[0, :-1][trained[1:]]
         for some, realised in zip(states.split(rows), ids[trained].split(rows), strict=True):
             yield torch.log_softmax(some @ cut.head.weight.T, 1), realised
@@ -548,7 +548,7 @@ def write(folder: Path, prefix: str, documents: Sequence[TokenSequence], head: H
         folder / f"{prefix}documents.npz",
         ids=np.concatenate([document.ids for document in documents]),
         offsets=np.cumsum([0, *map(len, documents)]),
-        trained=np.concatenate([document.trained for document in documents]),
+        trained=np.concatenate([document.train_mask for document in documents]),
     )
     np.savez(
         folder / f"{prefix}top.npz", **{field.name: getattr(head, field.name) for field in dataclasses.fields(head)}
@@ -557,7 +557,7 @@ def write(folder: Path, prefix: str, documents: Sequence[TokenSequence], head: H
 
 def main() -> None:
     """Train, measure, print; write the distributions where a folder is named."""
-    quieten_transformers()
+    silence_transformers()
     settings = PRESETS[sys.argv[1] if len(sys.argv) > 1 else "long"]
     folder = language_model(settings)
     sys.stdout.write(f"{folder}\n")

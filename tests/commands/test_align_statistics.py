@@ -101,7 +101,7 @@ def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspac
         for s0, s1, t0, t1 in document["spans"]:
             kind = ("1:" if s1 - s0 == 1 else "n:") + ("1" if t1 - t0 == 1 else "n" if s1 - s0 == 1 else "m")
             counts[kind][0] += 1
-            counts[kind][1] += len(b"".join(map(vocabulary.spelling, document["student_ids"][s0:s1])))
+            counts[kind][1] += len(b"".join(map(vocabulary.bytes_of, document["student_ids"][s0:s1])))
     assert {kind: [found["spans"], found["bytes"]] for kind, found in record["kinds"].items()} == counts
     assert min(spans for spans, _ in counts.values()) > 0
     assert record["documents"] == len(documents) == 36
@@ -145,7 +145,7 @@ def test_the_page_shows_every_token_once_a_side_in_order(run, pair, metaspace, d
     for number, tokens in page.documents.items():
         document = lines[number]
         for name, vocabulary in sides:
-            assert tokens[name] == [vocabulary.spelling(token) for token in document[f"{name}_ids"]]
+            assert tokens[name] == [vocabulary.bytes_of(token) for token in document[f"{name}_ids"]]
         assert b"".join(tokens["student"]) == document["text"].encode()
     if order == "first":
         assert list(page.documents) == sorted(page.documents)
@@ -167,7 +167,7 @@ def test_titles_tell_ids_and_bytes(run, pair, tmp_path):
     assert {bytes.fromhex(spelled) for _, spelled in told} == set(tokens["student"]) | set(tokens["teacher"])
     for number, spelled in told:
         assert bytes.fromhex(spelled) in {
-            vocabulary.spelling(int(number)) for vocabulary in vocabularies if int(number) < len(vocabulary)
+            vocabulary.bytes_of(int(number)) for vocabulary in vocabularies if int(number) < len(vocabulary)
         }
 
 

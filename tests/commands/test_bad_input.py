@@ -80,7 +80,7 @@ def test_pieces_of_a_split_document_spell_it_again(run, pair, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--long-documents", "split", "-o", "c", cwd=tmp_path)
     rows = list(TeacherCache(tmp_path / "c"))
     assert "".join(row.document.text for row in rows) == text
-    assert [bool((row.tokens.closers >= 0).any()) for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert [bool((row.tokens.segment_end_tokens >= 0).any()) for row in rows] == [False] * (len(rows) - 1) + [True]
     assert all(len(row.tokens) <= 256 for row in rows)
 
 
@@ -400,12 +400,12 @@ class Thing:
         time.sleep(1)
 
 def work(arguments):
-    signal.signal(signal.SIGTERM, xtk.cli._stop)
+    signal.signal(signal.SIGTERM, xtk.cli._raise_terminated)
     Thing()
     time.sleep(30)
     return 0
 
-xtk.cli.run = work
+xtk.cli.run_command = work
 main()
 """
 

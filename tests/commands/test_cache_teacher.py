@@ -11,7 +11,7 @@ import pytest
 from artifacts.plain_codec import PlainCodec
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.signal import SUPPORTS, support_of
+from xtk.tokens.teacher_logprobs import SUPPORTS, make_support
 
 OPTIONS = {
     "top-k": ["--top-k", 8],
@@ -31,12 +31,17 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     sets = found.header["codec"]["num_sample_sets"]
     for row in found:
         for number in range(max(1, sets)):
-            signal = found.row(0, number).signal
+            signal = found.read_document(0, number).teacher_logprobs
             mass = np.add.reduceat(np.exp(signal.logprobs.astype(np.float64)), signal.offsets[:-1])
-            np.testing.assert_allclose(mass + signal.tail_mass, 1, atol=0.02)
-            assert (signal.tail_mass == 0).all() == bool(sets)
-        held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
-        assert all(token in ids for token, ids in zip(row.tokens.ids[row.signal.positions], held, strict=True))
+            np.testing.assert_allclose(mass + signal.remainder_mass, 1, atol=0.02)
+            assert (signal.remainder_mass == 0).all() == bool(sets)
+        held = [
+            row.teacher_logprobs.ids[low:high]
+            for low, high in zip(row.teacher_logprobs.offsets, row.teacher_logprobs.offsets[1:], strict=False)
+        ]
+        assert all(
+            token in ids for token, ids in zip(row.tokens.ids[row.teacher_logprobs.positions], held, strict=True)
+        )
     losses = ("--loss", "p-kl") if kind != "none" else ("--loss", "ce", "--loss", "alm")
     done = run(
         "distill", pair.student, tmp_path / "c", "--projection", projection, *losses,
@@ -59,10 +64,10 @@ def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projecti
     for one, other in zip(plain, packed, strict=True):
         assert one.document == other.document
         assert one.tokens.ids.tolist() == other.tokens.ids.tolist()
-        assert one.tokens.ends.tolist() == other.tokens.ends.tolist()
+        assert one.tokens.byte_ends.tolist() == other.tokens.byte_ends.tolist()
         for name in ("ids", "offsets", "drawn_ids", "drawn_offsets", "counts"):
-            assert getattr(one.scores, name).tolist() == getattr(other.scores, name).tolist()
-        assert np.abs(one.scores.logprobs - other.scores.logprobs).max(initial=0) <= bound
+            assert getattr(one.stored_logprobs, name).tolist() == getattr(other.stored_logprobs, name).tolist()
+        assert np.abs(one.stored_logprobs.logprobs - other.stored_logprobs.logprobs).max(initial=0) <= bound
     run(
         "distill", pair.student, tmp_path / "packed", "--projection", projection, "--max-steps", 2, "-o", tmp_path / "s"
     )
@@ -72,7 +77,7 @@ def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projecti
 def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
     run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--draw-sets", 3, "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
-    drawn = [found.row(0, draw).signal.ids.tolist() for draw in range(4)]
+    drawn = [found.read_document(0, draw).teacher_logprobs.ids.tolist() for draw in range(4)]
     assert drawn[3] == drawn[0]
     assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
 
@@ -90,9 +95,9 @@ def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
     ],
 )
 def test_numbers_that_are_named_say_which_support_is_meant(named, able, kind, ids):
-    support = support_of("", able=able, **named)
+    support = make_support("", available_kinds=able, **named)
     assert (support.kind, support.top_k) == (kind, ids)
-    assert support == support_of(kind, **named)
+    assert support == make_support(kind, **named)
 
 
 def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
@@ -141,19 +146,19 @@ def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(ru
         for record in batch.to_pylist():
             row = next(rows)
             ids, ends = reader.tokens(record["tokens"], record["num_tokens"])
-            assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.ends.tolist())
+            assert (ids, ends) == (row.tokens.ids.tolist(), row.tokens.byte_ends.tolist())
             assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
             edges = record["trained_ranges"]
             trained = [at for start, stop in zip(edges[::2], edges[1::2], strict=True) for at in range(start, stop)]
-            assert trained == row.scores.positions.tolist()
+            assert trained == row.stored_logprobs.positions.tolist()
             for at, position in enumerate(
                 reader.positions(record["teacher_logprobs"], [ids[place] for place in trained])
             ):
-                kept = slice(row.scores.offsets[at], row.scores.offsets[at + 1])
-                assert sorted(position.exact) == row.scores.ids[kept].tolist()
-                said = [position.exact[token] for token in row.scores.ids[kept].tolist()]
-                np.testing.assert_allclose(said, row.scores.logprobs[kept], rtol=0, atol=1e-5)
-                samples = [sum(drawn.values()) for drawn in position.draws]
+                kept = slice(row.stored_logprobs.offsets[at], row.stored_logprobs.offsets[at + 1])
+                assert sorted(position.exact) == row.stored_logprobs.ids[kept].tolist()
+                said = [position.exact[token] for token in row.stored_logprobs.ids[kept].tolist()]
+                np.testing.assert_allclose(said, row.stored_logprobs.logprobs[kept], rtol=0, atol=1e-5)
+                samples = [sum(drawn.values()) for drawn in position.num_samples]
                 assert samples == [codec["num_samples"]] * codec["num_sample_sets"]
 
 
@@ -180,9 +185,12 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
     given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
     line = json.dumps({"input_ids": ids, "given_ids": given})
     run("cache-teacher", pair.teacher, "-", "--support", "given", "-o", tmp_path / "c", stdin=line + "\n")
-    row = TeacherCache(tmp_path / "c").row(0)
+    row = TeacherCache(tmp_path / "c").read_document(0)
     assert row.tokens.ids.tolist() == ids
-    held = [row.signal.ids[low:high] for low, high in zip(row.signal.offsets, row.signal.offsets[1:], strict=False)]
+    held = [
+        row.teacher_logprobs.ids[low:high]
+        for low, high in zip(row.teacher_logprobs.offsets, row.teacher_logprobs.offsets[1:], strict=False)
+    ]
     assert [sorted(found.tolist()) for found in held] == [
         sorted({*wanted, token}) for wanted, token in zip(given, ids[1:], strict=True)
     ]
@@ -210,6 +218,6 @@ def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, proj
     helped, alone = TeacherCache(tmp_path / "c")
     assert helped.document == alone.document
     assert len(helped.tokens) > len(alone.tokens)
-    assert len(helped.signal) == len(alone.signal)
-    assert helped.signal.logprobs.tolist() != alone.signal.logprobs.tolist()
+    assert len(helped.teacher_logprobs) == len(alone.teacher_logprobs)
+    assert helped.teacher_logprobs.logprobs.tolist() != alone.teacher_logprobs.logprobs.tolist()
     run("distill", pair.student, tmp_path / "c", "--projection", projection, "--max-steps", 1, "-o", tmp_path / "s")

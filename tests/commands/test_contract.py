@@ -63,8 +63,8 @@ def test_align_prints_spans_that_spell_the_text(run, pair):
     student, teacher = (Tokenizer(side).vocabulary for side in (pair.student, pair.teacher))
     spelled = b""
     for s0, s1, t0, t1 in record["spans"]:
-        left = b"".join(student.spelling(token) for token in record["student_ids"][s0:s1])
-        assert left == b"".join(teacher.spelling(token) for token in record["teacher_ids"][t0:t1])
+        left = b"".join(student.bytes_of(token) for token in record["student_ids"][s0:s1])
+        assert left == b"".join(teacher.bytes_of(token) for token in record["teacher_ids"][t0:t1])
         spelled += left
     assert spelled == text.encode()
     assert only_line(run("align", pair.student, pair.teacher, text)) == done.stdout.splitlines()[0]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 HEADERS = (
@@ -54,12 +54,12 @@ def cache(run, chatting, conversations):
 def test_a_cache_of_conversations_holds_the_signal_of_answers_alone(cache):
     for row in TeacherCache(cache):
         assert row.document.conversation is not None
-        spelled = np.flatnonzero(row.tokens.trained & row.tokens.spells)
+        spelled = np.flatnonzero(row.tokens.train_mask & row.tokens.text_mask)
         tokens = row.tokens.ids[spelled].tolist()
-        vocabulary = TeacherCache(cache).teacher.vocabulary
-        assert b"".join(vocabulary.spelling(token) for token in tokens).decode() == ANSWER
+        vocabulary = TeacherCache(cache).teacher_tokenizer.vocabulary
+        assert b"".join(vocabulary.bytes_of(token) for token in tokens).decode() == ANSWER
         # The answer's tokens, and the one that ends the turn.
-        assert len(row.signal) == len(spelled) + 1
+        assert len(row.teacher_logprobs) == len(spelled) + 1
 
 
 def test_a_student_learns_from_conversations_in_its_own_template(run, cache, chatting, tmp_path):
@@ -95,10 +95,10 @@ def test_a_conversation_that_is_too_long_is_cut_or_skipped_never_split(run, chat
     refused = run(*arguments, "split", "-o", tmp_path / "s", code=1)
     assert "not split" in refused.stderr
     run(*arguments, "truncate", "-o", tmp_path / "t")
-    row = TeacherCache(tmp_path / "t").row(0)
+    row = TeacherCache(tmp_path / "t").read_document(0)
     assert len(row.tokens) == 256
-    assert row.tokens.closers.tolist()[1] == -1
-    assert len(row.signal) > 200
+    assert row.tokens.segment_end_tokens.tolist()[1] == -1
+    assert len(row.teacher_logprobs) > 200
 
 
 def test_a_student_without_a_template_is_told_what_to_do(run, pair, cache, tmp_path):
@@ -114,7 +114,7 @@ def test_align_shows_what_of_a_conversation_is_compared(run, chatting, conversat
     vocabulary = Tokenizer(chatting / "student").vocabulary
     compared = [
         b"".join(
-            vocabulary.spelling(token) for s0, s1, _, _ in record["spans"] for token in record["student_ids"][s0:s1]
+            vocabulary.bytes_of(token) for s0, s1, _, _ in record["spans"] for token in record["student_ids"][s0:s1]
         )
         for record in records
     ]
@@ -161,9 +161,9 @@ def test_a_conversation_comes_out_of_its_cache_as_the_teacher_read_it(run, chatt
     run("cache-teacher", tmp_path / "teacher", tmp_path / "c.jsonl", "--top-k", 4, "--long-documents", "truncate", "-o",
         tmp_path / "cache")  # fmt: skip
     cache = TeacherCache(tmp_path / "cache")
-    row = cache.row(0)
-    (again,) = sequences(cache.teacher, [row.document])
-    assert again.cut(len(row.tokens)).ids.tolist() == row.tokens.ids.tolist()
+    row = cache.read_document(0)
+    (again,) = tokenize_documents(cache.teacher_tokenizer, [row.document])
+    assert again.truncate(len(row.tokens)).ids.tolist() == row.tokens.ids.tolist()
 
 
 def test_what_a_template_adds_counts_for_the_students_context(run, chatting, cache, tmp_path):

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.cache_statistics import bytes_by_part
-from xtk.artifacts.folders import LocalFolder
-from xtk.artifacts.shard import Row
+from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 
 
@@ -40,14 +40,14 @@ def inspected(run, place: object, *options: object) -> dict[str, object]:
 def test_the_statistics_are_those_of_the_rows(run, caches, support):
     found = inspected(run, caches[support])["statistics"]
     cache = TeacherCache(caches[support])
-    scores = [row.scores for row in cache]
-    tail = np.concatenate([row.tail_mass for row in scores])
+    scores = [row.stored_logprobs for row in cache]
+    tail = np.concatenate([row.remainder_mass for row in scores])
     assert found["mean_mass_kept"] == pytest.approx(1 - tail.mean(), abs=1e-5)
     assert found["mean_entropy_nats"] == pytest.approx(np.concatenate([row.entropy for row in scores]).mean(), abs=1e-5)
     assert found["mean_exact_ids"] == pytest.approx(sum(len(row.ids) for row in scores) / found["positions"], abs=1e-5)
-    drawn = sum(len(row.drawn_ids) for row in scores) / found["positions"]
+    drawn = sum(len(row.sample_ids) for row in scores) / found["positions"]
     assert found["mean_drawn_ids"] == pytest.approx(drawn, abs=1e-5)
-    opened = [shard.parts() for shard in cache.shards()]
+    opened = [shard.bytes_by_part() for shard in cache.shards()]
     assert found["bytes_by_part"] == {name: sum(parts[name] for parts in opened) for name in opened[0]}
     assert found["bytes_by_part"] == bytes_by_part(cache.manifest)
     assert sum(found["bytes_by_part"].values()) == found["bytes"]
@@ -59,7 +59,7 @@ def test_the_statistics_are_those_of_the_rows(run, caches, support):
     for row in scores:
         for at in range(len(row)):
             logprobs = row.logprobs[row.offsets[at] : row.offsets[at + 1]]
-            others = np.sort(logprobs[logprobs > row.realised_logprobs[at]])[::-1]
+            others = np.sort(logprobs[logprobs > row.observed_logprobs[at]])[::-1]
             if support == "top-p":
                 plain += len(others) >= 20 or np.exp(others.astype(np.float64)).sum() >= 0.9
             else:
@@ -96,13 +96,13 @@ def copy_of(cache: TeacherCache, folder: Path, change) -> Path:
     """Write a cache with other numbers, all of whose checksums fit."""
     rows = []
     for row in cache:
-        scores = row.scores
+        scores = row.stored_logprobs
         arrays = {name: np.array(value) for name, value in vars(scores).items()}
         change(arrays)
-        rows.append(Row(row.document, row.tokens, type(scores)(**arrays)))
+        rows.append(ScoredDocument(row.document, row.tokens, type(scores)(**arrays)))
     codec = {"name": "raw", **{name: cache.header["codec"][name] for name in ("num_samples", "num_sample_sets")}}
     writer = CacheWriter(LocalFolder(folder), {**cache.header, "codec": codec}, [len(rows)])
-    writer.write(0, rows)
+    writer.write_shard(0, rows)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(cache.folder.name) / file, folder)
     writer.finish()
@@ -173,11 +173,11 @@ def test_the_page_stands_alone_and_shows_the_documents(run, caches, tmp_path):
     assert page.open == []
     assert page.far == []
     cache = TeacherCache(caches["top-k"])
-    first = cache.row(0)
+    first = cache.read_document(0)
     seen = first.document.text.replace("\u200d", "")  # a joiner that nobody sees is drawn as its name
     assert "".join(seen.split()) in "".join(page.text.split())
-    assert len(page.titles) == len(cache.row(0).scores) + len(cache.row(1).scores)
-    likeliest = np.exp(first.scores.logprobs[: first.scores.offsets[1]].max())
+    assert len(page.titles) == len(cache.read_document(0).stored_logprobs) + len(cache.read_document(1).stored_logprobs)
+    likeliest = np.exp(first.stored_logprobs.logprobs[: first.stored_logprobs.offsets[1]].max())
     assert f"{likeliest:.3f}" in page.titles[0]
     for name in ("Mass of the exact ids", "Entropy", "Exact ids"):
         assert f"<figcaption>{name}" in content

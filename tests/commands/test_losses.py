@@ -12,25 +12,27 @@ from steps import inputs_of, recipe_of
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.lookup import lookup
-from xtk.losses import GROUNDS, LOSSES, SURROGATES, parse_losses
+from xtk.losses import COMPARISON_SPACES, LOSSES, SURROGATE_LOSSES, parse_losses
 from xtk.losses.byte_kl import ByteKL
-from xtk.losses.divergences import ForwardKL
-from xtk.losses.objective import Heard, Objective
-from xtk.projection.next_bytes import next_bytes
+from xtk.losses.divergences import ForwardKLDivergence
+from xtk.losses.loss_term import LossTerm, TeacherOutput
+from xtk.projection.byte_partition import build_byte_partition
+from xtk.registry import load_registered
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker
-from xtk.training.metrics import read_metrics
-from xtk.training.sources import CacheSource
-from xtk.training.teachers import open_teachers
+from xtk.training.data_sources import CacheSource
+from xtk.training.loss_assignment import open_teachers
+from xtk.training.metrics_file import read_metrics
+from xtk.training.micro_batches import BatchBuilder
 
 ACROSS = [
-    name for name in LOSSES if name not in SURROGATES and lookup(LOSSES, name, "loss").ground not in ("text", "tokens")
+    name
+    for name in LOSSES
+    if name not in SURROGATE_LOSSES and load_registered(LOSSES, name, "loss").comparison_space not in ("text", "tokens")
 ]
 
 
 def test_every_loss_stands_on_something():
-    assert {lookup(LOSSES, name, "loss").ground for name in LOSSES} == set(GROUNDS)
+    assert {load_registered(LOSSES, name, "loss").comparison_space for name in LOSSES} == set(COMPARISON_SPACES)
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -97,14 +99,16 @@ def test_a_loss_that_cannot_take_draws_reads_what_is_exact_beside_them(run, pair
     found = []
     for place in ("head", "both"):
         cache = TeacherCache(str(tmp_path / place))
-        ground = open_teachers([str(tmp_path / place)], [], tokenizer)[0].ground(loss.rule().ground)
-        own = Objective(loss.rule(), loss.divergence(), ground)
-        beside = Objective(ByteKL(), ForwardKL(), next_bytes(tokenizer, cache.teacher))
-        found.append(BatchMaker(CacheSource(cache), tokenizer, [beside, own], 256).make([0, 1, 2]).terms)
+        ground = open_teachers([str(tmp_path / place)], [], tokenizer)[0].comparison_space(
+            loss.make_loss().comparison_space
+        )
+        own = LossTerm(loss.make_loss(), loss.make_divergence(), ground)
+        beside = LossTerm(ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, cache.teacher_tokenizer))
+        found.append(BatchBuilder(CacheSource(cache), tokenizer, [beside, own], 256).build([0, 1, 2]).terms)
     (draws_unread, of_head), (draws_read, of_both) = found
     assert torch.equal(of_head.teacher_probs, of_both.teacher_probs)
     assert torch.equal(of_head.tokens, of_both.tokens)
-    assert torch.equal(of_head.rest_probs, of_both.rest_probs)
+    assert torch.equal(of_head.remainder_probs, of_both.remainder_probs)
     assert len(draws_read.teacher_probs) > len(draws_unread.teacher_probs)
 
 
@@ -112,18 +116,18 @@ class Mumbling(CacheSource):
     """A teacher who says NaN now and then, and names tokens that there are not."""
 
     def heard(self, number, draw=0):
-        (word,) = super().heard(number, draw)
-        signal = word.signal
+        (word,) = super().teacher_outputs(number, draw)
+        signal = word.logprobs
         logprobs, ids = signal.logprobs.copy(), signal.ids.copy()
         logprobs[signal.offsets[5]] = np.nan
         ids[signal.offsets[8] : signal.offsets[9]][-1] = 10_000
-        return (Heard(word.tokens, dataclasses.replace(signal, logprobs=logprobs, ids=ids)),)
+        return (TeacherOutput(word.tokens, dataclasses.replace(signal, logprobs=logprobs, ids=ids)),)
 
 
 def test_a_position_of_which_the_teacher_said_nan_is_left_out_and_counted(pair, cache):
     tokenizer, source = Tokenizer(pair.student), TeacherCache(cache)
-    byte_kl = Objective(ByteKL(), ForwardKL(), next_bytes(tokenizer, source.teacher))
-    made = [BatchMaker(kind(source), tokenizer, [byte_kl], 256).make([0, 1, 2]) for kind in (CacheSource, Mumbling)]
-    assert [batch.silent for batch in made] == [0, 3]
-    assert 0 < made[1].terms[0].items < made[0].terms[0].items
+    byte_kl = LossTerm(ByteKL(), ForwardKLDivergence(), build_byte_partition(tokenizer, source.teacher_tokenizer))
+    made = [BatchBuilder(kind(source), tokenizer, [byte_kl], 256).build([0, 1, 2]) for kind in (CacheSource, Mumbling)]
+    assert [batch.nan_positions for batch in made] == [0, 3]
+    assert 0 < made[1].terms[0].num_items < made[0].terms[0].num_items
     assert np.isfinite(made[1].terms[0].teacher_probs.numpy()).all()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xtk.training.teachers import CHOSEN
+from xtk.training.loss_assignment import AUTO_LOSSES
 
 
 def metrics(done) -> dict:
@@ -34,9 +34,9 @@ def test_a_run_without_a_projection_is_the_run_with_the_one_that_would_be_built(
 
 def test_losses_that_nobody_names_fit_the_pair(run, pair, cache, corpus, tmp_path):
     across = run("distill", pair.student, cache, "--max-steps", 1, "-o", tmp_path / "across", "--json")
-    assert {text.partition(":")[0] for text in CHOSEN["bytes"]} <= set(metrics(across))
+    assert {text.partition(":")[0] for text in AUTO_LOSSES["bytes"]} <= set(metrics(across))
     same = run("distill", pair.teacher, cache, "--max-steps", 1, "-o", tmp_path / "same", "--json")
-    assert {text.partition(":")[0] for text in CHOSEN["tokens"]} <= set(metrics(same))
+    assert {text.partition(":")[0] for text in AUTO_LOSSES["tokens"]} <= set(metrics(same))
 
 
 def test_nothing_is_built_for_losses_that_need_no_projection(run, pair, cache, tmp_path):

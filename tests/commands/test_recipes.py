@@ -14,7 +14,7 @@ from command_line import run_xtk
 from interrupting import told
 from material import write_jsonl
 
-from xtk.artifacts.files import write_json
+from xtk.artifacts.atomic_files import write_json
 
 STEPS = ["--max-steps", 3, "--logging-steps", 1, "--learning-rate", 1e-3, "--per-device-train-batch-size", 4]
 

@@ -155,11 +155,11 @@ def test_merged_caches_are_the_cache_of_the_data_put_together(run, pair, tmp_pat
     whole = TeacherCache(tmp_path / "all")
     for found, first in ((TeacherCache(tmp_path / "merged"), 0), (TeacherCache(stretch), 5)):
         for number, row in enumerate(found):
-            expected = whole.row(first + number)
+            expected = whole.read_document(first + number)
             assert row.document == expected.document
             assert row.tokens.ids.tolist() == expected.tokens.ids.tolist()
-            assert row.scores.ids.tolist() == expected.scores.ids.tolist()
-            np.testing.assert_allclose(row.scores.logprobs, expected.scores.logprobs, atol=1e-5)
+            assert row.stored_logprobs.ids.tolist() == expected.stored_logprobs.ids.tolist()
+            np.testing.assert_allclose(row.stored_logprobs.logprobs, expected.stored_logprobs.logprobs, atol=1e-5)
     assert run("inspect", tmp_path / "merged", "--verify").stdout
     run("distill", pair.student, tmp_path / "merged", "--max-steps", 1, "-o", tmp_path / "student")
 

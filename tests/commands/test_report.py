@@ -15,7 +15,7 @@ from command_line import run_xtk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtk.commands import curves
+from xtk.commands import svg_curves
 
 VOID = ("meta", "br", "rect", "line")
 ODD = 'student <b>&"x" 日本語'
@@ -174,10 +174,10 @@ def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs,
     assert [one["path"] for one in told["runs"]] == [str(run) for run in runs]
     last = json.loads((runs[0] / "xtk.json").read_text())["metrics"]
     assert told["runs"][0]["metrics"] == last
-    loss = curves.number(last["loss"])
+    loss = svg_curves.format_number(last["loss"])
     difference = 2.0 - last["loss"]  # a loss that is no number is none
     sign = "+" if difference > 0 else "\N{MINUS SIGN}"
-    assert page.row("loss") == [loss, f"2 {sign}{curves.number(abs(difference))} to first"]
+    assert page.row("loss") == [loss, f"2 {sign}{svg_curves.format_number(abs(difference))} to first"]
     assert page.row("reward") == ["", "0.5"]
     less = "\N{MINUS SIGN}"
     compared = [
@@ -188,7 +188,7 @@ def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs,
     assert page.row("test.txt: bits_per_byte") == compared
     first, *_, end = (json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines())
     gain = end["eval_bits_per_byte"] - first["eval_bits_per_byte"]
-    expected = f"{curves.number(end['eval_bits_per_byte'])} {'+' if gain > 0 else less}{curves.number(abs(gain))}"
+    expected = f"{svg_curves.format_number(end['eval_bits_per_byte'])} {'+' if gain > 0 else less}{svg_curves.format_number(abs(gain))}"
     assert page.row("eval_bits_per_byte") == [f"{expected} to untrained", ""]
     assert page.row("seed") == ["42", "7"]
     assert "2 of" in page.text, "two options differ"
@@ -316,8 +316,8 @@ numbers = st.floats(-1e6, 1e6, allow_nan=False)
 @given(st.lists(numbers, min_size=1, max_size=3000))
 def test_a_long_curve_keeps_its_ends_and_its_spikes(values):
     points = list(enumerate(values))
-    kept = curves.thinned(points)
-    assert len(kept) <= max(2 * curves.STRETCHES + 2, 1)
+    kept = svg_curves.thin_points(points)
+    assert len(kept) <= max(2 * svg_curves.THINNED_INTERVALS + 2, 1)
     assert set(kept) <= set(points)
     assert kept == sorted(kept)
     assert {kept[0], kept[-1]} == {points[0], points[-1]}
@@ -326,8 +326,8 @@ def test_a_long_curve_keeps_its_ends_and_its_spikes(values):
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-3, 1e6))
 def test_ticks_are_round_numbers_inside_of_their_range(low, size):
-    found = curves.ticks(low, low + size)
-    assert 1 <= len(found) <= curves.TICKS + 1
+    found = svg_curves.round_ticks(low, low + size)
+    assert 1 <= len(found) <= svg_curves.APPROXIMATE_TICKS + 1
     assert all(low - 1e-6 * size <= tick <= low + size * (1 + 1e-6) for tick in found)
     steps = {round((after - before) / size, 6) for before, after in pairwise(found)}
     assert len(steps) <= 1 or max(steps) - min(steps) < 1e-5

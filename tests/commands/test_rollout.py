@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 XTK = f"{sys.executable} -m xtk"
@@ -55,12 +55,12 @@ def assert_trains_what_was_drawn(cache, student, records):
     tokenizer, rows = Tokenizer(student), list(TeacherCache(cache))
     assert len(rows) == len(records)
     for row, record in zip(rows, records, strict=True):
-        (sequence,) = sequences(tokenizer, [row.document])
+        (sequence,) = tokenize_documents(tokenizer, [row.document])
         assert sequence.ids.tolist() == record["student_ids"]
-        assert sequence.ids[sequence.trained].tolist() == drawn_of(record)
-        np.testing.assert_array_equal(row.document.drawn.logprobs, np.float32(record["student_logprobs"]))
-        assert row.document.drawn.advantage == record["advantage"]
-        assert len(row.signal) == row.tokens.trained.sum()
+        assert sequence.ids[sequence.train_mask].tolist() == drawn_of(record)
+        np.testing.assert_array_equal(row.document.sampled_tokens.logprobs, np.float32(record["student_logprobs"]))
+        assert row.document.sampled_tokens.advantage == record["advantage"]
+        assert len(row.teacher_logprobs) == row.tokens.train_mask.sum()
 
 
 @pytest.mark.slow
@@ -125,7 +125,9 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     assert_trains_what_was_drawn(tmp_path / "c", pair.student, records)
     for row, record in zip(TeacherCache(tmp_path / "c"), records, strict=True):
         np.testing.assert_allclose(
-            row.signal.realised_logprobs, [number for number in record["student_logprobs"] if number], atol=1e-4
+            row.teacher_logprobs.observed_logprobs,
+            [number for number in record["student_logprobs"] if number],
+            atol=1e-4,
         )
         assert all(len(ids) == 3 for ids in record["given_ids"])
 
@@ -146,7 +148,7 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     run("cache-teacher", "teacher", "r.jsonl", "--route-column", "who", "--top-k", 4, "-o", "c", cwd=tmp_path)
     records = lines_of(tmp_path / "r.jsonl")
     assert_trains_what_was_drawn(tmp_path / "c", tmp_path / "student", records)
-    assert {row.document.route for row in TeacherCache(tmp_path / "c")} == {"solver"}
+    assert {row.document.teacher_name for row in TeacherCache(tmp_path / "c")} == {"solver"}
     for record in records:
         assert [(one["role"], one["train"]) for one in record["messages"]] == [("user", False), ("assistant", True)]
         assert record["teacher_prompt"] == "It is 12."

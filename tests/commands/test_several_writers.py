@@ -17,9 +17,9 @@ import writers
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.teachers.caching import Share, cache_teacher
-from xtk.teachers.request import CacheRequest
-from xtk.tokens.signal import Support
+from xtk.teachers.cache_building import CachePartition, cache_teacher
+from xtk.teachers.cache_request import CacheRequest
+from xtk.tokens.teacher_logprobs import Support
 
 pytestmark = pytest.mark.slow
 
@@ -31,7 +31,7 @@ def request_of(pair) -> CacheRequest:
 
 
 def write(pair, corpus: Path, folder: Path, rank: int, machines: int) -> dict | None:
-    return cache_teacher(request_of(pair), Corpus([str(corpus)]), folder, share=Share(1, rank, machines))
+    return cache_teacher(request_of(pair), Corpus([str(corpus)]), folder, partition=CachePartition(1, rank, machines))
 
 
 def start(pair, corpus: object, folder: Path, *options: object, **arguments: object) -> subprocess.Popen[str]:
@@ -214,7 +214,7 @@ def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it
     done = run("inspect", "--verify", broken, code=1)
     assert str(broken / "tokenizer.json") in done.stderr
     with pytest.raises(XtkError, match="not the one it was made with"):
-        _ = TeacherCache(broken).teacher
+        _ = TeacherCache(broken).teacher_tokenizer
 
 
 @pytest.mark.long

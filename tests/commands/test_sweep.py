@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupting import assert_none_left, assert_same, processes_that_name, start, wait_for
 
-from xtk.artifacts.locks import only_writer
-from xtk.commands.sweep_plan import plan
-from xtk.commands.sweep_table import trained_for
-from xtk.training.metrics import read_metrics
+from xtk.artifacts.write_locks import exclusive_write_lock
+from xtk.commands.sweep_plan import plan_runs
+from xtk.commands.sweep_table import total_seconds
+from xtk.training.metrics_file import read_metrics
 
 COME_AGAIN, INTERRUPTED = 75, 130
 STEPS = 24
@@ -44,7 +44,7 @@ def swept(pair, corpus, tmp_path_factory):
     """A sweep of two runs, of which the first failed at first, since somebody else was writing it."""
     root = tmp_path_factory.mktemp("swept")
     command = ["sweep", *of_all(pair, corpus), *SEEDS, "-o", "all"]
-    with only_writer(root / "all" / "seed=0", "student"):
+    with exclusive_write_lock(root / "all" / "seed=0", "student"):
         failed = run_xtk(*command, "--json", cwd=root, code=1)
     before = times(root / "all" / "seed=1")
     mended = run_xtk(*command, "--json", cwd=root)
@@ -140,7 +140,7 @@ def test_another_request_for_a_finished_run_is_refused_and_one_that_gives_the_sa
 @pytest.mark.slow
 def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
     root, command, *_ = swept
-    with only_writer(root / "all", "sweep"):
+    with exclusive_write_lock(root / "all", "sweep"):
         done = run_xtk(*command, cwd=root, code=1)
     assert "another process is writing this sweep" in done.stderr
 
@@ -197,16 +197,21 @@ def test_every_value_arrives_as_it_was_written_in_a_folder_with_a_name_of_its_ow
     once = shlex.join(values)
     together = shlex.quote(shlex.join(several))
     vary = [f"route_column={once}", f"freeze={together}", "packing=true false"]
-    runs = plan(["student", "cache"], [], vary, Path("out"))
+    runs = plan_runs(["student", "cache"], [], vary, Path("out"))
     wanted = [(value, several, packing) for value in values for packing in (True, False)]
-    assert [(run.given["route_column"], run.given["freeze"], run.given["packing"]) for run in runs] == wanted
-    assert [(run.given["student"], run.given["cache"]) for run in runs] == [("student", ["cache"])] * len(runs)
+    assert [
+        (run.distill_options["route_column"], run.distill_options["freeze"], run.distill_options["packing"])
+        for run in runs
+    ] == wanted
+    assert [(run.distill_options["student"], run.distill_options["cache"]) for run in runs] == [
+        ("student", ["cache"])
+    ] * len(runs)
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
         assert SAFE.fullmatch(run.name)
         assert len(f"{run.name}.log") <= 255
-        assert run.folder == Path("out", run.name) == Path(run.given["output"])
-    assert plan(["student", "cache"], [], vary, Path("out")) == runs
+        assert run.folder == Path("out", run.name) == Path(run.distill_options["output"])
+    assert plan_runs(["student", "cache"], [], vary, Path("out")) == runs
 
 
 def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
@@ -215,11 +220,19 @@ def test_students_caches_losses_and_files_of_options_vary_together(tmp_path):
         (tmp_path / name).write_text(f"max_steps: {steps}\nseed: 7\n")
     vary = ["student=small/it large/it", "cache=c 'c d'", "loss=ce 'ce alm:weight=2'"]
     vary += [f"config={tmp_path / name}" for name in names]
-    runs = plan(["--loss", "byte-kl"], [], vary, Path("out"))
-    given = [(run.given["student"], run.given["cache"], run.given["loss"], run.given["max_steps"]) for run in runs]
+    runs = plan_runs(["--loss", "byte-kl"], [], vary, Path("out"))
+    given = [
+        (
+            run.distill_options["student"],
+            run.distill_options["cache"],
+            run.distill_options["loss"],
+            run.distill_options["max_steps"],
+        )
+        for run in runs
+    ]
     losses = (["byte-kl", "ce"], ["byte-kl", "ce", "alm:weight=2"])
     assert given == list(itertools.product(("small/it", "large/it"), (["c"], ["c", "d"]), losses, (5, 6)))
-    assert {run.given["seed"] for run in runs} == {7}
+    assert {run.distill_options["seed"] for run in runs} == {7}
     assert runs[0].name == "student=small-it,cache=c,loss=ce,config=a.yaml"
     assert runs[-1].name == "student=large-it,cache=c+d,loss=ce+alm-weight=2,config=b.yaml"
 
@@ -237,7 +250,7 @@ def test_a_list_names_its_runs_and_reads_what_dry_run_prints(tmp_path):
     assert [shlex.split(line)[-1] for line in printed.splitlines()] == expected
     again = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "-", stdin=printed, cwd=tmp_path).stdout
     assert again == printed
-    runs = [plan([], [("here", line)], [], tmp_path)[0].given for line in printed.splitlines()]
+    runs = [plan_runs([], [("here", line)], [], tmp_path)[0].distill_options for line in printed.splitlines()]
     assert [one["seed"] for one in runs] == [0, 1] * 3
     assert (runs[-1]["student"], runs[-1]["freeze"], runs[-1]["max_steps"]) == ("my student", ["a b"], 5)
 
@@ -268,7 +281,7 @@ def test_the_seconds_of_a_run_are_those_of_all_processes_that_went_on_with_it(pr
     for before, after in itertools.pairwise(processes):
         after[0] = min(after[0], before[-1] / 2)
     lines = [{"step": 0}, *({"seconds": seconds} for process in processes for seconds in process)]
-    assert trained_for(lines) == pytest.approx(sum(process[-1] for process in processes))
+    assert total_seconds(lines) == pytest.approx(sum(process[-1] for process in processes))
 
 
 # --- minutes
@@ -343,7 +356,7 @@ def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_be
     for run in runs:
         assert_same(output / run, whole / run)
         seconds = [line["seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
-        assert trained_for(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
+        assert total_seconds(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
 
 
 @pytest.mark.long

@@ -11,8 +11,8 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from xtk.artifacts.corpus import Corpus
-from xtk.doctor.case import Case, Plan, Side
-from xtk.doctor.costs import of_caching, of_training
+from xtk.doctor.inputs import DoctorInputs, DoctorModel, RunPlan
+from xtk.doctor.resource_estimates import estimate_caching_memory, estimate_training_memory
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak is read from /proc")
 
@@ -49,12 +49,12 @@ def test_memory_is_what_was_forecast(tmp_path):
     for folder in (student, teacher):
         model.save_pretrained(folder)
     data = material.write_jsonl(tmp_path / "data.jsonl", [" ".join(material.sentences(12, seed)) for seed in range(16)])
-    sides = [Side.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
-    case = Case(*sides, Plan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
+    sides = [DoctorModel.read(role, folder, role) for role, folder in (("student", student), ("teacher", teacher))]
+    case = DoctorInputs(*sides, RunPlan(batch_tokens=2048, max_batch_tokens=2048), None, Corpus([str(data)]))
     cached = tmp_path / "cache"
-    said = of_caching(case).total
+    said = estimate_caching_memory(case).total
     run: tuple[object, ...] = ("cache-teacher", teacher, data, "-o", cached, "--batch-tokens", 2048)
     assert said == pytest.approx(held(said, *run), rel=REACH)
-    said = of_training(case).total
+    said = estimate_training_memory(case).total
     run = ("distill", student, cached, "-o", tmp_path / "run", "--max-steps", 2, "--max-batch-tokens", 2048)
     assert said == pytest.approx(held(said, *run), rel=REACH)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from steps import inputs_of, recipe_of
 
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.held_out import Evaluation
-from xtk.training.layout import Layout
-from xtk.training.student import Student
+from xtk.training.held_out_evaluation import HeldOutEvaluator
+from xtk.training.parallel_config import ParallelConfig
+from xtk.training.student_module import StudentWithLoss
 
 TEXTS = material.sentences(12, seed=21)
 
@@ -39,8 +39,10 @@ def told(run, *arguments: object, cwd: Path) -> list[dict]:
 def test_it_is_what_training_says_of_a_held_out_cache(run, pair, folder, cache, loss):
     (found,) = told(run, pair.student, cache, cwd=folder)
     inputs = inputs_of(pair.student, [folder / cache], recipe_of([loss]), (), (folder / cache,))
-    model = Student(Cut(load_causal_lm(pair.student)))
-    expected = Evaluation(inputs.held_out, model, inputs.tokenizer, 256, 0, Layout(), torch.device("cpu"))()
+    model = StudentWithLoss(BackboneWithHead(load_causal_lm(pair.student)))
+    expected = HeldOutEvaluator(
+        inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), torch.device("cpu")
+    )()
     names = ["bits_per_byte", loss, *(["top1_agreement"] if cache == "top" else [])]
     assert {name: found[name] for name in names} == pytest.approx(
         {name: expected[f"eval_{name}"] for name in names}, rel=1e-5

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.errors import XtkError
-from xtk.evaluation.bits import bits_per_byte, windows_of
-from xtk.evaluation.estimates import Estimate, Ratio
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte, split_into_windows
+from xtk.evaluation.standard_errors import Estimate, Ratio
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [*material.sentences(12, seed=5), *material.ODD, "a", ""]
@@ -27,15 +27,15 @@ LONG = [" ".join(material.sentences(40, seed=6)), " ".join(material.sentences(33
 
 
 def documents(texts: list[str]) -> list[Document]:
-    return [Document.of_text(text) for text in texts]
+    return [Document.from_text(text) for text in texts]
 
 
 def plain_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
     """Bits, bytes and tokens of short documents, one by one, in float64."""
     model = load_causal_lm(folder, dtype=torch.float64).eval()
     bits, size, count = 0.0, 0, 0
-    for text, sequence in zip(texts, sequences(Tokenizer(folder), documents(texts)), strict=True):
-        ids = torch.from_numpy(sequence.ids[: sequence.pieces[:, 1].max(initial=1)].astype(np.int64))
+    for text, sequence in zip(texts, tokenize_documents(Tokenizer(folder), documents(texts)), strict=True):
+        ids = torch.from_numpy(sequence.ids[: sequence.text_runs[:, 1].max(initial=1)].astype(np.int64))
         size += len(text.encode())
         if len(ids) < 2:
             continue
@@ -50,38 +50,40 @@ def plain_bits(folder: Path, texts: list[str]) -> tuple[float, int, int]:
 def test_bits_per_byte_are_those_of_a_plain_float64_computation(pair, side):
     folder = getattr(pair, side)
     bits, size, count = plain_bits(folder, TEXTS)
-    found = bits_per_byte(Cut(load_causal_lm(folder)), Tokenizer(folder), documents(TEXTS))
-    assert (found.bytes, found.tokens, found.documents) == (size, count, len(TEXTS))
+    found = evaluate_bits_per_byte(BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), documents(TEXTS))
+    assert (found.bytes, found.num_tokens, found.num_documents) == (size, count, len(TEXTS))
     assert found.bytes == sum(len(text.encode()) for text in TEXTS)
-    assert found.windows == len(TEXTS) - 1  # nothing is read for the empty one
+    assert found.num_windows == len(TEXTS) - 1  # nothing is read for the empty one
     assert found.bits == pytest.approx(bits, rel=1e-6)
     assert found.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
 
 
 def test_bits_per_byte_do_not_depend_on_the_batch(pair):
-    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
     corpus = documents(TEXTS + LONG)
-    results = [bits_per_byte(model, tokenizer, corpus, batch_tokens=tokens) for tokens in (1, 300, 8192, 10**9)]
+    results = [
+        evaluate_bits_per_byte(model, tokenizer, corpus, batch_tokens=tokens) for tokens in (1, 300, 8192, 10**9)
+    ]
     for result in results[1:]:
         assert result.bits == pytest.approx(results[0].bits, rel=1e-6)
-        assert (result.bytes, result.tokens, result.windows) == (
+        assert (result.bytes, result.num_tokens, result.num_windows) == (
             results[0].bytes,
-            results[0].tokens,
-            results[0].windows,
+            results[0].num_tokens,
+            results[0].num_windows,
         )
 
 
 def test_more_documents_than_are_read_at_once_add_up(pair):
-    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
     corpus = documents(material.sentences(300, seed=2))
 
     def stream() -> Iterator[Document]:
         yield from corpus
 
-    parts = [bits_per_byte(model, tokenizer, corpus[at : at + 100]) for at in (0, 100, 200)]
-    whole = bits_per_byte(model, tokenizer, stream())
+    parts = [evaluate_bits_per_byte(model, tokenizer, corpus[at : at + 100]) for at in (0, 100, 200)]
+    whole = evaluate_bits_per_byte(model, tokenizer, stream())
     assert whole.bits == pytest.approx(sum(part.bits for part in parts), rel=1e-6)
-    assert (whole.documents, whole.bytes) == (300, sum(part.bytes for part in parts))
+    assert (whole.num_documents, whole.bytes) == (300, sum(part.bytes for part in parts))
 
 
 def renumbered(folder: Path, other: Path, seed: int) -> Path:
@@ -112,7 +114,7 @@ def test_a_renumbered_vocabulary_is_the_same_model(pair, side, tmp_path):
     one = Tokenizer(folder).encode([TEXTS[0]])[0].ids
     assert one.tolist() != Tokenizer(other).encode([TEXTS[0]])[0].ids.tolist()
     results = [
-        bits_per_byte(Cut(load_causal_lm(place)), Tokenizer(place), documents(TEXTS + LONG))
+        evaluate_bits_per_byte(BackboneWithHead(load_causal_lm(place)), Tokenizer(place), documents(TEXTS + LONG))
         for place in (folder, other)
     ]
     assert results[1].bits == pytest.approx(results[0].bits, rel=1e-6)
@@ -126,12 +128,12 @@ def test_windows_score_every_token_once_with_half_a_context_before_it(length, li
     counted = np.ones(length, np.bool_)
     counted[0] = False
     times = np.zeros(length, np.int64)
-    for number, window in enumerate(windows_of(ids, counted, limit)):
+    for number, window in enumerate(split_into_windows(ids, counted, limit)):
         assert len(window.ids) <= limit
-        assert not window.counted[0]  # nothing predicts the first token of a window
-        times[window.ids[window.counted]] += 1
+        assert not window.is_scored[0]  # nothing predicts the first token of a window
+        times[window.ids[window.is_scored]] += 1
         if number:
-            assert np.flatnonzero(window.counted).min() >= limit // 2
+            assert np.flatnonzero(window.is_scored).min() >= limit // 2
     assert times.tolist() == counted.astype(int).tolist()
 
 
@@ -140,22 +142,24 @@ def test_windows_score_every_token_once_with_half_a_context_before_it(length, li
 def test_of_long_documents_every_byte_counts_once(pair, side, max_length):
     folder = getattr(pair, side)
     tokenizer = Tokenizer(folder)
-    read = [sequence.pieces[:, 1].max(initial=1) for sequence in sequences(tokenizer, documents(LONG))]
+    read = [sequence.text_runs[:, 1].max(initial=1) for sequence in tokenize_documents(tokenizer, documents(LONG))]
     limit = max_length or 256
-    found = bits_per_byte(Cut(load_causal_lm(folder)), tokenizer, documents(LONG), max_length=max_length)
+    found = evaluate_bits_per_byte(
+        BackboneWithHead(load_causal_lm(folder)), tokenizer, documents(LONG), max_length=max_length
+    )
     assert max(read) > limit
     assert found.bytes == sum(len(text.encode()) for text in LONG)
-    assert found.tokens == sum(read) - len(LONG)
-    assert found.windows == sum(1 + max(0, math.ceil((length - limit) / (limit // 2))) for length in read)
+    assert found.num_tokens == sum(read) - len(LONG)
+    assert found.num_windows == sum(1 + max(0, math.ceil((length - limit) / (limit // 2))) for length in read)
     assert 0 < found.bits_per_byte < 12
 
 
 def test_a_window_scores_its_tokens_as_if_it_were_the_whole_text(pair):
     """The plain computation over the same windows, in float64."""
     tokenizer = Tokenizer(pair.student)
-    (sequence,) = sequences(tokenizer, documents(LONG[:1]))
+    (sequence,) = tokenize_documents(tokenizer, documents(LONG[:1]))
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
-    ids = torch.from_numpy(sequence.ids[: sequence.pieces[:, 1].max(initial=1)].astype(np.int64))
+    ids = torch.from_numpy(sequence.ids[: sequence.text_runs[:, 1].max(initial=1)].astype(np.int64))
     bits, done, limit = 0.0, 1, 64
     while done < len(ids):
         stop = min(limit if done == 1 else done + limit // 2, len(ids))
@@ -164,30 +168,32 @@ def test_a_window_scores_its_tokens_as_if_it_were_the_whole_text(pair):
             logprobs = torch.log_softmax(model(input_ids=ids[None, start:stop]).logits[0], -1)
         bits -= sum(float(logprobs[at - 1 - start, ids[at]]) for at in range(done, stop)) / math.log(2)
         done = stop
-    found = bits_per_byte(Cut(load_causal_lm(pair.student)), tokenizer, documents(LONG[:1]), max_length=limit)
+    found = evaluate_bits_per_byte(
+        BackboneWithHead(load_causal_lm(pair.student)), tokenizer, documents(LONG[:1]), max_length=limit
+    )
     assert found.bits == pytest.approx(bits, rel=1e-6)
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_of_a_prompt_with_its_completion_the_completion_counts(pair, side):
     folder = getattr(pair, side)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
     prompt, completion = "Anna has 12 apples. Bert has 4 pears.", " Now Anna has 8 apples left — café."
-    both = bits_per_byte(model, tokenizer, documents([prompt + completion]))
-    first = bits_per_byte(model, tokenizer, documents([prompt]))
-    found = bits_per_byte(model, tokenizer, [Document.of_completion(prompt, completion)])
+    both = evaluate_bits_per_byte(model, tokenizer, documents([prompt + completion]))
+    first = evaluate_bits_per_byte(model, tokenizer, documents([prompt]))
+    found = evaluate_bits_per_byte(model, tokenizer, [Document.from_completion(prompt, completion)])
     assert found.bytes == len(completion.encode())
-    assert found.tokens == both.tokens - first.tokens
+    assert found.num_tokens == both.num_tokens - first.num_tokens
     assert found.bits == pytest.approx(both.bits - first.bits, rel=1e-5)
 
 
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_an_empty_prompt_is_no_prompt(pair, side):
     folder = getattr(pair, side)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
-    text = bits_per_byte(model, tokenizer, documents([TEXTS[0]]))
-    found = bits_per_byte(model, tokenizer, [Document.of_completion("", TEXTS[0])])
-    assert (found.bytes, found.tokens) == (text.bytes, text.tokens)
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    text = evaluate_bits_per_byte(model, tokenizer, documents([TEXTS[0]]))
+    found = evaluate_bits_per_byte(model, tokenizer, [Document.from_completion("", TEXTS[0])])
+    assert (found.bytes, found.num_tokens) == (text.bytes, text.num_tokens)
     assert found.bits == pytest.approx(text.bits, rel=1e-6)
 
 
@@ -195,15 +201,15 @@ def test_an_empty_prompt_is_no_prompt(pair, side):
 def test_documents_sum_to_the_whole_and_do_not_depend_on_each_other(pair, side):
     """Windows are a document's own: packing, batches and neighbours change nothing, and the stride is told."""
     folder = getattr(pair, side)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
     texts = LONG + TEXTS
     for max_length, told in ((None, (256, 128)), (64, (64, 32))):
-        whole = bits_per_byte(model, tokenizer, documents(texts), max_length=max_length)
-        assert (whole.window, whole.stride) == told
-        assert whole.of_documents.counts.tolist() == [len(text.encode()) for text in texts]
+        whole = evaluate_bits_per_byte(model, tokenizer, documents(texts), max_length=max_length)
+        assert (whole.window_tokens, whole.stride) == told
+        assert whole.per_document.counts.tolist() == [len(text.encode()) for text in texts]
         for at in (0, 1, len(texts) - 2):
-            alone = bits_per_byte(model, tokenizer, documents(texts[at : at + 1]), max_length=max_length)
-            assert whole.of_documents.sums[at] == pytest.approx(alone.bits, rel=1e-6)
+            alone = evaluate_bits_per_byte(model, tokenizer, documents(texts[at : at + 1]), max_length=max_length)
+            assert whole.per_document.sums[at] == pytest.approx(alone.bits, rel=1e-6)
 
 
 def test_a_ratio_over_equal_documents_is_a_mean():
@@ -212,18 +218,18 @@ def test_a_ratio_over_equal_documents_is_a_mean():
     size = np.full(40, 7.0)
     ours, theirs = Ratio(7 * one, size), Ratio(7 * other, size)
     for found, expected in (
-        (ours.estimate(), Estimate.of(one)),
-        (ours.difference(theirs), Estimate.of(one - other)),
+        (ours.estimate(), Estimate.mean_of(one)),
+        (ours.difference(theirs), Estimate.mean_of(one - other)),
         (ours.difference(ours), Estimate(0.0, 0.0)),
     ):
         assert found.value == pytest.approx(expected.value, abs=1e-12)
         assert found.error == pytest.approx(expected.error, abs=1e-12)
     assert math.isnan(Ratio(one[:1], size[:1]).estimate().error)
-    assert Ratio(one[:1], size[:1]).estimate().told_error is None
+    assert Ratio(one[:1], size[:1]).estimate().finite_error is None
     # Who has no part says nothing about the error.
     with_nothing = Ratio(np.append(7 * one, np.zeros(9)), np.append(size, np.zeros(9)))
     assert with_nothing.estimate() == ours.estimate()
-    assert Ratio(np.array([3.0, 0.0]), np.array([1.0, 0.0])).estimate().told_error is None
+    assert Ratio(np.array([3.0, 0.0]), np.array([1.0, 0.0])).estimate().finite_error is None
 
 
 def test_the_error_of_a_ratio_is_how_far_it_strays():
@@ -250,42 +256,42 @@ def without_start(folder: Path, other: Path) -> Path:
 
 def test_without_a_start_token_the_bytes_that_nothing_predicts_do_not_count(pair, tmp_path):
     folder = without_start(pair.student, tmp_path)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
     text = TEXTS[0]
-    first = int(tokenizer.encode([text])[0].ends[0])
-    for document in (Document.of_text(text), Document.of_completion("", text)):
-        found = bits_per_byte(model, tokenizer, [document])
+    first = int(tokenizer.encode([text])[0].byte_ends[0])
+    for document in (Document.from_text(text), Document.from_completion("", text)):
+        found = evaluate_bits_per_byte(model, tokenizer, [document])
         assert found.bytes == len(text.encode()) - first
-        assert found.tokens == len(tokenizer.encode([text])[0].ids) - 1
+        assert found.num_tokens == len(tokenizer.encode([text])[0].ids) - 1
 
 
 def test_a_first_token_that_nothing_predicts_may_end_in_the_completion(pair, tmp_path):
     folder = without_start(pair.student, tmp_path)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
-    first = int(tokenizer.encode(["Jakob has 12 apples."])[0].ends[0])
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    first = int(tokenizer.encode(["Jakob has 12 apples."])[0].byte_ends[0])
     assert first > 2
-    found = bits_per_byte(model, tokenizer, [Document.of_completion("Ja", "kob has 12 apples.")])
+    found = evaluate_bits_per_byte(model, tokenizer, [Document.from_completion("Ja", "kob has 12 apples.")])
     assert found.bytes == len("Jakob has 12 apples.") - first
 
 
 def test_a_context_of_one_token_is_refused(pair):
-    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="--max-length is 1"):
-        bits_per_byte(model, tokenizer, documents(TEXTS), max_length=1)
+        evaluate_bits_per_byte(model, tokenizer, documents(TEXTS), max_length=1)
 
 
 def test_a_model_comes_back_in_the_mode_that_it_came_in(pair):
-    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
     for training in (True, False):
         model.train(training)
-        bits_per_byte(model, tokenizer, documents(TEXTS[:2]))
+        evaluate_bits_per_byte(model, tokenizer, documents(TEXTS[:2]))
         assert model.training is training
 
 
 def test_nothing_has_no_bits_per_byte(pair):
-    model, tokenizer = Cut(load_causal_lm(pair.student)), Tokenizer(pair.student)
+    model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="no text to evaluate on"):
-        bits_per_byte(model, tokenizer, documents([""]))
+        evaluate_bits_per_byte(model, tokenizer, documents([""]))
 
 
 def test_what_is_not_a_number_is_told_as_such(run, pair, corpus, tmp_path):
@@ -293,7 +299,7 @@ def test_what_is_not_a_number_is_told_as_such(run, pair, corpus, tmp_path):
     model = load_causal_lm(pair.student)
     torch.nn.init.constant_(model.model.norm.weight, 3e38)  # finite, as weights have to be; its logits are not
     model.save_pretrained(tmp_path / "broken")
-    for name, content in Tokenizer(pair.student).files().items():
+    for name, content in Tokenizer(pair.student).to_files().items():
         (tmp_path / "broken" / name).write_bytes(content)
     alone = run("evaluate", "broken", corpus, cwd=tmp_path)
     assert alone.stdout.startswith("not a number bits per byte  broken")

@@ -15,22 +15,28 @@ from scripted import ScriptedWriter
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Answers, answer, check_judges, pass_at, powers_up_to
-from xtk.evaluation.estimates import Estimate
+from xtk.evaluation.generated_answers import (
+    AnswerScores,
+    check_rewards_apply,
+    evaluate_answers,
+    pass_at_k,
+    powers_of_two_up_to,
+)
+from xtk.evaluation.standard_errors import Estimate
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rewards.sandbox import Sandbox
-from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import read_prompts
-from xtk.rollouts.writer import Sampling
 from xtk.tokens.tokenizer import Tokenizer
 
 
-def answers_of(scores: list[list[float]]) -> Answers:
+def answers_of(scores: list[list[float]]) -> AnswerScores:
     found = np.array(scores)
-    return Answers(found, 1.0, np.ones(found.shape, np.int64), 0.0, 0)
+    return AnswerScores(found, 1.0, np.ones(found.shape, np.int64), 0.0, 0)
 
 
-def rewards(text: str) -> Rewards:
-    return Rewards([parse_reward(text)])
+def rewards(text: str) -> WeightedRewards:
+    return WeightedRewards([parse_reward(text)])
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_right_one():
@@ -38,19 +44,19 @@ def test_pass_at_k_is_the_share_of_all_choices_of_k_that_hold_a_right_one():
         for right, k in itertools.product(range(samples + 1), range(1, samples + 1)):
             marks = [True] * right + [False] * (samples - right)
             choices = [any(some) for some in itertools.combinations(marks, k)]
-            assert pass_at(k, samples, right) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
-    assert pass_at(1, 5, 2) == pytest.approx(0.4)
-    assert powers_up_to(1) == [1]
-    assert powers_up_to(6) == [1, 2, 4, 6]
-    assert powers_up_to(8) == [1, 2, 4, 8]
+            assert pass_at_k(k, samples, right) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+    assert pass_at_k(1, 5, 2) == pytest.approx(0.4)
+    assert powers_of_two_up_to(1) == [1]
+    assert powers_of_two_up_to(6) == [1, 2, 4, 6]
+    assert powers_of_two_up_to(8) == [1, 2, 4, 8]
 
 
 def test_errors_are_over_problems_and_differences_are_paired():
     one = answers_of([[1, 1], [0, 0], [1, 0], [0, math.nan]])
-    assert one.average() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: sd 0.5 over three
+    assert one.mean_reward() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: sd 0.5 over three
     assert one.pass_at(1).value == pytest.approx(0.5)
     assert one.pass_at(2).value == pytest.approx(2 / 3)
-    assert one.record()["unjudged"] == 1
+    assert one.to_json()["unjudged"] == 1
     same = one.difference(one)
     assert (same.value, same.error) == (0.0, 0.0)
     worse = answers_of([[1, 0], [0, 0], [0, 0], [1, 1]])
@@ -65,24 +71,26 @@ def test_an_oracle_has_all_of_gsm8k_right_and_what_it_changes_wrong(pair, real_d
     prompts = read_prompts(corpus, 100)
     tokenizer = Tokenizer(pair.student)
     known = {str(prompt.record["question"]): str(prompt.record["answer"]) for prompt in prompts}
-    start = tokenizer.control_names[tokenizer.start_id]
+    start = tokenizer.special_token_names[tokenizer.start_id]
 
     def says(read: str, key: tuple[int, ...]) -> tuple[str, bool]:
         told = known[read.removeprefix(start)]
         return (told if key[1] % 4 or key[2] else told + "1"), True  # the first answer to every fourth is wrong
 
     writer = ScriptedWriter(tokenizer, says)
-    sampling = Sampling(temperature=1.0, max_completion_length=4096)
-    found = answer(prompts, writer, tokenizer, sampling, rewards("exact"), num_generations=2)
-    assert found.average().value == pytest.approx(1 - 25 / 200)
+    sampling = SamplingConfig(temperature=1.0, max_completion_length=4096)
+    found = evaluate_answers(prompts, writer, tokenizer, sampling, rewards("exact"), num_generations=2)
+    assert found.mean_reward().value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(1).value == pytest.approx(1 - 25 / 200)
     assert found.pass_at(2).value == 1.0
-    assert (found.truncated, found.without_room) == (0.0, 0)
+    assert (found.truncated_fraction, found.prompts_too_long) == (0.0, 0)
     assert set(found.scores[:, 1]) == {1.0}
     with pytest.raises(XtkError, match="at temperature 0 all 2 answers"):
-        answer(prompts, writer, tokenizer, Sampling(temperature=0.0), rewards("exact"), num_generations=2)
+        evaluate_answers(
+            prompts, writer, tokenizer, SamplingConfig(temperature=0.0), rewards("exact"), num_generations=2
+        )
     with pytest.raises(XtkError, match="could judge no answer"):
-        answer(prompts[:2], writer, tokenizer, sampling, rewards("exact:column=nowhere"))
+        evaluate_answers(prompts[:2], writer, tokenizer, sampling, rewards("exact:column=nowhere"))
 
 
 def test_problems_without_room_are_wrong(pair, tmp_path):
@@ -91,10 +99,10 @@ def test_problems_without_room_are_wrong(pair, tmp_path):
     rows = [{"prompt": "1 + 1 =", "answer": "2"}, {"prompt": "1 + 1 + " * 60, "answer": "2"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     writer = ScriptedWriter(tokenizer, lambda read, key: ("#### 2", True), context=64)
-    found = answer(read_prompts(Corpus([str(path)])), writer, tokenizer, Sampling(), rewards("exact"))
+    found = evaluate_answers(read_prompts(Corpus([str(path)])), writer, tokenizer, SamplingConfig(), rewards("exact"))
     assert found.scores.tolist() == [[1.0], [0.0]]
-    assert found.without_room == 1
-    assert found.record()["problems"] == 2
+    assert found.prompts_too_long == 1
+    assert found.to_json()["problems"] == 2
 
 
 def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):
@@ -107,12 +115,14 @@ def test_an_oracle_passes_the_tests_of_human_eval(pair, real_data, tmp_path):
     path.write_bytes(b"\n".join(lines) + b"\n")
     tokenizer = Tokenizer(pair.student)
     solutions = {row["prompt"]: row["canonical_solution"] for row in map(json.loads, lines)}
-    start = tokenizer.control_names[tokenizer.start_id]
+    start = tokenizer.special_token_names[tokenizer.start_id]
     oracle = ScriptedWriter(tokenizer, lambda read, key: (solutions[read.removeprefix(start)], True))
     fool = ScriptedWriter(tokenizer, lambda read, key: ("    return None\n", True))
-    prompts, sampling = read_prompts(Corpus([str(path)])), Sampling(max_completion_length=4096)
-    assert answer(prompts, oracle, tokenizer, sampling, rewards("tests:seconds=60")).average().value == 1.0
-    assert answer(prompts, fool, tokenizer, sampling, rewards("tests:seconds=60")).average().value == 0.0
+    prompts, sampling = read_prompts(Corpus([str(path)])), SamplingConfig(max_completion_length=4096)
+    assert (
+        evaluate_answers(prompts, oracle, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 1.0
+    )
+    assert evaluate_answers(prompts, fool, tokenizer, sampling, rewards("tests:seconds=60")).mean_reward().value == 0.0
 
 
 def test_models_side_by_side(run, pair, tmp_path):
@@ -145,7 +155,8 @@ def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
     (tmp_path / "problems.jsonl").write_text(json.dumps({"prompt": "1 + 1 =", "answer": "2"}) + "\n")
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     writer = ScriptedWriter(tokenizer, lambda read, key: (" 2\nQuestion: 7 + 7 = 14", False))
-    told = [answer(prompts, writer, tokenizer, Sampling(stop=stop), rewards("exact:anywhere=true")).average().value
+    told = [evaluate_answers(prompts, writer, tokenizer, SamplingConfig(stop=stop),
+        rewards("exact:anywhere=true")).mean_reward().value
             for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
     assert told == [0.0, 1.0, 0.0]
 
@@ -156,11 +167,11 @@ def test_what_no_reward_can_judge_is_found_before_anything_is_written(run, pair,
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     for told in ("exact", "boxed:compare=strings", "regex:pattern=.,column=answer", "tests"):
         with pytest.raises(XtkError, match="could judge no answer") as refused:
-            check_judges(rewards(told), prompts)
+            check_rewards_apply(rewards(told), prompts)
         assert "prompt, question, answer, test_list" in str(refused.value)
-    check_judges(rewards("json"), prompts)
+    check_rewards_apply(rewards("json"), prompts)
     (tmp_path / "own.py").write_text("def own(completion, prompt, row):\n    raise ValueError\n")
-    check_judges(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # nobody knows
+    check_rewards_apply(rewards(f"{tmp_path / 'own.py'}:own"), prompts)  # nobody knows
     done = run("evaluate", pair.student, "problems.jsonl", "--reward", "exact", "--quiet", cwd=tmp_path, code=1)
     assert "could judge no answer" in done.stderr
 

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtk.evaluation.bits import bits_per_byte
-from xtk.evaluation.kinds import KINDS, fenced, kinds_of
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+from xtk.evaluation.text_categories import TEXT_CATEGORIES, categorize_bytes, fenced_ranges
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 CODE = "See:\n```python\nx = 1\n```\nand 2."
@@ -24,7 +24,7 @@ TEXTS = [*material.sentences(10, seed=8), *material.ODD, CODE, "a", "", " ".join
 
 
 def named(text: str) -> list[str]:
-    return [KINDS[kind] for kind in kinds_of(Document.of_text(text))]
+    return [TEXT_CATEGORIES[kind] for kind in categorize_bytes(Document.from_text(text))]
 
 
 @pytest.mark.parametrize(
@@ -63,28 +63,28 @@ def test_kinds_by_example(text, expected):
     ],
 )
 def test_fences_are_those_of_markdown(text, inside):
-    assert [text[start:stop] for start, stop in fenced(text)] == inside
+    assert [text[start:stop] for start, stop in fenced_ranges(text)] == inside
 
 
 @given(text=st.text())
 def test_every_byte_has_a_kind(text):
-    document = Document.of_text(text)
-    assert len(kinds_of(document)) == len(document.text.encode())
+    document = Document.from_text(text)
+    assert len(categorize_bytes(document)) == len(document.text.encode())
 
 
 def shared(folder, texts: list[str]) -> dict[str, float]:
     """Bits by kind of short texts in plain words: a loop over tokens and the bytes of each, in float64."""
     tokenizer = Tokenizer(folder)
     model = load_causal_lm(folder, dtype=torch.float64).eval()
-    spellings = tokenizer.vocabulary.spellings
-    found = dict.fromkeys(KINDS, 0.0)
-    for text, sequence in zip(texts, sequences(tokenizer, list(map(Document.of_text, texts))), strict=True):
-        kinds, stop = named(text), int(sequence.pieces[:, 1].max(initial=1))
+    spellings = tokenizer.vocabulary.bytes_by_id
+    found = dict.fromkeys(TEXT_CATEGORIES, 0.0)
+    for text, sequence in zip(texts, tokenize_documents(tokenizer, list(map(Document.from_text, texts))), strict=True):
+        kinds, stop = named(text), int(sequence.text_runs[:, 1].max(initial=1))
         with torch.no_grad():
             probs = torch.softmax(model(input_ids=torch.from_numpy(sequence.ids.astype(np.int64))[None]).logits[0], -1)
         for at in range(1, stop):
             token, row = int(sequence.ids[at]), probs[at - 1].tolist()
-            spelling, start = spellings[token], int(sequence.ends[at - 1])
+            spelling, start = spellings[token], int(sequence.byte_ends[at - 1])
             before = 1.0
             for size in range(1, len(spelling) + 1):
                 mass = sum(row[other] for other, one in enumerate(spellings) if one.startswith(spelling[:size]))
@@ -98,9 +98,11 @@ def shared(folder, texts: list[str]) -> dict[str, float]:
 def test_a_byte_costs_what_the_bytes_before_it_in_its_token_leave_open(pair, side):
     folder, texts = getattr(pair, side), [*material.sentences(2, seed=8), CODE, "naïve 12 字 café"]
     expected = shared(folder, texts)
-    documents = list(map(Document.of_text, texts))
-    found = bits_per_byte(Cut(load_causal_lm(folder)), Tokenizer(folder), documents, by_kind=True)
-    bits = {kind: float(ratio.sums.sum()) for kind, ratio in found.of_kinds.items()}
+    documents = list(map(Document.from_text, texts))
+    found = evaluate_bits_per_byte(
+        BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder), documents, by_category=True
+    )
+    bits = {kind: float(ratio.sums.sum()) for kind, ratio in found.per_category.items()}
     assert bits == pytest.approx({kind: value for kind, value in expected.items() if value}, rel=1e-5)
 
 
@@ -108,16 +110,22 @@ def test_a_byte_costs_what_the_bytes_before_it_in_its_token_leave_open(pair, sid
 @pytest.mark.parametrize("max_length", [None, 24])
 def test_kinds_sum_to_the_whole(pair, side, max_length):
     folder = getattr(pair, side)
-    model, tokenizer = Cut(load_causal_lm(folder)), Tokenizer(folder)
-    documents = [*map(Document.of_text, TEXTS), Document.of_completion("It is 1", "2 and αβ."), Document.of_text("")]
-    plain = bits_per_byte(model, tokenizer, documents, max_length=max_length)
-    found = bits_per_byte(model, tokenizer, documents, max_length=max_length, by_kind=True, batch_tokens=500)
-    assert plain.of_kinds == {}
+    model, tokenizer = BackboneWithHead(load_causal_lm(folder)), Tokenizer(folder)
+    documents = [
+        *map(Document.from_text, TEXTS),
+        Document.from_completion("It is 1", "2 and αβ."),
+        Document.from_text(""),
+    ]
+    plain = evaluate_bits_per_byte(model, tokenizer, documents, max_length=max_length)
+    found = evaluate_bits_per_byte(
+        model, tokenizer, documents, max_length=max_length, by_category=True, batch_tokens=500
+    )
+    assert plain.per_category == {}
     assert found.bits == pytest.approx(plain.bits, rel=1e-6)
     for part in ("sums", "counts"):
-        summed = sum(getattr(ratio, part) for ratio in found.of_kinds.values())
-        assert summed == pytest.approx(getattr(found.of_documents, part), rel=1e-9, abs=1e-9)
-    assert {"digits", "white space", "punctuation", "code", "Latin", "Greek"} <= set(found.of_kinds)
+        summed = sum(getattr(ratio, part) for ratio in found.per_category.values())
+        assert summed == pytest.approx(getattr(found.per_document, part), rel=1e-9, abs=1e-9)
+    assert {"digits", "white space", "punctuation", "code", "Latin", "Greek"} <= set(found.per_category)
 
 
 def test_by_category_through_the_command(run, pair, tmp_path):

@@ -13,17 +13,17 @@ import torch
 from oracle import make_oracle
 
 from xtk.errors import XtkError
-from xtk.evaluation.local_tasks import CODE_TASKS, read_tasks
+from xtk.evaluation.local_tasks import CODE_TASKS, parse_tasks
 from xtk.models.causal_lm import load_causal_lm
 from xtk.rewards.sandbox import Sandbox
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.eval_tasks import read_eval_task
+from xtk.training.eval_tasks import parse_eval_task
 
 pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
 
 import lm_eval.tasks
 
-from xtk.evaluation.harness import Asking, Harness
+from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
 
 ADDS = {"task_id": "HumanEval/0", "entry_point": "add", "prompt": 'def add(a, b):\n    """Add."""\n',
         "canonical_solution": "    return a + b\n", "test": "import numpy as np\n\ndef check(candidate):\n"
@@ -107,13 +107,13 @@ def test_all_of_mmlu_has_its_groups(pair, tmp_path):
     own = Path(lm_eval.tasks.__file__).parent / "mmlu" / "default"
     subjects = sorted(path.stem.removeprefix("mmlu_") for path in own.glob("mmlu_*.yaml"))
     folder = write_mmlu(tmp_path / "mmlu", subjects, 1)
-    scores = Harness(Asking(("mmlu",), folders={"mmlu": str(folder)})).ask(
+    scores = Harness(HarnessConfig(("mmlu",), task_folders={"mmlu": str(folder)})).evaluate(
         load_causal_lm(pair.student), Tokenizer(pair.student)
     )
-    assert len(scores.problems) == len(subjects) == 57
-    assert {"mmlu", "mmlu_stem", "mmlu_humanities", "mmlu_other", "mmlu_social_sciences"} <= scores.values.keys()
-    means = [scores.values[f"mmlu_{subject}"]["acc"][0] for subject in subjects]
-    assert scores.values["mmlu"]["acc"][0] == pytest.approx(np.mean(means))
+    assert len(scores.num_problems) == len(subjects) == 57
+    assert {"mmlu", "mmlu_stem", "mmlu_humanities", "mmlu_other", "mmlu_social_sciences"} <= scores.metrics.keys()
+    means = [scores.metrics[f"mmlu_{subject}"]["acc"][0] for subject in subjects]
+    assert scores.metrics["mmlu"]["acc"][0] == pytest.approx(np.mean(means))
 
 
 def test_code_is_run_in_the_sandbox(run, sandbox, pair, tmp_path):
@@ -160,16 +160,16 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
         ("mbpp_pluss=.", "did you mean mbpp"),
     ]:  # fmt: skip
         with pytest.raises(XtkError) as refused:
-            read_eval_task(tasks)
+            parse_eval_task(tasks)
         assert message in str(refused.value)
     write_rows(tmp_path / "odd" / "test-0.parquet", [{"prompt": "x", "text": "y"}])
     for name in CODE_TASKS:
         with pytest.raises(XtkError):
-            read_eval_task(f"{name}={tmp_path / 'odd'}")
+            parse_eval_task(f"{name}={tmp_path / 'odd'}")
     (tmp_path / "odd" / "test-0.parquet").write_bytes(b"PAR1 no")
     with pytest.raises(XtkError):
-        read_eval_task(f"mbpp_plus={tmp_path / 'odd'}")
+        parse_eval_task(f"mbpp_plus={tmp_path / 'odd'}")
 
 
 def test_names_and_folders_are_told_apart(mmlu):
-    assert read_tasks(f"gsm8k, mmlu={mmlu},gsm8k") == (("gsm8k", "mmlu"), {"mmlu": str(mmlu)})
+    assert parse_tasks(f"gsm8k, mmlu={mmlu},gsm8k") == (("gsm8k", "mmlu"), {"mmlu": str(mmlu)})

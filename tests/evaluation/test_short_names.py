@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.evaluation.results import Result, read_results, rows_of, short_names
-from xtk.training.card import with_evaluation
+from xtk.evaluation.result_tables import EvaluationResult, read_results, result_rows, shorten_names
+from xtk.training.model_card import add_evaluation_table
 
 
 def test_an_absolute_path_has_the_shortest_end_that_tells_it_apart():
-    assert short_names(["/a/b/student", "org/model", "runs/one", "/a/b/student"]) == {
+    assert shorten_names(["/a/b/student", "org/model", "runs/one", "/a/b/student"]) == {
         "/a/b/student": "student", "org/model": "org/model", "runs/one": "runs/one"}  # fmt: skip
-    assert list(short_names(["/a/x/run", "/a/y/run"]).values()) == ["x/run", "y/run"]
-    assert list(short_names(["/a/student", "student"]).values()) == ["a/student", "student"]
-    assert short_names([]) == {}
+    assert list(shorten_names(["/a/x/run", "/a/y/run"]).values()) == ["x/run", "y/run"]
+    assert list(shorten_names(["/a/student", "student"]).values()) == ["a/student", "student"]
+    assert shorten_names([]) == {}
 
 
 def test_a_card_names_no_folders_of_this_machine():
-    results = [Result("/home/me/distilled", "/home/me/test.jsonl", "bits_per_byte", 2.5)]
-    results.append(Result("/home/me/ce", "/home/me/test.jsonl", "bits_per_byte", 2.75))
-    card = with_evaluation("## Recipe\n", results)
+    results = [EvaluationResult("/home/me/distilled", "/home/me/test.jsonl", "bits_per_byte", 2.5)]
+    results.append(EvaluationResult("/home/me/ce", "/home/me/test.jsonl", "bits_per_byte", 2.75))
+    card = add_evaluation_table("## Recipe\n", results)
     assert "| test.jsonl | bits_per_byte | 2.5000 | 2.7500 |" in card
     assert "| distilled | ce |" in card
     assert "/home" not in card
@@ -31,8 +31,8 @@ def test_a_card_names_no_folders_of_this_machine():
 
 def rows_in(path: Path, *records: dict) -> dict[tuple[str, str], dict[str, float]]:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    rows = rows_of(read_results(path))
-    return {(row.data, row.metric): {model: one.value for model, one in row.of.items()} for row in rows}
+    rows = result_rows(read_results(path))
+    return {(row.data, row.metric): {model: one.value for model, one in row.by_model.items()} for row in rows}
 
 
 def test_only_what_was_measured_alike_shares_a_row(tmp_path):
@@ -68,5 +68,5 @@ def test_two_numbers_of_one_name_are_refused(tmp_path):
         (tmp_path / name).write_text(json.dumps({"model": "a", "data": "t", "bits_per_byte": value}))
         results += read_results(tmp_path / name)
     with pytest.raises(XtkError, match="t: bits_per_byte of a is 2") as refused:
-        with_evaluation("## Recipe\n", results)
+        add_evaluation_table("## Recipe\n", results)
     assert all(str(tmp_path / name) in str(refused.value) for name in ("one.json", "other.json"))

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from xtk.errors import XtkError
-from xtk.evaluation.results import read_results
+from xtk.evaluation.result_tables import read_results
 from xtk.models.causal_lm import load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
 
 pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
 
-from xtk.evaluation.harness import Asking, Harness
+from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig
 
 
 @pytest.fixture(scope="module")
@@ -73,34 +73,38 @@ def test_models_side_by_side_score_what_full_logits_say(run, pair, folder, tmp_p
 
 
 def test_each_model_has_the_same_examples_and_random_numbers_stay(pair, folder):
-    harness = Harness(Asking(("sums",), str(folder), num_fewshot=2, limit=5, batch_size=3))
+    harness = Harness(HarnessConfig(("sums",), str(folder), num_fewshot=2, limit=5, batch_size=3))
     model, tokenizer = load_causal_lm(pair.student).train(), Tokenizer(pair.student)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-    first, second = (harness.ask(model, tokenizer) for _ in range(2))
+    first, second = (harness.evaluate(model, tokenizer) for _ in range(2))
     assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
     assert model.training
     assert first.samples == second.samples
-    assert (first.top, first.problems["choose_sum"], first.shots["choose_sum"]) == (["sums"], 5, 2)
+    assert (first.top_level_tasks, first.num_problems["choose_sum"], first.num_fewshot["choose_sum"]) == (
+        ["sums"],
+        5,
+        2,
+    )
     (text, _), _ = next(one["asked"] for one in first.samples if one["task"] == "choose_sum")
     assert text.count(" =") == 3
-    other = Harness(Asking(("sums",), str(folder), num_fewshot=2, limit=5, seed=7)).ask(model, tokenizer)
+    other = Harness(HarnessConfig(("sums",), str(folder), num_fewshot=2, limit=5, seed=7)).evaluate(model, tokenizer)
     assert [one["asked"] for one in other.samples] != [one["asked"] for one in first.samples]
 
 
 def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
-    harness = Harness(Asking(("choose_sum",), str(folder), num_fewshot=1, limit=1, apply_chat_template=True))
+    harness = Harness(HarnessConfig(("choose_sum",), str(folder), num_fewshot=1, limit=1, apply_chat_template=True))
     model, tokenizer = load_causal_lm(pair.student), Tokenizer(pair.student)
     with pytest.raises(XtkError, match="chat template"):
-        harness.ask(model, tokenizer)
+        harness.evaluate(model, tokenizer)
     chats = tmp_path / "chats"
     chats.mkdir()
-    for name, content in tokenizer.files().items():
+    for name, content in tokenizer.to_files().items():
         (chats / name).write_bytes(content)
     (chats / "chat_template.jinja").write_text(
         "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    (sample,) = harness.ask(model, Tokenizer(chats)).samples
+    (sample,) = harness.evaluate(model, Tokenizer(chats)).samples
     text = sample["asked"][0][0]
     assert text.count("<user>") == text.count("<assistant>") == 2
     assert text.endswith("0 + 0 =<assistant>")
@@ -110,16 +114,16 @@ def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
 def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
     for names, message in [("choose_sums", "did you mean choose_sum?"), ("run_sum", "runs what the model writes")]:
         with pytest.raises(XtkError) as refused:
-            Harness(Asking((names,), str(folder)))
+            Harness(HarnessConfig((names,), str(folder)))
         assert message in str(refused.value)
     (tmp_path / "missing.yaml").write_text(harness_tasks.task("missing", tmp_path / "nowhere.jsonl"))
     with pytest.raises(XtkError, match="tasks cannot be read"):
-        Harness(Asking(("missing",), str(tmp_path)))
+        Harness(HarnessConfig(("missing",), str(tmp_path)))
     with pytest.raises(XtkError, match="no such folder of tasks"):
-        Harness(Asking(("choose_sum",), str(tmp_path / "nowhere")))
+        Harness(HarnessConfig(("choose_sum",), str(tmp_path / "nowhere")))
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(XtkError, match=r"pip install 'xtk\[evaluation\]'"):
-        Harness(Asking(("choose_sum",), str(folder)))
+        Harness(HarnessConfig(("choose_sum",), str(folder)))
     for arguments, message in [
         ((), "there is no DATA"),
         (("x.jsonl", "--tasks", "a"), "no DATA beside them"),

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xtk.losses.cells import Example
-from xtk.losses.head import SMALLEST_REST
-from xtk.tokens.signal import Signal
+from xtk.losses.fused_loss import MIN_REMAINDER
+from xtk.losses.loss_cells import LossInputs
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 # A tail that is no more than what rounding leaves of a whole distribution.
 SMALLEST_TAIL = 1e-6
@@ -49,13 +49,13 @@ class Distance:
     def __call__(self, teacher: list[float], student: list[Tensor], rest: float | None = None) -> Tensor:
         """Between two distributions over cells and the other cell, of which the teacher has `rest`."""
         t_rest = 1 - sum(teacher)
-        t_rest = t_rest if t_rest > SMALLEST_REST else 0.0
+        t_rest = t_rest if t_rest > MIN_REMAINDER else 0.0
         t_rest = t_rest if rest is None else rest
         s_rest = (1 - sum(student, torch.zeros((), dtype=torch.float64))).clamp_min(1e-12)
         power = 1 / self.temperature
         p, q = [t**power for t in (*teacher, t_rest)], [s**power for s in (*student, s_rest)]
         p, q = [t / sum(p) for t in p] if power != 1 else p, [s / sum(q) for s in q] if power != 1 else q
-        p[-1] = max(p[-1], SMALLEST_REST) if self.name == "reverse-kl" else p[-1]
+        p[-1] = max(p[-1], MIN_REMAINDER) if self.name == "reverse-kl" else p[-1]
         cells = [OF_A_CELL[self.name](t, s, **self.options) for t, s in zip(p, q, strict=True)]
         return sum(cells, torch.zeros((), dtype=torch.float64)) / power**2
 
@@ -63,18 +63,20 @@ class Distance:
 kl_with_other = Distance()
 
 
-def said_at(signal: Signal, at: int, *, exact: bool = False) -> list[tuple[int, float]]:
+def said_at(signal: TeacherLogprobs, at: int, *, exact: bool = False) -> list[tuple[int, float]]:
     """Ids and log-probabilities of one position; those alone that are exact."""
     first, stop = signal.offsets[at : at + 2].tolist()
-    if exact and signal.exact is not None:
-        stop = first + int(signal.exact[at])
+    if exact and signal.exact_counts is not None:
+        stop = first + int(signal.exact_counts[at])
     kept = slice(first, stop)
     return list(zip(signal.ids[kept].tolist(), signal.logprobs[kept].tolist(), strict=True))
 
 
-def tells_all(signal: Signal, at: int) -> bool:
+def tells_all(signal: TeacherLogprobs, at: int) -> bool:
     """Whether what is exact of a position is all of the distribution."""
-    return signal.tail_mass[at] <= SMALLEST_TAIL and len(said_at(signal, at)) == len(said_at(signal, at, exact=True))
+    return signal.remainder_mass[at] <= SMALLEST_TAIL and len(said_at(signal, at)) == len(
+        said_at(signal, at, exact=True)
+    )
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ def what_comes_next(
 
 
 def plain_byte_kl(
-    example: Example, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
+    example: LossInputs, student: Words, teacher: Words, probs_NV: Tensor, distance: Distance = kl_with_other
 ) -> list[Tensor]:
     """The divergence at each boundary of either side."""
     return [
@@ -155,7 +157,7 @@ def plain_byte_kl(
     ]
 
 
-def plain_items(example: Example, student: Words, teacher: Words) -> list[tuple[tuple[int, int, bool], ...]]:
+def plain_items(example: LossInputs, student: Words, teacher: Words) -> list[tuple[tuple[int, int, bool], ...]]:
     """Where the sides are compared: for each of both `(position, cut, boundary)`.
 
     At a boundary the token at `position` begins here. Otherwise it began `cut` bytes before.
@@ -187,10 +189,10 @@ def _place(spellings: list[bytes], first: int, u: int) -> tuple[int, int, bool]:
     raise AssertionError(u)
 
 
-def _is_known(item: tuple[tuple[int, int, bool], ...], example: Example) -> bool:
-    signal = example.signal
+def _is_known(item: tuple[tuple[int, int, bool], ...], example: LossInputs) -> bool:
+    signal = example.teacher_logprobs
     assert signal is not None
-    predicted = {int(row) + 1 for row in example.rows}, set(signal.positions.tolist())
+    predicted = {int(row) + 1 for row in example.positions}, set(signal.positions.tolist())
     if not all(position in known for (position, _, _), known in zip(item, predicted, strict=True)):
         return False
     both = all(boundary for _, _, boundary in item)
@@ -205,13 +207,13 @@ def _at(
     theirs: tuple[int, int, bool],
     student: Words,
     teacher: Words,
-    example: Example,
+    example: LossInputs,
     probs_NV: Tensor,
     distance: Distance,
 ) -> Tensor:
-    signal = example.signal
+    signal = example.teacher_logprobs
     assert signal is not None
-    row_of = {int(row) + 1: n for n, row in enumerate(example.rows)}
+    row_of = {int(row) + 1: n for n, row in enumerate(example.positions)}
     index_of = {int(position): n for n, position in enumerate(signal.positions)}
 
     def student_says(position: int, _: bytes = b"") -> Mapping[int, Number] | None:
@@ -261,7 +263,7 @@ def _at(
 
     p, _, _ = what_comes_next(teacher, t, all_count)
     named_here = None
-    if t.here is not None and signal.tail_mass[index_of[theirs[0]]] > SMALLEST_TAIL:
+    if t.here is not None and signal.remainder_mass[index_of[theirs[0]]] > SMALLEST_TAIL:
         named_here = {teacher.cells[w] for w in t.here}
     here = s.here
     if here is not None and named_here is not None:  # what the teacher says nothing of here is in the other cell

@@ -15,28 +15,28 @@ from plain_byte_kl import OF_A_CELL, Distance, Words, kl_with_other, plain_byte_
 from tiny_words import draw_spellings, draw_tokens, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses.cells import Cells, Example, Ranks
-from xtk.losses.head import SMALLEST_REST
-from xtk.projection.next_bytes import NextBytes
+from xtk.losses.fused_loss import MIN_REMAINDER
+from xtk.losses.loss_cells import LossCells, LossInputs, SortedProbs
+from xtk.projection.byte_partition import BytePartition
 from xtk.projection.projection import Projection
-from xtk.tokens.signal import Signal
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 
-def predicted_spans(example: Example) -> list[tuple[list[int], list[int]]]:
+def predicted_spans(example: LossInputs) -> list[tuple[list[int], list[int]]]:
     """The spans of which both models predict every token: (student tokens, teacher tokens)."""
-    signal = example.signal
+    signal = example.teacher_logprobs
     assert signal is not None
-    of_student, of_teacher = {int(row) + 1 for row in example.rows}, set(signal.positions.tolist())
+    of_student, of_teacher = {int(row) + 1 for row in example.positions}, set(signal.positions.tolist())
     spans = [(list(range(s0, s1)), list(range(t0, t1))) for s0, s1, t0, t1 in example.spans.tolist()]
     return [(s, t) for s, t in spans if of_student.issuperset(s) and of_teacher.issuperset(t)]
 
 
 def _projected(
-    example: Example, W: Tensor, probs_NV: Tensor, student: list[int], teacher: list[int], distance: Distance
+    example: LossInputs, W: Tensor, probs_NV: Tensor, student: list[int], teacher: list[int], distance: Distance
 ) -> Tensor:
-    signal = example.signal
+    signal = example.teacher_logprobs
     assert signal is not None
-    row_of = {int(row) + 1: n for n, row in enumerate(example.rows)}
+    row_of = {int(row) + 1: n for n, row in enumerate(example.positions)}
     index_of = {int(position): n for n, position in enumerate(signal.positions)}
     support: set[int] = set()
     t = [0.0] * W.shape[1]
@@ -50,26 +50,29 @@ def _projected(
     return distance([t[token] for token in reached], [y[token] / len(student) for token in reached])
 
 
-def plain_sum_of_cells(cells: Cells, probs_NV: Tensor, distance: Distance = kl_with_other) -> Tensor:
+def plain_sum_of_cells(cells: LossCells, probs_NV: Tensor, distance: Distance = kl_with_other) -> Tensor:
     """What a loss is, given its cells: explicit loops over items, cells, entries."""
     total = torch.zeros((), dtype=torch.float64)
-    for item in range(cells.items):
+    for item in range(cells.num_items):
         numbers = range(cells.cell_offsets[item], cells.cell_offsets[item + 1])
         here = [_of_entries(cells, cell, probs_NV) for cell in numbers]
         teacher = [float(cells.teacher_probs[cell]) for cell in numbers]
         before = torch.ones((), dtype=torch.float64)
-        if cells.chain is not None:
-            links = int(cells.chain.links[item])
+        if cells.prefix_product is not None:
+            links = int(cells.prefix_product.num_prefix_tokens[item])
             before = math.prod(here[:links], start=before)
-            here, teacher = [(before * one) ** (1 / cells.chain.root) for one in here[links:]], teacher[links:]
-        rest = None if cells.rest_probs is None else float(cells.rest_probs[item])
+            here, teacher = (
+                [(before * one) ** (1 / cells.prefix_product.temperature) for one in here[links:]],
+                teacher[links:],
+            )
+        rest = None if cells.remainder_probs is None else float(cells.remainder_probs[item])
         if cells.surrogate is not None:
-            of_item = cells.surrogate.logprobs[item], cells.surrogate.advantages[item]
-            total = total + surrogate(here[0], *of_item, cells.surrogate.low, cells.surrogate.high)
+            of_item = cells.surrogate.sampling_logprobs[item], cells.surrogate.advantages[item]
+            total = total + surrogate(here[0], *of_item, cells.surrogate.min_ratio, cells.surrogate.max_ratio)
         elif teacher:
             total = total + cells.factor * distance(teacher, _looking_back(cells, item, here, probs_NV), rest)
-        if cells.ranks is not None:
-            total = total + _of_ranks(cells.ranks, item, before, probs_NV)
+        if cells.sorted_probs is not None:
+            total = total + _of_ranks(cells.sorted_probs, item, before, probs_NV)
     return total
 
 
@@ -81,13 +84,13 @@ def surrogate(probability: Tensor, logprob: float, advantage: float, low: float,
     return -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
 
 
-def _of_ranks(ranks: Ranks, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
+def _of_ranks(ranks: SortedProbs, item: int, before: Tensor, probs_NV: Tensor) -> Tensor:
     t = ranks.probs[ranks.offsets[item] : ranks.offsets[item + 1]].tolist()
-    unranked = set() if ranks.unranked is None else set(ranks.unranked.tolist())
+    unranked = set() if ranks.excluded_tokens is None else set(ranks.excluded_tokens.tolist())
     kept = [token for token in range(probs_NV.shape[1]) if token not in unranked]
     s = list((before * probs_NV[ranks.rows[item]][kept]).sort(descending=True).values)
     rest = sum(s[len(t) :], torch.zeros((), dtype=torch.float64))
-    outside = (rest - float(ranks.most[item])).relu() + (float(ranks.least[item]) - rest).relu()
+    outside = (rest - float(ranks.max_remainder[item])).relu() + (float(ranks.min_remainder[item]) - rest).relu()
     return ranks.weight * (by_rank(t, s[: len(t)]) + outside)
 
 
@@ -97,7 +100,7 @@ def by_rank(teacher: Sequence[float], student: Sequence[Tensor]) -> Tensor:
     return sum((torch.as_tensor(t - s).abs() for t, s in pairs), torch.zeros((), dtype=torch.float64))
 
 
-def _of_entries(cells: Cells, cell: int, probs_NV: Tensor) -> Tensor:
+def _of_entries(cells: LossCells, cell: int, probs_NV: Tensor) -> Tensor:
     entries = range(cells.entry_offsets[cell], cells.entry_offsets[cell + 1])
     return sum(
         (probs_NV[cells.rows[e], cells.tokens[e]] * math.exp(cells.log_weights[e]) for e in entries),
@@ -105,7 +108,7 @@ def _of_entries(cells: Cells, cell: int, probs_NV: Tensor) -> Tensor:
     )
 
 
-def _looking_back(cells: Cells, item: int, here: list[Tensor], probs_NV: Tensor) -> list[Tensor]:
+def _looking_back(cells: LossCells, item: int, here: list[Tensor], probs_NV: Tensor) -> list[Tensor]:
     """Bayes' rule on the bytes that are spelled, for losses that know it."""
     back = cells.alternatives
     if back is None or back.rows[item] < 0:
@@ -113,11 +116,14 @@ def _looking_back(cells: Cells, item: int, here: list[Tensor], probs_NV: Tensor)
     probs = probs_NV[back.rows[item]]
     first = cells.cell_offsets[item] + 2 * item
     ended, further, *gone_on = (
-        sum((probs[back.order[back.firsts[run] : back.stops[run]]].sum() for run in range(*group)), torch.tensor(0.0))
+        sum(
+            (probs[back.sorted_token_ids[back.firsts[run] : back.stops[run]]].sum() for run in range(*group)),
+            torch.tensor(0.0),
+        )
         for group in itertools.pairwise(back.run_offsets[first : first + len(here) + 3].tolist())
     )
     everything = ended + further + sum(gone_on)
-    assert not (back.inside[item] and sum(here) > 0)
+    assert not (back.is_inside_token[item] and sum(here) > 0)
     return [(ended * one + other) / everything for one, other in zip(here, gone_on, strict=True)]
 
 
@@ -125,7 +131,7 @@ def _looking_back(cells: Cells, item: int, here: list[Tensor], probs_NV: Tensor)
 class Case:
     """A document in both tokenisations, W, what tokens spell, and a student cut before its head."""
 
-    example: Example
+    example: LossInputs
     projection: Projection
     words: tuple[Words, Words]
     states: Tensor
@@ -133,7 +139,7 @@ class Case:
     bias: Tensor | None = None
 
     @cached_property
-    def next_bytes(self) -> NextBytes:
+    def next_bytes(self) -> BytePartition:
         return next_bytes_of(*self.words)
 
     @property
@@ -141,13 +147,13 @@ class Case:
         """W [V, U]."""
         projection = self.projection
         W = torch.zeros(projection.student_width, projection.teacher_width, dtype=torch.float64)
-        W[projection.rows_of_entries, projection.teacher_ids] = torch.from_numpy(projection.weights).double()
+        W[projection.entry_rows, projection.teacher_ids] = torch.from_numpy(projection.weights).double()
         return W
 
 
 def plain_ce(case: Case, probs_NV: Tensor) -> list[Tensor]:
     example = case.example
-    return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.rows)]
+    return [-probs_NV[n, int(example.student_ids[row + 1])].log() for n, row in enumerate(example.positions)]
 
 
 def plain_p_kl(case: Case, probs_NV: Tensor, distance: Distance = kl_with_other) -> list[Tensor]:
@@ -168,7 +174,7 @@ def plain_alm(
     items = []
     for s, t in predicted_spans(example):
         ours = sum(probs_NV[rows[at], int(example.student_ids[at])].log() for at in s)
-        theirs = sum(float(example.signal.realised_logprobs[positions[at]]) for at in t)
+        theirs = sum(float(example.teacher_logprobs.observed_logprobs[positions[at]]) for at in t)
         q, p = (ours / temperature).exp(), math.exp(theirs / temperature)
         items.append(temperature * distance([p], [q], 1 - p))
     return items
@@ -187,10 +193,10 @@ def plain_policy_gradient(
     rows, positions = _numbers(example)
     items = []
     for s, t in predicted_spans(example):
-        old = sum(float(example.drawn_logprobs[rows[at]]) for at in s)
+        old = sum(float(example.sampling_logprobs[rows[at]]) for at in s)
         if math.isnan(old):
             continue
-        theirs = sum(float(example.signal.realised_logprobs[positions[at]]) for at in t)
+        theirs = sum(float(example.teacher_logprobs.observed_logprobs[positions[at]]) for at in t)
         advantage = teacher * min(max(theirs - old, -clip), clip) + reward * float(example.advantages[rows[s[0]]])
         ours = math.prod(probs_NV[rows[at], int(example.student_ids[at])] for at in s)
         items.append(surrogate(ours, old, advantage, 1 - epsilon, 1 + epsilon_high))
@@ -223,10 +229,14 @@ def plain_merged(
     items = []
     for s, t in predicted_spans(example):
         ours = math.prod(probs_NV[rows[at], int(example.student_ids[at])] for at in s[:-1])
-        theirs = math.exp(sum(float(example.signal.realised_logprobs[positions[at]]) for at in t[:-1]))
+        theirs = math.exp(sum(float(example.teacher_logprobs.observed_logprobs[positions[at]]) for at in t[:-1]))
         student, last = ours * probs_NV[rows[s[-1]]], positions[t[-1]]
-        named = [token for token, _ in said_at(example.signal, last) if token in partners]
-        p = [theirs * math.exp(logprob) for token, logprob in said_at(example.signal, last) if token in partners]
+        named = [token for token, _ in said_at(example.teacher_logprobs, last) if token in partners]
+        p = [
+            theirs * math.exp(logprob)
+            for token, logprob in said_at(example.teacher_logprobs, last)
+            if token in partners
+        ]
         q = [student[partners[token]] for token in named]
         likeliest, behind, tail = _ranked(example, last, theirs, partners)
         left = [token for token in range(len(student)) if token not in partners.values()]
@@ -250,7 +260,7 @@ def plain_published_p_kl(case: Case, probs_NV: Tensor, reverse: bool = False) ->
     rows, positions = _numbers(example)
     items = []
     for s, t in predicted_spans(example):
-        said = [dict(said_at(example.signal, positions[at])) for at in t]
+        said = [dict(said_at(example.teacher_logprobs, positions[at])) for at in t]
         tokens = sorted(set.intersection(*(set(one) for one in said)))
         whole = [math.log(sum(math.exp(one[token]) for token in tokens)) if tokens else 0.0 for one in said]
         a = [sum(one[token] - total for one, total in zip(said, whole, strict=True)) / len(t) for token in tokens]
@@ -265,18 +275,18 @@ def _published(p: float, q: Tensor) -> Tensor:
     return p * (math.log(p) - q.log()) if p > 0 else torch.zeros((), dtype=torch.float64)
 
 
-def _numbers(example: Example) -> tuple[dict[int, int], dict[int, int]]:
+def _numbers(example: LossInputs) -> tuple[dict[int, int], dict[int, int]]:
     """Which row and which position of the signal predicts a token."""
-    rows = {int(row) + 1: n for n, row in enumerate(example.rows)}
-    return rows, {int(position): n for n, position in enumerate(example.signal.positions)}
+    rows = {int(row) + 1: n for n, row in enumerate(example.positions)}
+    return rows, {int(position): n for n, position in enumerate(example.teacher_logprobs.positions)}
 
 
-def _ranked(example: Example, at: int, before: float, partners: dict[int, int]) -> tuple[list[float], float, float]:
+def _ranked(example: LossInputs, at: int, before: float, partners: dict[int, int]) -> tuple[list[float], float, float]:
     """The teacher's likeliest of what has no partner, falling; what is known to be behind them; what is not known."""
-    said = dict(said_at(example.signal, at))
+    said = dict(said_at(example.teacher_logprobs, at))
     tail = 1 - sum(math.exp(logprob) for logprob in said.values())
-    tail = tail if tail > SMALLEST_REST else 0.0
-    written = int(example.teacher_ids[example.signal.positions[at]])
+    tail = tail if tail > MIN_REMAINDER else 0.0
+    written = int(example.teacher_ids[example.teacher_logprobs.positions[at]])
     behind = 0.0
     if written not in partners and said[written] == min(said.values()) and math.exp(said[written]) < tail:
         behind = math.exp(said.pop(written))  # it may be named for being written: there may be likelier ones
@@ -327,18 +337,18 @@ def draw_projection(draw: np.random.Generator, V: int, U: int) -> Projection:
     )
 
 
-def signal_of(logprobs_PU: np.ndarray, positions: np.ndarray, realised: np.ndarray, K: int) -> Signal:
+def signal_of(logprobs_PU: np.ndarray, positions: np.ndarray, realised: np.ndarray, K: int) -> TeacherLogprobs:
     """The K most likely of full distributions and the realised token, as a teacher tells them."""
     best = np.argsort(-logprobs_PU, axis=1, kind="stable")[:, :K]
     kept = [np.unique([*ids, token]) for ids, token in zip(best.tolist(), realised.tolist(), strict=True)]
     said = [row[ids] for row, ids in zip(logprobs_PU, kept, strict=True)]
-    return Signal(
+    return TeacherLogprobs(
         positions=positions.astype(np.int32),
         offsets=np.cumsum([0, *map(len, kept)]),
         ids=np.concatenate([np.zeros(0), *kept]).astype(np.int32),
         logprobs=np.concatenate([np.zeros(0), *said]).astype(np.float32),
-        tail_mass=np.array([max(0, 1 - np.exp(row).sum()) for row in said], np.float32),
-        realised_logprobs=np.take_along_axis(logprobs_PU, realised[:, None], 1)[:, 0].astype(np.float32),
+        remainder_mass=np.array([max(0, 1 - np.exp(row).sum()) for row in said], np.float32),
+        observed_logprobs=np.take_along_axis(logprobs_PU, realised[:, None], 1)[:, 0].astype(np.float32),
         entropy=-(np.exp(logprobs_PU) * logprobs_PU).sum(1).astype(np.float32),
     )
 
@@ -393,14 +403,14 @@ def draw_case(
     of_drawn = np.random.default_rng([seed, 1])
     drawn = np.where(of_drawn.random(len(rows)) < 0.95, of_drawn.normal(-math.log(V), 0.5, len(rows)), np.nan)
     advantages = np.full(len(rows), of_drawn.normal(), np.float32)
-    example = Example(student_ids, rows, table, teacher_ids, signal, drawn.astype(np.float32), advantages)
+    example = LossInputs(student_ids, rows, table, teacher_ids, signal, drawn.astype(np.float32), advantages)
     projection = Projection.identity(V) if one_tokenizer else draw_projection(draw, V, U)
     torch.manual_seed(seed)
     return Case(
         example,
         projection,
         partition_of(student, teacher, V, U),
-        torch.randn(len(example.rows), H, dtype=torch.float64),
+        torch.randn(len(example.positions), H, dtype=torch.float64),
         torch.randn(V, H, dtype=torch.float64) / 3,
         torch.randn(V, dtype=torch.float64) / 3 if bias else None,
     )
@@ -419,6 +429,6 @@ def case_of_one_model(seed: int, *, K: int, spans: int = 6, one_to_one: bool = F
     positions = np.arange(1, T)
     signal = signal_of(torch.log_softmax(states @ weight.T, 1).numpy(), positions, ids[positions], K)
     # What it drew, and nothing rewarded.
-    drawn = signal.realised_logprobs, np.zeros(T - 1, np.float32)
-    example = Example(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal, *drawn)
+    drawn = signal.observed_logprobs, np.zeros(T - 1, np.float32)
+    example = LossInputs(ids, np.arange(T - 1, dtype=np.int64), table, ids, signal, *drawn)
     return Case(example, Projection.identity(V), partition_of(spellings, spellings, V, V), states, weight)

@@ -15,12 +15,12 @@ import torch
 from plain_losses import Case, draw_case
 from torch import Tensor, distributed, multiprocessing
 
-from xtk.lookup import lookup
 from xtk.losses import LOSSES
-from xtk.losses.cells import join_examples
-from xtk.losses.context import RowExchange
-from xtk.losses.head import Term, fused_loss
-from xtk.models.head import Adapter, Head, Shard
+from xtk.losses.context_parallel import StateExchange
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import join_inputs
+from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
+from xtk.registry import load_registered
 
 PROCESSES = 4
 DOCUMENTS, V, H, CHUNK = 8, 23, 5, 16
@@ -120,21 +120,21 @@ def _groups(rank: int, data: int, context: int, tensor: int) -> dict[str, Any]:
 
 
 def _documents(loss: str) -> list[Case]:
-    one_tokenizer = lookup(LOSSES, loss, "loss").ground == "tokens"
+    one_tokenizer = load_registered(LOSSES, loss, "loss").comparison_space == "tokens"
     # The second is a single span: all rows of some losses are one item there, which two processes hold.
     sizes = [6, 1, 9, 3, 12, 2, 5, 4]
     cases = [draw_case(seed, K=4, spans=size, one_tokenizer=one_tokenizer) for seed, size in enumerate(sizes)]
     return [dataclasses.replace(case, projection=cases[0].projection) for case in cases]
 
 
-def _term(loss: str, cases: Sequence[Case]) -> Term:
-    rule = lookup(LOSSES, loss, "loss")()
+def _term(loss: str, cases: Sequence[Case]) -> LossTensors:
+    rule = load_registered(LOSSES, loss, "loss")()
     grounds: dict[str, Callable[[Case], Any]] = {"text": lambda case: None, "bytes": lambda case: case.next_bytes}
-    ground = grounds.get(rule.ground, lambda case: case.projection.columns)(cases[0])
-    return Term.of(rule.cells(join_examples([case.example for case in cases]), ground))
+    ground = grounds.get(rule.comparison_space, lambda case: case.projection.columns)(cases[0])
+    return LossTensors.from_cells(rule.cells(join_inputs([case.example for case in cases]), ground))
 
 
-def _head(kind: str, dtype: torch.dtype) -> Head:
+def _head(kind: str, dtype: torch.dtype) -> OutputHead:
     draw = torch.Generator().manual_seed(1)
 
     def some(*shape: int) -> Tensor:
@@ -142,11 +142,11 @@ def _head(kind: str, dtype: torch.dtype) -> Head:
 
     weight, bias, down, up = some(V, H), some(V), some(2, H), some(V, 2)
     if kind == "everything":
-        return Head(weight, bias, scale=1.5, softcap=2.0, adapters=[Adapter(down, up, 0.7)])
-    return Head(weight, bias if kind == "bias" else None)
+        return OutputHead(weight, bias, scale=1.5, softcap=2.0, adapters=[HeadAdapter(down, up, 0.7)])
+    return OutputHead(weight, bias if kind == "bias" else None)
 
 
-def _piece(head: Head, rows: slice, shard: Shard | None) -> Head:
+def _piece(head: OutputHead, rows: slice, shard: HeadShard | None) -> OutputHead:
     """Rows of a head, with leaves of their own."""
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -156,15 +156,15 @@ def _piece(head: Head, rows: slice, shard: Shard | None) -> Head:
         head,
         weight=leaf(head.weight[rows]),
         bias=None if head.bias is None else leaf(head.bias[rows]),
-        adapters=[Adapter(leaf(one.down), leaf(one.up[rows]), one.scaling) for one in head.adapters],
+        adapters=[HeadAdapter(leaf(one.lora_a), leaf(one.lora_b[rows]), one.scaling) for one in head.adapters],
         shard=shard,
     )
 
 
-def _gradients(head: Head) -> dict[str, Tensor]:
+def _gradients(head: OutputHead) -> dict[str, Tensor]:
     named = {"d_weight": head.weight, "d_bias": head.bias}
     for adapter in head.adapters:
-        named |= {"d_up": adapter.up, "d_down": adapter.down}
+        named |= {"d_up": adapter.lora_b, "d_down": adapter.lora_a}
     return {
         name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
         for name, tensor in named.items()
@@ -177,7 +177,7 @@ def _of_one_process(question: Question) -> dict[str, Tensor]:
     head = _piece(_head(question.head, dtype), slice(None), None)
     states = torch.cat([case.states for case in cases]).to(dtype).requires_grad_()
     term = _term(question.loss, cases)
-    total, _ = fused_loss(states, head, [term.to(CPU, 1 / term.items)], 64)
+    total, _ = fused_loss(states, head, [term.to(CPU, 1 / term.num_items)], 64)
     total.backward()
     return {"total": total.detach(), "d_states": states.grad, **_gradients(head)}
 
@@ -196,9 +196,9 @@ def _errors(question: Question, rank: int, groups: dict[str, Any], known: dict[s
     if question.uneven:
         edges[1 : layout.tensor] = range(1, layout.tensor)
     rows = slice(*edges[rank % layout.tensor :][:2])
-    shard = Shard.of(rows.stop - rows.start, groups["tensor"]) if layout.tensor > 1 else None
+    shard = HeadShard.from_group(rows.stop - rows.start, groups["tensor"]) if layout.tensor > 1 else None
     head = _piece(_head(question.head, dtype), rows, shard)
-    items = _term(question.loss, cases).items
+    items = _term(question.loss, cases).num_items
     total = torch.zeros((), dtype=dtype)
     errors: dict[str, float] = {}
     firsts = np.cumsum([0, *(len(case.states) for case in cases)])
@@ -210,8 +210,8 @@ def _errors(question: Question, rank: int, groups: dict[str, Any], known: dict[s
         term = _term(question.loss, some)
         sent, terms = mine, [term]
         if layout.context > 1:
-            plan = RowExchange.plan(held, [term], groups["context"])
-            sent, terms = plan.rows(mine), plan.terms([term])
+            plan = StateExchange.make_plan(held, [term], groups["context"])
+            sent, terms = plan.exchange(mine), plan.local_terms([term])
         part, _ = fused_loss(sent, head, [one.to(CPU, 1 / items) for one in terms], CHUNK)
         part.backward()
         total += part.detach()

@@ -17,28 +17,28 @@ from plain_losses import signal_of
 from tiny_words import draw_spellings, next_bytes_of, partition_of
 from torch import Tensor
 
-from xtk.losses import byte_kernels
-from xtk.losses.byte_kernels import beginning
+from xtk.losses import byte_kl_kernels
 from xtk.losses.byte_kl import ByteKL
-from xtk.losses.cells import Cells, Example
-from xtk.losses.head import Term, fused_loss
-from xtk.losses.same_tokenizer import ForwardKL
-from xtk.models.head import Head
-from xtk.projection.next_bytes import NextBytes, Side, next_bytes, side_of
+from xtk.losses.byte_kl_kernels import prefix_range
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import LossCells, LossInputs
+from xtk.losses.same_tokenizer_losses import ForwardKL
+from xtk.models.output_head import OutputHead
+from xtk.projection.byte_partition import BytePartition, SortedVocabulary, build_byte_partition, sort_vocabulary
 from xtk.projection.projection import Projection
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
-from xtk.tokens.signal import Signal
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 
 
-def loss_of(cells: Cells, logits: Tensor, chunk: int = 3) -> tuple[float, Tensor]:
+def loss_of(cells: LossCells, logits: Tensor, chunk: int = 3) -> tuple[float, Tensor]:
     """The sum over items, and its gradient."""
     leaf = logits.clone().requires_grad_()
-    total, _ = fused_loss(leaf, Head(None), [Term.of(cells).to(CPU, 1.0)], chunk)
+    total, _ = fused_loss(leaf, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], chunk)
     total.backward()
     return float(total.detach()), leaf.grad
 
@@ -57,9 +57,11 @@ def by_hand(student_ids: list[int]) -> list[float]:
     theirs = np.array([0, 1, 2 if student_ids[-1] == 4 else 3], np.int32)
     signal = signal_of(np.log(np.maximum(TEACHER, 1e-30)), np.array([1, 2]), theirs[1:], 4)
     spans = [[1, 2, 1, 3]] if size == 1 else [[1, 2, 1, 2], [2, 3, 2, 3]]
-    example = Example(np.array([0, *student_ids], np.int32), np.arange(size), np.array(spans, np.int32), theirs, signal)
+    example = LossInputs(
+        np.array([0, *student_ids], np.int32), np.arange(size), np.array(spans, np.int32), theirs, signal
+    )
     logits = torch.tensor(STUDENT[:size], dtype=torch.float64).clamp_min(1e-30).log()
-    total, _ = loss_of(ByteKL().cells(example, next_bytes_of(*words)), logits)
+    total, _ = loss_of(ByteKL().build_cells(example, next_bytes_of(*words)), logits)
     items = [float(item.detach()) for item in plain_byte_kl(example, *words, logits.exp())]
     assert total == pytest.approx(sum(items), rel=1e-6)
     return items
@@ -83,7 +85,7 @@ def test_the_example_of_the_documentation_comes_out():
 # --- what it is where all is simple
 
 
-def one_side(spellings: list[bytes]) -> NextBytes:
+def one_side(spellings: list[bytes]) -> BytePartition:
     return next_bytes_of(*partition_of(spellings, spellings, len(spellings), len(spellings)))
 
 
@@ -95,10 +97,10 @@ def test_it_is_forward_kl_where_no_token_begins_like_another_and_both_have_one_t
     positions = np.arange(1, 12)
     said = torch.log_softmax(torch.from_numpy(draw.normal(size=(11, 9))), 1).numpy()
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1).astype(np.int32)
-    example = Example(ids, np.arange(11), spans, ids, signal_of(said, positions, ids[1:], K))
+    example = LossInputs(ids, np.arange(11), spans, ids, signal_of(said, positions, ids[1:], K))
     logits = torch.from_numpy(draw.normal(size=(11, 9)))
-    found, gradient = loss_of(ByteKL().cells(example, one_side(spellings)), logits)
-    expected, other = loss_of(ForwardKL().cells(example, Projection.identity(9).columns), logits)
+    found, gradient = loss_of(ByteKL().build_cells(example, one_side(spellings)), logits)
+    expected, other = loss_of(ForwardKL().build_cells(example, Projection.identity(9).columns), logits)
     assert found == pytest.approx(expected, rel=1e-6)
     torch.testing.assert_close(gradient, other, rtol=1e-6, atol=1e-7)
 
@@ -108,9 +110,11 @@ def test_what_ends_is_no_alternative_to_what_goes_on_with_other_bytes():
     words = partition_of(OURS, THEIRS, 5, 4)
     theirs = np.array([0, 1, 3], np.int32)
     signal = signal_of(np.log(np.array(TEACHER) + 1e-9), np.array([1, 2]), theirs[1:], 4)
-    example = Example(np.array([0, 1, 3], np.int32), np.arange(2), np.array([[2, 3, 2, 3]], np.int32), theirs, signal)
-    cells = ByteKL().cells(example, next_bytes_of(*words))
-    assert cells.items == 1
+    example = LossInputs(
+        np.array([0, 1, 3], np.int32), np.arange(2), np.array([[2, 3, 2, 3]], np.int32), theirs, signal
+    )
+    cells = ByteKL().build_cells(example, next_bytes_of(*words))
+    assert cells.num_items == 1
     logits = torch.randn(2, 5, dtype=torch.float64)
     _, gradient = loss_of(cells, logits)
     assert gradient[0, [1, 4]].abs().min() > 1e-3
@@ -122,14 +126,14 @@ def test_what_ends_is_no_alternative_to_what_goes_on_with_other_bytes():
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(7, 40))
 def test_tokens_that_begin_alike_are_one_range(seed, size):
     spellings = draw_spellings(np.random.default_rng(seed), size)
-    side = side_of(spellings, np.arange(size, dtype=np.int32), lambda pieces: [0] * len(pieces))
+    side = sort_vocabulary(spellings, np.arange(size, dtype=np.int32), lambda pieces: [0] * len(pieces))
     for token, spelling in enumerate(spellings):
         for cut in range(1, len(spelling) + 1):
-            low, longer, high = beginning(side, token, cut)
+            low, longer, high = prefix_range(side, token, cut)
             alike = [other for other in range(size) if spellings[other].startswith(spelling[:cut])]
-            assert sorted(side.order[low:high].tolist()) == alike
-            assert all(len(spellings[other]) == cut for other in side.order[low:longer])
-            assert all(len(spellings[other]) > cut for other in side.order[longer:high])
+            assert sorted(side.token_ids[low:high].tolist()) == alike
+            assert all(len(spellings[other]) == cut for other in side.token_ids[low:longer])
+            assert all(len(spellings[other]) > cut for other in side.token_ids[longer:high])
 
 
 # --- tokenizers that people have
@@ -145,46 +149,56 @@ TEXTS = {
 }
 
 
-def read_by_both(student: Tokenizer, teacher: Tokenizer, document: Document, limit: int | None = None) -> Example:
+def read_by_both(student: Tokenizer, teacher: Tokenizer, document: Document, limit: int | None = None) -> LossInputs:
     """A document as the loader hands it to a loss, without the teacher's word on it."""
-    (ours,), (theirs,) = sequences(student, [document]), sequences(teacher, [document])
-    ours = ours if limit is None else ours.cut(limit)
+    (ours,), (theirs,) = tokenize_documents(student, [document]), tokenize_documents(teacher, [document])
+    ours = ours if limit is None else ours.truncate(limit)
     spans = align_sequences(ours, theirs)
-    rows = np.flatnonzero(ours.trained).astype(np.int64) - 1
-    positions = np.flatnonzero(theirs.trained).astype(np.int32)
+    rows = np.flatnonzero(ours.train_mask).astype(np.int64) - 1
+    positions = np.flatnonzero(theirs.train_mask).astype(np.int32)
     nothing = np.zeros(len(positions), np.float32)
-    silent = Signal(positions, np.zeros(len(positions) + 1, np.int64), positions[:0], nothing[:0], *[nothing] * 3)
-    return Example(ours.ids, rows, spans[ours.trained[spans[:, 1] - 1]], theirs.ids, silent)
+    silent = TeacherLogprobs(
+        positions, np.zeros(len(positions) + 1, np.int64), positions[:0], nothing[:0], *[nothing] * 3
+    )
+    return LossInputs(ours.ids, rows, spans[ours.train_mask[spans[:, 1] - 1]], theirs.ids, silent)
 
 
-def near(draw: np.random.Generator, side: Side, token: int) -> list[int]:
+def near(draw: np.random.Generator, side: SortedVocabulary, token: int) -> list[int]:
     """A token, some that begin with it, some that begin with its first byte, some others."""
-    found = [token, *draw.integers(0, len(side.ranks), 4).tolist()]
-    if side.ranks[token] >= 0:
-        for size in {1, int(side.starts[side.ranks[token] + 1] - side.starts[side.ranks[token]])}:
-            low, _, high = beginning(side, token, size)
-            found += side.order[draw.integers(low, high, 6)].tolist()
+    found = [token, *draw.integers(0, len(side.sorted_indices), 4).tolist()]
+    if side.sorted_indices[token] >= 0:
+        for size in {
+            1,
+            int(side.byte_offsets[side.sorted_indices[token] + 1] - side.byte_offsets[side.sorted_indices[token]]),
+        }:
+            low, _, high = prefix_range(side, token, size)
+            found += side.token_ids[draw.integers(low, high, 6)].tolist()
     return found
 
 
 def with_a_teacher(
-    draw: np.random.Generator, example: Example, side: Side, tail: float, *, drawn: bool = False
-) -> Example:
+    draw: np.random.Generator, example: LossInputs, side: SortedVocabulary, tail: float, *, drawn: bool = False
+) -> LossInputs:
     """The same with a teacher who names a few tokens at each position, and leaves a tail; half of them are drawn."""
-    ids = [np.unique(near(draw, side, int(example.teacher_ids[at]))) for at in example.signal.positions]
+    ids = [np.unique(near(draw, side, int(example.teacher_ids[at]))) for at in example.teacher_logprobs.positions]
     said = [np.log(draw.dirichlet(np.ones(len(some))) * (1 - tail)) for some in ids]
     offsets = np.cumsum([0, *map(len, ids)])
     logprobs = np.concatenate(said).astype(np.float32)
     of_all = np.full(len(ids), tail, np.float32)
     exact = None
     if drawn:  # the token that stands there is exact, and comes first
-        standing = example.teacher_ids[example.signal.positions]
+        standing = example.teacher_ids[example.teacher_logprobs.positions]
         ids = [np.concatenate([[token], some[some != token]]) for token, some in zip(standing, ids, strict=True)]
         exact = np.array([(len(some) + 1) // 2 for some in ids])
-    signal = Signal(
-        example.signal.positions, offsets, np.concatenate(ids).astype(np.int32), logprobs, *[of_all] * 3, exact
+    signal = TeacherLogprobs(
+        example.teacher_logprobs.positions,
+        offsets,
+        np.concatenate(ids).astype(np.int32),
+        logprobs,
+        *[of_all] * 3,
+        exact,
     )
-    return dataclasses.replace(example, signal=signal)
+    return dataclasses.replace(example, teacher_logprobs=signal)
 
 
 def words_of(own: Tokenizer, other: Tokenizer, cells: np.ndarray, other_cells: np.ndarray) -> Words:
@@ -195,10 +209,10 @@ def words_of(own: Tokenizer, other: Tokenizer, cells: np.ndarray, other_cells: n
             return int(other_cells[other.vocabulary.token_of_bytes[piece]])
         if piece in own.vocabulary.token_of_bytes:
             return int(cells[own.vocabulary.token_of_bytes[piece]])
-        ids = other.spell([piece])[0]
+        ids = other.encode_bytes([piece])[0]
         return -1 if ids is None else int(other_cells[ids[0]])
 
-    spellings = own.vocabulary.spellings + [b""] * (len(cells) - len(own.vocabulary.spellings))
+    spellings = own.vocabulary.bytes_by_id + [b""] * (len(cells) - len(own.vocabulary.bytes_by_id))
     return Words(spellings, cells.tolist(), functools.lru_cache(None)(cell_of_piece))
 
 
@@ -213,8 +227,8 @@ def only(words: Words, possible: set[int]) -> Words:
 def assert_it_is_what_its_twin_says(
     student: Tokenizer,
     teacher: Tokenizer,
-    ground: NextBytes,
-    example: Example,
+    ground: BytePartition,
+    example: LossInputs,
     seed: int,
     tail: float,
     *,
@@ -226,21 +240,23 @@ def assert_it_is_what_its_twin_says(
     words, others = words_of(student, teacher, ours, theirs), words_of(teacher, student, theirs, ours)
     if len(ours) > 1000:
         possible = {one for token in example.student_ids for one in near(draw, ground.student, int(token))}
-        named = theirs[example.signal.ids]
-        sizes = np.diff(ground.member_offsets)
-        possible |= {int(ground.members[ground.member_offsets[cell]]) for cell in named[named >= 0] if sizes[cell]}
+        named = theirs[example.teacher_logprobs.ids]
+        sizes = np.diff(ground.cell_token_offsets)
+        possible |= {
+            int(ground.cell_tokens[ground.cell_token_offsets[cell]]) for cell in named[named >= 0] if sizes[cell]
+        }
         words = only(words, possible)
-        side = side_of(
+        side = sort_vocabulary(
             words.spellings, np.array(words.cells, np.int32), lambda pieces: [*map(words.cell_of_piece, pieces)]
         )
-        ground = NextBytes.of(side, ground.teacher)
-    logits = torch.from_numpy(draw.normal(0, 2, (len(example.rows), len(ours))))
+        ground = BytePartition.from_vocabularies(side, ground.teacher)
+    logits = torch.from_numpy(draw.normal(0, 2, (len(example.positions), len(ours))))
     if words.possible:
         logits[:, ~np.isin(np.arange(len(ours)), words.possible)] = -80.0
-    cells = ByteKL().cells(example, ground)
+    cells = ByteKL().build_cells(example, ground)
     leaf = logits.requires_grad_()
     expected = plain_byte_kl(example, words, others, torch.softmax(leaf, 1))
-    assert cells.items == len(expected)
+    assert cells.num_items == len(expected)
     (gradient,) = torch.autograd.grad(torch.stack(expected).sum(), leaf)
     found, exact = loss_of(cells, logits.detach(), chunk=7)
     corrections = 0.0 if cells.corrections is None else float(cells.corrections.sum())  # of test_sampled_values.py
@@ -254,8 +270,8 @@ def of_families(families):
     tokenizers = {name: Tokenizer(folder) for name, folder in families.items()}
 
     @functools.cache
-    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, NextBytes]:
-        return tokenizers[student], tokenizers[teacher], next_bytes(tokenizers[student], tokenizers[teacher])
+    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, BytePartition]:
+        return tokenizers[student], tokenizers[teacher], build_byte_partition(tokenizers[student], tokenizers[teacher])
 
     return ground
 
@@ -268,7 +284,7 @@ SMALL_PAIRS = [("student", "teacher"), ("teacher", "student"), ("student", "stud
 @pytest.mark.parametrize("kind", ["numbers", "emoji", "accents"])
 def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, student, teacher, kind):
     ours, theirs, ground = of_families(student, teacher)
-    example = read_by_both(ours, theirs, Document.of_text(TEXTS[kind]))
+    example = read_by_both(ours, theirs, Document.from_text(TEXTS[kind]))
     for seed, (tail, drawn) in enumerate(((0.1, False), (0.0, False), (0.0, True))):
         assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail, drawn=drawn)
 
@@ -276,16 +292,16 @@ def test_a_text_in_small_tokenizers_costs_what_the_twin_says(of_families, studen
 @pytest.mark.parametrize(("student", "teacher"), SMALL_PAIRS)
 def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_families, student, teacher, monkeypatch):
     ours, theirs, ground = of_families(student, teacher)
-    example = read_by_both(ours, theirs, Document.of_text(TEXTS["numbers"]))
+    example = read_by_both(ours, theirs, Document.from_text(TEXTS["numbers"]))
     draw = np.random.default_rng(0)
     for tail in (0.1, 0.0):
         said = with_a_teacher(draw, example, ground.teacher, tail)
         found = []
         for widest in (0, 1 << 40):
-            filled = functools.partial(byte_kernels.fill_byte_cells, widest=widest)
+            filled = functools.partial(byte_kl_kernels.fill_byte_cells, widest=widest)
             with monkeypatch.context() as patch:
-                patch.setattr(byte_kernels, "fill_byte_cells", filled)
-                cells = ByteKL().cells(said, ground)
+                patch.setattr(byte_kl_kernels, "fill_byte_cells", filled)
+                cells = ByteKL().build_cells(said, ground)
             runs = (cells.alternatives.run_offsets, cells.alternatives.firsts, cells.alternatives.stops)
             found.append([array.tobytes() for array in (cells.cell_offsets, cells.teacher_probs, cells.tokens, *runs)])
         assert found[0] == found[1]
@@ -295,8 +311,8 @@ def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_familie
 def test_behind_a_prompt_that_ends_inside_of_a_token_it_is_what_the_twin_says(of_families, cut):
     text = "Anna has 1234 apples and gives 17 to Bert."
     ours, theirs, ground = of_families("student", "teacher")
-    example = read_by_both(ours, theirs, Document.of_completion(text[:cut], text[cut:]))
-    assert 0 < len(example.rows) < len(example.student_ids) - 1
+    example = read_by_both(ours, theirs, Document.from_completion(text[:cut], text[cut:]))
+    assert 0 < len(example.positions) < len(example.student_ids) - 1
     assert_it_is_what_its_twin_says(ours, theirs, ground, example, cut, 0.1)
 
 
@@ -305,8 +321,8 @@ def real_grounds(real_data):
     tokenizers = {name: Tokenizer(real_data / "tokenizers" / name) for name in ("llama3", "qwen", "mistral-v1")}
 
     @functools.cache
-    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, NextBytes]:
-        return tokenizers[student], tokenizers[teacher], next_bytes(tokenizers[student], tokenizers[teacher])
+    def ground(student: str, teacher: str) -> tuple[Tokenizer, Tokenizer, BytePartition]:
+        return tokenizers[student], tokenizers[teacher], build_byte_partition(tokenizers[student], tokenizers[teacher])
 
     return ground
 
@@ -322,7 +338,7 @@ def real_grounds(real_data):
 )
 def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, student, teacher, kind):
     ours, theirs, ground = real_grounds(student, teacher)
-    document = Document.of_text(TEXTS[kind])
+    document = Document.from_text(TEXTS[kind])
     for seed, (limit, tail) in enumerate([(None, 0.1), (9, 0.0), (None, None)]):
         example = read_by_both(ours, theirs, document, limit)
         assert_it_is_what_its_twin_says(ours, theirs, ground, example, seed, tail or 0.0, drawn=tail is None)
@@ -330,7 +346,7 @@ def test_a_text_in_real_tokenizers_costs_what_the_twin_says(real_grounds, studen
 
 def test_a_number_of_one_token_is_asked_of_at_each_digit_of_the_teacher(real_grounds):
     ours, theirs, ground = real_grounds("llama3", "qwen")
-    example = read_by_both(ours, theirs, Document.of_text("x 201 y"))
+    example = read_by_both(ours, theirs, Document.from_text("x 201 y"))
     words = words_of(ours, theirs, ground.student.token_cells, ground.teacher.token_cells)
     others = words_of(theirs, ours, ground.teacher.token_cells, ground.student.token_cells)
     inside = [(words.spellings[example.student_ids[s]][:cut], boundary)

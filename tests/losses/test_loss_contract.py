@@ -28,25 +28,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xtk.errors import XtkError
-from xtk.lookup import lookup
-from xtk.losses import ASKS, LOSSES, SURROGATES, LossSpecification, parse_losses
-from xtk.losses.cells import Cells, Example, Ground, join_examples
-from xtk.losses.head import Term, chunk_starts, fused_loss
-from xtk.losses.kernels import fill_cells
-from xtk.models.head import Adapter, Head
-from xtk.projection.next_bytes import NextBytes, side_of
-from xtk.projection.projection import Columns, Projection
-from xtk.tokens.signal import Signal
+from xtk.losses import LOSSES, SURROGATE_LOSSES, TEACHER_REQUIREMENTS, LossSpec, parse_losses
+from xtk.losses.cell_kernels import fill_cells
+from xtk.losses.fused_loss import LossTensors, chunk_starts, fused_loss
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, join_inputs
+from xtk.models.output_head import HeadAdapter, OutputHead
+from xtk.projection.byte_partition import BytePartition, sort_vocabulary
+from xtk.projection.projection import Projection, ProjectionColumns
+from xtk.registry import load_registered
+from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 CPU = torch.device("cpu")
-RULES = {name: lookup(LOSSES, name, "loss")() for name in LOSSES}
-DISTRIBUTIONS = [name for name, rule in RULES.items() if rule.ground != "text"]
+RULES = {name: load_registered(LOSSES, name, "loss")() for name in LOSSES}
+DISTRIBUTIONS = [name for name, rule in RULES.items() if rule.comparison_space != "text"]
 
-NOTHING = RULES["ce"].cells(join_examples([]), None)
+NOTHING = RULES["ce"].cells(join_inputs([]), None)
 
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
-every_distance = pytest.mark.parametrize("name", [name for name in DISTRIBUTIONS if name not in SURROGATES])
+every_distance = pytest.mark.parametrize("name", [name for name in DISTRIBUTIONS if name not in SURROGATE_LOSSES])
 
 # Sums of absolute differences have a kink where both sides are equal, and no gradient there.
 KINKS = ("tvd", "uld", "gold", "h-kl")
@@ -64,17 +64,17 @@ every_kind = pytest.mark.parametrize("kind", list(KINDS))
 
 
 def case_for(name: str, seed: int, **options: object) -> Case:
-    return draw_case(seed, one_tokenizer=RULES[name].ground == "tokens", **options)
+    return draw_case(seed, one_tokenizer=RULES[name].comparison_space == "tokens", **options)
 
 
-def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -> Cells:
+def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -> LossCells:
     cells = RULES[name].cells(case.example, ground_of(name, case))
-    return dataclasses.replace(cells, divergence=LossSpecification(name, options=options).divergence())
+    return dataclasses.replace(cells, divergence=LossSpec(name, options=options).make_divergence())
 
 
-def ground_of(name: str, case: Case) -> Ground:
+def ground_of(name: str, case: Case) -> ComparisonSpace:
     grounds = {"text": lambda: None, "spans": lambda: None, "bytes": lambda: case.next_bytes}
-    return grounds.get(RULES[name].ground, lambda: case.projection.columns)()
+    return grounds.get(RULES[name].comparison_space, lambda: case.projection.columns)()
 
 
 def leaves(*tensors: Tensor | None, dtype: torch.dtype = torch.float64) -> list[Tensor | None]:
@@ -82,12 +82,12 @@ def leaves(*tensors: Tensor | None, dtype: torch.dtype = torch.float64) -> list[
 
 
 def fused(
-    case: Case, cells: list[Cells], scales: list[float], *, chunk: int = 64, dtype: torch.dtype = torch.float64
+    case: Case, cells: list[LossCells], scales: list[float], *, chunk: int = 64, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The total, each term's sum, and the gradients of states, head and bias."""
     inputs = leaves(case.states, case.weight, case.bias, dtype=dtype)
-    terms = [Term.of(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
-    total, sums = fused_loss(inputs[0], Head(*inputs[1:]), terms, chunk)
+    terms = [LossTensors.from_cells(part).to(CPU, scale) for part, scale in zip(cells, scales, strict=True)]
+    total, sums = fused_loss(inputs[0], OutputHead(*inputs[1:]), terms, chunk)
     total.backward()
     return total.detach(), sums, [tensor.grad for tensor in inputs if tensor is not None]
 
@@ -110,7 +110,7 @@ def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float, 
 
 
 def test_every_loss_says_what_it_asks_of_a_teacher():
-    assert {rule.asks for rule in RULES.values()} == set(ASKS)
+    assert {rule.requires for rule in RULES.values()} == set(TEACHER_REQUIREMENTS)
 
 
 def test_every_loss_has_a_readable_reference():
@@ -156,13 +156,13 @@ def test_the_cases_have_what_is_asked_of_them():
     assert ((masses > 0) & (masses < 0.9)).any()
     assert (masses > 0.99).any()
     for case in cases:
-        signal = case.example.signal
+        signal = case.example.teacher_logprobs
         assert (np.diff(signal.offsets) > 4).any()  # the realised token is not among the likeliest
         assert not np.isin(signal.ids, case.projection.teacher_ids).all()
         # Positions of which one side knows nothing, tokens in which the other side ends one.
         assert len(predicted_spans(case.example)) < len(case.example.spans)
-    assert sum(cells_of("byte-kl", case).alternatives.inside.sum() for case in cases) > 10
-    assert draw_case(0, K=99, sharpness=300.0).example.signal.logprobs.min() < -100
+    assert sum(cells_of("byte-kl", case).alternatives.is_inside_token.sum() for case in cases) > 10
+    assert draw_case(0, K=99, sharpness=300.0).example.teacher_logprobs.logprobs.min() < -100
 
 
 @every_kind
@@ -181,11 +181,11 @@ def test_a_loss_between_distributions_is_not_negative(name, kind):
 @every_distribution_loss
 def test_a_model_is_at_distance_0_from_itself_and_is_not_moved(name, K):
     # Means over a span of supports that are cut at different tokens are no means of the distributions: K = U there.
-    one_to_one = K < 23 or RULES[name].ground == "tokens"
+    one_to_one = K < 23 or RULES[name].comparison_space == "tokens"
     for seed in range(5):
         case = case_of_one_model(seed, K=K, one_to_one=one_to_one)
         cells = cells_of(name, case)
-        assert cells.items >= 6
+        assert cells.num_items >= 6
         for dtype in (torch.float64, torch.float32):
             total, _, gradients = fused(case, [cells], [1.0], dtype=dtype)
             assert abs(float(total)) < 3e-6
@@ -200,7 +200,7 @@ def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
     ids = np.array([0, 0, 1], np.int32)
     signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 2)
     span = np.array([[1, 3, 1, 3]], np.int32)
-    example = Example(ids, np.array([0, 1]), span, ids, signal)
+    example = LossInputs(ids, np.array([0, 1]), span, ids, signal)
     words = partition_of([b"a", b"b"], [b"a", b"b"], 2, 2)
     logits, matrix = torch.from_numpy(np.log(probs)), torch.eye(2, dtype=torch.float64)
     case = Case(example, Projection.identity(2), words, logits, matrix)
@@ -213,10 +213,10 @@ def test_equal_models_are_at_distance_0_through_a_span_of_two_tokens(name):
 def test_a_full_support_gives_the_full_divergence():
     case = case_for("forward-kl", 3, K=99)
     shuffled = dataclasses.replace(case, states=case.states.flip(0))
-    signal = case.example.signal
+    signal = case.example.teacher_logprobs
     logprobs = np.full((len(signal), 23), -np.inf)
     logprobs[np.repeat(np.arange(len(signal)), np.diff(signal.offsets)), signal.ids] = signal.logprobs
-    places = {int(row) + 1: n for n, row in enumerate(case.example.rows)}
+    places = {int(row) + 1: n for n, row in enumerate(case.example.positions)}
     both = [(n, places[int(at)]) for n, at in enumerate(signal.positions) if int(at) in places]
     student = torch.log_softmax(shuffled.states @ shuffled.weight.T, 1)
     expected = sum(
@@ -244,10 +244,10 @@ def test_the_order_of_documents_changes_nothing(name):
     results = []
     for order in itertools.permutations(range(3)):
         chosen = [cases[at] for at in order]
-        example = join_examples([case.example for case in chosen])
+        example = join_inputs([case.example for case in chosen])
         joined = cells_of(name, dataclasses.replace(cases[0], example=example))
         batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in chosen]))
-        total, _, (d_states, d_weight) = fused(batch, [joined], [1 / joined.items], chunk=4)
+        total, _, (d_states, d_weight) = fused(batch, [joined], [1 / joined.num_items], chunk=4)
         parts = d_states.split([len(case.states) for case in chosen])
         results.append([total, d_weight, *(parts[order.index(at)] for at in range(3))])
     for result in results[1:]:
@@ -259,8 +259,8 @@ def test_micro_batches_over_one_denominator_add_up_to_the_batch(name):
     cases = [case_for(name, seed, K=4, spans=spans) for seed, spans in ((5, 6), (6, 1), (7, 15))]
     cases = [dataclasses.replace(case, weight=cases[0].weight, projection=cases[0].projection) for case in cases]
     cells = [cells_of(name, case) for case in cases]
-    items = sum(part.items for part in cells)
-    joined = cells_of(name, dataclasses.replace(cases[0], example=join_examples([case.example for case in cases])))
+    items = sum(part.num_items for part in cells)
+    joined = cells_of(name, dataclasses.replace(cases[0], example=join_inputs([case.example for case in cases])))
     batch = dataclasses.replace(cases[0], states=torch.cat([case.states for case in cases]))
     total, _, (d_states, d_weight) = fused(batch, [joined], [1 / items])
     parts = [fused(case, [part], [1 / items]) for case, part in zip(cases, cells, strict=True)]
@@ -279,16 +279,16 @@ def test_a_document_of_weight_2_is_that_document_twice(name, weights):
     once, often = range(3), np.repeat(range(3), weights)
     terms, states = [], []
     for numbers in (once, often):
-        example = join_examples([cases[at].example for at in numbers])
-        terms.append(Term.of(cells_of(name, dataclasses.replace(cases[0], example=example))))
+        example = join_inputs([cases[at].example for at in numbers])
+        terms.append(LossTensors.from_cells(cells_of(name, dataclasses.replace(cases[0], example=example))))
         states.append(torch.cat([cases[at].states for at in numbers]))
-    counts = np.repeat(np.array(weights, float), [len(cases[at].example.rows) for at in once])
-    weighted = terms[0].weighted(counts, None)
-    assert weighted.count == terms[1].count == terms[1].items
+    counts = np.repeat(np.array(weights, float), [len(cases[at].example.positions) for at in once])
+    weighted = terms[0].with_row_weights(counts, None)
+    assert weighted.denominator == terms[1].denominator == terms[1].num_items
     results = []
     for term, rows in zip((weighted, terms[1]), states, strict=True):
         inputs = leaves(rows, cases[0].weight, None)
-        total, sums = fused_loss(inputs[0], Head(*inputs[1:]), [term.to(CPU, 1 / term.count)], 4)
+        total, sums = fused_loss(inputs[0], OutputHead(*inputs[1:]), [term.to(CPU, 1 / term.denominator)], 4)
         total.backward()
         results.append([total.detach(), sums[0], inputs[1].grad, inputs[0].grad])
     (*found, d_found), (*expected, d_expected) = results
@@ -303,15 +303,15 @@ def test_a_document_of_weight_2_is_that_document_twice(name, weights):
 @every_loss
 def test_factors_of_rows_multiply_items_and_not_what_they_are_averaged_over(name):
     case = case_for(name, 3, K=3, spans=9)
-    term = Term.of(cells_of(name, case))
-    factors = np.full(len(case.example.rows), 0.25)
-    for counts, count in ((None, term.items), (np.full(len(factors), 3.0), 3 * term.items)):
-        weighted = term.weighted(counts, factors)
-        assert weighted.count == count
+    term = LossTensors.from_cells(cells_of(name, case))
+    factors = np.full(len(case.example.positions), 0.25)
+    for counts, count in ((None, term.num_items), (np.full(len(factors), 3.0), 3 * term.num_items)):
+        weighted = term.with_row_weights(counts, factors)
+        assert weighted.denominator == count
         inputs, others = leaves(case.states, case.weight, None), leaves(case.states, case.weight, None)
-        total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [weighted.to(CPU, 1 / weighted.count)], 4)
+        total, _ = fused_loss(inputs[0], OutputHead(*inputs[1:]), [weighted.to(CPU, 1 / weighted.denominator)], 4)
         total.backward()
-        whole, _ = fused_loss(others[0], Head(*others[1:]), [term.to(CPU, 1 / term.items)], 4)
+        whole, _ = fused_loss(others[0], OutputHead(*others[1:]), [term.to(CPU, 1 / term.num_items)], 4)
         whole.backward()
         assert_close([total.detach()], [whole.detach() / 4], 1e-10)
         assert_close([inputs[0].grad, inputs[1].grad], [others[0].grad / 4, others[1].grad / 4], 1e-10)
@@ -335,7 +335,7 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
     cells = cells_of(name, case)
     _, _, once = fused(case, [cells], [1.0])
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [Term.of(cells).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(inputs[0], OutputHead(*inputs[1:]), [LossTensors.from_cells(cells).to(CPU, 1.0)], 3)
     (-2.5 * total).backward()
     assert_close([inputs[0].grad, inputs[1].grad], [-2.5 * gradient for gradient in once], 1e-12)
 
@@ -343,19 +343,19 @@ def test_a_gradient_that_comes_in_is_multiplied_through(name):
 @every_loss
 def test_gradients_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
-    term = Term.of(cells_of(name, case)).to(CPU, 0.7)
+    term = LossTensors.from_cells(cells_of(name, case)).to(CPU, 0.7)
     inputs = tuple(leaves(case.states, case.weight, case.bias))
-    assert torch.autograd.gradcheck(lambda states, *head: fused_loss(states, Head(*head), [term], 2)[0], inputs)
+    assert torch.autograd.gradcheck(lambda states, *head: fused_loss(states, OutputHead(*head), [term], 2)[0], inputs)
 
 
 @every_loss
 def test_gradients_of_a_head_with_all_that_heads_have_agree_with_finite_differences(name):
     case = case_for(name, 1, K=3, spans=3, V=7, U=6, H=3, bias=True)
-    term = Term.of(cells_of(name, case)).to(CPU, 0.7)
+    term = LossTensors.from_cells(cells_of(name, case)).to(CPU, 0.7)
     adapter = torch.randn(2, 3, dtype=torch.float64), torch.randn(7, 2, dtype=torch.float64)
 
     def total(states: Tensor, weight: Tensor, bias: Tensor, down: Tensor, up: Tensor) -> Tensor:
-        head = Head(weight, bias, scale=1.5, softcap=2.0, adapters=[Adapter(down, up, 0.7)])
+        head = OutputHead(weight, bias, scale=1.5, softcap=2.0, adapters=[HeadAdapter(down, up, 0.7)])
         return fused_loss(states, head, [term], 4)[0]
 
     assert torch.autograd.gradcheck(total, tuple(leaves(case.states, case.weight, case.bias, *adapter)))
@@ -365,7 +365,9 @@ def test_gradients_of_a_head_with_all_that_heads_have_agree_with_finite_differen
 def test_gradients_can_be_asked_for_twice(name):
     case = case_for(name, 2, K=4)
     inputs = leaves(case.states, case.weight, None)
-    total, _ = fused_loss(inputs[0], Head(inputs[1]), [Term.of(cells_of(name, case)).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(
+        inputs[0], OutputHead(inputs[1]), [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)], 3
+    )
     once = torch.autograd.grad(total, inputs[:2], retain_graph=True)
     twice = torch.autograd.grad(-2 * total, inputs[:2])
     assert_close(list(twice), [-2 * gradient for gradient in once], 1e-12)
@@ -389,7 +391,7 @@ def test_logits_can_be_given_instead_of_states_and_a_head(name):
     cells = cells_of(name, case)
     logits = (case.states @ case.weight.T).requires_grad_()
     before = logits.detach().clone()
-    found, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 3)
+    found, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 3)
     found.backward()
     assert torch.equal(logits, before)
     total, _, (d_states, d_weight) = fused(case, [cells], [1.0])
@@ -404,7 +406,7 @@ def test_bf16_is_finite_and_near_fp32(name):
     rounded = dataclasses.replace(
         case, states=case.states.bfloat16(), weight=case.weight.bfloat16(), bias=case.bias.bfloat16()
     )
-    scale = 1 / cells.items
+    scale = 1 / cells.num_items
     wide, _, expected = fused(rounded, [cells], [scale], dtype=torch.float32)
     found, _, gradients = fused(rounded, [cells], [scale], dtype=torch.bfloat16)
     assert found.dtype == torch.float32
@@ -419,7 +421,7 @@ def test_bf16_is_finite_and_near_fp32(name):
 def test_bf16_logits_can_be_given_too(name):
     case = case_for(name, 9, K=6)
     logits = (case.states @ case.weight.T).bfloat16().requires_grad_()
-    total, _ = fused_loss(logits, Head(None), [Term.of(cells_of(name, case)).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)], 4)
     total.backward()
     assert torch.isfinite(total)
     assert logits.grad.dtype == torch.bfloat16
@@ -450,11 +452,11 @@ def test_rows_that_no_span_covers_have_no_gradient(name):
 @every_distribution_loss
 def test_a_teacher_that_is_very_sure_stays_finite(name):
     case = case_for(name, 3, K=23)
-    said = case.example.signal
+    said = case.example.teacher_logprobs
     logprobs = np.full_like(said.logprobs, -100)
     logprobs[said.offsets[:-1]] = 0
     signal = dataclasses.replace(said, logprobs=logprobs)
-    sure = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
+    sure = dataclasses.replace(case, example=dataclasses.replace(case.example, teacher_logprobs=signal))
     for states in (case.states, case.states * 100):
         total, _, gradients = fused(
             dataclasses.replace(sure, states=states), [cells_of(name, sure)], [1.0], dtype=torch.float32
@@ -463,7 +465,7 @@ def test_a_teacher_that_is_very_sure_stays_finite(name):
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
 
 
-def saying(signal: Signal, at: np.ndarray, ids: list[int]) -> Signal:
+def saying(signal: TeacherLogprobs, at: np.ndarray, ids: list[int]) -> TeacherLogprobs:
     """The same signal with other ids, of the same probabilities in all, at some positions."""
     kept = [ids if hidden else signal.ids[low:high].tolist() for hidden, low, high in
             zip(at.tolist(), signal.offsets[:-1], signal.offsets[1:], strict=True)]  # fmt: skip
@@ -483,8 +485,10 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
     rule, columns = RULES["p-kl"], case.projection.columns
     for hidden in [*([at] for at in range(len(spans))), [0, 1], [len(spans) - 2, len(spans) - 1], range(len(spans))]:
         positions = [position for at in hidden for position in spans[at][1]]
-        signal = saying(case.example.signal, np.isin(case.example.signal.positions, positions), [2, 5])
-        cells = rule.cells(dataclasses.replace(case.example, signal=signal), columns)
+        signal = saying(
+            case.example.teacher_logprobs, np.isin(case.example.teacher_logprobs.positions, positions), [2, 5]
+        )
+        cells = rule.cells(dataclasses.replace(case.example, teacher_logprobs=signal), columns)
         assert cells.items == len(spans)
         assert not np.diff(cells.cell_offsets)[list(hidden)].any()
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
@@ -499,7 +503,7 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
 def plain_fill(
     items: list[tuple[list[int], list[int]]],
     support: list[list[tuple[int, float]]],
-    columns: Columns,
+    columns: ProjectionColumns,
 ) -> list[list[tuple[float, list[tuple[int, int, float]]]]]:
     """The cells of each item, `(probability, entries)`, in the order in which the teacher names them."""
     result = []
@@ -561,7 +565,7 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
             row_start, row_stop, position_start, position_stop, signal.offsets, signal.ids, signal.logprobs,
             columns.offsets, columns.student_ids, columns.log_weights, signal.offsets[1:], np.zeros(len(signal)),
         )  # fmt: skip
-        cells = Cells(*arrays)
+        cells = LossCells(*arrays)
         assert not corrections.any()
         assert np.diff(cells.cell_offsets).tolist() == [len(item) for item in expected]
         flat = [cell for item in expected for cell in item]
@@ -577,7 +581,7 @@ def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(cas
 @given(case=problems(), size=st.integers(1, 20), both=st.booleans())
 def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     cells = [cells_of("p-kl", case), *([cells_of("ce", case)] if both else [])]
-    terms = [Term.of(part).to(CPU, 1.0) for part in cells]
+    terms = [LossTensors.from_cells(part).to(CPU, 1.0) for part in cells]
     starts = chunk_starts(len(case.states), size, terms)
     assert starts[0] == 0
     assert starts[-1] == len(case.states)
@@ -585,7 +589,7 @@ def test_chunks_cover_all_rows_once_and_no_item_straddles_two(case, size, both):
     of_row = np.searchsorted(starts, np.arange(len(case.states)), side="right")
     longest = 1
     for part in cells:
-        for item in range(part.items):
+        for item in range(part.num_items):
             first, last = part.entry_offsets[part.cell_offsets[item : item + 2]]
             rows = part.rows[first:last]
             assert len(set(of_row[rows].tolist())) <= 1
@@ -623,8 +627,8 @@ def wide_case(name: str, N: int, V: int, H: int) -> Case:
     spans = np.stack([positions, positions + 1, positions, positions + 1], 1)
     support = ((ids[1:, None] + np.arange(9)) % V).astype(np.int32).reshape(-1)
     said = np.full(9 * N, math.log(0.1), np.float32)
-    signal = Signal(positions, np.arange(0, 9 * N + 1, 9), support, said, said[:N], said[:N], said[:N])
-    example = Example(ids, np.arange(N, dtype=np.int64), spans, ids, signal, said[:N], said[:N])
+    signal = TeacherLogprobs(positions, np.arange(0, 9 * N + 1, 9), support, said, said[:N], said[:N], said[:N])
+    example = LossInputs(ids, np.arange(N, dtype=np.int64), spans, ids, signal, said[:N], said[:N])
     words = partition_of([b"a"], [b"a"], 1, 1)  # stands in for what would take too long to make in this way
     case = Case(example, Projection.identity(V), words, torch.randn(N, H), torch.randn(V, H))
     case.__dict__["next_bytes"] = next_bytes_of_numbers(V)
@@ -632,15 +636,15 @@ def wide_case(name: str, N: int, V: int, H: int) -> Case:
 
 
 @functools.cache
-def next_bytes_of_numbers(V: int) -> NextBytes:
+def next_bytes_of_numbers(V: int) -> BytePartition:
     """A tokenizer whose token 123 spells "123"; of "0123" it makes "0" and "123"."""
     tokens = np.arange(V, dtype=np.int32)
 
     def first_tokens(pieces: list[bytes]) -> list[int]:
         return [int(piece) if piece[:1] != b"0" else 0 for piece in pieces]
 
-    side = side_of([b"%d" % token for token in range(V)], tokens, first_tokens)
-    return NextBytes.of(side, side)
+    side = sort_vocabulary([b"%d" % token for token in range(V)], tokens, first_tokens)
+    return BytePartition.from_vocabularies(side, side)
 
 
 @every_loss
@@ -650,10 +654,10 @@ def test_memory_is_bounded_by_the_chunk_and_not_by_the_rows(name):
     for N in (256, 1024):
         case = wide_case(name, N, V, H)
         states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
-        terms = [Term.of(cells_of(name, case)).to(CPU, 1.0)]
+        terms = [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0)]
 
-        def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
-            fused_loss(states, Head(weight), terms, chunk)[0].backward()
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossTensors] = terms) -> None:
+            fused_loss(states, OutputHead(weight), terms, chunk)[0].backward()
 
         with Largest() as watch:
             step()
@@ -671,7 +675,7 @@ def test_an_item_longer_than_a_chunk_is_read_in_pieces():
     V, chunk, draw = 2000, 8, np.random.default_rng(0)
     lengths = [3, 40, 1, 21, 8]
     rows = np.concatenate([np.tile(np.arange(a, b), 2) for a, b in itertools.pairwise(np.cumsum([0, *lengths]))])
-    cells = Cells(
+    cells = LossCells(
         cell_offsets=np.arange(0, 11, 2),
         entry_offsets=np.concatenate([[0], np.cumsum(np.repeat(lengths, 2))]),
         teacher_probs=np.full(10, 0.3, np.float32),
@@ -695,10 +699,10 @@ def test_memory_is_bounded_also_for_several_losses_and_a_soft_cap():
     V, H, chunk = 20_000, 8, 48
     case = wide_case("p-kl", 512, V, H)
     states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.float32)
-    terms = [Term.of(cells_of(name, case)).to(CPU, 1.0) for name in ("p-kl", "boundary-kl")]
+    terms = [LossTensors.from_cells(cells_of(name, case)).to(CPU, 1.0) for name in ("p-kl", "boundary-kl")]
 
     def step() -> None:
-        fused_loss(states, Head(weight, softcap=30.0), terms, chunk)[0].backward()
+        fused_loss(states, OutputHead(weight, softcap=30.0), terms, chunk)[0].backward()
 
     step()
     states.grad = weight.grad = None
@@ -711,10 +715,10 @@ def test_memory_of_a_bf16_head_is_that_of_a_chunk_beyond_inputs_and_gradients():
     for N in (256, 1024):
         case = wide_case("forward-kl", N, V, H)
         states, weight, _ = leaves(case.states, case.weight, None, dtype=torch.bfloat16)
-        terms = [Term.of(cells_of("forward-kl", case)).to(CPU, 1.0)]
+        terms = [LossTensors.from_cells(cells_of("forward-kl", case)).to(CPU, 1.0)]
 
-        def step(states: Tensor = states, weight: Tensor = weight, terms: list[Term] = terms) -> None:
-            fused_loss(states, Head(weight), terms, chunk)[0].backward()
+        def step(states: Tensor = states, weight: Tensor = weight, terms: list[LossTensors] = terms) -> None:
+            fused_loss(states, OutputHead(weight), terms, chunk)[0].backward()
 
         step()
         states.grad = weight.grad = None
@@ -740,7 +744,7 @@ def test_a_bf16_gradient_that_adds_up_over_many_chunks_stays_near_the_exact_one(
 
 
 def test_a_specification_names_losses_and_weights():
-    assert parse_losses(["p-kl", "ce:weight=0.5"]) == [LossSpecification("p-kl"), LossSpecification("ce", 0.5)]
+    assert parse_losses(["p-kl", "ce:weight=0.5"]) == [LossSpec("p-kl"), LossSpec("ce", 0.5)]
     assert [str(loss) for loss in parse_losses(["p-kl:weight=1.0", "ce:weight=0.50"])] == ["p-kl", "ce:weight=0.5"]
 
 
@@ -774,7 +778,7 @@ def test_a_bad_specification_is_told(texts, what, hint):
 @pytest.mark.parametrize("gap", [5.0, 15.0, 25.0, 40.0, 80.0])
 def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     # One cell, which holds all of the student's probability but e^-gap; the teacher has 0.3 elsewhere. fp32.
-    cells = Cells(
+    cells = LossCells(
         cell_offsets=np.array([0, 1]),
         entry_offsets=np.array([0, 1]),
         teacher_probs=np.array([0.7], np.float32),
@@ -785,7 +789,7 @@ def test_a_student_that_is_sure_and_wrong_is_pulled_back(gap):
     logits = torch.zeros(1, 50)
     logits[0, 2] = gap + math.log(49)
     logits.requires_grad_()
-    total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
+    total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 4)
     total.backward()
     rest = math.exp(-gap) / (1 + math.exp(-gap))
     assert logits.grad[0, 2].item() == pytest.approx(0.3 - rest, rel=1e-4)
@@ -814,7 +818,7 @@ every_form = pytest.mark.parametrize("form", list(FORMS))
 every_choice = pytest.mark.parametrize("name", ["boundary-kl", "p-kl", "byte-kl", "gold", "h-kl"])
 
 
-def in_form(name: str, case: Case, form: str) -> Cells:
+def in_form(name: str, case: Case, form: str) -> LossCells:
     (loss,) = parse_losses([f"{name}:divergence={form}"])
     return cells_of(name, case, loss.options)
 
@@ -858,10 +862,10 @@ def test_a_temperature_divides_both_logits():
     logits, other = (torch.from_numpy(draw.normal(size=(6, 23))) for _ in range(2))
     ids = case.example.teacher_ids
     signal = signal_of(torch.log_softmax(other, 1).numpy(), np.arange(1, 7), ids[1:], 23)
-    case = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=signal))
+    case = dataclasses.replace(case, example=dataclasses.replace(case.example, teacher_logprobs=signal))
     for name, (one, two) in {"forward-kl": (other, logits), "reverse-kl": (logits, other)}.items():
         cells = cells_of(name, case, (("temperature", str(tau)),))
-        total, _ = fused_loss(logits, Head(None), [Term.of(cells).to(CPU, 1.0)], 4)
+        total, _ = fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, 1.0)], 4)
         p, q = torch.softmax(one / tau, 1), torch.softmax(two / tau, 1)
         assert float(total) == pytest.approx(tau**2 * float((p * (p / q).log()).sum()), rel=1e-5)
 
@@ -908,7 +912,7 @@ def test_a_bad_divergence_is_told(text, what):
 
 def test_losses_together_are_the_sum_of_the_losses():
     case = draw_case(5, one_tokenizer=False, K=4)
-    names = [name for name in LOSSES if RULES[name].ground != "tokens"]
+    names = [name for name in LOSSES if RULES[name].comparison_space != "tokens"]
     scales = [0.5 + number for number in range(len(names))]
     cells = [cells_of(name, case) for name in names]
     total, sums, gradients = fused(case, cells, scales, chunk=3)

@@ -30,28 +30,30 @@ from tiny_words import partition_of
 from torch import Tensor
 
 from xtk.losses import parse_losses
-from xtk.losses.cells import Cells, Example
-from xtk.losses.chains import rest_of_root
-from xtk.losses.head import Term, fused_loss
-from xtk.losses.rank_kernels import largest
-from xtk.losses.ranks import largest_by_topk, scale
-from xtk.models.head import Head
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import LossCells, LossInputs
+from xtk.losses.prefix_products import log_tempered_remainder
+from xtk.losses.sorted_prob_kernels import largest_columns
+from xtk.losses.sorted_probs import largest_by_topk, scale_rows
+from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 
 CPU = torch.device("cpu")
 
 
-def cells_of(text: str, case: Case) -> Cells:
+def cells_of(text: str, case: Case) -> LossCells:
     (loss,) = parse_losses([text])
-    rule = loss.rule()
-    ground = None if rule.ground == "spans" else case.projection.columns
-    return dataclasses.replace(rule.cells(case.example, ground), divergence=loss.divergence())
+    rule = loss.make_loss()
+    ground = None if rule.comparison_space == "spans" else case.projection.columns
+    return dataclasses.replace(rule.build_cells(case.example, ground), divergence=loss.make_divergence())
 
 
 def fused(text: str, case: Case, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """The sum over items, and the gradients of states and head."""
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in (case.states, case.weight)]
-    total, _ = fused_loss(inputs[0], Head(*inputs[1:]), [Term.of(cells_of(text, case)).to(CPU, 1.0)], 3)
+    total, _ = fused_loss(
+        inputs[0], OutputHead(*inputs[1:]), [LossTensors.from_cells(cells_of(text, case)).to(CPU, 1.0)], 3
+    )
     total.backward()
     return total.detach(), inputs[0].grad, inputs[1].grad
 
@@ -142,7 +144,7 @@ def one_position(teacher: Sequence[float], student: Sequence[float], K: int, wri
     """One token on each side, of a student that says what is given."""
     ids = np.array([0, written], np.int32)
     signal = signal_of(np.log(np.array([teacher])), np.array([1]), ids[1:], K)
-    example = Example(ids, np.array([0]), np.array([[1, 2, 1, 2]], np.int32), ids, signal)
+    example = LossInputs(ids, np.array([0]), np.array([[1, 2, 1, 2]], np.int32), ids, signal)
     logits = torch.log(torch.tensor(np.array([student]), dtype=torch.float64))
     words = partition_of([b"a", b"b"], [b"a", b"b"], len(student), len(teacher))
     return Case(example, Projection.identity(len(student)), words, logits, torch.eye(len(student), dtype=torch.float64))
@@ -183,7 +185,7 @@ def test_neither_part_of_h_kl_is_more_from_part_of_a_distribution(seed):
 def test_a_token_that_is_named_for_being_written_has_no_rank():
     # .2 is named for being written; .25 twice is not. Ranks: .3 alone; behind it .7.
     case = one_position([0.3, 0.25, 0.25, 0.2], [0.3, 0.25, 0.25, 0.2], K=1, written=3)
-    assert cells_of("uld", case).ranks.probs.tolist() == pytest.approx([0.3])
+    assert cells_of("uld", case).sorted_probs.probs.tolist() == pytest.approx([0.3])
     assert float(fused("uld", case)[0]) == pytest.approx(0, abs=1e-6)
 
 
@@ -212,8 +214,8 @@ def test_alm_is_finite_with_the_right_gradient_at_both_ends(gap, tau):
     """A student that gives its token e^-400, or all but e^-80; fp32."""
     case = one_position([0.6, 0.4], [0.5, 0.5], K=1)
     logits = torch.tensor([[gap, 0.0]], requires_grad=True)
-    term = Term.of(cells_of(f"alm:temperature={tau}", case)).to(CPU, 1.0)
-    total, _ = fused_loss(logits, Head(None), [term], 4)
+    term = LossTensors.from_cells(cells_of(f"alm:temperature={tau}", case)).to(CPU, 1.0)
+    total, _ = fused_loss(logits, OutputHead(None), [term], 4)
     total.backward()
     log_p = math.log(0.6) / tau
     log_s = -math.log1p(math.exp(-gap)) if gap > 0 else gap - math.log1p(math.exp(gap))
@@ -228,22 +230,22 @@ def test_alm_is_finite_with_the_right_gradient_at_both_ends(gap, tau):
 @pytest.mark.parametrize("root", [0.5, 1.0, 3.0, 100.0])
 def test_what_a_root_leaves_over(root):
     p = torch.tensor([1e-9, 0.2, 0.49, 0.51, 0.9, 1 - 1e-9], dtype=torch.float64)
-    found = rest_of_root(p.log(), torch.log1p(-p), root)
+    found = log_tempered_remainder(p.log(), torch.log1p(-p), root)
     torch.testing.assert_close(found, torch.log(-torch.expm1(p.log() / root)), rtol=1e-7, atol=1e-12)
 
 
 def test_alm_needs_only_the_tokens_that_stand_there():
     case = draw_case(4, K=5, spans=9)
-    signal = case.example.signal
+    signal = case.example.teacher_logprobs
     size = len(signal)
     alone = dataclasses.replace(
         signal,
         offsets=np.arange(size + 1),
         ids=case.example.teacher_ids[signal.positions],
-        logprobs=signal.realised_logprobs,
-        tail_mass=-np.expm1(signal.realised_logprobs),
+        logprobs=signal.observed_logprobs,
+        remainder_mass=-np.expm1(signal.observed_logprobs),
     )
-    bare = dataclasses.replace(case, example=dataclasses.replace(case.example, signal=alone))
+    bare = dataclasses.replace(case, example=dataclasses.replace(case.example, teacher_logprobs=alone))
     for one, other in zip(fused("alm", case), fused("alm", bare), strict=True):
         assert torch.equal(one, other)
 
@@ -256,7 +258,7 @@ def test_gold_by_hand():
     probs = np.array([[0.5, 0.25, 0.25], [0.2, 0.6, 0.2]])
     ids = np.array([0, 0, 0], np.int32)
     signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 3)
-    example = Example(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
+    example = LossInputs(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
     one = Projection(
         np.array([0, 1, 1, 1]), np.zeros(1, np.int32), np.ones(1, np.float32), *[np.full(3, -1, np.int32)] * 2
     )
@@ -285,7 +287,7 @@ def test_p_kl_as_published_is_not_0_for_equal_models():
     probs = np.array([[0.9, 0.1], [0.1, 0.9]])
     ids = np.array([0, 0, 1], np.int32)
     signal = signal_of(np.log(probs), np.array([1, 2]), ids[1:], 2)
-    example = Example(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
+    example = LossInputs(ids, np.array([0, 1]), np.array([[1, 3, 1, 3]], np.int32), ids, signal)
     words = partition_of([b"a", b"b"], [b"a", b"b"], 2, 2)
     case = Case(example, Projection.identity(2), words, torch.log(torch.tensor(probs)), torch.eye(2).double())
     assert float(fused("p-kl:published=true", case)[0]) == pytest.approx(-0.3065, abs=1e-4)
@@ -308,18 +310,18 @@ def test_p_kl_as_published_pays_4_nats_for_one_token_that_nothing_reaches():
 @pytest.mark.parametrize("text", ["p-kl", "boundary-kl", "p-kl:published=true", "uld", "gold", "h-kl"])
 def test_an_id_that_no_vocabulary_has_is_in_the_other_cell(text):
     case = draw_case(6, K=4, spans=9)
-    signal = case.example.signal
+    signal = case.example.teacher_logprobs
     # Of each position the first id; what it had is nobody's now.
     foreign, unreached = signal.ids.copy(), signal.ids.copy()
     foreign[signal.offsets[:-1]] = [1_000_000, -1] * (len(signal) // 2) + [1_000_000] * (len(signal) % 2)
     wrong = dataclasses.replace(case, example=dataclasses.replace(
-        case.example, signal=dataclasses.replace(signal, ids=foreign)
+        case.example, teacher_logprobs=dataclasses.replace(signal, ids=foreign)
     ))  # fmt: skip
     for result in fused(text, wrong):
         assert torch.isfinite(result).all()
     unreached[signal.offsets[:-1]] = 2  # a third of the teacher's tokens is reached by nothing, 2 among them
     other = dataclasses.replace(case, example=dataclasses.replace(
-        case.example, signal=dataclasses.replace(signal, ids=unreached)
+        case.example, teacher_logprobs=dataclasses.replace(signal, ids=unreached)
     ))  # fmt: skip
     if "published" not in text:
         assert float(fused(text, wrong)[0]) == pytest.approx(float(fused(text, other)[0]), rel=1e-6)
@@ -338,7 +340,7 @@ def test_the_largest_values_are_those_of_a_sorted_row(seed):
     rows = np.sort(draw.integers(0, 6, 4))
     counts = draw.integers(0, V + 3, 4)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    found = largest(values, rows, offsets, ranked)
+    found = largest_columns(values, rows, offsets, ranked)
     for row, start, stop in zip(rows, offsets[:-1], offsets[1:], strict=True):
         falling = np.sort(values[row][ranked])[::-1][: stop - start]
         tokens = found[start:stop]
@@ -355,7 +357,7 @@ def test_topk_finds_what_the_kernel_finds(masked):
     rows, counts = np.sort(draw.permutation(50)[:40]), draw.integers(0, 34, 40)
     mask = torch.from_numpy(ranked.astype(float)) if masked else None
     found = largest_by_topk(torch.from_numpy(values), torch.from_numpy(rows), torch.from_numpy(counts), mask)
-    assert found.tolist() == largest(values, rows, np.concatenate([[0], np.cumsum(counts)]), ranked).tolist()
+    assert found.tolist() == largest_columns(values, rows, np.concatenate([[0], np.cumsum(counts)]), ranked).tolist()
 
 
 def test_rows_are_scaled_with_more_for_the_tokens_of_a_band():
@@ -363,5 +365,5 @@ def test_rows_are_scaled_with_more_for_the_tokens_of_a_band():
     values, factors, band = (torch.randn(size, generator=draw) for size in ((70, 9), (70,), (70,)))
     mask = (torch.arange(9) % 2).float()
     expected = values * (factors[:, None] + band[:, None] * mask)
-    scale(values, factors, [(band, mask)])
+    scale_rows(values, factors, [(band, mask)])
     torch.testing.assert_close(values, expected)

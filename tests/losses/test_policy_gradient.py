@@ -17,23 +17,23 @@ from torch import Tensor
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES, parse_losses
-from xtk.losses.cells import Cells, Example
 from xtk.losses.divergences import DIVERGENCES
-from xtk.losses.head import Term, fused_loss
-from xtk.models.head import Head
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import LossCells, LossInputs
+from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 
 CPU = torch.device("cpu")
 UNCLIPPED = "policy-gradient:clip=1000,epsilon=1,epsilon-high=1000"
 
 
-def cells_of(text: str, example: Example, ground: object = None) -> Cells:
+def cells_of(text: str, example: LossInputs, ground: object = None) -> LossCells:
     (loss,) = parse_losses([text])
-    return dataclasses.replace(loss.rule().cells(example, ground), divergence=loss.divergence())
+    return dataclasses.replace(loss.make_loss().build_cells(example, ground), divergence=loss.make_divergence())
 
 
-def summed(cells: Cells, logits: Tensor, scale: float = 1.0) -> Tensor:
-    return fused_loss(logits, Head(None), [Term.of(cells).to(CPU, scale)], 64)[0]
+def summed(cells: LossCells, logits: Tensor, scale: float = 1.0) -> Tensor:
+    return fused_loss(logits, OutputHead(None), [LossTensors.from_cells(cells).to(CPU, scale)], 64)[0]
 
 
 # --- on average
@@ -88,7 +88,7 @@ class Toy:
     def teacher_logprob(self, ids: Ids, before: Ids = ()) -> float:
         return sum(self.teacher_said((*before, *ids[:at]))[token] for at, token in enumerate(ids))
 
-    def example(self, ids: Ids) -> Example:
+    def example(self, ids: Ids) -> LossInputs:
         theirs = self.read(ids)
         sides = np.arange(1, len(ids) + 1), np.arange(1, len(theirs) + 1)
         edges = [(1 + at, 1 + len(self.read(ids[:at]))) for at in range(len(ids) + 1)]
@@ -97,7 +97,7 @@ class Toy:
         said = np.stack([self.teacher_said(theirs[:at]) for at in range(len(theirs))])
         signal = signal_of(said, sides[1], np.array(theirs), 99)
         own = torch.log_softmax(self.logits[self.rows(ids)], 1)[range(len(ids)), list(ids)]
-        return Example(
+        return LossInputs(
             np.array([0, *ids], np.int32), sides[0] - 1, spans, np.array([0, *theirs], np.int32), signal,
             own.numpy().astype(np.float32),
         )  # fmt: skip
@@ -108,7 +108,7 @@ class Toy:
     def logprob(self, ids: Ids, said: Tensor) -> Tensor:
         return said[self.rows(ids), list(ids)].sum()
 
-    def expected_gradient(self, cells_of_example: Callable[[Ids, Example], Cells]) -> Tensor:
+    def expected_gradient(self, cells_of_example: Callable[[Ids, LossInputs], LossCells]) -> Tensor:
         """Of a loss, over all that the student can write."""
         logits = self.logits.clone().requires_grad_()
         said = torch.log_softmax(self.logits, 1)
@@ -169,12 +169,12 @@ def test_a_token_is_not_charged_with_what_comes_behind_it():
 def test_a_detached_divergence_as_an_advantage_has_no_gradient_on_average(toy):
     """It is the same whichever token was drawn, and E[grad ln s] = 0."""
 
-    def with_divergence(ids: Ids, example: Example) -> Cells:
+    def with_divergence(ids: Ids, example: LossInputs) -> LossCells:
         cells = cells_of(UNCLIPPED, example)
         said = torch.log_softmax(toy.logits[toy.rows(ids)], 1)
         # Any function of the text before the span: here the KL to the uniform distribution.
         of_rows = ((said.exp() * said).sum(1) + math.log(len(toy.student))).numpy()
-        values = -of_rows[: cells.items]
+        values = -of_rows[: cells.num_items]
         return dataclasses.replace(cells, surrogate=dataclasses.replace(cells.surrogate, advantages=values))
 
     assert float(toy.expected_gradient(with_divergence).abs().max()) < 1e-7
@@ -233,41 +233,43 @@ def test_options_are_those_of_the_readable_loss_wherever_the_ratio_is(text):
         case = draw_case(seed, K=3, spans=12)
         # An old student that drew all of it, from near to far.
         drawn = torch.log_softmax(case.states @ case.weight.T, 1)[
-            range(len(case.example.rows)), case.example.student_ids[case.example.rows + 1]
-        ] + torch.randn(len(case.example.rows)) * (0.1 + 0.1 * seed)
-        example = dataclasses.replace(case.example, drawn_logprobs=drawn.numpy().astype(np.float32))
+            range(len(case.example.positions)), case.example.student_ids[case.example.positions + 1]
+        ] + torch.randn(len(case.example.positions)) * (0.1 + 0.1 * seed)
+        example = dataclasses.replace(case.example, sampling_logprobs=drawn.numpy().astype(np.float32))
         case = dataclasses.replace(
             case, example=example, states=case.states.requires_grad_(), weight=case.weight.requires_grad_()
         )
         said = torch.softmax(case.states @ case.weight.T, 1)
         items = plain_policy_gradient(case, said, **OPTIONS[text])
         cells = cells_of(text, example)
-        assert cells.items == len(items)
-        term = Term.of(cells).to(CPU, 1.0)
-        found, _ = fused_loss(case.states, Head(case.weight), [term], 3)
+        assert cells.num_items == len(items)
+        term = LossTensors.from_cells(cells).to(CPU, 1.0)
+        found, _ = fused_loss(case.states, OutputHead(case.weight), [term], 3)
         for one, other in zip(value_and_gradients(found, case), value_and_gradients(sum(items), case), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
         clipped, ratios = 0, 0.0
         for item, advantage in zip(items, cells.surrogate.advantages, strict=True):
-            ratio, bounds = -float(item.detach()) / advantage, (cells.surrogate.low, cells.surrogate.high)
+            ratio, bounds = -float(item.detach()) / advantage, (cells.surrogate.min_ratio, cells.surrogate.max_ratio)
             met.add((advantage > 0, "clipped" if min(abs(ratio - bound) for bound in bounds) < 1e-12 else "free"))
             clipped += min(abs(ratio - bound) for bound in bounds) < 1e-12
-        number = {row + 1: at for at, row in enumerate(example.rows.tolist())}
+        number = {row + 1: at for at, row in enumerate(example.positions.tolist())}
         for tokens, _ in predicted_spans(example):
             ours = math.prod(float(said.detach()[number[at], example.student_ids[at]]) for at in tokens)
-            ratios += ours / math.exp(sum(float(example.drawn_logprobs[number[at]]) for at in tokens))
-        assert term.surrogate.seen.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
+            ratios += ours / math.exp(sum(float(example.sampling_logprobs[number[at]]) for at in tokens))
+        assert term.surrogate.ratio_statistics.tolist() == pytest.approx([len(items), ratios, clipped], rel=1e-5)
     assert met == set(itertools.product((False, True), ("clipped", "free")))
 
 
-def one_token(token: int, probability: float, old: float, reward: float, theirs: float = 0.1) -> tuple[Example, Tensor]:
+def one_token(
+    token: int, probability: float, old: float, reward: float, theirs: float = 0.1
+) -> tuple[LossInputs, Tensor]:
     """A student with two tokens that drew one of them, and logits that give it a probability."""
     said = np.log([[theirs, 1 - theirs] if token == 0 else [1 - theirs, theirs]])
     ids, span = np.array([0, token], np.int32), np.array([[1, 2, 1, 2]], np.int32)
     signal = signal_of(said, np.array([1]), np.array([token]), 2)
     own = np.array([math.log(old)], np.float32), np.array([reward], np.float32)
     logits = torch.tensor([[probability, 1 - probability]], dtype=torch.float64).log()
-    return Example(ids, np.array([0]), span, ids, signal, *own), (logits if token == 0 else logits.flip(1))
+    return LossInputs(ids, np.array([0]), span, ids, signal, *own), (logits if token == 0 else logits.flip(1))
 
 
 @pytest.mark.parametrize(
@@ -307,10 +309,12 @@ def test_what_a_side_finds_impossible_stays_in_its_item():
     example, text = draw_case(2, K=3, spans=12).example, "policy-gradient:reward=0,clip=1000"
     whole = cells_of(text, example).surrogate.advantages
     changed = []
-    for at in range(len(example.signal)):
-        said = example.signal.realised_logprobs.copy()
+    for at in range(len(example.teacher_logprobs)):
+        said = example.teacher_logprobs.observed_logprobs.copy()
         said[at] = -np.inf
-        silent = dataclasses.replace(example, signal=dataclasses.replace(example.signal, realised_logprobs=said))
+        silent = dataclasses.replace(
+            example, teacher_logprobs=dataclasses.replace(example.teacher_logprobs, observed_logprobs=said)
+        )
         advantages = cells_of(text, silent).surrogate.advantages
         changed.append((advantages != whole).sum())
         assert set(advantages[advantages != whole]) <= {-1000.0}
@@ -318,10 +322,10 @@ def test_what_a_side_finds_impossible_stays_in_its_item():
     assert sorted(set(changed)) == [0, 1]
     assert sum(changed) >= len(whole)
     left = []
-    for at in range(len(example.rows)):
-        drawn = example.drawn_logprobs.copy()
+    for at in range(len(example.positions)):
+        drawn = example.sampling_logprobs.copy()
         drawn[at] = -np.inf
-        kept = cells_of(text, dataclasses.replace(example, drawn_logprobs=drawn)).surrogate.advantages.tolist()
+        kept = cells_of(text, dataclasses.replace(example, sampling_logprobs=drawn)).surrogate.advantages.tolist()
         assert kept in [whole.tolist(), *(np.delete(whole, item).tolist() for item in range(len(whole)))]
         left.append(len(whole) - len(kept))
     assert sum(left) >= len(whole)
@@ -329,7 +333,7 @@ def test_what_a_side_finds_impossible_stays_in_its_item():
 
 def test_a_ratio_that_is_huge_stays_finite_in_fp32():
     example, logits = one_token(0, 1 - 1e-6, 1e-40, -1.0)
-    example.drawn_logprobs[:] = -300
+    example.sampling_logprobs[:] = -300
     cells = cells_of("policy-gradient:teacher=0", example)
     logits = logits.float().requires_grad_()
     total = summed(cells, logits)
@@ -340,14 +344,14 @@ def test_a_ratio_that_is_huge_stays_finite_in_fp32():
 
 def test_documents_that_the_student_did_not_draw_have_no_items():
     case = draw_case(1, K=3, spans=12)
-    for missing in (None, np.full(len(case.example.rows), np.nan, np.float32)):
-        assert cells_of("policy-gradient", dataclasses.replace(case.example, drawn_logprobs=missing)).items == 0
+    for missing in (None, np.full(len(case.example.positions), np.nan, np.float32)):
+        assert cells_of("policy-gradient", dataclasses.replace(case.example, sampling_logprobs=missing)).num_items == 0
     without_rewards = dataclasses.replace(case.example, advantages=None)
     one, other = (
         cells_of(text, example)
         for text, example in (("policy-gradient", without_rewards), ("policy-gradient:reward=0", case.example))
     )
-    assert one.items > 3
+    assert one.num_items > 3
     np.testing.assert_array_equal(one.surrogate.advantages, other.surrogate.advantages)
 
 
@@ -373,10 +377,10 @@ def test_the_top_k_divergence_has_the_gradient_of_the_full_one_as_k_grows():
             offsets=np.arange(0, N * K + 1, K),
             ids=best.reshape(-1).astype(np.int32),
             logprobs=kept.reshape(-1).astype(np.float32),
-            tail_mass=np.maximum(1 - np.exp(kept).sum(1), 0).astype(np.float32),
+            remainder_mass=np.maximum(1 - np.exp(kept).sum(1), 0).astype(np.float32),
         )
         logits = exact.detach().clone().requires_grad_()
-        example = Example(ids, np.arange(N), spans, ids, signal)
+        example = LossInputs(ids, np.arange(N), spans, ids, signal)
         summed(cells_of("reverse-kl", example, Projection.identity(V).columns), logits).backward()
         errors.append(float((logits.grad - exact.grad).norm() / exact.grad.norm()))
     assert errors[-1] < 1e-6

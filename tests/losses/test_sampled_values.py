@@ -10,25 +10,25 @@ import pytest
 import torch
 from tiny_words import draw_spellings, next_bytes_of, partition_of
 
-from xtk.artifacts.codec.signal_reader import SignalReader
-from xtk.artifacts.codec.signal_writer import pack_signals
-from xtk.artifacts.codecs import signal_of
-from xtk.evaluation.agreement import ByImage, Likeliest
-from xtk.lookup import lookup
-from xtk.losses import LOSSES, SURROGATES, LossSpecification
-from xtk.losses.cells import Example
-from xtk.losses.head import Term, fused_loss
-from xtk.losses.objective import Objective
-from xtk.models.head import Head
+from xtk.artifacts.codec.logprob_packing import pack_logprobs
+from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
+from xtk.artifacts.shard_codecs import to_teacher_logprobs
+from xtk.evaluation.top1_agreement import ByProjection, TeacherTopTokens
+from xtk.losses import LOSSES, SURROGATE_LOSSES, LossSpec
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.losses.loss_cells import LossInputs
+from xtk.losses.loss_term import LossTerm
+from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
-from xtk.tokens.signal import Scores, Signal
+from xtk.registry import load_registered
+from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
 
 V, P, SAMPLES = 97, 1500, 16
 SUPPORTS = {"top-k": (8, 0), "sample": (0, SAMPLES), "top-k+sample": (8, SAMPLES), "none": (0, 0)}
 # How far rounding moves the value of a divergence; of sums of differences, which have no minimum of second order.
 ROUNDING = {"float32": (1e-5, 1e-5), "fine": (1e-3, 0.01), "standard": (4e-3, 0.04), "coarse": (0.015, 0.08)}
 DIFFERENCES = ("tvd", "uld", "gold", "h-kl")
-RULES = {name: lookup(LOSSES, name, "loss")() for name in LOSSES if name not in ("ce", *SURROGATES)}
+RULES = {name: load_registered(LOSSES, name, "loss")() for name in LOSSES if name not in ("ce", *SURROGATE_LOSSES)}
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def text() -> np.ndarray:
     return np.array([0, *(draw.choice(V, p=row / row.sum()) for row in logprobs)], np.int32)
 
 
-def scores_of(top_k: int, samples: int, seed: int = 2) -> Scores:
+def scores_of(top_k: int, samples: int, seed: int = 2) -> StoredLogprobs:
     """What a cache keeps of the teacher."""
     draw, logprobs, ids = np.random.default_rng(seed), logits_of(0).numpy(), text()[1:]
     kept, sampled, tails = [], [], []
@@ -58,30 +58,32 @@ def scores_of(top_k: int, samples: int, seed: int = 2) -> Scores:
         tails.append(rest.sum())
         counts = draw.multinomial(samples, rest / max(rest.sum(), 1e-30))
         sampled.append([(int(at), int(counts[at])) for at in np.flatnonzero(counts)])
-    return Scores(
+    return StoredLogprobs(
         positions=np.arange(1, P + 1, dtype=np.int32),
         offsets=np.cumsum([0, *map(len, kept)]),
         ids=np.array([one for row in kept for one in row], np.int32),
         logprobs=np.array([logprobs[at, one] for at, row in enumerate(kept) for one in row], np.float32),
-        drawn_offsets=np.cumsum([0, *map(len, sampled)]) if samples else np.zeros(1, np.int64),
-        drawn_ids=np.array([one for row in sampled for one, _ in row], np.int32),
-        counts=np.array([count for row in sampled for _, count in row], np.int32),
-        tail_mass=np.array(tails, np.float32),
-        realised_logprobs=logprobs[np.arange(P), ids].astype(np.float32),
+        sample_offsets=np.cumsum([0, *map(len, sampled)]) if samples else np.zeros(1, np.int64),
+        sample_ids=np.array([one for row in sampled for one, _ in row], np.int32),
+        sample_counts=np.array([count for row in sampled for _, count in row], np.int32),
+        remainder_mass=np.array(tails, np.float32),
+        observed_logprobs=logprobs[np.arange(P), ids].astype(np.float32),
         entropy=-(np.exp(logprobs) * logprobs).sum(1).astype(np.float32),
     )
 
 
 @functools.cache
-def signal_from(support: str, precision: str, *, sampled: bool) -> Signal:
+def signal_from(support: str, precision: str, *, sampled: bool) -> TeacherLogprobs:
     """The teacher's, as it comes back from a cache."""
     top_k, samples = SUPPORTS[support]
     scores, draw = scores_of(top_k, samples), 0 if sampled and samples else None
     if precision == "float32":
-        return signal_of(scores, draw)
+        return to_teacher_logprobs(scores, draw)
     ids, order, sets = text()[1:], np.arange(V, dtype=np.int32), int(samples > 0)
-    tables, (packed,) = pack_signals([(scores, ids)], order, precision, sets, samples)
-    return SignalReader(tables, order, precision, sets, samples).signal(packed, ids, scores.positions, draw)
+    tables, (packed,) = pack_logprobs([(scores, ids)], order, precision, sets, samples)
+    return LogprobDecoder(tables, order, precision, sets, samples).decode_teacher_logprobs(
+        packed, ids, scores.positions, draw
+    )
 
 
 @functools.cache
@@ -92,24 +94,24 @@ def grounds() -> dict[str, object]:
     return {"tokens": columns, "projection": columns, "pairs": columns, "spans": None, "bytes": of_bytes}
 
 
-def example_of(signal: Signal) -> Example:
+def example_of(signal: TeacherLogprobs) -> LossInputs:
     at = np.arange(1, P + 1, dtype=np.int32)
     spans = np.column_stack([at, at + 1, at, at + 1])
-    return Example(text(), np.arange(P, dtype=np.int64), spans, text(), signal)
+    return LossInputs(text(), np.arange(P, dtype=np.int64), spans, text(), signal)
 
 
-def objective_of(name: str) -> Objective:
-    return Objective(RULES[name], LossSpecification(name).divergence(), grounds()[RULES[name].ground])
+def objective_of(name: str) -> LossTerm:
+    return LossTerm(RULES[name], LossSpec(name).make_divergence(), grounds()[RULES[name].comparison_space])
 
 
-def term_of(name: str, support: str, precision: str) -> Term:
+def term_of(name: str, support: str, precision: str) -> LossTensors:
     objective = objective_of(name)
-    return objective.term(example_of(signal_from(support, precision, sampled=objective.takes_draws)))
+    return objective.to_tensors(example_of(signal_from(support, precision, sampled=objective.accepts_samples)))
 
 
-def mean_of(term: Term, student: int, chunk: int = 512) -> float:
-    _, sums = fused_loss(logits_of(student), Head(None), [term], chunk)
-    return float(sums[0]) / term.items
+def mean_of(term: LossTensors, student: int, chunk: int = 512) -> float:
+    _, sums = fused_loss(logits_of(student), OutputHead(None), [term], chunk)
+    return float(sums[0]) / term.num_items
 
 
 def standard_error(support: str, student: int) -> float:
@@ -131,11 +133,11 @@ def standard_error(support: str, student: int) -> float:
 def learns(name: str, support: str) -> bool:
     """Whether a loss accepts a support: the same refusals as in training."""
     rule = RULES[name]
-    if rule.asks == "realised":
+    if rule.requires == "realised":
         return True
-    if support == "none" or (rule.asks == "ranks" and support == "sample"):
+    if support == "none" or (rule.requires == "ranks" and support == "sample"):
         return False
-    return support != "sample" or objective_of(name).takes_draws
+    return support != "sample" or objective_of(name).accepts_samples
 
 
 @pytest.mark.parametrize("precision", list(ROUNDING))
@@ -147,7 +149,7 @@ def test_a_model_is_at_distance_0_from_itself_from_every_support_and_precision(n
     term = term_of(name, support, precision)
     found = mean_of(term, 0)
     allowed = ROUNDING[precision][name in DIFFERENCES]
-    if objective_of(name).takes_draws:
+    if objective_of(name).accepts_samples:
         allowed += 4 * standard_error(support, 0)
     if name == "byte-kl" and term.corrections is not None:
         # Of four letters nearly every token begins like others, and of a sampled one that shares its cell with their
@@ -159,10 +161,10 @@ def test_a_model_is_at_distance_0_from_itself_from_every_support_and_precision(n
 @pytest.mark.parametrize("name", ["forward-kl", "boundary-kl", "p-kl", "byte-kl"])
 @pytest.mark.parametrize("support", ["sample", "top-k+sample"])
 def test_the_value_of_another_model_is_that_of_full_distributions(name, support):
-    whole = dataclasses.replace(scores_of(V, 0), tail_mass=np.zeros(P, np.float32))
+    whole = dataclasses.replace(scores_of(V, 0), remainder_mass=np.zeros(P, np.float32))
     objective = objective_of(name)
     for student in (5, 6):
-        expected = mean_of(objective.term(example_of(signal_of(whole, None))), student)
+        expected = mean_of(objective.to_tensors(example_of(to_teacher_logprobs(whole, None))), student)
         if name == "byte-kl":  # what could have been written instead is read from the exact ids alone
             expected = pytest.approx(expected, rel=0.1)
         else:
@@ -177,7 +179,7 @@ def test_the_gradient_is_that_of_the_estimated_distribution(name):
     gradients = []
     for one in (term, dataclasses.replace(term, corrections=None)):
         logits = logits_of(5).clone().requires_grad_()
-        total, _ = fused_loss(logits, Head(None), [one.to(torch.device("cpu"), 0.25)], 512)
+        total, _ = fused_loss(logits, OutputHead(None), [one.to(torch.device("cpu"), 0.25)], 512)
         total.backward()
         gradients.append(logits.grad)
     assert float(term.corrections.abs().max()) > 0.1
@@ -189,21 +191,21 @@ def test_chunks_micro_batches_and_weights_do_not_change_a_value(name):
     term = term_of(name, "top-k+sample", "standard")
     whole = mean_of(term, 5)
     assert mean_of(term, 5, chunk=7) == pytest.approx(whole, rel=1e-9)
-    parts = [term.between(start, start + 500, start) for start in range(0, P, 500)]
+    parts = [term.select(start, start + 500, start) for start in range(0, P, 500)]
     sums = [
-        float(fused_loss(logits_of(5)[at : at + 500], Head(None), [part], 64)[1][0])
+        float(fused_loss(logits_of(5)[at : at + 500], OutputHead(None), [part], 64)[1][0])
         for at, part in zip(range(0, P, 500), parts, strict=True)
     ]
-    assert sum(sums) / term.items == pytest.approx(whole, rel=1e-9)
-    assert mean_of(term.weighted(np.full(P, 2.0), np.full(P, 0.5)), 5) == pytest.approx(whole, rel=1e-6)
+    assert sum(sums) / term.num_items == pytest.approx(whole, rel=1e-9)
+    assert mean_of(term.with_row_weights(np.full(P, 2.0), np.full(P, 0.5)), 5) == pytest.approx(whole, rel=1e-6)
 
 
 @pytest.mark.parametrize("precision", list(ROUNDING))
 @pytest.mark.parametrize("support", ["top-k", "top-k+sample"])
 def test_a_model_agrees_with_itself_from_every_precision(support, precision):
-    likeliest = Likeliest.of(example_of(signal_from(support, precision, sampled=True)))
+    likeliest = TeacherTopTokens.from_example(example_of(signal_from(support, precision, sampled=True)))
     ours = logits_of(0).argmax(1).numpy()
-    same, count = likeliest.agreed(ours[likeliest.rows], ByImage(np.arange(V, dtype=np.int32)))
+    same, count = likeliest.count_agreements(ours[likeliest.student_rows], ByProjection(np.arange(V, dtype=np.int32)))
     assert same == count == P
     if precision == "float32":
         assert len(likeliest.tokens) == P
@@ -211,9 +213,9 @@ def test_a_model_agrees_with_itself_from_every_precision(support, precision):
 
 def test_tokens_that_are_stored_apart_are_not_tied():
     """A tie is what the precision cannot tell apart, not what is near."""
-    likeliest = Likeliest.of(example_of(signal_from("top-k", "fine", sampled=False)))
+    likeliest = TeacherTopTokens.from_example(example_of(signal_from("top-k", "fine", sampled=False)))
     logprobs = logits_of(0)
-    rows = np.repeat(likeliest.rows, np.diff(likeliest.offsets))
+    rows = np.repeat(likeliest.student_rows, np.diff(likeliest.offsets))
     behind = logprobs.max(1).values[rows] - logprobs[rows, likeliest.tokens.astype(np.int64)]
     assert float(behind.max()) < 0.1
     assert len(likeliest.tokens) < 1.1 * P

@@ -12,8 +12,8 @@ from torch import distributed
 
 from xtk.errors import XtkError
 from xtk.losses import LOSSES
-from xtk.losses.context import RowExchange
-from xtk.models.head import Shard
+from xtk.losses.context_parallel import StateExchange
+from xtk.models.output_head import HeadShard
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
 
@@ -75,21 +75,21 @@ def alone(tmp_path):
 
 
 def test_a_process_without_rows_of_the_head_is_told(alone):
-    assert Shard.of(7, alone).width == 7
+    assert HeadShard.from_group(7, alone).vocab_size == 7
     with pytest.raises(XtkError, match="a process has no row of the head"):
-        Shard.of(0, alone)
+        HeadShard.from_group(0, alone)
 
 
 @pytest.mark.parametrize("held", [[[0, 1, 1]], [[0, 2]], [[1, 2, 3]]])
 def test_rows_that_are_held_twice_or_not_at_all_are_told(alone, held):
     with pytest.raises(XtkError, match="not each held by one process"):
-        RowExchange.plan([np.array(rows) for rows in held], [], alone)
+        StateExchange.make_plan([np.array(rows) for rows in held], [], alone)
 
 
 def test_rows_come_in_their_order_and_gradients_go_back_to_theirs(alone):
     states = torch.arange(8.0).reshape(4, 2).requires_grad_()
-    plan = RowExchange.plan([np.array([2, 0, 3, 1])], [], alone)
-    rows = plan.rows(states)
+    plan = StateExchange.make_plan([np.array([2, 0, 3, 1])], [], alone)
+    rows = plan.exchange(states)
     assert rows.tolist() == [[2, 3], [6, 7], [0, 1], [4, 5]]
     (rows * torch.arange(4.0)[:, None]).sum().backward()
     assert states.grad.tolist() == [[2, 2], [0, 0], [3, 3], [1, 1]]

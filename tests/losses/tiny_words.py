@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from plain_byte_kl import Words
 
-from xtk.projection.next_bytes import NextBytes, Side, side_of
+from xtk.projection.byte_partition import BytePartition, SortedVocabulary, sort_vocabulary
 
 LETTERS = [b"a", b"b", b"\xc3", b"\xa9"]
 
@@ -83,11 +83,11 @@ def partition_of(student: list[bytes], teacher: list[bytes], V: int, U: int) -> 
     )
 
 
-def next_bytes_of(student: Words, teacher: Words) -> NextBytes:
+def next_bytes_of(student: Words, teacher: Words) -> BytePartition:
     """What the losses are given of the same partition."""
 
-    def side(words: Words) -> Side:
+    def side(words: Words) -> SortedVocabulary:
         cells = np.array(words.cells, np.int32)
-        return side_of(words.spellings, cells, lambda pieces: [words.cell_of_piece(piece) for piece in pieces])
+        return sort_vocabulary(words.spellings, cells, lambda pieces: [words.cell_of_piece(piece) for piece in pieces])
 
-    return NextBytes.of(side(student), side(teacher))
+    return BytePartition.from_vocabularies(side(student), side(teacher))

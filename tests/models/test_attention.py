@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from xtk.models.attention import NAME, Row
-from xtk.models.causal_lm import Cut
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.packed_attention import ATTENTION_NAME, PackedSequence
 
 V = 90
 SIZE = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -39,26 +39,26 @@ def model_of(family: str) -> torch.nn.Module:
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_documents_in_a_row_are_read_as_they_are_alone(family, tmp_path):
     model = model_of(family)
-    cut, by = Cut(model), FAMILIES[family][1]
+    cut, by = BackboneWithHead(model), FAMILIES[family][1]
     documents = [torch.randint(0, V, (1, length)) for length in (9, 1, 6, 20)]
     alone = [cut(ids) for ids in documents]
-    assert cut.pack() == (by != "a row each")
-    assert cut.shares_rows == (by == NAME)
+    assert cut.enable_packing() == (by != "a row each")
+    assert cut.supports_context_parallel == (by == ATTENTION_NAME)
     # Those that go on padded, for evaluation or because they must, are read as before.
     for ids, states in zip(documents, alone, strict=True):
         torch.testing.assert_close(cut(ids), states, rtol=1e-5, atol=1e-5)
-    if cut.pack():
-        found = cut(torch.cat(documents, dim=1), Row((9, 1, 6, 20)))
+    if cut.enable_packing():
+        found = cut(torch.cat(documents, dim=1), PackedSequence((9, 1, 6, 20)))
         torch.testing.assert_close(found, torch.cat(alone, dim=1), rtol=1e-5, atol=1e-5)
     model.save_pretrained(tmp_path)
-    assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert ATTENTION_NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
 
 
 def test_padded_batches_are_read_as_before():
-    cut = Cut(model_of("LlamaConfig"))
+    cut = BackboneWithHead(model_of("LlamaConfig"))
     ids = torch.randint(1, V, (3, 12))
     expected = cut(ids)
-    assert cut.pack()
+    assert cut.enable_packing()
     torch.testing.assert_close(cut(ids), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -69,11 +69,11 @@ def test_a_row_is_dealt_from_both_ends_and_each_token_looks_at_its_document(rank
     starts = ends - torch.tensor(lengths)
     held = []
     for rank in range(ranks):
-        row = Row(lengths, None, ranks, rank)
-        own = row.held(rank)
+        row = PackedSequence(lengths, None, ranks, rank)
+        own = row.token_indices(rank)
         held += own.tolist()
         looked = {}
-        for first, past, start, stop in row.segments():
+        for first, past, start, stop in row.attention_segments():
             for token in range(first, past):
                 looked[int(own[token])] = (start, stop - (past - 1 - token))
         document = torch.searchsorted(ends, torch.tensor(own), right=True)

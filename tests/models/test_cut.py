@@ -25,11 +25,11 @@ from transformers import (
 from whole_model import assert_as_the_whole_model, cells_of, plain
 
 from xtk.errors import XtkError
-from xtk.losses.head import Term, fused_loss
-from xtk.models.causal_lm import Cut, check_rows
-from xtk.models.head import LogitsOfRows
+from xtk.losses.fused_loss import LossTensors, fused_loss
+from xtk.models.causal_lm import BackboneWithHead, check_embedding_rows
+from xtk.models.output_head import ChunkedLogits
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.student import Student
+from xtk.training.student_module import StudentWithLoss
 
 V, T = 61, 12
 SIZES: dict[str, Any] = {
@@ -85,30 +85,30 @@ def model_of(kind: str, dtype: torch.dtype = torch.float64) -> Any:
 def test_losses_and_gradients_are_those_of_the_whole_model(kind):
     for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
         model = model_of(kind, dtype)
-        assert Cut(model).head.weight is not None
+        assert BackboneWithHead(model).head.weight is not None
         assert_as_the_whole_model(model, tolerance)
 
 
 @pytest.mark.parametrize("kind", [*CONFIGURATIONS, *LORA])
 def test_logits_of_rows_are_those_of_the_model(kind):
     model = model_of(kind)
-    cut, ids = Cut(model), torch.arange(3, 3 + T)[None]
+    cut, ids = BackboneWithHead(model), torch.arange(3, 3 + T)[None]
     with torch.no_grad():
         states = cut(ids)[0]
         assert states.shape == (T, 16)
-        logits_of = LogitsOfRows(cut.head, states, 5)
+        logits_of = ChunkedLogits(cut.head, states, 5)
         found = torch.cat([logits_of(states[start : start + 5]).clone() for start in range(0, T, 5)])
         torch.testing.assert_close(found, model(input_ids=ids).logits[0])
 
 
 def test_only_what_is_trained_has_a_gradient():
     model = model_of("LoRA on the head")
-    head = Cut(model).head
+    head = BackboneWithHead(model).head
     states = torch.randn(4, 16, dtype=torch.float64, requires_grad=True)
-    fused_loss(states, head, [Term.of(cells_of(4, V)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
+    fused_loss(states, head, [LossTensors.from_cells(cells_of(4, V)).to(torch.device("cpu"), 1.0)], 2)[0].backward()
     assert head.weight.grad is None
-    assert head.adapters[0].up.grad.abs().sum() > 0
-    assert head.adapters[0].down.grad.abs().sum() > 0
+    assert head.adapters[0].lora_b.grad.abs().sum() > 0
+    assert head.adapters[0].lora_a.grad.abs().sum() > 0
     assert states.grad.abs().sum() > 0
 
 
@@ -117,8 +117,8 @@ def test_a_frozen_model_can_train_its_head_alone():
     model.requires_grad_(False)
     head = model.get_output_embeddings().weight.requires_grad_()
     ids, places = torch.arange(3, 9)[None], torch.arange(5)
-    terms = [Term.of(cells_of(5, V)).to(torch.device("cpu"), 1.0)]
-    Student(Cut(model))(ids, places.numpy(), terms)[0].backward()
+    terms = [LossTensors.from_cells(cells_of(5, V)).to(torch.device("cpu"), 1.0)]
+    StudentWithLoss(BackboneWithHead(model))(ids, places.numpy(), terms)[0].backward()
     found, head.grad = head.grad, None
     plain(cells_of(5, V), model(input_ids=ids).logits[0, :5]).backward()
     torch.testing.assert_close(found, head.grad)
@@ -126,12 +126,12 @@ def test_a_frozen_model_can_train_its_head_alone():
 
 def test_an_adapter_that_is_switched_off_or_merged_is_not_added_again():
     model = model_of("LoRA on the head")
-    cut, ids = Cut(model), torch.arange(3, 9)[None]
+    cut, ids = BackboneWithHead(model), torch.arange(3, 9)[None]
 
     def made() -> Tensor:
         with torch.no_grad():
             states = cut(ids)[0]
-            return LogitsOfRows(cut.head, states, len(states))(states)
+            return ChunkedLogits(cut.head, states, len(states))(states)
 
     with_adapter, before = made(), cut.head
     assert before.adapters
@@ -146,7 +146,7 @@ def test_an_adapter_that_is_switched_off_or_merged_is_not_added_again():
 def test_a_scale_that_the_model_does_not_use_is_not_used():
     model = model_of("Llama")
     model.config.logit_scale, model.config.final_logit_softcapping = 0.5, 3.0
-    head = Cut(model).head
+    head = BackboneWithHead(model).head
     assert (head.scale, head.softcap) == (1.0, None)
 
 
@@ -158,7 +158,7 @@ def test_what_is_no_scale_and_no_cap_is_left_to_the_model():
             return output
 
     model = Odd(CONFIGURATIONS["Llama"]()).double().eval()
-    cut, ids = Cut(model), torch.arange(3, 9)[None]
+    cut, ids = BackboneWithHead(model), torch.arange(3, 9)[None]
     assert cut.head.weight is None
     torch.testing.assert_close(cut(ids), model(input_ids=ids).logits)
 
@@ -168,7 +168,7 @@ def test_a_cap_far_beyond_the_logits_still_counts():
     model.config.final_logit_softcapping = 40.0
     for parameter in model.parameters():
         parameter.data.mul_(0.01)  # logits near 0, where a cap cannot be seen
-    assert Cut(model).head.softcap == 40.0
+    assert BackboneWithHead(model).head.softcap == 40.0
 
 
 @pytest.mark.parametrize("missing", [-7, 0, 1])
@@ -177,7 +177,7 @@ def test_a_head_with_fewer_rows_than_tokens_is_refused_and_padding_is_not(tmp_pa
     rows = len(tokenizer) - missing
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES | {"vocab_size": rows}))
     if missing <= 0:
-        check_rows(model, tokenizer)
+        check_embedding_rows(model, tokenizer)
         return
     with pytest.raises(XtkError, match=f"{rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens"):
-        check_rows(model, tokenizer)
+        check_embedding_rows(model, tokenizer)

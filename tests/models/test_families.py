@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from whole_model import assert_as_the_whole_model
 
-from xtk.models.causal_lm import Cut
+from xtk.models.causal_lm import BackboneWithHead
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -61,7 +61,7 @@ def test_a_student_of_any_family_learns_as_its_whole_logits_say(family):
     configuration = AutoConfig.for_model(family, **{key: value for key, value in options.items() if value is not None})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(configuration, dtype=torch.float32).eval()
-    assert (Cut(model).head.weight is None) == (family in WITH_LOGITS)
+    assert (BackboneWithHead(model).head.weight is None) == (family in WITH_LOGITS)
     gradients = assert_as_the_whole_model(model, 1e-5)
     # What got no gradient would have no state in the optimizer, and could not be resumed.
     assert gradients.keys() == {name for name, _ in model.named_parameters()}

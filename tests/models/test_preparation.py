@@ -15,8 +15,15 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GptO
 from whole_model import assert_as_the_whole_model, gradients_of_cut, gradients_of_whole
 
 from xtk.errors import XtkError
-from xtk.models.causal_lm import Cut
-from xtk.models.preparation import Origin, Preparation, load_student, parameter_groups, save_student, save_trained
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.models.student_model import (
+    StudentModelConfig,
+    StudentSource,
+    load_student,
+    parameter_groups,
+    save_final_student,
+    save_trainable,
+)
 from xtk.tokens.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
@@ -34,8 +41,8 @@ ADAPTERS = {
 
 def prepared(folder: Path, checkpoint: Path | None = None, adapter: Path | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
-    origin = Origin(folder, adapter, checkpoint)
-    return load_student(origin, Preparation(**options), Tokenizer(folder), device=CPU).eval()
+    origin = StudentSource(folder, adapter, checkpoint)
+    return load_student(origin, StudentModelConfig(**options), Tokenizer(folder), device=CPU).eval()
 
 
 def as_if_trained(model: Any) -> Any:
@@ -73,7 +80,7 @@ def test_an_adapted_student_learns_as_its_whole_logits_say_and_comes_back_from_a
     assert all("lora_" in name or any(part in name for part in whole) for name in gradients)
     assert gradients.keys() == trained_numbers(model).keys()
     assert {one.dtype for one in gradients.values()} == {torch.float32}
-    save_trained(model, tmp_path / "checkpoint")
+    save_trainable(model, tmp_path / "checkpoint")
     assert not list((tmp_path / "checkpoint").glob("model*"))
     again = prepared(folder, tmp_path / "checkpoint", **options)
     assert same(trained_numbers(again), trained_numbers(model))
@@ -87,7 +94,7 @@ def test_a_finished_student_says_what_it_said_in_training_and_can_be_trained_on(
     model = as_if_trained(prepared(folder, **options))
     said, numbers = logits_of(model), trained_numbers(model)
     student = tmp_path / "student"
-    save_student(model, student)
+    save_final_student(model, student)
     if "load_in_4bit" in options:
         adapter = student
         assert not (student / "config.json").exists()
@@ -133,11 +140,11 @@ def test_a_compiled_body_gives_the_same_gradients_and_names(pair, tmp_path, back
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its new name is not in all versions
         compiled.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    cut = Cut(compiled)
+    cut = BackboneWithHead(compiled)
     compiled.train()
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    cut.compile_body(backend)
+    cut.compile_backbone(backend)
     for length in (12, 23, 31):
         loss, gradients = gradients_of_whole(expected, length)
         found, ours = gradients_of_cut(cut, length)
@@ -149,7 +156,7 @@ def test_a_compiled_body_gives_the_same_gradients_and_names(pair, tmp_path, back
     assert graphs > before
     gradients_of_cut(cut, 17)
     assert stats["unique_graphs"] == graphs  # one program for rows of any length
-    save_student(compiled, tmp_path / "student")
+    save_final_student(compiled, tmp_path / "student")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
     assert same(trained_numbers(again), trained_numbers(expected))
 
@@ -203,7 +210,7 @@ def test_a_resized_vocabulary_has_rows_near_the_mean_and_the_old_ones_say_what_t
         spread = before.std(0).max()
         assert (found[rows:] - before.mean(0)).abs().max() < 0.01 * spread
     assert_as_the_whole_model(model, 2e-5)
-    save_trained(as_if_trained(model), tmp_path / "checkpoint")
+    save_trainable(as_if_trained(model), tmp_path / "checkpoint")
     again = prepared(folder, tmp_path / "checkpoint", resize_vocabulary=True)
     assert same(trained_numbers(again), trained_numbers(model))
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint").config.vocab_size == model.config.vocab_size
@@ -215,11 +222,11 @@ def test_new_rows_are_trained_whole_beside_adapters(narrow, tmp_path):
     assert "--lora-modules-to-save embed_tokens,lm_head" in (raised.value.hint or "")
     options = {"resize_vocabulary": True, "lora_r": 4, "lora_modules_to_save": HEADS}
     model = as_if_trained(prepared(narrow["student"], **options))
-    save_trained(model, tmp_path / "checkpoint")
+    save_trainable(model, tmp_path / "checkpoint")
     again = prepared(narrow["student"], tmp_path / "checkpoint", **options)
     assert torch.equal(logits_of(again), logits_of(model))
     said = logits_of(model)
-    save_student(model, tmp_path / "student")
+    save_final_student(model, tmp_path / "student")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "student", dtype=torch.float32)
     torch.testing.assert_close(logits_of(merged), said, rtol=1e-4, atol=1e-4)
 
@@ -281,14 +288,16 @@ def test_what_cannot_be_prepared_is_told(pair, options, words):
 
 
 def test_a_student_that_is_an_adapter_is_not_adapted_again(pair, tmp_path):
-    save_trained(prepared(pair.student, lora_r=2), tmp_path / "adapter")
+    save_trainable(prepared(pair.student, lora_r=2), tmp_path / "adapter")
     with pytest.raises(XtkError, match="an adapter already"):
         prepared(pair.student, adapter=tmp_path / "adapter", lora_r=4)
 
 
 def test_what_does_not_change_the_student_is_not_part_of_its_identity():
-    assert Preparation().identity() == {}
-    assert Preparation(torch_compile=True, attn_implementation="sdpa").identity() == {}
-    told = Preparation(lora_r=4, lora_target_modules=("q_proj",), freeze=("norm",), dtype="bfloat16").identity()
+    assert StudentModelConfig().identity_options() == {}
+    assert StudentModelConfig(torch_compile=True, attn_implementation="sdpa").identity_options() == {}
+    told = StudentModelConfig(
+        lora_r=4, lora_target_modules=("q_proj",), freeze=("norm",), dtype="bfloat16"
+    ).identity_options()
     assert told == {"lora_r": 4, "lora_target_modules": ["q_proj"], "freeze": ["norm"], "dtype": "bfloat16"}
     assert json.loads(json.dumps(told)) == told

@@ -8,35 +8,35 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from xtk.losses.cells import Cells
-from xtk.losses.divergences import ForwardKL, ReverseKL
-from xtk.losses.head import Term
-from xtk.models.causal_lm import Cut
-from xtk.training.student import Student
+from xtk.losses.divergences import ForwardKLDivergence, ReverseKLDivergence
+from xtk.losses.fused_loss import LossTensors
+from xtk.losses.loss_cells import LossCells
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.training.student_module import StudentWithLoss
 
 LENGTH = 12
 
 
-def cells_of(rows: int, width: int, *, reverse: bool = False) -> Cells:
+def cells_of(rows: int, width: int, *, reverse: bool = False) -> LossCells:
     """Of each row three tokens and what is left."""
     draw = np.random.default_rng(0)
-    return Cells(
+    return LossCells(
         cell_offsets=np.arange(0, 3 * rows + 1, 3),
         entry_offsets=np.arange(3 * rows + 1),
         teacher_probs=draw.dirichlet(np.ones(4), rows)[:, :3].astype(np.float32).reshape(-1),
         rows=np.repeat(np.arange(rows, dtype=np.int32), 3),
         tokens=np.concatenate([draw.choice(width, 3, replace=False) for _ in range(rows)]).astype(np.int32),
         log_weights=np.zeros(3 * rows, np.float32),
-        divergence=ReverseKL() if reverse else ForwardKL(),
+        divergence=ReverseKLDivergence() if reverse else ForwardKLDivergence(),
     )
 
 
-def plain(cells: Cells, logits: Tensor) -> Tensor:
+def plain(cells: LossCells, logits: Tensor) -> Tensor:
     """The sum of the losses of all rows."""
     probs = torch.softmax(logits, 1)[cells.rows.reshape(-1, 3), cells.tokens.reshape(-1, 3)]
     said = torch.from_numpy(cells.teacher_probs).to(probs.dtype).reshape(-1, 3)
     s, t = (torch.cat([some, 1 - some.sum(1, keepdim=True)], 1) for some in (probs, said))
-    if isinstance(cells.divergence, ReverseKL):
+    if isinstance(cells.divergence, ReverseKLDivergence):
         return (s * (s / t).log()).sum()
     return (t * (t / s).log()).sum()
 
@@ -48,18 +48,21 @@ def gradients_of(model: Any, loss: Tensor) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-def material_of(width: int, length: int) -> tuple[Tensor, Tensor, list[Cells]]:
+def material_of(width: int, length: int) -> tuple[Tensor, Tensor, list[LossCells]]:
     """Token ids [2, length], places of their hidden states, and two losses of them."""
     ids = torch.randint(3, width, (2, length), generator=torch.Generator().manual_seed(1))
     places = torch.arange(2 * length)[torch.arange(2 * length) % length != length - 1]
     return ids, places, [cells_of(len(places), width, reverse=reverse) for reverse in (False, True)]
 
 
-def gradients_of_cut(cut: Cut, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients_of_cut(cut: BackboneWithHead, length: int = LENGTH) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and the gradients that training gives."""
     ids, places, cells = material_of(cut.model.get_output_embeddings().weight.shape[0], length)
-    terms = [Term.of(one).to(torch.device("cpu"), scale) for one, scale in zip(cells, (0.5, 0.25), strict=True)]
-    found, _ = Student(cut)(ids, places.numpy(), terms)
+    terms = [
+        LossTensors.from_cells(one).to(torch.device("cpu"), scale)
+        for one, scale in zip(cells, (0.5, 0.25), strict=True)
+    ]
+    found, _ = StudentWithLoss(cut)(ids, places.numpy(), terms)
     return found.detach(), gradients_of(cut.model, found)
 
 
@@ -74,7 +77,7 @@ def gradients_of_whole(model: Any, length: int = LENGTH) -> tuple[Tensor, dict[s
 
 def assert_as_the_whole_model(model: Any, tolerance: float, length: int = LENGTH) -> dict[str, Tensor]:
     """Cut, a model has the loss and the gradients that its whole logits give; returns the gradients."""
-    found, ours = gradients_of_cut(Cut(model), length)
+    found, ours = gradients_of_cut(BackboneWithHead(model), length)
     expected, theirs = gradients_of_whole(model, length)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert theirs

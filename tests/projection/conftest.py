@@ -7,7 +7,7 @@ import functools
 import pytest
 from projection_material import TEXTS, embedding_of
 
-from xtk.projection.methods.counts import PairCounter, PairCounts, count_pairs
+from xtk.projection.methods.cooccurrence import CooccurrenceCounter, CooccurrenceCounts, count_cooccurrences
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -21,10 +21,10 @@ def counted(tokenizer_of):
     """Counts of some texts for a pair of families."""
 
     @functools.cache
-    def count(student: str, teacher: str) -> PairCounts:
-        counter = PairCounter(tokenizer_of[student], tokenizer_of[teacher])
-        (*_, documents) = count_pairs(counter, TEXTS)
-        return counter.counts(documents, "sha256:0")
+    def count(student: str, teacher: str) -> CooccurrenceCounts:
+        counter = CooccurrenceCounter(tokenizer_of[student], tokenizer_of[teacher])
+        (*_, documents) = count_cooccurrences(counter, TEXTS)
+        return counter.to_counts(documents, "sha256:0")
 
     return count
 

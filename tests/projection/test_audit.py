@@ -10,16 +10,16 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from xtk.projection import audit as module
-from xtk.projection.audit import audit, warning
+from xtk.projection import coverage_audit as module
 from xtk.projection.build import build_projection
-from xtk.projection.categories import CATEGORIES, categories
+from xtk.projection.coverage_audit import audit_projection, audit_warning
 from xtk.projection.merge import merge_projections
-from xtk.projection.pair import Pair
 from xtk.projection.prune import prune_projection
-from xtk.projection.special import match_special_tokens
+from xtk.projection.special_tokens import match_special_tokens
+from xtk.projection.token_categories import CATEGORIES, token_categories
+from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.tokens.vocabulary import LITERAL, Vocabulary, read_vocabulary
+from xtk.tokens.vocabulary import LITERAL, ByteVocabulary, decode_vocabulary
 
 EXAMPLES = {
     "white space": [" ", "\n\n", "\t \r\n", "\u3000", "\xa0"],
@@ -32,18 +32,18 @@ EXAMPLES = {
 }
 
 
-def vocabulary_of(spellings: list[bytes]) -> Vocabulary:
-    plain = read_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
+def vocabulary_of(spellings: list[bytes]) -> ByteVocabulary:
+    plain = decode_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
     sizes = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
     changed = {**plain.__dict__, "pool": np.frombuffer(b"".join(spellings), np.uint8), "offsets": np.array(sizes)}
     changed.pop("spellings")
-    return Vocabulary(**changed)
+    return ByteVocabulary(**changed)
 
 
 def test_each_category_by_example():
     examples = [(name, text.encode()) for name, texts in EXAMPLES.items() for text in texts]
     examples += [("partial UTF-8", b"\xe6\x97"), ("partial UTF-8", b" \xf0\x9f"), ("specials", b"")]
-    found = categories(vocabulary_of([spelling for _, spelling in examples]))
+    found = token_categories(vocabulary_of([spelling for _, spelling in examples]))
     told = [CATEGORIES[place] for place in found.tolist()]
     assert told[0] == "specials"
     assert dict(zip((spelling for _, spelling in examples), told[1:], strict=True)) == {
@@ -54,7 +54,7 @@ def test_each_category_by_example():
 @pytest.mark.parametrize("name", ["student", "teacher", "metaspace", "composing", "word-piece"])
 def test_every_token_has_one_category(tokenizer_of, name):
     tokenizer = tokenizer_of[name]
-    found = categories(tokenizer.vocabulary)
+    found = token_categories(tokenizer.vocabulary)
     assert found.shape == (len(tokenizer),)
     assert ((found >= 0) & (found < len(CATEGORIES))).all()
 
@@ -93,14 +93,14 @@ def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
     }  # fmt: skip
     assert audited["categories"]["specials"]["student_unmatched"] == 1
     assert audited["critical"] == []
-    assert warning(audited) is None
+    assert audit_warning(audited) is None
 
 
 def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
     monkeypatch.setattr(module, "CRITICAL_TOKENS", 1)
     audited = build_projection(*two, "first").header["audit"]
     assert audited["critical"] == ["digits", "Latin"]
-    told = warning(audited)
+    told = audit_warning(audited)
     assert "digits 100% of the student's and 100% of the teacher's; Latin 50% of the student's" in told
     assert "p-kl" in told
 
@@ -111,7 +111,10 @@ def test_pruned_and_merged_the_audit_tells_what_it_can(tokenizer_of):
     pruned = prune_projection(built, top_k=1)
     merged = merge_projections(built, [(pruned, 0.5)])
     for projection in (pruned, merged):
-        again, whole = projection.header["audit"], audit(projection, Pair(*pair), *match_special_tokens(*pair))
+        again, whole = (
+            projection.header["audit"],
+            audit_projection(projection, VocabularyPair(*pair), *match_special_tokens(*pair)),
+        )
         assert (again["missing_mass"], again["unreached"]) == (whole["missing_mass"], whole["unreached"])
         rows = whole["rows"]
         filled = rows["exact"] + rows["special"] + rows["spread"]
@@ -133,10 +136,10 @@ def test_the_real_pair_is_audited_in_half_a_second_and_its_digits_are_critical(r
     figures = projection.header["audit"]["categories"]["digits"]
     assert (figures["teacher_unmatched"], figures["teacher_tokens"]) == (1180, 1211)
     assert "digits" in projection.header["audit"]["critical"]
-    pair, matched = Pair(*sides), match_special_tokens(*sides)
+    pair, matched = VocabularyPair(*sides), match_special_tokens(*sides)
     seconds = []
     for _ in range(3):
         started = time.process_time()
-        assert audit(projection, pair, *matched) == projection.header["audit"]
+        assert audit_projection(projection, pair, *matched) == projection.header["audit"]
         seconds.append(time.process_time() - started)
     assert min(seconds) < 0.5

@@ -13,7 +13,7 @@ import pytest
 
 from xtk.artifacts.projection_file import read_projection, write_projection
 from xtk.errors import XtkError
-from xtk.projection.build import METHODS, assemble, build_projection
+from xtk.projection.build import METHODS, assemble_projection, build_projection
 from xtk.projection.projection import Projection
 from xtk.tokens.tokenizer import Tokenizer
 
@@ -31,7 +31,7 @@ DECAYING = {
 def entries(projection: Projection) -> list[tuple[int, int, float]]:
     return list(
         zip(
-            projection.rows_of_entries.tolist(),
+            projection.entry_rows.tolist(),
             projection.teacher_ids.tolist(),
             projection.weights.tolist(),
             strict=True,
@@ -56,11 +56,11 @@ def dense(projection: Projection) -> np.ndarray:
 def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, options_of, student, teacher, method):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     projection = build_projection(one, other, method, **options_of(method, student, teacher))
-    projection.check()
+    projection.validate()
     assert (projection.row_masses <= 1 + 1e-6).all()
     assert ((projection.weights > 0) & (projection.weights <= 1)).all()
     for token, teacher_id, _ in entries(projection):
-        spelling, piece = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+        spelling, piece = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
         if one.vocabulary.special[token]:
             assert other.vocabulary.special[teacher_id]
         elif method == "counts":  # what stands first at a common boundary: one is the beginning of the other
@@ -76,14 +76,14 @@ def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, 
 def test_tokens_of_equal_bytes_stay_exact_but_for_counts(tokenizer_of, options_of, student, teacher, method):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     projection = build_projection(one, other, method, **options_of(method, student, teacher))
-    equal = [token for token, spelling in enumerate(one.vocabulary.spellings)
+    equal = [token for token, spelling in enumerate(one.vocabulary.bytes_by_id)
              if spelling in other.vocabulary.token_of_bytes]  # fmt: skip
     rows = {token: row(projection, token) for token in equal}
     if method == "counts":  # a token that begins longer ones of the teacher is rarely itself there
         rows = {token: found for token, found in rows.items() if len(found) == 1}
     assert rows
     for token, found in rows.items():
-        assert found == {other.vocabulary.token_of_bytes[one.vocabulary.spelling(token)]: 1.0}
+        assert found == {other.vocabulary.token_of_bytes[one.vocabulary.bytes_of(token)]: 1.0}
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -101,7 +101,7 @@ def test_multitoken_weighs_as_its_options_say(tokenizer_of, student, teacher, ma
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     projection = build_projection(one, other, "multitoken", max_pieces=max_pieces, decay=decay)
     exact = build_projection(one, other, "exact")
-    pieces = other.spell(one.vocabulary.spellings)
+    pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
     for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
         ids = [] if pieces[token] is None or len(pieces[token]) > max_pieces else pieces[token].tolist()
         raw = [decay**place for place in range(len(ids))]
@@ -117,14 +117,14 @@ def test_the_reverse_pass_adds_teacher_tokens_to_the_rows_of_their_pieces(tokeni
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     forward = build_projection(one, other, "multitoken")
     both = build_projection(one, other, "multitoken", reverse_pass=True)
-    both.check()
+    both.validate()
     table = one.vocabulary.token_of_bytes
     raw = [dict(row(forward, token)) for token in range(forward.student_width)]
-    for teacher_id, spelling in enumerate(other.vocabulary.spellings):
-        ids = None if not spelling or spelling in table else one.spell([spelling])[0]
+    for teacher_id, spelling in enumerate(other.vocabulary.bytes_by_id):
+        ids = None if not spelling or spelling in table else one.encode_bytes([spelling])[0]
         ids = [] if ids is None else ids.tolist()
         for piece, weight in zip(ids, DECAYING.get(len(ids), []), strict=False):
-            if one.vocabulary.spelling(piece) not in other.vocabulary.token_of_bytes:
+            if one.vocabulary.bytes_of(piece) not in other.vocabulary.token_of_bytes:
                 raw[piece][teacher_id] = raw[piece].get(teacher_id, 0) + weight
     for token in range(len(one)):
         scale = max(1.0, sum(raw[token].values()))
@@ -132,14 +132,14 @@ def test_the_reverse_pass_adds_teacher_tokens_to_the_rows_of_their_pieces(tokeni
         assert row(both, token) == pytest.approx(expected, rel=1e-5)
         for teacher_id in row(both, token):
             if one.vocabulary.lengths[token]:
-                pair = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+                pair = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
                 assert pair[0] in pair[1] or pair[1] in pair[0]
 
 
 def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
     pair = tokenizer_of["student"], tokenizer_of["composing"]
     forward, both = (build_projection(*pair, reverse_pass=value) for value in (False, True))
-    assert both.figures()["reachable_teacher_tokens"] > forward.figures()["reachable_teacher_tokens"]
+    assert both.summary()["reachable_teacher_tokens"] > forward.summary()["reachable_teacher_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_the_header_holds_the_request(tokenizer_of):
 def test_exact_joins_tokens_of_equal_bytes_and_nothing_else(tokenizer_of, student, teacher):
     one, other = tokenizer_of[student].vocabulary, tokenizer_of[teacher].vocabulary
     projection = build_projection(tokenizer_of[student], tokenizer_of[teacher], "exact")
-    expected = {token for token, spelling in enumerate(one.spellings) if spelling in other.token_of_bytes}
+    expected = {token for token, spelling in enumerate(one.bytes_by_id) if spelling in other.token_of_bytes}
     ordinary = [entry for entry in entries(projection) if not one.special[entry[0]]]
     assert {token for token, _, _ in ordinary} == expected
     assert all(weight == 1 for _, _, weight in ordinary)
-    assert all(one.spelling(token) == other.spelling(teacher_id) for token, teacher_id, _ in ordinary)
+    assert all(one.bytes_of(token) == other.bytes_of(teacher_id) for token, teacher_id, _ in ordinary)
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
@@ -179,7 +179,7 @@ def test_first_puts_all_weight_on_the_first_piece(tokenizer_of, student, teacher
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     projection = build_projection(one, other, "first")
     exact = build_projection(one, other, "exact")
-    pieces = other.spell(one.vocabulary.spellings)
+    pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
     for token in range(len(one)):
         if row(exact, token):
             assert row(projection, token) == row(exact, token)
@@ -194,7 +194,7 @@ def test_multitoken_weights_fall_to_a_tenth_and_long_spellings_have_no_row(token
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     projection = build_projection(one, other, "multitoken")
     exact = build_projection(one, other, "exact")
-    pieces = other.spell(one.vocabulary.spellings)
+    pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
     for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
         if row(exact, token):
             assert row(projection, token) == row(exact, token)
@@ -207,7 +207,7 @@ def test_multitoken_weights_fall_to_a_tenth_and_long_spellings_have_no_row(token
 
 
 def test_long_spellings_are_met_in_this_test_material(tokenizer_of):
-    pieces = tokenizer_of["teacher"].spell(tokenizer_of["metaspace"].vocabulary.spellings)
+    pieces = tokenizer_of["teacher"].encode_bytes(tokenizer_of["metaspace"].vocabulary.bytes_by_id)
     sizes = {len(ids) for ids in pieces if ids is not None}
     assert {1, 2, 3, 4, 5} <= sizes
 
@@ -237,8 +237,8 @@ def test_a_role_that_an_ordinary_word_plays_is_not_matched(families, tokenizer_o
     configuration = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps({**configuration, "eos_token": "."}))
     teacher = Tokenizer(folder)
-    assert "eos" in teacher.roles
-    assert not teacher.vocabulary.special[teacher.roles["eos"]]
+    assert "eos" in teacher.special_token_ids
+    assert not teacher.vocabulary.special_mask[teacher.special_token_ids["eos"]]
     projection = build_projection(tokenizer_of["student"], teacher)
     assert row(projection, tokenizer_of["student"].roles["eos"]) == {}
 
@@ -264,7 +264,7 @@ def test_rows_above_the_tokenizer_are_empty(families, tmp_path):
     assert (projection.row_masses[640:] == 0).all()
     assert projection.teacher_ids.max() < 445
     # The padded rows are no tokens, so they are no missing mass.
-    assert projection.figures()["missing_mass"] == pytest.approx(1 - projection.row_masses[:640].mean(), abs=1e-6)
+    assert projection.summary()["missing_mass"] == pytest.approx(1 - projection.row_masses[:640].mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -276,12 +276,12 @@ def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, options_
     assert projection.row_offsets.tolist() == identity.row_offsets.tolist()
     assert projection.teacher_ids.tolist() == identity.teacher_ids.tolist()
     assert projection.weights.tolist() == identity.weights.tolist()
-    assert projection.figures()["missing_mass"] == 0
+    assert projection.summary()["missing_mass"] == 0
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_missing_mass_is_never_negative(tokenizer_of, student, teacher):
-    figures = build_projection(tokenizer_of[student], tokenizer_of[teacher]).figures()
+    figures = build_projection(tokenizer_of[student], tokenizer_of[teacher]).summary()
     assert 0 <= figures["missing_mass"] <= 1
     assert not json.dumps(figures["missing_mass"]).startswith("-")
 
@@ -290,7 +290,7 @@ def test_missing_mass_is_never_negative(tokenizer_of, student, teacher):
 def test_columns_are_the_same_matrix_seen_from_the_teacher(tokenizer_of, student, teacher):
     projection = build_projection(tokenizer_of[student], tokenizer_of[teacher])
     matrix = dense(projection)
-    columns = projection.columns.widened(projection.teacher_width + 3)
+    columns = projection.columns.pad_columns(projection.teacher_width + 3)
     assert len(columns.offsets) == projection.teacher_width + 4
     for teacher_id in range(projection.teacher_width + 3):
         place = slice(columns.offsets[teacher_id], columns.offsets[teacher_id + 1])
@@ -344,9 +344,9 @@ def bad(**changes: object) -> Projection:
     ],
 )
 def test_a_matrix_that_is_no_projection_is_refused(changes, message):
-    bad().check()
+    bad().validate()
     with pytest.raises(XtkError, match=message):
-        bad(**changes).check()
+        bad(**changes).validate()
 
 
 BUILD = """
@@ -373,14 +373,14 @@ def test_the_real_pair_builds_within_a_gigabyte_and_201_goes_to_2_first(real_dat
     numeral = student.vocabulary.token_of_bytes[b"201"]
     digits = [teacher.vocabulary.token_of_bytes[digit] for digit in (b"2", b"0", b"1")]
     assert row(projection, numeral) == pytest.approx(dict(zip(digits, DECAYING[3], strict=True)))
-    assert projection.figures()["missing_mass"] < 0.05
-    end = student.roles["eos"]
-    assert row(projection, end) == {teacher.roles["eos"]: 1.0}
+    assert projection.summary()["missing_mass"] < 0.05
+    end = student.special_token_ids["eos"]
+    assert row(projection, end) == {teacher.special_token_ids["eos"]: 1.0}
 
 
 def test_weights_that_are_nothing_in_float32_are_no_entries():
     rows, columns = np.array([0, 0, 1, 1], np.int32), np.array([0, 1, 1, 1], np.int32)
-    made = assemble(rows, columns, np.array([1.0, 1e-60, 1e-45, 0.25]), (3, 2), {})
-    made.check()
+    made = assemble_projection(rows, columns, np.array([1.0, 1e-60, 1e-45, 0.25]), (3, 2), {})
+    made.validate()
     assert made.teacher_ids.tolist() == [0, 1]
     assert made.row_offsets.tolist() == [0, 1, 2, 2]

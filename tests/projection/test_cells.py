@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xtk.projection.build import build_projection
-from xtk.projection.methods.cells import components
-from xtk.projection.special import match_special_tokens
+from xtk.projection.methods.partition import connected_components
+from xtk.projection.special_tokens import match_special_tokens
 from xtk.tokens.tokenizer import Tokenizer
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
@@ -32,11 +32,11 @@ def readable_cells(student: Tokenizer, teacher: Tokenizer) -> tuple[list[int], l
         parent[find(one)] = find(other)
 
     for name, side, foreign, other in (("s", student, "t", teacher), ("t", teacher, "s", student)):
-        for token, spelling in enumerate(side.vocabulary.spellings):
+        for token, spelling in enumerate(side.vocabulary.bytes_by_id):
             if not spelling:
                 continue
             find((name, token))
-            ids = other.spell([spelling])[0]
+            ids = other.encode_bytes([spelling])[0]
             if spelling in other.vocabulary.token_of_bytes:
                 union((name, token), (foreign, other.vocabulary.token_of_bytes[spelling]))
             elif ids is not None:
@@ -47,7 +47,7 @@ def readable_cells(student: Tokenizer, teacher: Tokenizer) -> tuple[list[int], l
     results = []
     for name, side in (("s", student), ("t", teacher)):
         cells = []
-        for token in range(side.width):
+        for token in range(side.embedding_rows):
             node = (name, token)
             cells.append(numbers.setdefault(find(node), len(numbers)) if node in parent else -1)
         results.append(cells)
@@ -69,7 +69,7 @@ def test_w_beside_the_cells_is_first_and_no_entry_crosses_a_cell(tokenizer_of, s
     cells, first = (build_projection(one, other, method) for method in ("cells", "first"))
     for name in ("row_offsets", "teacher_ids", "weights"):
         assert getattr(cells, name).tobytes() == getattr(first, name).tobytes()
-    assert (cells.student_cells[cells.rows_of_entries] == cells.teacher_cells[cells.teacher_ids]).all()
+    assert (cells.student_cells[cells.entry_rows] == cells.teacher_cells[cells.teacher_ids]).all()
     assert (first.student_cells == -1).all()
 
 
@@ -98,7 +98,7 @@ def test_components_agree_with_spreading_labels(edges):
     for _ in range(31):
         for left, right in edges:
             expected[left] = expected[right] = min(expected[left], expected[right])
-    assert components(one, other, 31).tolist() == expected
+    assert connected_components(one, other, 31).tolist() == expected
 
 
 def test_the_real_pair_has_the_cells_that_the_documentation_tells(real_data):
@@ -112,9 +112,9 @@ def test_the_real_pair_has_the_cells_that_the_documentation_tells(real_data):
     assert int(sizes.sum(0).max()) == 873
     assert (sizes[:, filled] > 0).all()
     cell = projection.student_cells[student.vocabulary.token_of_bytes[b"201"]]
-    begins = {student.vocabulary.spelling(token) for token in np.flatnonzero(projection.student_cells == cell).tolist()}
+    begins = {student.vocabulary.bytes_of(token) for token in np.flatnonzero(projection.student_cells == cell).tolist()}
     assert len(begins) == 111
     assert all(spelling.startswith(b"2") for spelling in begins)
     (only,) = np.flatnonzero(projection.teacher_cells == cell).tolist()
-    assert teacher.vocabulary.spelling(only) == b"2"
+    assert teacher.vocabulary.bytes_of(only) == b"2"
     assert (projection.student_cells[student.vocabulary.special_tokens["<|reserved_special_token_7|>"]]) == -1

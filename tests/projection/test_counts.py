@@ -13,8 +13,13 @@ from projection_material import TEXTS
 
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection
-from xtk.projection.methods import counts as module
-from xtk.projection.methods.counts import Counts, PairCounter, PairCounts, count_pairs
+from xtk.projection.methods import cooccurrence as module
+from xtk.projection.methods.cooccurrence import (
+    CooccurrenceCounter,
+    CooccurrenceCounts,
+    CooccurrenceMethod,
+    count_cooccurrences,
+)
 from xtk.tokens.alignment import align
 
 FAMILIES = ["student", "teacher", "metaspace", "composing", "word-piece"]
@@ -32,7 +37,7 @@ def readable_counts(student, teacher, texts) -> Counter:
             for side, tokens, first, stop in ((student, one, s0, s1), (teacher, other, t0, t1)):
                 spelling_of = [token for token in range(first, stop) if tokens.ends[token] > start]
                 token = int(tokens.ids[spelling_of[0]])
-                spelling = side.vocabulary.spelling(token)
+                spelling = side.vocabulary.bytes_of(token)
                 pair.append(token if spelling and raw[start : start + len(spelling)] == spelling else None)
             if None not in pair:
                 found[tuple(pair)] += 1
@@ -40,9 +45,9 @@ def readable_counts(student, teacher, texts) -> Counter:
     return found
 
 
-def as_dict(counts: PairCounts) -> dict[tuple[int, int], int]:
-    places = zip(counts.students.tolist(), counts.teachers.tolist(), strict=True)
-    return dict(zip(places, counts.times.tolist(), strict=True))
+def as_dict(counts: CooccurrenceCounts) -> dict[tuple[int, int], int]:
+    places = zip(counts.student_ids.tolist(), counts.teacher_ids.tolist(), strict=True)
+    return dict(zip(places, counts.counts.tolist(), strict=True))
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
@@ -58,12 +63,12 @@ def test_counts_agree_with_a_dictionary(tokenizer_of, counted, student, teacher)
 def test_counts_of_any_text_share_their_beginning(tokenizer_of, texts, pair):
     one, other = (tokenizer_of[name] for name in pair)
     texts = [text.encode("utf-8", "replace").decode() for text in texts]
-    counter = PairCounter(one, other)
-    list(count_pairs(counter, texts))
-    found = as_dict(counter.counts(len(texts), ""))
+    counter = CooccurrenceCounter(one, other)
+    list(count_cooccurrences(counter, texts))
+    found = as_dict(counter.to_counts(len(texts), ""))
     assert found == readable_counts(one, other, texts)
     for token, teacher_id in found:
-        left, right = one.vocabulary.spelling(token), other.vocabulary.spelling(teacher_id)
+        left, right = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
         assert left
         assert right
         assert left.startswith(right) or right.startswith(left)
@@ -77,18 +82,18 @@ def test_weights_are_the_formula(tokenizer_of, counted, student, teacher, smooth
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     counts = counted(student, teacher)
     built = build_projection(one, other, "counts", counts=counts, smoothing=smoothing)
-    built.check()
+    built.validate()
     first = build_projection(one, other, "first")
     totals = Counter()
     for (token, _), times in as_dict(counts).items():
         totals[token] += times
     expected: Counter = Counter()
-    for token, teacher_id, weight in zip(first.rows_of_entries, first.teacher_ids, first.weights, strict=True):
+    for token, teacher_id, weight in zip(first.entry_rows, first.teacher_ids, first.weights, strict=True):
         times = totals[int(token)]
         expected[int(token), int(teacher_id)] += weight * (smoothing / (times + smoothing) if times else 1)
     for (token, teacher_id), times in as_dict(counts).items():
         expected[token, teacher_id] += times / (totals[token] + smoothing)
-    found = dict(zip(zip(built.rows_of_entries.tolist(), built.teacher_ids.tolist(), strict=True),
+    found = dict(zip(zip(built.entry_rows.tolist(), built.teacher_ids.tolist(), strict=True),
                      built.weights.tolist(), strict=True))  # fmt: skip
     assert found == pytest.approx({place: weight for place, weight in expected.items() if weight}, rel=1e-5)
 
@@ -98,7 +103,7 @@ def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
     built = build_projection(single, packed, "counts", counts=counted("teacher", "student"))
     two = single.vocabulary.token_of_bytes[b"2"]
     place = slice(built.row_offsets[two], built.row_offsets[two + 1])
-    landed = [packed.vocabulary.spelling(token) for token in built.teacher_ids[place].tolist()]
+    landed = [packed.vocabulary.bytes_of(token) for token in built.teacher_ids[place].tolist()]
     assert b"2" in landed
     assert len(landed) > 3
     assert all(spelling.startswith(b"2") for spelling in landed)
@@ -108,20 +113,20 @@ def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
 def test_the_size_of_batches_changes_nothing(tokenizer_of, counted, monkeypatch, texts, characters):
     monkeypatch.setattr(module, "TEXTS", texts)
     monkeypatch.setattr(module, "CHARACTERS", characters)
-    counter = PairCounter(tokenizer_of["student"], tokenizer_of["teacher"])
-    assert list(count_pairs(counter, TEXTS))[-1] == len(TEXTS)
-    assert as_dict(counter.counts(0, "")) == as_dict(counted("student", "teacher"))
+    counter = CooccurrenceCounter(tokenizer_of["student"], tokenizer_of["teacher"])
+    assert list(count_cooccurrences(counter, TEXTS))[-1] == len(TEXTS)
+    assert as_dict(counter.to_counts(0, "")) == as_dict(counted("student", "teacher"))
 
 
 def test_the_table_grows(tokenizer_of, counted):
-    counter = PairCounter(tokenizer_of["student"], tokenizer_of["teacher"])
-    counter._keys, counter._times = np.full(16, -1, np.int64), np.zeros(16, np.int64)
-    list(count_pairs(counter, TEXTS))
+    counter = CooccurrenceCounter(tokenizer_of["student"], tokenizer_of["teacher"])
+    counter._keys, counter._counts = np.full(16, -1, np.int64), np.zeros(16, np.int64)
+    list(count_cooccurrences(counter, TEXTS))
     assert len(counter._keys) > 16
-    assert as_dict(counter.counts(0, "")) == as_dict(counted("student", "teacher"))
+    assert as_dict(counter.to_counts(0, "")) == as_dict(counted("student", "teacher"))
 
 
 @pytest.mark.parametrize("smoothing", [-1, float("nan"), float("inf")])
 def test_smoothing_without_meaning_is_refused(counted, smoothing):
     with pytest.raises(XtkError, match="--smoothing"):
-        Counts(counted("student", "teacher"), smoothing)
+        CooccurrenceMethod(counted("student", "teacher"), smoothing)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from xtk.artifacts.embeddings import input_embedding
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.embedding_weights import read_input_embedding
+from xtk.errors import CorruptError, XtkError
 from xtk.projection.build import build_projection
 
 
@@ -26,9 +26,9 @@ def test_a_rotated_copy_of_the_space_is_found_again(tokenizer_of):
     teacher = draw.normal(size=(other.width, 24)).astype(np.float32)
     rotation = np.linalg.qr(draw.normal(size=(24, 24)))[0]
     wanted: dict[int, int] = {}
-    free = iter([token for token, spelling in enumerate(other.vocabulary.spellings)
+    free = iter([token for token, spelling in enumerate(other.vocabulary.bytes_by_id)
                  if spelling and spelling not in one.vocabulary.token_of_bytes])  # fmt: skip
-    for token, spelling in enumerate(one.vocabulary.spellings):
+    for token, spelling in enumerate(one.vocabulary.bytes_by_id):
         if spelling:
             target = other.vocabulary.token_of_bytes.get(spelling)
             target = next(free, None) if target is None else target
@@ -37,7 +37,7 @@ def test_a_rotated_copy_of_the_space_is_found_again(tokenizer_of):
                 teacher[target] = student[token] @ rotation + 3
     built = build_projection(one, other, "embedding", student_embedding=student, teacher_embedding=teacher,
                              neighbours=2, temperature=0.01)  # fmt: skip
-    built.check()
+    built.validate()
     assert len(wanted) > 300
     assert all(row(built, token).get(target, 0) > 0.9 for token, target in wanted.items())
 
@@ -48,7 +48,7 @@ def test_weights_agree_with_dense_cosines(tokenizer_of, options_of):
     built = build_projection(one, other, "embedding", neighbours=3, temperature=0.2, **options)
     left, right = options["student_embedding"].astype(float), options["teacher_embedding"].astype(float)
     table = other.vocabulary.token_of_bytes
-    pairs = [(token, table[text]) for token, text in enumerate(one.vocabulary.spellings) if text in table]
+    pairs = [(token, table[text]) for token, text in enumerate(one.vocabulary.bytes_by_id) if text in table]
     rows, columns = map(list, zip(*pairs, strict=True))
     left, right = left - left[rows].mean(0), right - right[columns].mean(0)
     u, _, v = np.linalg.svd(unit(left[rows]).T @ unit(right[columns]), full_matrices=False)
@@ -95,25 +95,25 @@ def test_the_embedding_of_a_folder_is_the_model_s(tmp_path, dtype):
     matrix = torch.randn(7, 5).to(kind)
     tensors = {"model.embed_tokens.weight": matrix, "model.norm.weight": torch.ones(5), "lm_head.weight": -matrix}
     save_file(tensors, tmp_path / "model.safetensors")
-    found = input_embedding(tmp_path)
+    found = read_input_embedding(tmp_path)
     assert found.dtype == np.float32
     assert found.tolist() == matrix.float().numpy().tolist()
 
 
 def test_folders_without_an_embedding_are_refused_by_name(tmp_path):
     with pytest.raises(XtkError, match="no weights in this folder"):
-        input_embedding(tmp_path)
+        read_input_embedding(tmp_path)
     from safetensors.numpy import save_file
 
     save_file({"x": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(XtkError, match="no input embedding"):
-        input_embedding(tmp_path)
+        read_input_embedding(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
-    with pytest.raises(Damaged):
-        input_embedding(tmp_path)
+    with pytest.raises(CorruptError):
+        read_input_embedding(tmp_path)
     save_file({"wte.weight": np.ones((2, 2), np.float32)}, tmp_path / "model.safetensors")
     raw = (tmp_path / "model.safetensors").read_bytes()
     for size in (4, 40, len(raw) - 3):
         (tmp_path / "model.safetensors").write_bytes(raw[:size])
-        with pytest.raises(Damaged):
-            input_embedding(tmp_path)
+        with pytest.raises(CorruptError):
+            read_input_embedding(tmp_path)

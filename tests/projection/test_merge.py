@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.errors import Mismatch, XtkError
-from xtk.projection.build import assemble, build_projection
+from xtk.errors import MismatchError, XtkError
+from xtk.projection.build import assemble_projection, build_projection
 from xtk.projection.merge import merge_projections
 from xtk.projection.prune import prune_projection
 
 
 def dense(projection) -> np.ndarray:
     matrix = np.zeros((projection.student_width, projection.teacher_width))
-    matrix[projection.rows_of_entries, projection.teacher_ids] = projection.weights
+    matrix[projection.entry_rows, projection.teacher_ids] = projection.weights
     return matrix
 
 
 def of_matrix(matrix):
     rows, columns = np.nonzero(matrix)
-    return assemble(rows.astype(np.int32), columns.astype(np.int32), matrix[rows, columns], matrix.shape, {})
+    return assemble_projection(rows.astype(np.int32), columns.astype(np.int32), matrix[rows, columns], matrix.shape, {})
 
 
 matrices = st.lists(st.integers(0, 5), min_size=12, max_size=12).map(lambda cells: np.array(cells).reshape(4, 3) / 15)
@@ -35,7 +35,7 @@ matrices = st.lists(st.integers(0, 5), min_size=12, max_size=12).map(lambda cell
 def test_a_merge_is_the_convex_combination_of_dense_matrices(parts, weight):
     first, *others = parts
     merged = merge_projections(of_matrix(first), [(of_matrix(other), weight) for other in others])
-    merged.check()
+    merged.validate()
     expected = (1 - weight * len(others)) * first + sum(weight * other for other in others)
     np.testing.assert_allclose(dense(merged), expected, atol=1e-6)
 
@@ -63,13 +63,13 @@ def test_projections_of_other_tokenizers_are_refused_naming_both(tokenizer_of):
         if sides == ("student", "teacher"):
             continue
         other = build_projection(*(tokenizer_of[name] for name in sides))
-        with pytest.raises(Mismatch) as caught:
+        with pytest.raises(MismatchError) as caught:
             merge_projections(mine, [(other, 0.5)])
         side = "student" if sides[0] != "student" else "teacher"
         for projection in (mine, other):
             assert projection.header[side]["tokenizer"][:15] in caught.value.where
     wider = dataclasses.replace(mine, teacher_cells=np.full(mine.teacher_width + 1, -1, np.int32))
-    with pytest.raises(Mismatch, match="shapes"):
+    with pytest.raises(MismatchError, match="shapes"):
         merge_projections(mine, [(wider, 0.5)])
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from xtk.artifacts.projection_file import write_projection
 from xtk.errors import XtkError
-from xtk.projection.build import assemble, build_projection
+from xtk.projection.build import assemble_projection, build_projection
 from xtk.projection.projection import Projection
 from xtk.projection.prune import prune_projection
 from xtk.tokens.tokenizer import Tokenizer
@@ -29,7 +29,7 @@ def projections(draw) -> Projection:
     )
     matrix = parts / np.maximum(parts.sum(1, keepdims=True), draw(st.sampled_from([16, 40])))
     rows, columns = np.nonzero(matrix)
-    return assemble(
+    return assemble_projection(
         rows.astype(np.int32), columns.astype(np.int32), matrix[rows, columns].astype(np.float32), (ROWS, COLUMNS), {}
     )
 
@@ -67,7 +67,7 @@ def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float, 
 @quick
 def test_the_heaviest_entries_of_each_row_stay(projection, options):
     pruned = prune_projection(projection, **{**options, "renormalise": False})
-    pruned.check()
+    pruned.validate()
     expected = [
         readable_prune(row, options["top_k"], options["min_weight"], options["mass"]) for row in rows_of(projection)
     ]
@@ -91,7 +91,7 @@ def test_what_stays_carries_its_share_of_each_row_and_no_entry_too_many(projecti
 def test_renormalised_rows_keep_their_mass_and_others_miss_it(projection, options):
     kept = prune_projection(projection, **{**options, "renormalise": True})
     plain = prune_projection(projection, **{**options, "renormalise": False})
-    kept.check()
+    kept.validate()
     assert kept.teacher_ids.tolist() == plain.teacher_ids.tolist()
     left = np.diff(kept.row_offsets) > 0
     np.testing.assert_allclose(kept.row_masses[left], projection.row_masses[left], rtol=1e-6)
@@ -118,17 +118,17 @@ def test_pruning_again_in_the_same_way_changes_nothing(projection, options):
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path, renormalise):
     projection = build_projection(Tokenizer(families["metaspace"]), Tokenizer(families["teacher"]))
-    once = prune_projection(projection, top_k=2, min_weight=0.01, renormalise=renormalise)
+    once = prune_projection(projection, top_k=2, min_weight=0.01, renormalize=renormalise)
     assert len(once.teacher_ids) < len(projection.teacher_ids)
     write_projection(once, tmp_path / "once")
-    write_projection(prune_projection(once, top_k=2, min_weight=0.01, renormalise=renormalise), tmp_path / "twice")
+    write_projection(prune_projection(once, top_k=2, min_weight=0.01, renormalize=renormalise), tmp_path / "twice")
     assert (tmp_path / "once").read_bytes() == (tmp_path / "twice").read_bytes()
 
 
 def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families):
     projection = build_projection(Tokenizer(families["student"]), Tokenizer(families["teacher"]))
     before = projection.weights.copy()
-    pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalise=True)
+    pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalize=True)
     assert pruned.header["prunings"] == [
         {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalise": False},
         {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalise": True},

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 
 from xtk.errors import XtkError
 from xtk.projection.build import build_projection
-from xtk.projection.special import TURN_ENDS, match_special_tokens
+from xtk.projection.special_tokens import END_OF_TURN_TOKENS, match_special_tokens
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -32,8 +32,8 @@ def pairs(student: Tokenizer, teacher: Tokenizer, how="role") -> dict[str, str]:
     return {names[0][int(one)]: names[1][int(other)] for one, other in matched}
 
 
-@pytest.mark.parametrize("one", TURN_ENDS)
-@pytest.mark.parametrize("other", TURN_ENDS)
+@pytest.mark.parametrize("one", END_OF_TURN_TOKENS)
+@pytest.mark.parametrize("other", END_OF_TURN_TOKENS)
 def test_the_end_of_a_turn_is_matched_whatever_it_is_called(families, tmp_path, one, other):
     student = with_tokens(families["student"], tmp_path / "one", one)
     teacher = with_tokens(families["metaspace"], tmp_path / "other", other)

@@ -10,8 +10,8 @@ import pytest
 
 from xtk.errors import XtkError
 from xtk.rewards import REWARDS
-from xtk.rewards.answers import last_boxed, number
-from xtk.rewards.specification import Rewards, RewardSpecification, parse_reward
+from xtk.rewards.answer_parsing import last_boxed_content, parse_number
+from xtk.rewards.reward_spec import RewardSpec, WeightedRewards, parse_reward
 
 needs_data = pytest.mark.skipif("XTK_DATA" not in os.environ, reason="XTK_DATA names no folder with real data")
 
@@ -29,7 +29,7 @@ OTHER = [
 
 
 def one(text, completion, row, prompt=""):
-    return Rewards([parse_reward(text)])(completion, prompt, row)[0]
+    return WeightedRewards([parse_reward(text)])(completion, prompt, row)[0]
 
 
 @pytest.mark.parametrize(("answer", "reference"), SAME)
@@ -52,12 +52,12 @@ def test_where_the_answer_stands():
     assert one("exact:column=gold", "#### 5", {"gold": 5}) == 1
     assert math.isnan(one("exact", "#### 5", {}))
     assert math.isnan(one("boxed:compare=strings", "\\boxed{5}", {"answer": None}))
-    assert last_boxed(r"\boxed{1} then \fbox{\frac{1}{2}}") == r"\frac{1}{2}"
-    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert last_boxed(r"$\boxed 7$") == "7"
-    assert last_boxed(r"\boxed{12} and \boxed{3") == "12"
-    assert last_boxed("no box") is None
-    assert number("1" * 1000) is None
+    assert last_boxed_content(r"\boxed{1} then \fbox{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed_content(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed_content(r"$\boxed 7$") == "7"
+    assert last_boxed_content(r"\boxed{12} and \boxed{3") == "12"
+    assert last_boxed_content("no box") is None
+    assert parse_number("1" * 1000) is None
 
 
 def test_long_answers_are_judged_in_time():
@@ -75,19 +75,19 @@ def test_every_reference_of_gsm8k_is_right():
         for name in ("gsm8k_train.jsonl", "gsm8k_test.jsonl")
         for line in Path(os.environ["XTK_DATA"], "corpora", name).read_text(encoding="utf-8").splitlines()
     ]
-    rewards = Rewards([parse_reward("exact"), parse_reward("boxed:compare=strings,weight=2")])
+    rewards = WeightedRewards([parse_reward("exact"), parse_reward("boxed:compare=strings,weight=2")])
     assert len(answers) == 8792
     for answer in answers:
         final = answer.rpartition("#### ")[2]
         assert rewards(f"{answer}\nThat is $\\boxed{{{final}}}$.", "", {"answer": answer})[0] == 3.0
-        assert number(final) is not None
-        wrong = f"#### {number(final) + 1}\n\\boxed{{{number(final) + 1}}}"
+        assert parse_number(final) is not None
+        wrong = f"#### {parse_number(final) + 1}\n\\boxed{{{parse_number(final) + 1}}}"
         assert rewards(wrong, "", {"answer": answer})[0] == 0.0
 
 
 def test_formulas_are_compared_as_mathematics():
     pytest.importorskip("math_verify")
-    reward = parse_reward("boxed:seconds=10").reward()
+    reward = parse_reward("boxed:seconds=10").load_reward()
     for answer, reference in [
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"), (r"x^2+2x+1", r"(x+1)^2"), (r"\{1,2\}", r"\{2, 1\}"),
         (r"2\pi", r"\pi \cdot 2"), (r"\dfrac{3}{4}", "0.75"), (r"(1, 2)", r"\left(1,2\right)"),
@@ -99,7 +99,7 @@ def test_formulas_are_compared_as_mathematics():
 
 def test_a_formula_that_takes_for_ever_is_given_up():
     pytest.importorskip("math_verify")
-    reward = parse_reward("boxed:seconds=2").reward()
+    reward = parse_reward("boxed:seconds=2").load_reward()
     assert reward(r"\boxed{x}", "", {"answer": "x"}) == 1
     assert reward(r"\boxed{\sqrt{4}}", "", {"answer": "2"}) == 1
     started = time.monotonic()
@@ -142,13 +142,13 @@ def test_functions_and_sums(tmp_path):
         "def short(completion, prompt, row):\n    return None if not completion else len(completion) < row['most']\n"
         "def fails(completion, prompt, row):\n    return row['nothing']\n"
     )
-    rewards = Rewards([parse_reward(f"{file}:short:weight=0.5"), parse_reward("exact")])
+    rewards = WeightedRewards([parse_reward(f"{file}:short:weight=0.5"), parse_reward("exact")])
     total, values = rewards("#### 5", "", {"most": 10, "answer": 5})
     assert total == 1.5
     assert list(values) == [f"{file}:short:weight=0.5", "exact"]
     assert rewards("#### 5", "", {"most": 10})[0] == 0.5
     assert math.isnan(rewards("", "", {"most": 10})[0])
-    assert rewards.unjudged == {"exact": 2, f"{file}:short:weight=0.5": 1}
+    assert rewards.unscored == {"exact": 2, f"{file}:short:weight=0.5": 1}
     with pytest.raises(XtkError, match="failed: KeyError"):
         one(f"{file}:fails", "x", {})
     with pytest.raises(XtkError, match="did you mean short"):
@@ -173,10 +173,10 @@ def test_functions_and_sums(tmp_path):
 )
 def test_what_makes_no_sense_is_told(text, message):
     with pytest.raises(XtkError, match=message):
-        parse_reward(text).reward()
+        parse_reward(text).load_reward()
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_a_specification_reads_what_it_writes(name):
-    wanted = RewardSpecification(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())
+    wanted = RewardSpec(name, 0.25, (("pattern", "a,b=c"),) if name == "regex" else ())
     assert parse_reward(str(wanted)) == wanted

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
+from xtk.rewards.reward_spec import parse_reward
 from xtk.rewards.sandbox import Sandbox
-from xtk.rewards.specification import parse_reward
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +26,7 @@ def _walls():
 def test_the_solutions_of_human_eval_are_right_and_broken_ones_wrong():
     path = Path(os.environ["XTK_DATA"], "corpora", "HumanEval.jsonl.gz")
     rows = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
-    reward = parse_reward("tests:seconds=60").reward()
+    reward = parse_reward("tests:seconds=60").load_reward()
     assert reward(rows[0]["canonical_solution"], rows[0]["prompt"], rows[0]) == 1
     with ThreadPoolExecutor(4) as pool:
         right = list(pool.map(lambda row: reward(row["canonical_solution"], row["prompt"], row), rows))
@@ -47,7 +47,7 @@ MBPP = {
 
 
 def test_completions_and_rows_of_every_form():
-    whole, partial = parse_reward("tests").reward(), parse_reward("tests:partial=true").reward()
+    whole, partial = parse_reward("tests").load_reward(), parse_reward("tests:partial=true").load_reward()
     function = "def add(a, b):\n    return a + b\n"
     for completion in (
         "    return a + b\n",
@@ -68,7 +68,7 @@ def test_completions_and_rows_of_every_form():
 
 
 def test_what_is_written_behind_the_code_does_not_count():
-    reward = parse_reward("tests").reward()
+    reward = parse_reward("tests").load_reward()
     body, function = "    return a + b\n", "def add(a, b):\n    return a + b\n"
     for rest in ("\n\ndef add(a, b):\n    return 0", "\nprint(add(1))", "\nif __name__ == '__main__':\n    add()",
                  "\nclass A", "\n# Test\nassert add(1, 1) == 3", "\nassert False", "\n@test", "\nThis adds them.\n",
@@ -96,7 +96,7 @@ def assertion(out, exp, atol):
 
 
 def test_rows_with_more_tests_as_evalplus_writes_them():
-    reward = parse_reward("tests").reward()
+    reward = parse_reward("tests").load_reward()
     check = "\ndef check(candidate):\n    for given, exp in zip([[1, 2], [0.1, 0.2]], [3, 0.3]):\n"
     human_eval = {**ADD, "test": CLOSELY + check + "        assertion(candidate(*given), exp, 0)\n"}
     program = "\ninputs = [[1, 2], [0.1, 0.2]]\nfor given, exp in zip(inputs, [3, 0.3]):\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from xtk.errors import XtkError
-from xtk.rewards.sandbox import Limits, Sandbox
+from xtk.rewards.sandbox import Sandbox, SandboxLimits
 
 TESTS = "assert f(1) == 2\nassert f(2) == 3\nassert f([1]) == 4"
 GOOD = "def f(x): return x + 1 if isinstance(x, int) else 4"
@@ -17,7 +17,7 @@ GOOD = "def f(x): return x + 1 if isinstance(x, int) else 4"
 
 def start(weaker=False, **limits):
     try:
-        return Sandbox(Limits(**limits), weaker)
+        return Sandbox(SandboxLimits(**limits), weaker)
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
@@ -228,18 +228,18 @@ CHEATS = {
 @pytest.mark.parametrize("name", CHEATS)
 def test_a_verdict_cannot_be_faked(sandbox, name):
     verdict = sandbox.test([CHEATS[name]], TESTS)
-    assert verdict.good is False, verdict
+    assert verdict.all_passed is False, verdict
     assert sandbox.test([CHEATS[name]], TESTS, partial=True).passed < 3
 
 
 def test_the_tests_call_the_code(sandbox):
-    assert sandbox.test([GOOD], TESTS).good is True
+    assert sandbox.test([GOOD], TESTS).all_passed is True
     half = sandbox.test(["def f(x): return x + 1"], TESTS, partial=True)
-    assert (half.good, half.passed, half.asserts) == (False, 2, 3)
-    assert sandbox.test([GOOD], "assert f(1) == 2\nassert f(object()) == 4").good is None
-    assert sandbox.test([GOOD], "assert f(1) ==").good is None
-    assert sandbox.test([GOOD], "assert 1 + 1 == 2").good is None
-    assert sandbox.test([GOOD], "import no_such_module").good is None
+    assert (half.all_passed, half.passed, half.num_asserts) == (False, 2, 3)
+    assert sandbox.test([GOOD], "assert f(1) == 2\nassert f(object()) == 4").all_passed is None
+    assert sandbox.test([GOOD], "assert f(1) ==").all_passed is None
+    assert sandbox.test([GOOD], "assert 1 + 1 == 2").all_passed is None
+    assert sandbox.test([GOOD], "import no_such_module").all_passed is None
 
 
 def test_plain_values_pass_both_ways(sandbox):
@@ -274,15 +274,15 @@ def test_plain_values_pass_both_ways(sandbox):
         def own(x): raise Own("x")
     """
     verdict = sandbox.test([textwrap.dedent(code)], textwrap.dedent(tests), partial=True)
-    assert verdict.good is True, verdict
+    assert verdict.all_passed is True, verdict
     assert verdict.passed == 17 + 3
 
 
 def test_code_that_hangs_fails_what_is_left(hasty):
     code = "def f(x):\n    while x == 2: pass\n    return x + 1"
     verdict = hasty.test([code], TESTS, partial=True)
-    assert (verdict.good, verdict.passed, verdict.code.end) == (False, 1, "time")
-    assert hasty.test(["while True: pass"], TESTS).good is False
+    assert (verdict.all_passed, verdict.passed, verdict.code.end) == (False, 1, "time")
+    assert hasty.test(["while True: pass"], TESTS).all_passed is False
     assert none_left(hasty)
 
 
@@ -317,8 +317,8 @@ def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeyp
         with pytest.raises(TimeoutError):
             server.accept()
         assert (tmp_path / "f").read_text() == "text"
-        assert sandbox.test([GOOD], TESTS).good is True
-        assert sandbox.test(["import os\nos._exit(0)"], TESTS).good is False
+        assert sandbox.test([GOOD], TESTS).all_passed is True
+        assert sandbox.test(["import os\nos._exit(0)"], TESTS).all_passed is False
         assert sandbox.run("while True: pass").end == "time"
         assert none_left(sandbox)
 

@@ -14,27 +14,29 @@ import numpy as np
 import pytest
 import torch
 
-from xtk.errors import Mismatch, XtkError
+from xtk.errors import MismatchError, XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.rollouts import messages
-from xtk.rollouts.apart import PREFIX, SHARED_MEMORY, Apart
-from xtk.rollouts.transformers import TransformersWriter
-from xtk.rollouts.weights import Names, save_weights
-from xtk.rollouts.writer import Ask, Completion, Sampling, WriterRequest
+from xtk.rollouts import generator_ipc
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.rollouts.subprocess_generator import SHARED_MEMORY, WEIGHTS_FOLDER_PREFIX, SubprocessGenerator
+from xtk.rollouts.transformers_generator import TransformersGenerator
+from xtk.rollouts.weight_sync import WeightNames, save_weights
 from xtk.tokens.tokenizer import Tokenizer
 
-ASKS = [Ask(np.arange(5, 12 + at, dtype=np.int32), (3, at), None if at % 2 else 4 + at) for at in range(5)]
-SAMPLING = Sampling(0.9, 0.95, 50, 9, stop=("a", "é"), given=2)
+ASKS = [
+    GenerationRequest(np.arange(5, 12 + at, dtype=np.int32), (3, at), None if at % 2 else 4 + at) for at in range(5)
+]
+SAMPLING = SamplingConfig(0.9, 0.95, 50, 9, stop=("a", "é"), given=2)
 
 
-def request_of(folder: Path) -> WriterRequest:
-    return WriterRequest(folder, "student", Tokenizer(folder))
+def request_of(folder: Path) -> GeneratorConfig:
+    return GeneratorConfig(folder, "student", Tokenizer(folder))
 
 
 def assert_alike(found: list[Completion], expected: list[Completion]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
-        assert one.finish == other.finish
+        assert one.finish_reason == other.finish_reason
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert (one.top_ids is None) == (other.top_ids is None)
         assert one.top_ids is None or one.top_ids.tolist() == other.top_ids.tolist()
@@ -50,54 +52,56 @@ def runs(process: int) -> bool:
 @pytest.mark.slow
 def test_apart_it_writes_what_it_writes_here_and_takes_new_weights_and_its_end_is_told(pair, tmp_path):
     request = request_of(pair.student)
-    here = TransformersWriter.open(request)
-    left = SHARED_MEMORY / f"{PREFIX}999999999-left"
+    here = TransformersGenerator.open(request)
+    left = SHARED_MEMORY / f"{WEIGHTS_FOLDER_PREFIX}999999999-left"
     if SHARED_MEMORY.is_dir():
         left.mkdir(exist_ok=True)
-    with Apart(request, "transformers") as apart:
+    with SubprocessGenerator(request, "transformers") as apart:
         assert not left.exists(), "of a process that is no more"
-        assert apart.context == here.context
-        assert apart.write([], SAMPLING) == []
-        assert_alike(apart.write(ASKS, SAMPLING), here.write(ASKS, SAMPLING))
+        assert apart.context_length == here.context_length
+        assert apart.generate([], SAMPLING) == []
+        assert_alike(apart.generate(ASKS, SAMPLING), here.generate(ASKS, SAMPLING))
         with pytest.raises(XtkError, match="leaves no room") as refused:
-            apart.write([Ask(np.ones(apart.context, np.int32), (1,))], SAMPLING)
+            apart.generate([GenerationRequest(np.ones(apart.context_length, np.int32), (1,))], SAMPLING)
         assert refused.value.where is not None
         new = copy.deepcopy(here.model)
         with torch.no_grad():
             new.lm_head.weight.mul_(-3)
         new.save_pretrained(tmp_path)
         for old, weights in ((here.model, new.state_dict().items()), (new, pair.student), (here.model, tmp_path)):
-            before = apart.write(ASKS, SAMPLING)
-            assert_alike(before, TransformersWriter(old, request.tokenizer).write(ASKS, SAMPLING))
-            apart.update(weights)
-        assert_alike(apart.write(ASKS, SAMPLING), TransformersWriter(new, request.tokenizer).write(ASKS, SAMPLING))
-        apart.rest()
-        apart.wake()
+            before = apart.generate(ASKS, SAMPLING)
+            assert_alike(before, TransformersGenerator(old, request.tokenizer).generate(ASKS, SAMPLING))
+            apart.update_weights(weights)
+        assert_alike(
+            apart.generate(ASKS, SAMPLING), TransformersGenerator(new, request.tokenizer).generate(ASKS, SAMPLING)
+        )
+        apart.sleep()
+        apart.wake_up()
         apart.process.send_signal(signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(XtkError, match="killed by SIGKILL"):
-                apart.write(ASKS, SAMPLING)
+                apart.generate(ASKS, SAMPLING)
     if SHARED_MEMORY.is_dir():
-        assert not list(SHARED_MEMORY.glob(f"{PREFIX}{os.getpid()}-*"))
+        assert not list(SHARED_MEMORY.glob(f"{WEIGHTS_FOLDER_PREFIX}{os.getpid()}-*"))
 
 
 def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
-    request = WriterRequest(tmp_path, "student", Tokenizer(pair.student))
+    request = GeneratorConfig(tmp_path, "student", Tokenizer(pair.student))
     with pytest.raises(XtkError) as here:
-        TransformersWriter.open(request)
+        TransformersGenerator.open(request)
     with pytest.raises(XtkError) as apart:
-        Apart(request, "transformers")
+        SubprocessGenerator(request, "transformers")
     assert str(apart.value) == str(here.value)
     with pytest.raises(XtkError, match="did you mean vllm"):
-        Apart(request, "vlm")
+        SubprocessGenerator(request, "vlm")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_it_ends_with_its_parent_that_is_killed(pair):
     script = (
-        "import sys, time; from pathlib import Path; from xtk.rollouts.apart import Apart\n"
-        "from xtk.rollouts.writer import WriterRequest; from xtk.tokens.tokenizer import Tokenizer\n"
+        "import sys, time; from pathlib import Path; from xtk.rollouts.subprocess_generator import Apart\n"
+        "from xtk.rollouts.generator_interface import WriterRequest; from xtk.tokens.tokenizer import Tokenizer\n"
         "folder = Path(sys.argv[1])\n"
         "apart = Apart(WriterRequest(folder, 'student', Tokenizer(folder)), 'transformers')\n"
         "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"
@@ -119,30 +123,30 @@ def test_it_ends_with_its_parent_that_is_killed(pair):
 
 
 def test_messages_hold_what_they_were_given_and_nothing_that_is_run():
-    found = messages.asks_of(messages.arrays_of_asks(ASKS))
-    assert [(one.ids.tolist(), one.key, one.length) for one in found] == [
-        (one.ids.tolist(), one.key, one.length) for one in ASKS
+    found = generator_ipc.deserialize_requests(generator_ipc.serialize_requests(ASKS))
+    assert [(one.input_ids.tolist(), one.seed_key, one.max_length) for one in found] == [
+        (one.input_ids.tolist(), one.seed_key, one.max_length) for one in ASKS
     ]
-    wrong = Mismatch("two things", where="here", hint="there")
-    again = messages.error_of(messages.words_of_error(wrong))
-    assert (type(again), str(again)) == (Mismatch, str(wrong))
-    assert type(messages.error_of({**messages.words_of_error(wrong), "error": "os"})) is XtkError
+    wrong = MismatchError("two things", where="here", hint="there")
+    again = generator_ipc.deserialize_error(generator_ipc.serialize_error(wrong))
+    assert (type(again), str(again)) == (MismatchError, str(wrong))
+    assert type(generator_ipc.deserialize_error({**generator_ipc.serialize_error(wrong), "error": "os"})) is XtkError
 
 
 def test_weights_without_one_or_of_another_model_are_refused(pair, tmp_path):
     state = load_causal_lm(pair.student).state_dict()
-    names = Names.of(pair.student)
+    names = WeightNames.from_folder(pair.student)
     save_weights(state.items(), tmp_path)
-    names.check(Names.of(tmp_path), "there")
+    names.check_complete(WeightNames.from_folder(tmp_path), "there")
     for told in (names.names - {"model.norm.weight"}, names.names | {"model.layers.9.q.weight"}):
-        with pytest.raises(Mismatch, match="weights of another model"):
-            names.check(Names(frozenset(told)), "there")
-    with pytest.raises(Mismatch):
-        names.check(Names(names.names - {"lm_head.weight"}), "there")
-    tied = Names(names.names - {"lm_head.weight"})
-    tied.check(names, "there")
-    with pytest.raises(Mismatch, match=r"without lm_head\.weight"):  # an engine would keep its old one
-        tied.check(tied, "there")
+        with pytest.raises(MismatchError, match="weights of another model"):
+            names.check_complete(WeightNames(frozenset(told)), "there")
+    with pytest.raises(MismatchError):
+        names.check_complete(WeightNames(names.names - {"lm_head.weight"}), "there")
+    tied = WeightNames(names.names - {"lm_head.weight"})
+    tied.check_complete(names, "there")
+    with pytest.raises(MismatchError, match=r"without lm_head\.weight"):  # an engine would keep its old one
+        tied.check_complete(tied, "there")
 
 
 def test_tied_weights_are_saved_twice(tmp_path):

@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xtk.rollouts.environments import Played
-from xtk.rollouts.tool_calls import MAX_CALLS, MAX_CHARACTERS, MalformedCall, ToolCall, ToolEnvironment, tool_calls
+from xtk.rollouts.environments import CheckedEnvironment
+from xtk.rollouts.tool_calls import (
+    MAX_CALLS,
+    MAX_CHARACTERS,
+    MalformedToolCall,
+    ToolCall,
+    ToolEnvironment,
+    parse_tool_calls,
+)
 
 VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda part: st.lists(part, max_size=3)
                       | st.dictionaries(st.text(), part, max_size=3), max_leaves=8)  # fmt: skip
@@ -26,17 +33,17 @@ def tagged(call: object) -> str:
 def test_calls_that_were_written_are_read(calls, as_ascii):
     written = [json.dumps({"name": name, "arguments": arguments}, ensure_ascii=as_ascii) for name, arguments in calls]
     if "</think>" not in "".join(written):
-        assert tool_calls(" and ".join(map(tagged, written))) == [ToolCall(*call) for call in calls]
+        assert parse_tool_calls(" and ".join(map(tagged, written))) == [ToolCall(*call) for call in calls]
     bare = [text.replace('"arguments"', '"parameters"', 1) for text in written]
     if "</think>" not in "".join(bare) and all("arguments" not in name for name, _ in calls):
-        assert tool_calls("<|python_tag|>" + "; ".join(bare), "json") == [ToolCall(*call) for call in calls]
+        assert parse_tool_calls("<|python_tag|>" + "; ".join(bare), "json") == [ToolCall(*call) for call in calls]
 
 
 @given(st.text(alphabet='<tool_call>/{}[]":,\\ \n;name"argumnts1'), st.sampled_from(["tags", "json"]))
 def test_no_text_is_an_exception(text, form):
     for start in ("", "<tool_call>", "{", '<tool_call>{"name": "'):
-        for call in tool_calls(start + text, form):
-            assert isinstance(call, ToolCall | MalformedCall)
+        for call in parse_tool_calls(start + text, form):
+            assert isinstance(call, ToolCall | MalformedToolCall)
 
 
 @pytest.mark.parametrize(("text", "reason"), [
@@ -50,28 +57,28 @@ def test_no_text_is_an_exception(text, form):
     (tagged('{"name": "' + "x" * MAX_CHARACTERS + '"}'), "longer than"),
 ])  # fmt: skip
 def test_a_malformed_call_has_a_reason(text, reason):
-    calls = tool_calls(text)
-    assert isinstance(calls[0], MalformedCall)
+    calls = parse_tool_calls(text)
+    assert isinstance(calls[0], MalformedToolCall)
     assert reason in calls[0].reason
 
 
 def test_text_without_calls_has_none():
     for text in ("", "4", "tool_call", "</tool_call>", "<tool_call", "<think>" + tagged({"name": "f"}) + "</think> 4"):
-        assert tool_calls(text) == []
-    assert tool_calls("The sum is {}.", "json") == []
+        assert parse_tool_calls(text) == []
+    assert parse_tool_calls("The sum is {}.", "json") == []
     with pytest.raises(ValueError, match="no form"):
-        tool_calls("", "xml")
+        parse_tool_calls("", "xml")
 
 
 def test_limits_keep_it_fast():
-    many = tool_calls(tagged({"name": "f", "arguments": {}}) * 1000)
+    many = parse_tool_calls(tagged({"name": "f", "arguments": {}}) * 1000)
     assert len(many) == MAX_CALLS + 1
     assert "more than 16 calls" in many[-1].reason
     started = time.monotonic()
     for text in ("<tool_call>" * 100_000, "<tool_call>" + '"</tool_call>' * 100_000, '<tool_call>"' + "\\" * 1_000_000,
                  "<tool_call>" + "</tool_call>" * 100_000, "{" * 1_000_000, "{}" * 500_000):  # fmt: skip
-        tool_calls(text)
-        tool_calls(text, "json")
+        parse_tool_calls(text)
+        parse_tool_calls(text, "json")
     assert time.monotonic() - started < 10
 
 
@@ -80,8 +87,8 @@ class Tools(ToolEnvironment):
 
 
 def test_calls_are_answered_and_mistakes_told():
-    played = Played(Tools, {})
-    assert (played.role, played.beginning, played.reward()) == ("tool", None, None)
+    played = CheckedEnvironment(Tools, {})
+    assert (played.role, played.initial_text, played.reward()) == ("tool", None, None)
     for call, answer in [
         ({"name": "add", "arguments": {"a": 1, "b": 2}}, "3"),
         ({"name": "add", "arguments": {"a": "x", "b": "é"}}, "xé"),
@@ -104,4 +111,7 @@ def test_calls_are_answered_and_mistakes_told():
 
 def test_the_example_answers():
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "tools.py"))["Arithmetic"]
-    assert Played(example, {}).step(tagged({"name": "multiply", "arguments": {"a": 6, "b": 7}})) == ("42", False)
+    assert CheckedEnvironment(example, {}).step(tagged({"name": "multiply", "arguments": {"a": 6, "b": 7}})) == (
+        "42",
+        False,
+    )

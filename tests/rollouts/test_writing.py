@@ -13,15 +13,15 @@ from scripted import ScriptedWriter
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.rewards.specification import Rewards, parse_reward
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward
 from xtk.rollouts.advantages import group_advantages
-from xtk.rollouts.environments import environment_of
-from xtk.rollouts.lines import json_line, line_of
-from xtk.rollouts.prompts import prompt_ids, read_prompts
+from xtk.rollouts.environments import load_environment
+from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.rollouts.prompts import read_prompts, tokenize_prompts
 from xtk.rollouts.rollout import Rollout
-from xtk.rollouts.writer import Sampling
-from xtk.rollouts.writing import write_rollouts
-from xtk.tokens.sequence import sequences
+from xtk.rollouts.rollout_generation import generate_rollouts
+from xtk.rollouts.rollout_jsonl import json_line, rollout_record
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 CALCULATOR = Path(__file__).parents[2] / "examples" / "calculator.py"
@@ -49,30 +49,30 @@ def prompts_of(tmp_path, *records, columns=None):
 
 
 def spelled_out(tokenizer: Tokenizer, ids) -> str:
-    names = tokenizer.control_names
+    names = tokenizer.special_token_names
     return "".join(
-        names.get(token) or tokenizer.vocabulary.spelling(token).decode() for token in np.asarray(ids).tolist()
+        names.get(token) or tokenizer.vocabulary.bytes_of(token).decode() for token in np.asarray(ids).tolist()
     )
 
 
 def drawn_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[str]:
-    drawn = rollout.document.drawn
-    return [spelled_out(tokenizer, drawn.ids[start:stop]) for start, stop in drawn.runs().tolist()]
+    drawn = rollout.document.sampled_tokens
+    return [spelled_out(tokenizer, drawn.ids[start:stop]) for start, stop in drawn.sampled_runs().tolist()]
 
 
 def assert_read_back(tokenizer: Tokenizer, rollout: Rollout, prompt, tmp_path) -> None:
     """The line that is written is the document that was written, and students read it as it was drawn."""
     path = tmp_path / "line.jsonl"
-    path.write_text(json_line(line_of(rollout, prompt, {}, "r")))
+    path.write_text(json_line(rollout_record(rollout, prompt, {}, "r")))
     (read,) = Corpus([str(path)])
-    assert read.drawn == rollout.document.drawn
+    assert read.sampled_tokens == rollout.document.sampled_tokens
     assert [(part.text, part.train) for part in read.segments] == [
         (part.text, part.train) for part in rollout.document.segments
     ]
-    assert read.ends == rollout.document.ends
+    assert read.is_complete == rollout.document.is_complete
     assert read.conversation == rollout.document.conversation
-    (sequence,) = sequences(tokenizer, [read])
-    assert np.array_equal(sequence.trained, rollout.document.drawn.drawn)
+    (sequence,) = tokenize_documents(tokenizer, [read])
+    assert np.array_equal(sequence.train_mask, rollout.document.sampled_tokens.sampled_mask)
 
 
 def test_prompts_are_prompts_messages_before_the_last_answer_or_texts(tmp_path):
@@ -105,11 +105,11 @@ def test_a_prompt_is_read_behind_the_start_token_or_in_the_template_that_begins_
     odd = "say <|end_of_text|>"
     prompts = prompts_of(tmp_path, {"prompt": odd}, {"messages": [{"role": "user", "content": odd}]})
     documents = [prompt.document for prompt in prompts]
-    text, talk = prompt_ids(tokenizer, documents)
+    text, talk = tokenize_prompts(tokenizer, documents)
     assert spelled_out(tokenizer, text) == "<|begin_of_text|>" + odd
     assert spelled_out(tokenizer, talk) == f"<|begin_of_text|><|pad|>user\n{odd}<|end_of_text|>\n<|pad|>assistant\n"
     assert np.isin([text, talk][1], [tokenizer.end_id]).sum() == 1  # what is spelled in a content is text
-    _, quick = prompt_ids(tokenizer, documents, {"quick": True})
+    _, quick = tokenize_prompts(tokenizer, documents, {"quick": True})
     assert spelled_out(tokenizer, quick) == spelled_out(tokenizer, talk) + "!"
 
 
@@ -123,24 +123,28 @@ def test_rollouts_come_prompt_by_prompt_with_keys_ends_and_advantages_of_their_g
         {"prompt": "one", "answer": "1"}, {"prompt": "long" * 90, "answer": "1"}, {"prompt": "two", "answer": "2"},
         {"prompt": "none"},
     )  # fmt: skip
-    rollouts = write_rollouts(
-        prompts, writer, tokenizer, Sampling(given=2), num_generations=4, seed=9,
-        rewards=Rewards([parse_reward("exact:weight=2")]),
+    rollouts = generate_rollouts(
+        prompts, writer, tokenizer, SamplingConfig(given=2), num_generations=4, seed=9,
+        rewards=WeightedRewards([parse_reward("exact:weight=2")]),
     )  # fmt: skip
     assert [(one.prompt, one.sample) for one in rollouts] == [(p, s) for p in (0, 2, 3) for s in range(4)]
-    assert [ask.key for ask in writer.asked] == [(9, p, s, 0) for p in (0, 2, 3) for s in range(4)]
+    assert [ask.seed_key for ask in writer.asked] == [(9, p, s, 0) for p in (0, 2, 3) for s in range(4)]
     assert [one.document.text for one in rollouts[:2]] == ["one 0 #### 0", "one 1 #### 1"]
-    assert [one.document.ends for one in rollouts[:4]] == [True, True, False, True]
-    assert [one.finish for one in rollouts[:4]] == ["stop", "stop", "length", "stop"]
+    assert [one.document.is_complete for one in rollouts[:4]] == [True, True, False, True]
+    assert [one.finish_reason for one in rollouts[:4]] == ["stop", "stop", "length", "stop"]
     assert [one.reward for one in rollouts[:8]] == [0, 2, 0, 2, 2, 0, 2, 0]
     assert all(math.isnan(one.reward) for one in rollouts[8:])
     half = 1 / (math.sqrt(4 / 3) + 1e-4)  # rewards 0, 2, 0, 2: deviation of a sample sqrt(4 / 3)
-    np.testing.assert_allclose([one.document.drawn.advantage for one in rollouts[:4]], [-half, half, -half, half])
-    assert [one.document.drawn.advantage for one in rollouts[8:]] == [0] * 4
-    drawn = rollouts[0].document.drawn
-    assert drawn.logprobs[drawn.drawn].tolist() == [-0.125 * n for n in range(1, int(drawn.drawn.sum()) + 1)]
-    assert not drawn.logprobs[~drawn.drawn].any()
-    assert rollouts[0].top_ids[:, 0].tolist() == drawn.ids[drawn.drawn].tolist()
+    np.testing.assert_allclose(
+        [one.document.sampled_tokens.advantage for one in rollouts[:4]], [-half, half, -half, half]
+    )
+    assert [one.document.sampled_tokens.advantage for one in rollouts[8:]] == [0] * 4
+    drawn = rollouts[0].document.sampled_tokens
+    assert drawn.logprobs[drawn.sampled_mask].tolist() == [
+        -0.125 * n for n in range(1, int(drawn.sampled_mask.sum()) + 1)
+    ]
+    assert not drawn.logprobs[~drawn.sampled_mask].any()
+    assert rollouts[0].top_ids[:, 0].tolist() == drawn.ids[drawn.sampled_mask].tolist()
     for one in rollouts:
         assert_read_back(tokenizer, one, prompts[one.prompt], tmp_path)
 
@@ -160,9 +164,9 @@ def test_a_calculator_goes_on_with_a_text_and_only_what_the_student_drew_is_trai
 
     (prompt,) = prompts = prompts_of(tmp_path, {"prompt": "Half of 48 clips.", "answer": "#### 24"})
     writer = ScriptedWriter(tokenizer, step_by_step, context=256)
-    (one,) = write_rollouts(
-        prompts, writer, tokenizer, Sampling(stop=("=",)), num_generations=1, seed=0,
-        rewards=Rewards([parse_reward("exact")]), environment=environment_of(f"{CALCULATOR}:Calculator"),
+    (one,) = generate_rollouts(
+        prompts, writer, tokenizer, SamplingConfig(stop=("=",)), num_generations=1, seed=0,
+        rewards=WeightedRewards([parse_reward("exact")]), environment=load_environment(f"{CALCULATOR}:Calculator"),
     )  # fmt: skip
     assert [(part.role, part.text, part.train) for part in one.document.segments] == [
         ("prompt", "Half of 48 clips.", False),
@@ -171,9 +175,9 @@ def test_a_calculator_goes_on_with_a_text_and_only_what_the_student_drew_is_trai
         ("completion", "24 #### 24", True),
     ]
     assert drawn_texts(tokenizer, one) == [" 48/2 = <<48/2=", "24 #### 24<|end_of_text|>"]
-    assert (one.turns, one.finish, one.reward, one.document.ends) == (3, "stop", 1.0, True)
-    assert [ask.key[3] for ask in writer.asked] == [0, 1, 2]
-    assert len(writer.asked[0].ids) + writer.asked[0].length == 256
+    assert (one.num_turns, one.finish_reason, one.reward, one.document.is_complete) == (3, "stop", 1.0, True)
+    assert [ask.seed_key[3] for ask in writer.asked] == [0, 1, 2]
+    assert len(writer.asked[0].input_ids) + writer.asked[0].max_length == 256
     assert_read_back(tokenizer, one, prompt, tmp_path)
 
 
@@ -204,12 +208,12 @@ class Little:
 
 def test_turns_of_a_conversation_stand_in_its_template(tokenizer, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
-    game = environment_of(f"{tmp_path / 'game.py'}:Game")
+    game = load_environment(f"{tmp_path / 'game.py'}:Game")
     talk = [{"role": "user", "content": "go"}]
     prompts = prompts_of(tmp_path, {"messages": talk, "turns": 2}, {"messages": talk, "turns": 9, "beginning": "now"})
     writer = ScriptedWriter(tokenizer, lambda read, key: ("ab" * (key[3] + 1), key[1:] != (0, 0, 1)))
-    first, second = write_rollouts(
-        prompts, writer, tokenizer, Sampling(), num_generations=1, seed=0, environment=game, max_turns=3,
+    first, second = generate_rollouts(
+        prompts, writer, tokenizer, SamplingConfig(), num_generations=1, seed=0, environment=game, max_turns=3,
         template_arguments={"quick": True},
     )  # fmt: skip
     begin, turn, answer = (
@@ -217,18 +221,23 @@ def test_turns_of_a_conversation_stand_in_its_template(tokenizer, tmp_path):
         "<|pad|>assistant\n!",
         "<|pad|>user\nagain <|end_of_text|> {}<|end_of_text|>\n",
     )
-    assert spelled_out(tokenizer, first.document.drawn.ids) == (
+    assert spelled_out(tokenizer, first.document.sampled_tokens.ids) == (
         f"{begin}<|pad|>user\ngo<|end_of_text|>\n{turn}ab<|end_of_text|>\n{answer.format(1)}{turn}abab"
     )
-    assert spelled_out(tokenizer, second.document.drawn.ids) == (
+    assert spelled_out(tokenizer, second.document.sampled_tokens.ids) == (
         f"{begin}<|pad|>user\ngo<|end_of_text|>\n<|pad|>user\nnow<|end_of_text|>\n{turn}ab<|end_of_text|>\n"
         f"{answer.format(8)}{turn}abab<|end_of_text|>\n{answer.format(7)}{turn}ababab<|end_of_text|>"
     )
-    ends = [int((one.document.drawn.ids == tokenizer.end_id).sum()) for one in (first, second)]
+    ends = [int((one.document.sampled_tokens.ids == tokenizer.end_id).sum()) for one in (first, second)]
     assert ends == [3, 7]  # those of the template and of the student, none that is spelled in an answer
     assert drawn_texts(tokenizer, first) == ["ab<|end_of_text|>", "abab"]
-    assert (first.turns, first.finish, first.reward, first.rewards) == (2, "length", 4.0, {"environment": 4.0})
-    assert (second.turns, second.finish, second.reward) == (3, "turns", 6.0)
+    assert (first.num_turns, first.finish_reason, first.reward, first.rewards) == (
+        2,
+        "length",
+        4.0,
+        {"environment": 4.0},
+    )
+    assert (second.num_turns, second.finish_reason, second.reward) == (3, "turns", 6.0)
     for one in (first, second):
         assert_read_back(tokenizer, one, prompts[one.prompt], tmp_path)
 
@@ -239,19 +248,19 @@ def test_turns_end_where_the_context_or_the_length_does(tokenizer, tmp_path):
 
     def written(context, length):
         writer = ScriptedWriter(tokenizer, lambda read, key: (" abc.", False), context)
-        sampling = Sampling(stop=(".",), max_completion_length=length)
-        (one,) = write_rollouts(
+        sampling = SamplingConfig(stop=(".",), max_completion_length=length)
+        (one,) = generate_rollouts(
             prompts, writer, tokenizer, sampling, num_generations=1, seed=0,
-            environment=environment_of(f"{tmp_path / 'game.py'}:Game"), max_turns=4,
+            environment=load_environment(f"{tmp_path / 'game.py'}:Game"), max_turns=4,
         )  # fmt: skip
         return one
 
     free = written(None, 100)
-    assert (free.turns, free.finish) == (4, "turns")
+    assert (free.num_turns, free.finish) == (4, "turns")
     sizes = np.diff(free.document.drawn.runs()).ravel()
     for context, length in ((int(free.document.drawn.runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
         short = written(context, length)
-        assert (short.turns, short.finish) == (2, "length")
+        assert (short.num_turns, short.finish) == (2, "length")
         assert short.document.drawn.ids.tolist() == free.document.drawn.ids[: len(short.document.drawn.ids)].tolist()
         assert len(short.document.drawn.runs()) == 2
 
@@ -260,13 +269,13 @@ def test_environments_that_are_none_are_told(tokenizer, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
     for name, message in (("Nothing", "no class in"), ("Little", "no reset and no step")):
         with pytest.raises(XtkError, match=message):
-            environment_of(f"{tmp_path / 'game.py'}:{name}")
+            load_environment(f"{tmp_path / 'game.py'}:{name}")
     prompts = prompts_of(tmp_path, {"prompt": "go", "turns": 9})
     for name, message in (("Wrong", "step of the environment returned"), ("Broken", "reset of the environment failed")):
-        game = environment_of(f"{tmp_path / 'game.py'}:{name}")
+        game = load_environment(f"{tmp_path / 'game.py'}:{name}")
         writer = ScriptedWriter(tokenizer, lambda read, key: ("a", True))
         with pytest.raises(XtkError, match=message):
-            write_rollouts(prompts, writer, tokenizer, Sampling(), num_generations=1, seed=0, environment=game)
+            generate_rollouts(prompts, writer, tokenizer, SamplingConfig(), num_generations=1, seed=0, environment=game)
 
 
 def test_the_calculator_calculates_and_runs_nothing(monkeypatch):

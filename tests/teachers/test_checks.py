@@ -14,12 +14,12 @@ from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.teachers import BACKENDS
-from xtk.teachers.caching import cache_teacher
-from xtk.teachers.request import CacheRequest
+from xtk.teachers.cache_building import cache_teacher
+from xtk.teachers.cache_request import CacheRequest
 from xtk.teachers.transformers import TransformersTeacher
-from xtk.tokens.signal import Scores, Support
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
-SUPPORT = Support("top-k+sample", top_k=4, draws=5, sets=2, seed=1)
+SUPPORT = Support("top-k+sample", top_k=4, num_samples=5, num_sample_sets=2, seed=1)
 AT = 3  # the position that is made wrong
 U = 496
 
@@ -39,12 +39,12 @@ class Misbehaving(TransformersTeacher):
         return found
 
 
-def changed(scores: Scores, **values: object) -> Scores:
+def changed(scores: StoredLogprobs, **values: object) -> StoredLogprobs:
     return dataclasses.replace(scores, **values)
 
 
-def with_value(name: str, value: float, at: int = AT) -> Callable[[Scores], Scores]:
-    def spoil(scores: Scores) -> Scores:
+def with_value(name: str, value: float, at: int = AT) -> Callable[[StoredLogprobs], StoredLogprobs]:
+    def spoil(scores: StoredLogprobs) -> StoredLogprobs:
         array = getattr(scores, name).copy()
         array[at] = value
         return changed(scores, **{name: array})
@@ -52,10 +52,10 @@ def with_value(name: str, value: float, at: int = AT) -> Callable[[Scores], Scor
     return spoil
 
 
-def swapped(name: str, offsets: str) -> Callable[[Scores], Scores]:
+def swapped(name: str, offsets: str) -> Callable[[StoredLogprobs], StoredLogprobs]:
     """Exchange the first two ids of a range that has two."""
 
-    def spoil(scores: Scores) -> Scores:
+    def spoil(scores: StoredLogprobs) -> StoredLogprobs:
         starts = getattr(scores, offsets)
         first = int(starts[np.flatnonzero(np.diff(starts) > 1)[0]])
         array = getattr(scores, name).copy()
@@ -65,15 +65,15 @@ def swapped(name: str, offsets: str) -> Callable[[Scores], Scores]:
     return spoil
 
 
-def twice(scores: Scores) -> Scores:
+def twice(scores: StoredLogprobs) -> StoredLogprobs:
     ids = scores.ids.copy()
     ids[1] = ids[0]
     return changed(scores, ids=ids)
 
 
-def without_the_realised_id(scores: Scores) -> Scores:
+def without_the_realised_id(scores: StoredLogprobs) -> StoredLogprobs:
     """Name another id where the realised one stood."""
-    (at,) = np.flatnonzero(scores.logprobs[: scores.offsets[1]] == scores.realised_logprobs[0])[:1]
+    (at,) = np.flatnonzero(scores.logprobs[: scores.offsets[1]] == scores.observed_logprobs[0])[:1]
     ids = scores.ids.copy()
     others = np.setdiff1d(np.arange(U), ids[: scores.offsets[1]])
     ids[at] = others[(others > (ids[at - 1] if at else -1))][0]
@@ -84,21 +84,21 @@ def without_the_realised_id(scores: Scores) -> Scores:
     return changed(scores, ids=ids, logprobs=logprobs)
 
 
-def drawn_what_is_exact(scores: Scores) -> Scores:
+def drawn_what_is_exact(scores: StoredLogprobs) -> StoredLogprobs:
     """Replace the draws of the first set by one exact id."""
-    size = int(scores.drawn_offsets[1])
-    offsets = scores.drawn_offsets - (size - 1)
+    size = int(scores.sample_offsets[1])
+    offsets = scores.sample_offsets - (size - 1)
     offsets[0] = 0
-    ids = np.concatenate([scores.ids[:1], scores.drawn_ids[size:]])
-    counts = np.concatenate([np.array([5], np.int32), scores.counts[size:]])
+    ids = np.concatenate([scores.ids[:1], scores.sample_ids[size:]])
+    counts = np.concatenate([np.array([5], np.int32), scores.sample_counts[size:]])
     return changed(scores, drawn_offsets=offsets, drawn_ids=ids, counts=counts)
 
 
-def heavier(scores: Scores) -> Scores:
+def heavier(scores: StoredLogprobs) -> StoredLogprobs:
     """Make the exact ids of a position carry more than 1."""
     logprobs = scores.logprobs.copy()
     first, stop = scores.offsets[AT : AT + 2]
-    other = next(at for at in range(first, stop) if logprobs[at] != scores.realised_logprobs[AT])
+    other = next(at for at in range(first, stop) if logprobs[at] != scores.observed_logprobs[AT])
     logprobs[other] = 0.0
     return changed(scores, logprobs=logprobs)
 
@@ -122,7 +122,7 @@ BAD = {
     "drawn ids that fall": (swapped("drawn_ids", "drawn_offsets"), "drawn ids twice, or not in their order"),
     "no realised id": (without_the_realised_id, "leaves out the token"),
     "two numbers for the realised id": (
-        lambda scores: with_value("realised_logprobs", scores.realised_logprobs[AT] - 0.5)(scores),
+        lambda scores: with_value("realised_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
         "two log-probabilities",
     ),
     "a draw too many": (lambda scores: with_value("counts", scores.counts[0] + 1, 0)(scores), "than 5 draws"),

@@ -9,20 +9,26 @@ from hypothesis import strategies as st
 from said import assert_is_the_truth
 
 from xtk.errors import XtkError
-from xtk.teachers.heads import Heads, ids_wanted, nothing, scores_of_heads, tokens_read
-from xtk.tokens.sequence import Sequence
-from xtk.tokens.signal import Support
+from xtk.teachers.top_logprobs import (
+    TopLogprobs,
+    empty_top_logprobs,
+    num_tokens_to_read,
+    num_top_ids,
+    top_logprobs_to_stored,
+)
+from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.token_sequence import TokenSequence
 
 
-def document_of(ids: np.ndarray, trained: np.ndarray) -> Sequence:
+def document_of(ids: np.ndarray, trained: np.ndarray) -> TokenSequence:
     empty = np.zeros(0, np.int32)
-    return Sequence(ids.astype(np.int32), np.zeros(len(ids), np.int32), trained, np.zeros((0, 3), np.int32), empty)
+    return TokenSequence(ids.astype(np.int32), np.zeros(len(ids), np.int32), trained, np.zeros((0, 3), np.int32), empty)
 
 
-def heads_of(logprobs: np.ndarray, realised: np.ndarray, K: int) -> Heads:
+def heads_of(logprobs: np.ndarray, realised: np.ndarray, K: int) -> TopLogprobs:
     ids = np.argsort(-logprobs, 1, kind="stable")[:, :K].astype(np.int32)
     rows = np.arange(len(realised))
-    return Heads(
+    return TopLogprobs(
         ids, np.take_along_axis(logprobs, ids, 1).astype(np.float32), logprobs[rows, realised].astype(np.float32)
     )
 
@@ -40,13 +46,13 @@ def heads_of(logprobs: np.ndarray, realised: np.ndarray, K: int) -> Heads:
 def test_scores_of_heads_are_those_of_the_whole_distribution(length, width, K, kind, top_p, sharpness, seed):
     draw = np.random.default_rng(seed)
     document = document_of(draw.integers(0, width, length), np.r_[False, draw.random(length - 1) < 0.6])
-    positions = np.flatnonzero(document.trained)
+    positions = np.flatnonzero(document.train_mask)
     logits = draw.normal(0, sharpness, (len(positions), width))
     logprobs = (logits - np.logaddexp.reduce(logits, 1, keepdims=True)).astype(np.float32).astype(np.float64)
     support = Support(kind, top_k=max(1, K) if kind != "none" else 0, top_p=top_p)
-    heads = heads_of(logprobs, document.ids[positions], ids_wanted(support, width))
-    scores = scores_of_heads(document, heads, support, width, "here")
-    assert tokens_read(document) == (positions[-1] + 1 if len(positions) else 0)
+    heads = heads_of(logprobs, document.ids[positions], num_top_ids(support, width))
+    scores = top_logprobs_to_stored(document, heads, support, width, "here")
+    assert num_tokens_to_read(document) == (positions[-1] + 1 if len(positions) else 0)
     assert_is_the_truth(scores, document, logprobs, support, tolerance=1e-5)
 
 
@@ -54,13 +60,13 @@ def test_an_entropy_of_which_all_is_known_is_exact():
     logprobs = np.log(np.array([[0.5, 0.25, 0.125, 0.125]]))
     document = document_of(np.array([0, 3]), np.array([False, True]))
     heads = heads_of(logprobs, np.array([3]), 3)
-    scores = scores_of_heads(document, heads, Support("top-k", top_k=3), 4, "here")
+    scores = top_logprobs_to_stored(document, heads, Support("top-k", top_k=3), 4, "here")
     np.testing.assert_allclose(scores.entropy, -(np.exp(logprobs) * logprobs).sum(1), rtol=1e-6)
 
 
 def test_nothing_is_said_of_a_document_without_trained_tokens():
     document = document_of(np.array([0, 3]), np.array([False, False]))
-    scores = scores_of_heads(document, nothing(3), Support("top-k", top_k=3), 4, "here")
+    scores = top_logprobs_to_stored(document, empty_top_logprobs(3), Support("top-k", top_k=3), 4, "here")
     assert len(scores) == 0
     assert scores.offsets.tolist() == [0]
 
@@ -83,7 +89,7 @@ def test_nothing_is_said_of_a_document_without_trained_tokens():
 )
 def test_what_no_distribution_says_is_refused(ids, logprobs, realised, said):
     document = document_of(np.array([0, 3]), np.array([False, True]))
-    heads = Heads(np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(realised, np.float32))
+    heads = TopLogprobs(np.array(ids, np.int32), np.array(logprobs, np.float32), np.array(realised, np.float32))
     with pytest.raises(XtkError, match=said) as caught:
-        scores_of_heads(document, heads, Support("top-k", top_k=2), 4, "the place")
+        top_logprobs_to_stored(document, heads, Support("top-k", top_k=2), 4, "the place")
     assert caught.value.where == "the place"

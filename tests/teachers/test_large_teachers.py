@@ -19,21 +19,21 @@ import writers
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.teacher import TeacherRequest
+from xtk.teachers.backend import BackendConfig
 from xtk.teachers.transformers import TransformersTeacher
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
-from xtk.tokens.signal import Support
+from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = ["Ada has 12 apples and gives 5 to Grace. Now Ada has 7 apples left.", "One.", "Ünïcödé 201 日本"]
-SUPPORT = Support("top-k+sample", top_k=8, draws=4, sets=1)
+SUPPORT = Support("top-k+sample", top_k=8, num_samples=4, num_sample_sets=1)
 
 
 def scores_of(folder: Path, **options: object) -> list:
     tokenizer = Tokenizer(folder)
-    teacher = TransformersTeacher(TeacherRequest(folder, "t", tokenizer, SUPPORT, options=options))
-    return teacher.score(sequences(tokenizer, [Document.of_text(text) for text in TEXTS]))
+    teacher = TransformersTeacher(BackendConfig(folder, "t", tokenizer, SUPPORT, backend_options=options))
+    return teacher.score(tokenize_documents(tokenizer, [Document.from_text(text) for text in TEXTS]))
 
 
 def assert_say_the_same(found: list, expected: list, tolerance: float) -> None:
@@ -68,18 +68,20 @@ def test_a_quantised_teacher_says_what_transformers_says_of_it(pair, tmp_path):
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     tokenizer = Tokenizer(pair.teacher)
-    for scores, document in zip(found, sequences(tokenizer, [Document.of_text(text) for text in TEXTS]), strict=True):
+    for scores, document in zip(
+        found, tokenize_documents(tokenizer, [Document.from_text(text) for text in TEXTS]), strict=True
+    ):
         with torch.inference_mode():
             logits = model(input_ids=torch.from_numpy(document.ids.astype(np.int64))[None]).logits[0].double()
         expected = torch.log_softmax(logits, 1).numpy()[scores.positions - 1]
         realised = document.ids[scores.positions]
         np.testing.assert_allclose(
-            scores.realised_logprobs, expected[np.arange(len(realised)), realised], rtol=0, atol=2e-3
+            scores.observed_logprobs, expected[np.arange(len(realised)), realised], rtol=0, atol=2e-3
         )
     whole = scores_of(pair.teacher)
     assert max(float(np.abs(a.entropy - b.entropy).max()) for a, b in zip(found, whole, strict=True)) > 1e-3
     model.save_pretrained(tmp_path)
-    for name, content in tokenizer.files().items():
+    for name, content in tokenizer.to_files().items():
         (tmp_path / name).write_bytes(content)
     assert_say_the_same(scores_of(tmp_path), found, 2e-3)
 
@@ -102,7 +104,7 @@ def adapter(pair, tmp_path_factory) -> Path:
     written = json.loads((folder / "adapter" / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(pair.teacher)
     model.merge_and_unload().save_pretrained(folder / "merged")
-    for name, content in Tokenizer(pair.teacher).files().items():
+    for name, content in Tokenizer(pair.teacher).to_files().items():
         (folder / "merged" / name).write_bytes(content)
     return folder
 
@@ -113,9 +115,16 @@ def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, t
     for teacher, name in ((adapter / "adapter", "a"), (adapter / "merged", "m"), (pair.teacher, "t")):
         run("cache-teacher", teacher, corpus, *exact, "-o", tmp_path / name)
     adapted, merged, bare = (TeacherCache(tmp_path / name) for name in "amt")
-    assert_say_the_same([row.scores for row in adapted], [row.scores for row in merged], 1e-4)
+    assert_say_the_same([row.stored_logprobs for row in adapted], [row.stored_logprobs for row in merged], 1e-4)
     assert adapted.header["teacher"]["weights"] != bare.header["teacher"]["weights"]
-    assert float(np.abs(adapted.row(0).scores.entropy - bare.row(0).scores.entropy).max()) > 1e-2
+    assert (
+        float(
+            np.abs(
+                adapted.read_document(0).stored_logprobs.entropy - bare.read_document(0).stored_logprobs.entropy
+            ).max()
+        )
+        > 1e-2
+    )
     found = run("inspect", tmp_path / "a", "--teacher", adapter / "adapter", "--json")
     assert json.loads(found.stdout)["statistics"]["scored_again"]["same_weights"]
     packed = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -143,10 +152,14 @@ def even(pair, tmp_path_factory) -> Path:
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
     torch.manual_seed(0)
     configuration = Qwen3Config(
-        vocab_size=tokenizer.width, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2, **shape
+        vocab_size=tokenizer.embedding_rows,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        **shape,
     )
     Qwen3ForCausalLM(configuration).save_pretrained(folder)
-    for name, content in tokenizer.files().items():
+    for name, content in tokenizer.to_files().items():
         (folder / name).write_bytes(content)
     return folder
 
@@ -158,7 +171,7 @@ def test_a_teacher_that_is_cut_over_two_processes(run, even, corpus, tmp_path):
     run("cache-teacher", even, corpus, *exact, "--engine", "tp_size=2", "-o", tmp_path / "two", timeout=600)
     one, two = TeacherCache(tmp_path / "one"), TeacherCache(tmp_path / "two")
     assert two.header == one.header
-    assert_say_the_same([row.scores for row in two], [row.scores for row in one], 1e-4)
+    assert_say_the_same([row.stored_logprobs for row in two], [row.stored_logprobs for row in one], 1e-4)
 
 
 @pytest.mark.long

@@ -9,9 +9,9 @@ import material
 import pytest
 
 from xtk.artifacts.corpus import Corpus
-from xtk.teachers.planning import make_plan
-from xtk.teachers.request import CacheRequest, dealing_of
-from xtk.tokens.signal import Support
+from xtk.teachers.cache_request import CacheRequest, sharding_options
+from xtk.teachers.shard_planning import make_shard_plan
+from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 
@@ -19,8 +19,8 @@ def peak(request: CacheRequest, tokenizer: Tokenizer, corpus: Path) -> tuple[int
     """Return the documents of a corpus, and the bytes that planning it took at most."""
     tracemalloc.start()
     try:
-        plan = make_plan(dealing_of(request), Corpus([str(corpus)]), tokenizer)
-        return plan.documents, tracemalloc.get_traced_memory()[1]
+        plan = make_shard_plan(sharding_options(request), Corpus([str(corpus)]), tokenizer)
+        return plan.num_documents, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
 

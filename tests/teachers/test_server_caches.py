@@ -13,13 +13,13 @@ from processes_that_serve import answer_as_vllm, get_in_the_way, served
 
 from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
-from xtk.engines.endpoints import Patience
+from xtk.engines.http_endpoints import RetryPolicy
 from xtk.errors import XtkError
-from xtk.teachers.caching import cache_teacher
-from xtk.teachers.request import CacheRequest
-from xtk.tokens.signal import Support
+from xtk.teachers.cache_building import cache_teacher
+from xtk.teachers.cache_request import CacheRequest
+from xtk.tokens.teacher_logprobs import Support
 
-HASTY = Patience(attempts=3, seconds=300, answer=60, first_pause=0.02, longest_pause=0.1)
+HASTY = RetryPolicy(max_attempts=3, total_seconds=300, attempt_seconds=60, initial_backoff=0.02, max_backoff=0.1)
 
 
 def request_of(pair: Pair, backend: str, *servers: str, **changed: Any) -> CacheRequest:
@@ -46,10 +46,12 @@ def test_a_cache_of_servers_holds_what_one_of_transformers_holds(pair, corpus, t
     assert (ours.header["options"]["entropy"], theirs.header["options"]["entropy"]) == ("lower bound", "exact")
     for one, two in zip(ours, theirs, strict=True):
         assert np.array_equal(one.tokens.ids, two.tokens.ids)
-        assert np.array_equal(one.scores.ids, two.scores.ids)
+        assert np.array_equal(one.stored_logprobs.ids, two.stored_logprobs.ids)
         for name in ("logprobs", "tail_mass", "realised_logprobs"):
-            np.testing.assert_allclose(getattr(one.scores, name), getattr(two.scores, name), atol=2e-5, rtol=0)
-        assert (one.scores.entropy <= two.scores.entropy + 1e-5).all()
+            np.testing.assert_allclose(
+                getattr(one.stored_logprobs, name), getattr(two.stored_logprobs, name), atol=2e-5, rtol=0
+            )
+        assert (one.stored_logprobs.entropy <= two.stored_logprobs.entropy + 1e-5).all()
 
 
 @pytest.mark.slow
@@ -59,7 +61,9 @@ def test_a_run_that_a_server_ends_goes_on_with_another_one(pair, corpus, tmp_pat
     with served(answer_as_vllm, str(pair.teacher), ["teacher"], {}) as model:
         cache_teacher(request_of(pair, "server", model.url), texts, tmp_path / "undisturbed")
         with served(get_in_the_way, model.url) as proxy:
-            patience = Patience(attempts=2, answer=4 if kind == "hang" else 60, first_pause=0.01, longest_pause=0.05)
+            patience = RetryPolicy(
+                max_attempts=2, attempt_seconds=4 if kind == "hang" else 60, initial_backoff=0.01, max_backoff=0.05
+            )
             request = request_of(pair, "server", proxy.url)
             request.backend_options["patience"] = patience
             proxy.trouble(kind, -1, after=15)

@@ -16,22 +16,28 @@ from material import Pair
 from processes_that_serve import SPOIL, Served, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 
-from xtk.engines.endpoints import Patience
-from xtk.errors import Mismatch, XtkError
-from xtk.teachers import server
-from xtk.teachers.server import ServerTeacher
-from xtk.teachers.teacher import TeacherRequest
-from xtk.tokens.sequence import Sequence
-from xtk.tokens.signal import Scores, Support
+from xtk.engines.http_endpoints import RetryPolicy
+from xtk.errors import MismatchError, XtkError
+from xtk.teachers import vllm_server_client
+from xtk.teachers.backend import BackendConfig
+from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
-HASTY = Patience(attempts=5, seconds=300, answer=60, connect=20, first_pause=0.02, longest_pause=0.1)
+HASTY = RetryPolicy(
+    max_attempts=5, total_seconds=300, attempt_seconds=60, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1
+)
 HEAD = Support("top-k", top_k=8)
 
 
-def request_of(folder: Path, servers: list[str], support: Support = HEAD, **options: object) -> TeacherRequest:
-    return TeacherRequest(
-        folder, "teacher", Tokenizer(folder), support, options={"servers": servers, "patience": HASTY, **options}
+def request_of(folder: Path, servers: list[str], support: Support = HEAD, **options: object) -> BackendConfig:
+    return BackendConfig(
+        folder,
+        "teacher",
+        Tokenizer(folder),
+        support,
+        backend_options={"servers": servers, "patience": HASTY, **options},
     )
 
 
@@ -56,17 +62,17 @@ def proxy(model: Served) -> Iterator[Served]:
 
 
 @pytest.fixture(scope="module")
-def documents(pair: Pair) -> list[Sequence]:
+def documents(pair: Pair) -> list[TokenSequence]:
     return documents_of(pair.teacher, 256)
 
 
 @pytest.fixture(scope="module")
-def clean(pair: Pair, model: Served, documents: list[Sequence]) -> list[Scores]:
+def clean(pair: Pair, model: Served, documents: list[TokenSequence]) -> list[StoredLogprobs]:
     """What is said when nothing goes wrong."""
     return ServerTeacher(request_of(pair.teacher, [model.url])).score(documents)
 
 
-def assert_same(found: list[Scores], expected: list[Scores]) -> None:
+def assert_same(found: list[StoredLogprobs], expected: list[StoredLogprobs]) -> None:
     for one, two in zip(found, expected, strict=True):
         for name in ("positions", "offsets", "ids", "logprobs", "tail_mass", "realised_logprobs", "entropy"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
@@ -79,7 +85,7 @@ def assert_same(found: list[Scores], expected: list[Scores]) -> None:
 )
 def test_a_server_says_what_the_model_says(pair, model, documents, support):
     teacher = ServerTeacher(request_of(pair.teacher, [model.url], support))
-    assert (teacher.limit, teacher.width, teacher.model) == (256, 496, "teacher")
+    assert (teacher.max_document_tokens, teacher.vocab_size, teacher.model) == (256, 496, "teacher")
     assert max(map(len, documents)) == 256, "a document as long as the context is among them"
     truth = said_plainly(pair.teacher, documents)
     for document, scores, expected in zip(documents, teacher.score(documents), truth, strict=True):
@@ -101,7 +107,9 @@ def test_what_fails_now_and_then_leaves_no_trace(pair, proxy, documents, clean, 
 @pytest.mark.parametrize("kind", ["500", "cut", "close", "html", "hang", "drip", *SPOIL])
 def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair, proxy, documents, kind):
     answer = 3 if kind in ("hang", "drip") else 60
-    patience = Patience(attempts=3, seconds=60, answer=answer, first_pause=0.01, longest_pause=0.05)
+    patience = RetryPolicy(
+        max_attempts=3, total_seconds=60, attempt_seconds=answer, initial_backoff=0.01, max_backoff=0.05
+    )
     teacher = ServerTeacher(request_of(pair.teacher, [proxy.url], patience=patience))
     proxy.trouble(kind, -1)
     started = time.monotonic()
@@ -115,8 +123,12 @@ def test_what_always_fails_ends_in_an_error_that_names_server_and_document(pair,
 
 @pytest.mark.parametrize("kind", ["500", "hang", "close", "nan"])
 def test_another_server_takes_over(pair, proxy, other, documents, clean, kind):
-    patience = Patience(
-        attempts=8, seconds=300, answer=4 if kind == "hang" else 60, first_pause=0.02, longest_pause=0.1
+    patience = RetryPolicy(
+        max_attempts=8,
+        total_seconds=300,
+        attempt_seconds=4 if kind == "hang" else 60,
+        initial_backoff=0.02,
+        max_backoff=0.1,
     )
     teacher = ServerTeacher(request_of(pair.teacher, [proxy.url, other.url], patience=patience))
     proxy.trouble(kind, -1, after=2)
@@ -161,7 +173,7 @@ def test_requests_are_many_and_not_too_many_and_share_connections(pair, proxy, d
 
 
 def test_answers_that_are_large_together_are_asked_for_one_by_one(pair, proxy, documents, monkeypatch):
-    monkeypatch.setattr(server, "BYTES_IN_FLIGHT", 256 * 9 * server.BYTES_OF_AN_ENTRY)
+    monkeypatch.setattr(vllm_server_client, "BYTES_IN_FLIGHT", 256 * 9 * vllm_server_client.BYTES_PER_ENTRY)
     teacher = ServerTeacher(request_of(pair.teacher, [proxy.url]))
     long = [document for document in documents if len(document) == 256]
     proxy.trouble()
@@ -177,12 +189,12 @@ def test_a_hundred_documents_come_back_in_their_order(pair, model):
     ):
         rows = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
         own = scores.ids == document.ids[scores.positions][rows]
-        assert np.array_equal(scores.logprobs[own], scores.realised_logprobs)
+        assert np.array_equal(scores.logprobs[own], scores.observed_logprobs)
         assert own.sum() == len(scores)
 
 
 def test_it_works_inside_a_running_loop(pair, model, documents, clean):
-    async def notebook() -> list[Scores]:
+    async def notebook() -> list[StoredLogprobs]:
         return ServerTeacher(request_of(pair.teacher, [model.url])).score(documents[:3])
 
     assert_same(asyncio.run(notebook()), clean[:3])
@@ -208,8 +220,8 @@ def test_an_address_without_a_path_is_completed(pair, model):
 @pytest.mark.parametrize(
     ("support", "said"),
     [
-        (Support("sample", draws=4, sets=1), "whole distribution"),
-        (Support("top-k+sample", top_k=4, draws=4, sets=1), "whole distribution"),
+        (Support("sample", num_samples=4, num_sample_sets=1), "whole distribution"),
+        (Support("top-k+sample", top_k=4, num_samples=4, num_sample_sets=1), "whole distribution"),
         (Support("given"), "ids that the data names"),
     ],
 )
@@ -228,7 +240,7 @@ def test_more_ids_than_the_server_gives_are_refused_before_the_work_begins(pair,
 def test_a_server_with_a_shorter_context_than_a_document_is_told(pair, documents):
     with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"says": None}) as silent:
         teacher = ServerTeacher(request_of(pair.teacher, [silent.url]))
-        assert teacher.limit is None
+        assert teacher.max_document_tokens is None
         with pytest.raises(XtkError, match="max_tokens must be at least 1") as caught:
             teacher.score(documents)
         assert "--max-model-len" in str(caught.value)
@@ -237,7 +249,7 @@ def test_a_server_with_a_shorter_context_than_a_document_is_told(pair, documents
 def test_a_server_of_another_model_is_refused_by_its_token_ids(pair):
     with (
         served(answer_as_vllm, str(pair.student), ["teacher"], {}) as wrong,
-        pytest.raises(Mismatch, match="another tokenizer") as caught,
+        pytest.raises(MismatchError, match="another tokenizer") as caught,
     ):
         ServerTeacher(request_of(pair.teacher, [wrong.url]))
     assert wrong.url in str(caught.value)
@@ -264,7 +276,7 @@ def test_two_servers_of_different_weights_are_refused(pair, model, tmp_path):
     folder = material.make_teacher(tmp_path / "teacher", seed=7)
     with (
         served(answer_as_vllm, str(folder), ["teacher"], {}) as wrong,
-        pytest.raises(Mismatch, match="do not have the same model") as caught,
+        pytest.raises(MismatchError, match="do not have the same model") as caught,
     ):
         ServerTeacher(request_of(pair.teacher, [model.url, wrong.url]))
     assert model.url in str(caught.value)

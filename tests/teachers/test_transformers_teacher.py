@@ -11,29 +11,35 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.shard import Row
+from xtk.artifacts.cache_shard import ScoredDocument
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.models.causal_lm import load_causal_lm
-from xtk.teachers.checks import check_scores
-from xtk.teachers.teacher import TeacherRequest
-from xtk.teachers.transformers import BLOCK, TransformersTeacher, batches_by_length, draw, top_values
+from xtk.teachers.backend import BackendConfig
+from xtk.teachers.logprob_checks import check_scored_document
+from xtk.teachers.transformers import (
+    BLOCK_SIZE,
+    TransformersTeacher,
+    batches_by_length,
+    blockwise_top_k,
+    systematic_sample,
+)
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import Sequence, sequences
-from xtk.tokens.signal import Support
+from xtk.tokens.teacher_logprobs import Support
+from xtk.tokens.token_sequence import TokenSequence, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 TEXTS = [*material.sentences(9, seed=8), "a", "", "Anna", " ".join(material.sentences(6, seed=9))]
 
 
-def read(folder: Path, texts: list[str] = TEXTS) -> list[Sequence]:
-    documents = [Document.of_text(text) for text in texts]
-    return sequences(Tokenizer(folder), [*documents, Document.of_completion("Anna has 12 ", "apples left.")])
+def read(folder: Path, texts: list[str] = TEXTS) -> list[TokenSequence]:
+    documents = [Document.from_text(text) for text in texts]
+    return tokenize_documents(Tokenizer(folder), [*documents, Document.from_completion("Anna has 12 ", "apples left.")])
 
 
-def said_plainly(model: object, document: Sequence) -> np.ndarray:
+def said_plainly(model: object, document: TokenSequence) -> np.ndarray:
     """Log-probabilities [P, U] of the trained tokens, of the plain forward pass of one document."""
-    positions = np.flatnonzero(document.trained)
+    positions = np.flatnonzero(document.train_mask)
     if not len(positions):
         return np.zeros((0, 1))
     with torch.no_grad():
@@ -43,7 +49,7 @@ def said_plainly(model: object, document: Sequence) -> np.ndarray:
 
 def opened(folder: Path, support: Support, *, dtype: str = "float32", batch_tokens: int = 512) -> TransformersTeacher:
     tokenizer = Tokenizer(folder)
-    return TransformersTeacher(TeacherRequest(folder, str(folder), tokenizer, support, dtype, batch_tokens))
+    return TransformersTeacher(BackendConfig(folder, str(folder), tokenizer, support, dtype, batch_tokens))
 
 
 def top(k: int) -> Support:
@@ -78,19 +84,19 @@ def assert_says(scores, document, expected, support, tolerance, given=None) -> N
         np.testing.assert_allclose(
             scores.logprobs[scores.offsets[at] : scores.offsets[at + 1]], expected[at][ids], **close
         )
-        assert abs(scores.tail_mass[at] - (1 - np.exp(expected[at][ids]).sum())) < tolerance
-        for number in range(support.sets):
-            first, stop = scores.drawn_offsets[at * support.sets + number :][:2]
+        assert abs(scores.remainder_mass[at] - (1 - np.exp(expected[at][ids]).sum())) < tolerance
+        for number in range(support.num_sample_sets):
+            first, stop = scores.drawn_offsets[at * support.num_sample_sets + number :][:2]
             drawn = scores.drawn_ids[first:stop]
             assert drawn.tolist() == sorted(set(drawn.tolist()) - set(ids.tolist()))
-            assert scores.counts[first:stop].sum() == (support.draws if len(ids) < len(expected[at]) else 0)
+            assert scores.counts[first:stop].sum() == (support.num_samples if len(ids) < len(expected[at]) else 0)
             # Systematic draws: never a whole time more or less than in the mean.
-            mean = support.draws * np.exp(expected[at][drawn]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
-            assert (np.abs(scores.counts[first:stop] - mean) < 1 + 1e-3 * mean + support.draws * tolerance).all()
+            mean = support.num_samples * np.exp(expected[at][drawn]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
+            assert (np.abs(scores.counts[first:stop] - mean) < 1 + 1e-3 * mean + support.num_samples * tolerance).all()
     if len(scores):
         realised = document.ids[scores.positions].astype(np.int64)
         np.testing.assert_allclose(
-            scores.realised_logprobs, np.take_along_axis(expected, realised[:, None], 1)[:, 0], **close
+            scores.observed_logprobs, np.take_along_axis(expected, realised[:, None], 1)[:, 0], **close
         )
         np.testing.assert_allclose(scores.entropy, -(np.exp(expected) * expected).sum(1), **close)
 
@@ -98,7 +104,7 @@ def assert_says(scores, document, expected, support, tolerance, given=None) -> N
 @settings(deadline=None, max_examples=80)
 @given(
     rows=st.integers(1, 6),
-    width=st.integers(1, 40 * BLOCK),
+    width=st.integers(1, 40 * BLOCK_SIZE),
     top_k=st.integers(1, 40),
     ties=st.booleans(),
     seed=st.integers(0, 2**31),
@@ -107,26 +113,28 @@ def test_top_values_are_those_of_topk(rows, width, top_k, ties, seed):
     torch.manual_seed(seed)
     logits = torch.randint(0, 5, (rows, width)).float() if ties else torch.randn(rows, width)
     top_k = min(top_k, width)
-    values, ids = top_values(logits, top_k)
+    values, ids = blockwise_top_k(logits, top_k)
     assert torch.equal(values, logits.topk(top_k, 1).values)
     assert torch.equal(logits.gather(1, ids), values)
     assert all(len(set(row)) == top_k for row in ids.tolist())
 
 
-@pytest.mark.parametrize("width", [1, BLOCK - 1, BLOCK, 3 * BLOCK, 3 * BLOCK + 1, 151_936, 128_256 + 7])
+@pytest.mark.parametrize(
+    "width", [1, BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 1, 151_936, 128_256 + 7]
+)
 @pytest.mark.parametrize("top_k", [1, 32, None])
 def test_top_values_are_those_of_topk_at_odd_and_at_real_widths(width, top_k):
     logits = torch.randn(3, width)
     logits[1] = -torch.inf
     logits[1, -1] = 0.5
-    values, ids = top_values(logits, min(top_k or width, width))
+    values, ids = blockwise_top_k(logits, min(top_k or width, width))
     assert torch.equal(values, logits.topk(values.shape[1], 1).values)
     assert torch.equal(logits.gather(1, ids), values)
 
 
 def test_top_values_of_a_slice_of_rows_are_its_own():
-    logits = torch.randn(7, 20 * BLOCK + 5)
-    values, ids = top_values(logits[3:5], 2)
+    logits = torch.randn(7, 20 * BLOCK_SIZE + 5)
+    values, ids = blockwise_top_k(logits[3:5], 2)
     assert torch.equal(values, logits[3:5].topk(2, 1).values)
     assert torch.equal(logits[3:5].gather(1, ids), values)
 
@@ -137,18 +145,18 @@ KINDS = {
     "all": top(10_000),
     "top-p": Support("top-p", top_k=40, top_p=0.7),
     "top-p, all": Support("top-p", top_k=10_000, top_p=1.0),
-    "sample": Support("sample", draws=9, sets=1),
-    "sets": Support("sample", draws=5, sets=3, seed=7),
-    "top-k+sample": Support("top-k+sample", top_k=6, draws=8, sets=2),
-    "all+sample": Support("top-k+sample", top_k=10_000, draws=3, sets=1),
+    "sample": Support("sample", num_samples=9, num_sample_sets=1),
+    "sets": Support("sample", num_samples=5, num_sample_sets=3, seed=7),
+    "top-k+sample": Support("top-k+sample", top_k=6, num_samples=8, num_sample_sets=2),
+    "all+sample": Support("top-k+sample", top_k=10_000, num_samples=3, num_sample_sets=1),
     "given": Support("given"),
     "none": Support("none"),
 }
 
 
-def given_at(document: Sequence, width: int) -> np.ndarray:
+def given_at(document: TokenSequence, width: int) -> np.ndarray:
     """Any ids at each trained token, one of them twice, some of them none."""
-    ids = np.random.default_rng(len(document)).integers(-1, width, (int(document.trained.sum()), 6)).astype(np.int32)
+    ids = np.random.default_rng(len(document)).integers(-1, width, (int(document.train_mask.sum()), 6)).astype(np.int32)
     ids[:, 3:4] = ids[:, :1]
     return ids
 
@@ -160,7 +168,7 @@ def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, kind):
     teacher = opened(folder, support, batch_tokens=256)
     model = load_causal_lm(folder).eval()
     documents = read(folder)
-    given = [given_at(document, teacher.width) for document in documents] if kind == "given" else None
+    given = [given_at(document, teacher.vocab_size) for document in documents] if kind == "given" else None
     for at, (document, scores) in enumerate(zip(documents, teacher.score(documents, given), strict=True)):
         plain = said_plainly(model, document)
         assert_says(scores, document, plain, support, 1e-5, None if given is None else given[at])
@@ -168,7 +176,7 @@ def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, kind):
 
 @pytest.mark.parametrize("batch_tokens", [1, 64, 100_000])
 def test_what_a_teacher_says_does_not_depend_on_the_batch_or_its_padding(pair, batch_tokens):
-    documents, support = read(pair.teacher), Support("top-k+sample", top_k=8, draws=6, sets=2)
+    documents, support = read(pair.teacher), Support("top-k+sample", top_k=8, num_samples=6, num_sample_sets=2)
     alone = opened(pair.teacher, support, batch_tokens=1)
     teacher = opened(pair.teacher, support, batch_tokens=batch_tokens)
     for expected, found in zip(
@@ -184,21 +192,21 @@ def test_draws_are_the_same_for_a_seed_and_others_for_another_one(pair):
     documents = read(pair.teacher)
 
     def drawn(seed: int) -> list[list[int]]:
-        scores = opened(pair.teacher, Support("sample", draws=4, sets=1, seed=seed)).score(documents)
-        return [row.drawn_ids.tolist() for row in scores]
+        scores = opened(pair.teacher, Support("sample", num_samples=4, num_sample_sets=1, seed=seed)).score(documents)
+        return [row.sample_ids.tolist() for row in scores]
 
     assert drawn(0) == drawn(0)
     assert drawn(0) != drawn(1)
 
 
-@pytest.mark.parametrize("width", [3, BLOCK, 5 * BLOCK + 3])
+@pytest.mark.parametrize("width", [3, BLOCK_SIZE, 5 * BLOCK_SIZE + 3])
 @pytest.mark.parametrize("draws", [1, 12])
 def test_the_mean_of_draws_is_the_distribution(width, draws):
     weights = torch.rand(2, width) ** 8
     weights[:, width // 2] = 0
     weights[1] = 0
     starts = torch.rand(2, 20_000, dtype=torch.float64)
-    ids, total = draw(weights, starts, draws)
+    ids, total = systematic_sample(weights, starts, draws)
     assert (ids[1] == -1).all()
     assert total.tolist() == pytest.approx(weights.double().sum(1).tolist(), rel=1e-6)
     share = torch.bincount(ids[0].flatten(), minlength=width) / ids[0].numel()
@@ -206,7 +214,7 @@ def test_the_mean_of_draws_is_the_distribution(width, draws):
     assert share[width // 2] == 0
     assert (share - expected).abs().max() < 5 * (1 / 20_000) ** 0.5 / draws**0.5
     edges = torch.tensor([[0.0, 1 - 2**-53]] * 2, dtype=torch.float64)
-    assert (weights[0][draw(weights, edges, draws)[0][0]] > 0).all()
+    assert (weights[0][systematic_sample(weights, edges, draws)[0][0]] > 0).all()
 
 
 def test_batches_hold_every_document_once_and_no_more_tokens_than_asked_for():
@@ -224,9 +232,9 @@ def test_the_cached_signal_is_what_transformers_says(run, pair, corpus, tmp_path
     rows = list(TeacherCache(cache))
     assert len(rows) == 40
     for row in rows:
-        (document,) = sequences(tokenizer, [row.document])
+        (document,) = tokenize_documents(tokenizer, [row.document])
         assert row.tokens.ids.tolist() == document.ids.tolist()
-        assert_says(row.scores, document, said_plainly(model, document), top(16), 1e-4)
+        assert_says(row.stored_logprobs, document, said_plainly(model, document), top(16), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -243,14 +251,14 @@ def test_a_teacher_without_numbers_never_gets_into_a_cache(pair, tmp_path):
     with torch.no_grad():
         model.model.norm.weight.fill_(3e38)  # finite, as weights have to be; its logits are not
     model.save_pretrained(tmp_path)
-    for name, content in Tokenizer(pair.teacher).files().items():
+    for name, content in Tokenizer(pair.teacher).to_files().items():
         (tmp_path / name).write_bytes(content)
     documents = read(pair.teacher)
-    texts = [Document.of_text(text) for text in TEXTS]
+    texts = [Document.from_text(text) for text in TEXTS]
     bad = 0
     for text, tokens, scores in zip(texts, documents, opened(tmp_path, top(4)).score(documents), strict=False):
         if len(scores):
             bad += 1
             with pytest.raises(XtkError, match="log-probabilities that are no numbers"):
-                check_scores(Row(text, tokens, scores), "here")
+                check_scored_document(ScoredDocument(text, tokens, scores), "here")
     assert bad

@@ -17,10 +17,10 @@ from test_properties import readable_spans
 from texts import FAMILIES, TEXTS, quick
 
 from xtk.tokens.alignment import align, align_sequences
+from xtk.tokens.alignment_kernels import minimal_spans
 from xtk.tokens.document import Document
-from xtk.tokens.kernels import smallest_spans
-from xtk.tokens.sequence import sequences
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.token_sequence import tokenize_documents
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 GOLDEN = Path(__file__).parent / "golden_alignment.jsonl"
 UNCHANGING = ["student", "teacher", "metaspace"]
@@ -31,8 +31,8 @@ def tokenizer_of(families):
     return {name: Tokenizer(folder) for name, folder in families.items()}
 
 
-def bytes_of_spans(tokenizer: Tokenizer, tokens: Encoded, spans: np.ndarray) -> list[bytes]:
-    spellings, ids = tokenizer.vocabulary.spellings, tokens.ids.tolist()
+def bytes_of_spans(tokenizer: Tokenizer, tokens: EncodedText, spans: np.ndarray) -> list[bytes]:
+    spellings, ids = tokenizer.vocabulary.bytes_by_id, tokens.ids.tolist()
     return [b"".join(spellings[token] for token in ids[start:stop]) for start, stop in spans.tolist()]
 
 
@@ -47,7 +47,7 @@ STEPS = st.lists(st.integers(0, 4), max_size=30)
 @quick
 def test_the_span_kernel_agrees_with_its_readable_twin(student, teacher):
     student_ends, teacher_ends = ends_of(student), ends_of(teacher)
-    spans = smallest_spans(student_ends, teacher_ends)
+    spans = minimal_spans(student_ends, teacher_ends)
     assert spans.dtype == np.int32
     assert spans.tolist() == readable_spans(student_ends.tolist(), teacher_ends.tolist())
 
@@ -109,7 +109,7 @@ def test_word_piece_spans_hold_the_lower_case_letters_of_the_text(tokenizer_of, 
 @quick
 def test_where_one_side_is_cut_short_the_spans_are_those_of_the_common_text(tokenizer_of, text, keep):
     (student,), (teacher,) = tokenizer_of["student"].encode([text]), tokenizer_of["teacher"].encode([text])
-    cut = Encoded(teacher.ids[:keep], teacher.ends[:keep])
+    cut = EncodedText(teacher.ids[:keep], teacher.ends[:keep])
     whole = align(student, teacher)
     assert align(student, cut).tolist() == whole[whole[:, 3] <= keep].tolist()
 
@@ -125,58 +125,61 @@ def test_two_empty_texts_have_no_spans(tokenizer_of):
 
 
 def test_a_document_stands_between_its_start_and_end_token(tokenizer_of):
-    (student,) = sequences(tokenizer_of["student"], [Document.of_text("Anna has 12")])
-    (teacher,) = sequences(tokenizer_of["teacher"], [Document.of_text("Anna has 12")])
-    assert (student.ids[0], student.ids[-1], student.closers.tolist()) == (0, 1, [len(student) - 1])
+    (student,) = tokenize_documents(tokenizer_of["student"], [Document.from_text("Anna has 12")])
+    (teacher,) = tokenize_documents(tokenizer_of["teacher"], [Document.from_text("Anna has 12")])
+    assert (student.ids[0], student.ids[-1], student.segment_end_tokens.tolist()) == (0, 1, [len(student) - 1])
     assert (teacher.ids[0], teacher.ids[-1]) == (1, 1)  # without a bos, eos is in front too
-    assert student.ends[0] == 0
-    assert student.ends[-1] == student.ends[-2] == len("Anna has 12")
-    assert student.trained.tolist() == [False] + [True] * (len(student) - 1)
-    assert student.pieces.tolist() == [[1, len(student) - 1, 0]]
+    assert student.byte_ends[0] == 0
+    assert student.byte_ends[-1] == student.byte_ends[-2] == len("Anna has 12")
+    assert student.train_mask.tolist() == [False] + [True] * (len(student) - 1)
+    assert student.text_runs.tolist() == [[1, len(student) - 1, 0]]
 
 
 def test_only_the_completion_and_the_end_after_it_are_trained(tokenizer_of):
-    document = Document.of_completion("Anna has ", "12 apples")
+    document = Document.from_completion("Anna has ", "12 apples")
     for name in ("student", "teacher"):
-        (sequence,) = sequences(tokenizer_of[name], [document])
-        assert sequence.trained.tolist() == [
-            *(end > len("Anna has ") for end in sequence.ends[:-1].tolist()), True
+        (sequence,) = tokenize_documents(tokenizer_of[name], [document])
+        assert sequence.train_mask.tolist() == [
+            *(end > len("Anna has ") for end in sequence.byte_ends[:-1].tolist()), True
         ]  # fmt: skip
-        assert sequence.trained.any()
-        assert not sequence.trained.all()
+        assert sequence.train_mask.any()
+        assert not sequence.train_mask.all()
 
 
 def test_a_token_across_the_edge_of_prompt_and_completion_belongs_to_its_last_byte(tokenizer_of):
-    (sequence,) = sequences(tokenizer_of["student"], [Document.of_completion("An", "na has")])
+    (sequence,) = tokenize_documents(tokenizer_of["student"], [Document.from_completion("An", "na has")])
     tokenizer = tokenizer_of["student"]
-    assert tokenizer.vocabulary.spelling(sequence.ids[1]) == b"Anna"
-    assert sequence.trained[1]
+    assert tokenizer.vocabulary.bytes_of(sequence.ids[1]) == b"Anna"
+    assert sequence.train_mask[1]
 
 
 def test_an_empty_completion_trains_its_end_and_an_empty_text_trains_nothing(tokenizer_of):
-    (completion,) = sequences(tokenizer_of["student"], [Document.of_completion("Anna has", "")])
-    assert completion.trained.tolist() == [False] * (len(completion) - 1) + [True]
-    (empty,) = sequences(tokenizer_of["student"], [Document.of_text("")])
+    (completion,) = tokenize_documents(tokenizer_of["student"], [Document.from_completion("Anna has", "")])
+    assert completion.train_mask.tolist() == [False] * (len(completion) - 1) + [True]
+    (empty,) = tokenize_documents(tokenizer_of["student"], [Document.from_text("")])
     assert empty.ids.tolist() == [0, 1]
-    assert not empty.trained.any()
+    assert not empty.train_mask.any()
 
 
 def test_a_piece_that_does_not_end_the_text_has_no_end_token(tokenizer_of):
-    document = Document.of_text("Anna has 12 apples left.")
-    head, tail = document.piece(0, 9), document.piece(9, 24)
-    (first,), (last,) = sequences(tokenizer_of["student"], [head]), sequences(tokenizer_of["student"], [tail])
+    document = Document.from_text("Anna has 12 apples left.")
+    head, tail = document.byte_slice(0, 9), document.byte_slice(9, 24)
+    (first,), (last,) = (
+        tokenize_documents(tokenizer_of["student"], [head]),
+        tokenize_documents(tokenizer_of["student"], [tail]),
+    )
     assert (head.text, tail.text) == ("Anna has ", "12 apples left.")
-    assert (first.closers.tolist(), last.closers.tolist()) == ([-1], [len(last) - 1])
-    assert first.pieces[-1, 1] == len(first)
+    assert (first.segment_end_tokens.tolist(), last.segment_end_tokens.tolist()) == ([-1], [len(last) - 1])
+    assert first.text_runs[-1, 1] == len(first)
     assert last.ids[-1] == 1
 
 
 @given(text=TEXTS)
 @quick
 def test_the_end_token_is_aligned_with_the_end_token(tokenizer_of, text):
-    document = Document.of_text(text)
-    (student,) = sequences(tokenizer_of["student"], [document])
-    (teacher,) = sequences(tokenizer_of["metaspace"], [document])
+    document = Document.from_text(text)
+    (student,) = tokenize_documents(tokenizer_of["student"], [document])
+    (teacher,) = tokenize_documents(tokenizer_of["metaspace"], [document])
     spans = align_sequences(student, teacher)
     assert spans[-1].tolist() == [len(student) - 1, len(student), len(teacher) - 1, len(teacher)]
     (one,), (other,) = (
@@ -189,10 +192,10 @@ def test_the_end_token_is_aligned_with_the_end_token(tokenizer_of, text):
 @given(text=TEXTS.filter(bool), keep=st.integers(1, 30))
 @quick
 def test_a_sequence_cut_short_loses_its_end_and_keeps_its_spans(tokenizer_of, text, keep):
-    document = Document.of_text(text)
-    (student,) = sequences(tokenizer_of["student"], [document])
-    (teacher,) = sequences(tokenizer_of["teacher"], [document])
-    cut = student.cut(keep)
+    document = Document.from_text(text)
+    (student,) = tokenize_documents(tokenizer_of["student"], [document])
+    (teacher,) = tokenize_documents(tokenizer_of["teacher"], [document])
+    cut = student.truncate(keep)
     assert len(cut) == min(keep, len(student))
     whole = align_sequences(student, teacher)
     assert align_sequences(cut, teacher).tolist() == whole[whole[:, 1] <= keep].tolist()
@@ -202,27 +205,27 @@ def test_without_a_start_token_the_first_token_is_not_trained(families, tmp_path
     folder = tmp_path / "bare"
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((families["teacher"] / "tokenizer.json").read_bytes())
-    (sequence,) = sequences(Tokenizer(folder), [Document.of_text("Anna has")])
-    assert (sequence.pieces.tolist(), sequence.closers.tolist()) == ([[0, len(sequence), 0]], [-1])
-    assert sequence.trained.tolist() == [False] + [True] * (len(sequence) - 1)
+    (sequence,) = tokenize_documents(Tokenizer(folder), [Document.from_text("Anna has")])
+    assert (sequence.text_runs.tolist(), sequence.segment_end_tokens.tolist()) == ([[0, len(sequence), 0]], [-1])
+    assert sequence.train_mask.tolist() == [False] + [True] * (len(sequence) - 1)
 
 
 # Golden cases.
 
 
-def shown(tokenizer: Tokenizer, tokens: Encoded) -> list[str]:
+def shown(tokenizer: Tokenizer, tokens: EncodedText) -> list[str]:
     unknown = next((text for text, token in tokenizer.vocabulary.special_tokens.items()
                     if token == tokenizer.unknown_id), "")  # fmt: skip
     return [
         unknown if token == tokenizer.unknown_id
-        else tokenizer.vocabulary.spelling(token).decode("utf-8", "backslashreplace")
+        else tokenizer.vocabulary.bytes_of(token).decode("utf-8", "backslashreplace")
         for token in tokens.ids.tolist()
     ]  # fmt: skip
 
 
-def golden_side(tokenizer: Tokenizer, text: str, keeps: int | None) -> Encoded:
+def golden_side(tokenizer: Tokenizer, text: str, keeps: int | None) -> EncodedText:
     (tokens,) = tokenizer.encode([text])
-    return Encoded(tokens.ids[:keeps], tokens.ends[:keeps], tokens.exact)
+    return EncodedText(tokens.ids[:keeps], tokens.byte_ends[:keeps], tokens.exact)
 
 
 GOLDEN_CASES = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").splitlines()]
@@ -231,7 +234,7 @@ GOLDEN_CASES = [json.loads(line) for line in GOLDEN.read_text(encoding="utf-8").
 @pytest.mark.parametrize("golden", GOLDEN_CASES, ids=[golden["case"] for golden in GOLDEN_CASES])
 def test_known_texts_align_as_they_always_did(tokenizer_of, golden):
     one, other = tokenizer_of[golden["student"]], tokenizer_of[golden["teacher"]]
-    text = Document.of_text(golden["text"]).text
+    text = Document.from_text(golden["text"]).text
     student = golden_side(one, text, golden.get("student_keeps"))
     teacher = golden_side(other, text, golden.get("teacher_keeps"))
     assert shown(one, student) == golden["student_tokens"]

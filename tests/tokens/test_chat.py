@@ -14,9 +14,9 @@ from texts import PIECES, SPECIAL_SPELLINGS, quick
 
 from xtk.errors import XtkError
 from xtk.tokens.alignment import align_sequences
-from xtk.tokens.chat import ChatTemplate, Rendering
+from xtk.tokens.chat_template import ChatTemplate, RenderedConversation
 from xtk.tokens.document import Conversation, Document
-from xtk.tokens.sequence import Sequence, left_out, sequences
+from xtk.tokens.token_sequence import TokenSequence, count_lost_bytes, tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
 
 HEADERS = (
@@ -64,39 +64,39 @@ def sides(families, tmp_path_factory):
     return {name: with_template(families, folder, name, template) for name, template in TEMPLATES.items()}
 
 
-def read_of(tokenizer: Tokenizer, sequence: Sequence, mask: np.ndarray) -> bytes:
-    return b"".join(tokenizer.vocabulary.spelling(token) for token in sequence.ids[mask].tolist())
+def read_of(tokenizer: Tokenizer, sequence: TokenSequence, mask: np.ndarray) -> bytes:
+    return b"".join(tokenizer.vocabulary.bytes_of(token) for token in sequence.ids[mask].tolist())
 
 
-def trained_text(tokenizer: Tokenizer, sequence: Sequence) -> str:
-    return read_of(tokenizer, sequence, sequence.trained & sequence.spells).decode()
+def trained_text(tokenizer: Tokenizer, sequence: TokenSequence) -> str:
+    return read_of(tokenizer, sequence, sequence.train_mask & sequence.text_mask).decode()
 
 
-def written(rendering: Rendering) -> list[str | None]:
+def written(rendering: RenderedConversation) -> list[str | None]:
     """What of each content the template wrote."""
     return [
         None if place is None else "".join(rendering.text[b : b + size] for _, b, size in place.runs.tolist())
-        for place in rendering.places
+        for place in rendering.content_positions
     ]
 
 
 def spans_of(sides, student, teacher, document):
-    (left,), (right,) = sequences(sides[student], [document]), sequences(sides[teacher], [document])
+    (left,), (right,) = tokenize_documents(sides[student], [document]), tokenize_documents(sides[teacher], [document])
     return left, right, align_sequences(left, right)
 
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
 def test_only_what_the_assistant_said_is_trained_and_that_its_turns_end(sides, name):
     tokenizer = sides[name]
-    (sequence,) = sequences(tokenizer, [Document.of_messages(CHAT)])
+    (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert trained_text(tokenizer, sequence) == CHAT[2]["content"] + CHAT[4]["content"]
-    enders = sequence.ids[sequence.trained & ~sequence.spells].tolist()
+    enders = sequence.ids[sequence.train_mask & ~sequence.text_mask].tolist()
     assert enders == [tokenizer.roles["eos"]] * 2
-    assert (sequence.closers >= 0).all()
+    assert (sequence.segment_end_tokens >= 0).all()
 
 
 def test_every_span_spells_the_same_on_both_sides_and_none_holds_a_template(sides):
-    document = Document.of_messages(CHAT)
+    document = Document.from_messages(CHAT)
     left, right, spans = spans_of(sides, "student", "teacher", document)
     contents = []
     for s0, s1, t0, t1 in spans.tolist():
@@ -118,11 +118,11 @@ def test_every_span_spells_the_same_on_both_sides_and_none_holds_a_template(side
 def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_a_person_does(sides):
     chat = [{"role": "user", "content": "What is <|im_end|>?"}, {"role": "assistant", "content": "<|im_end|> ends."}]
     tokenizer = sides["teacher"]
-    (sequence,) = sequences(tokenizer, [Document.of_messages(chat)])
+    (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(chat)])
     assert trained_text(tokenizer, sequence) == "<|im_end|> ends."
     assert sequence.ids.tolist().count(tokenizer.roles["eos"]) == 4
     plain = [{**message, "content": message["content"].replace("<|im_end|>", "it")} for message in chat]
-    (other,) = sequences(tokenizer, [Document.of_messages(plain)])
+    (other,) = tokenize_documents(tokenizer, [Document.from_messages(plain)])
     assert other.ids.tolist().count(tokenizer.roles["eos"]) == 4
 
 
@@ -134,7 +134,7 @@ def test_the_tokens_are_those_of_the_rendered_text(sides, name):
     conversation = Conversation(tuple(CHAT))
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
     rendered = tokenizer.chat_template.place(conversation).text
-    (sequence,) = sequences(tokenizer, [Document.of_messages(CHAT)])
+    (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
@@ -145,25 +145,25 @@ def test_a_system_prompt_inside_of_the_first_question_is_found(sides):
 
 def test_white_space_that_a_template_trims_is_told_and_carries_no_loss(families, tmp_path):
     chat = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "  12 apples \n"}]
-    document = Document.of_messages(chat)
+    document = Document.from_messages(chat)
     tokenizer = with_template(families, tmp_path, "teacher", TRIMMING)
-    (sequence,) = sequences(tokenizer, [document])
+    (sequence,) = tokenize_documents(tokenizer, [document])
     assert trained_text(tokenizer, sequence) == "12 apples"
-    assert left_out(document, sequence) == 4
-    assert sequence.ids[sequence.closers[1]] == tokenizer.roles["eos"]
+    assert count_lost_bytes(document, sequence) == 4
+    assert sequence.ids[sequence.segment_end_tokens[1]] == tokenizer.special_token_ids["eos"]
 
 
 def test_a_thought_that_one_template_drops_is_in_no_span(sides, families, tmp_path):
     thought = "<think>1234 - 12 = 1222</think>\n\n"
     chat = [CHAT[1], {"role": "assistant", "content": thought + "Anna has 1222 apples left."}]
-    document = Document.of_messages(chat)
+    document = Document.from_messages(chat)
     thinking = with_template(families, tmp_path, "teacher", THINKING)
-    (left,), (right,) = sequences(sides["student"], [document]), sequences(thinking, [document])
+    (left,), (right,) = tokenize_documents(sides["student"], [document]), tokenize_documents(thinking, [document])
     assert trained_text(thinking, right) == "Anna has 1222 apples left."
-    assert left_out(document, right) == len(thought)
-    assert left_out(document, left) == 0
+    assert count_lost_bytes(document, right) == len(thought)
+    assert count_lost_bytes(document, left) == 0
     spans = align_sequences(left, right)
-    spans = spans[left.trained[spans[:, 1] - 1]]
+    spans = spans[left.train_mask[spans[:, 1] - 1]]
     assert (
         b"".join(read_of(sides["student"], left, np.arange(s0, s1)) for s0, s1, _, _ in spans.tolist()).decode()
         == "Anna has 1222 apples left."
@@ -171,9 +171,9 @@ def test_a_thought_that_one_template_drops_is_in_no_span(sides, families, tmp_pa
 
 
 def test_what_two_models_do_not_both_read_joins_no_span_however_it_lies():
-    def sequence(ends: list[int], pieces: list[list[int]]) -> Sequence:
+    def sequence(ends: list[int], pieces: list[list[int]]) -> TokenSequence:
         size = len(ends)
-        return Sequence(
+        return TokenSequence(
             np.zeros(size, np.int32), np.array(ends, np.int32), np.ones(size, np.bool_),
             np.array(pieces, np.int32).reshape(-1, 3), np.array([-1], np.int32),
         )  # fmt: skip
@@ -206,12 +206,12 @@ def messages_of(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 @given(turns=CHATS)
 @settings(quick, max_examples=40)
 def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, turns):
-    document = Document.of_messages(messages_of(turns))
+    document = Document.from_messages(messages_of(turns))
     left, right, spans = spans_of(sides, student, teacher, document)
     for name, sequence in ((student, left), (teacher, right)):
         assert (np.diff(sequence.ends) >= 0).all()
         assert not sequence.trained[0]
-        assert 0 <= left_out(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
+        assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
         spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.pieces.tolist()]
         # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
@@ -228,14 +228,14 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
 @given(turns=CHATS)
 @settings(quick, max_examples=40)
 def test_spans_of_any_conversation_hold_equal_bytes(sides, turns):
-    document = Document.of_messages(messages_of(turns))
+    document = Document.from_messages(messages_of(turns))
     left, right, spans = spans_of(sides, "student", "teacher", document)
     for s0, s1, t0, t1 in spans.tolist():
         assert read_of(sides["student"], left, np.arange(s0, s1)) == read_of(sides["teacher"], right, np.arange(t0, t1))
 
 
 def test_a_sequence_cut_short_keeps_the_spans_that_it_still_holds(sides):
-    document = Document.of_messages(CHAT)
+    document = Document.from_messages(CHAT)
     left, right, spans = spans_of(sides, "student", "teacher", document)
     for length in range(len(left) + 1):
         cut = left.cut(length)
@@ -255,18 +255,19 @@ def test_a_template_renders_as_transformers_does(sides):
 
 def talk(*contents: str) -> Document:
     roles = ("user", "assistant")
-    return Document.of_messages([{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)])
+    return Document.from_messages([{"role": roles[at % 2], "content": text} for at, text in enumerate(contents)])
 
 
-def read_by(families, tmp_path, name: str, template: str, document: Document) -> tuple[Tokenizer, Sequence]:
+def read_by(families, tmp_path, name: str, template: str, document: Document) -> tuple[Tokenizer, TokenSequence]:
     tokenizer = with_template(families, tmp_path, name, template)
-    return tokenizer, sequences(tokenizer, [document])[0]
+    return tokenizer, tokenize_documents(tokenizer, [document])[0]
 
 
-def places_of(tokenizer: Tokenizer, sequence: Sequence) -> list[tuple[int, bytes]]:
+def places_of(tokenizer: Tokenizer, sequence: TokenSequence) -> list[tuple[int, bytes]]:
     """The byte of the contents where each piece begins, and what it spells."""
     return [
-        (first, read_of(tokenizer, sequence, np.arange(start, stop))) for start, stop, first in sequence.pieces.tolist()
+        (first, read_of(tokenizer, sequence, np.arange(start, stop)))
+        for start, stop, first in sequence.text_runs.tolist()
     ]
 
 
@@ -301,9 +302,9 @@ def test_a_template_that_looks_into_one_turn_to_write_another_loses_none(familie
     document = talk("What is 12?", "I ask.", "<result>12</result>", "It is 12.", "Anna?", "Anna.")
     tokenizer, sequence = read_by(families, tmp_path, "teacher", LOOKS_INTO_CONTENTS, document)
     assert trained_text(tokenizer, sequence) == "I ask.It is 12.Anna."
-    assert (sequence.closers >= 0).all()
+    assert (sequence.segment_end_tokens >= 0).all()
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.place(document.conversation).text
+    rendered = tokenizer.chat_template.render_with_positions(document.conversation).text
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
@@ -317,33 +318,33 @@ def test_special_tokens_that_take_the_white_space_beside_them_leave_the_answer(f
         "{% for message in messages %}<|endoftext|>\n{{ message.content }} <|im_end|>\n{% endfor %}"
     )
     tokenizer = Tokenizer(folder)
-    (sequence,) = sequences(tokenizer, [talk("12?", "It is 17.", "and?", "<|im_end|> ends")])
+    (sequence,) = tokenize_documents(tokenizer, [talk("12?", "It is 17.", "and?", "<|im_end|> ends")])
     assert trained_text(tokenizer, sequence) == "It is 17.<|im_end|> ends"
-    assert (sequence.closers >= 0).all()
+    assert (sequence.segment_end_tokens >= 0).all()
 
 
 def test_a_space_of_the_template_that_joins_the_first_word_costs_no_token(sides):
     document = talk("12?", "Anna has 12.", "and?", "Bert has 5.")
     tokenizer = sides["metaspace"]
-    (sequence,) = sequences(tokenizer, [document])
-    assert left_out(document, sequence) == 0
+    (sequence,) = tokenize_documents(tokenizer, [document])
+    assert count_lost_bytes(document, sequence) == 0
     assert trained_text(tokenizer, sequence) == " Anna has 12. Bert has 5."
-    (student,) = sequences(sides["student"], [document])
+    (student,) = tokenize_documents(sides["student"], [document])
     spans = align_sequences(student, sequence)
-    assert student.trained[spans[:, 1] - 1].sum() == len(spans) - sum(
-        1 for span in spans if not student.trained[span[1] - 1]
+    assert student.train_mask[spans[:, 1] - 1].sum() == len(spans) - sum(
+        1 for span in spans if not student.train_mask[span[1] - 1]
     )
     covered = np.zeros(len(student), np.bool_)
     for s0, s1, _, _ in spans.tolist():
         covered[s0:s1] = True
-    assert covered[student.trained].all()
+    assert covered[student.train_mask].all()
 
 
 def test_the_end_of_a_turn_is_found_past_white_space(families, tmp_path):
     template = TURNS.replace("{{ message.content }}<|im_end|>", "{{ message.content }} \n<|im_end|>")
     tokenizer, sequence = read_by(families, tmp_path, "teacher", template, talk("12?", "It is 12."))
-    assert tokenizer.roles["eos"] == sequence.ids[sequence.closers[1]]
-    assert sequence.trained[sequence.closers[1]]
+    assert tokenizer.special_token_ids["eos"] == sequence.ids[sequence.segment_end_tokens[1]]
+    assert sequence.train_mask[sequence.segment_end_tokens[1]]
 
 
 def test_a_token_that_a_configuration_calls_eos_ends_turns_whether_or_not_it_is_special(families, tmp_path):
@@ -354,9 +355,9 @@ def test_a_token_that_a_configuration_calls_eos_ends_turns_whether_or_not_it_is_
     (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "chat_template.jinja").write_text(TURNS + "{{ eos_token }}")
     tokenizer = Tokenizer(folder)
-    (sequence,) = sequences(tokenizer, [talk("12?", "It is 12.")])
-    assert sequence.ids[sequence.closers[1]] == tokenizer.roles["eos"]
-    assert json.loads(tokenizer.files()["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+    (sequence,) = tokenize_documents(tokenizer, [talk("12?", "It is 12.")])
+    assert sequence.ids[sequence.segment_end_tokens[1]] == tokenizer.special_token_ids["eos"]
+    assert json.loads(tokenizer.to_files()["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
 
 
 @pytest.mark.parametrize("template", [TURNS, TRIMMING, THINKING])
@@ -371,9 +372,9 @@ def test_long_conversations_are_placed_in_time(families, tmp_path, template):
 def test_many_pieces_are_walked_in_time():
     size = 20_000
     ends = np.arange(1, 2 * size + 1, dtype=np.int32)
-    whole = Sequence(ends, ends, ends > 0, np.array([[0, 2 * size, 0]], np.int32), np.array([-1], np.int32))
+    whole = TokenSequence(ends, ends, ends > 0, np.array([[0, 2 * size, 0]], np.int32), np.array([-1], np.int32))
     pieces = np.column_stack([np.arange(0, 2 * size, 2), np.arange(1, 2 * size, 2), np.arange(0, 2 * size, 2)])
-    cut = Sequence(ends, ends, ends > 0, pieces.astype(np.int32), np.array([-1], np.int32))
+    cut = TokenSequence(ends, ends, ends > 0, pieces.astype(np.int32), np.array([-1], np.int32))
     align_sequences(cut, whole)
     started = time.perf_counter()
     spans = align_sequences(cut, whole)
@@ -393,21 +394,23 @@ def test_tools_calls_and_dates_reach_the_template():
         {"role": "assistant", "content": "", "tool_calls": [{"name": "é<"}]},
         {"role": "tool", "content": "5"},
     ]
-    rendering = template.place(Conversation(tuple(messages), tools=({"name": "add"},)))
+    rendering = template.render_with_positions(Conversation(tuple(messages), tools=({"name": "add"},)))
     assert rendering.text == '[{"name": "add"}]2024-07-26<b>|[{"name": "é<"}]|5|'
     assert written(rendering) == ["<b>", None, "5"]
 
 
 def test_a_template_that_leaves_a_message_out_gives_it_no_region():
     template = ChatTemplate("{% for m in messages if m.role != 'system' %}{{ m.content }}.{% endfor %}", {}, "here")
-    rendering = template.place(Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"})))
+    rendering = template.render_with_positions(
+        Conversation(({"role": "system", "content": "s"}, {"role": "user", "content": "u"}))
+    )
     assert written(rendering) == [None, "u"]
 
 
 def test_a_template_that_writes_a_content_twice_is_no_trap():
     template = ChatTemplate("{{ messages[0].content }}; {{ messages[0].content }}!", {}, "here")
-    rendering = template.place(Conversation(({"role": "user", "content": "abc"},)))
-    assert [place.runs.tolist() for place in rendering.places] == [[[0, 5, 3]]]  # the last of the two
+    rendering = template.render_with_positions(Conversation(({"role": "user", "content": "abc"},)))
+    assert [place.runs.tolist() for place in rendering.content_positions] == [[[0, 5, 3]]]  # the last of the two
 
 
 @pytest.mark.parametrize(
@@ -425,13 +428,13 @@ def test_a_template_that_writes_a_content_twice_is_no_trap():
 def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, template, what):
     tokenizer = with_template(families, tmp_path, "teacher", template)
     with pytest.raises(XtkError, match=what) as caught:
-        sequences(tokenizer, [Document.of_messages(CHAT)])
+        tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert str(tokenizer.folder) in caught.value.where
 
 
 def test_a_tokenizer_without_a_template_says_so(families):
     with pytest.raises(XtkError, match="no chat template"):
-        sequences(Tokenizer(families["student"]), [Document.of_messages(CHAT)])
+        tokenize_documents(Tokenizer(families["student"]), [Document.from_messages(CHAT)])
 
 
 def test_of_several_templates_the_default_is_taken(families, tmp_path):
@@ -446,7 +449,7 @@ def test_of_several_templates_the_default_is_taken(families, tmp_path):
 
 
 def test_messages_become_segments_of_their_contents():
-    document = Document.of_messages(
+    document = Document.from_messages(
         [
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b\ud800"}]},
             {"role": "assistant", "content": None, "tool_calls": []},
@@ -461,7 +464,7 @@ def test_messages_become_segments_of_their_contents():
 
 
 def test_answers_inside_of_a_prompt_are_not_trained():
-    document = Document.of_messages(CHAT, given=3)
+    document = Document.from_messages(CHAT, num_prompt_messages=3)
     assert [part.train for part in document.segments] == [False, False, False, False, True]
 
 
@@ -476,4 +479,4 @@ def test_answers_inside_of_a_prompt_are_not_trained():
 )
 def test_what_is_no_message_is_refused(message):
     with pytest.raises(ValueError, match="message"):
-        Document.of_messages([message])
+        Document.from_messages([message])

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from texts import TEXTS, quick
 
-from xtk.tokens.difference import align_different, longest_common_runs, matching_runs, similarity_of
+from xtk.tokens.text_diff import align_different_texts, longest_common_runs, matching_runs, text_similarity
 
 FEW_LETTERS = st.text("abc", max_size=14)
 ENOUGH = 64
@@ -86,11 +86,11 @@ def test_what_stands_on_other_places_does_not_anchor_what_lies_between():
 
 
 def test_case_accents_and_width_are_folded_when_asked():
-    assert matching_runs("ÉCOLE", "ecole", fold=True).tolist() == [[0, 0, 5]]
+    assert matching_runs("ÉCOLE", "ecole", ignore_case_and_accents=True).tolist() == [[0, 0, 5]]
     assert len(matching_runs("ÉCOLE", "ecole")) == 0
-    assert similarity_of("ÉCOLE", "ecole") == 1
-    assert similarity_of("abcd", "wxyz") == 0
-    assert similarity_of("", "") == 1
+    assert text_similarity("ÉCOLE", "ecole") == 1
+    assert text_similarity("abcd", "wxyz") == 0
+    assert text_similarity("", "") == 1
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def words_of(text: str, low: int, high: int) -> str:
 
 def test_spans_of_texts_that_differ_close_where_they_agree_again():
     one, other = "he said <think>hmm, well</think> yes to all of it", "he said yes to all of it, twice"
-    found = align_different(one, ends_by_word(one), other, ends_by_word(other))
+    found = align_different_texts(one, ends_by_word(one), other, ends_by_word(other))
     shown = [(words_of(one, s0, s1), words_of(other, t0, t1)) for s0, s1, t0, t1 in found.spans.tolist()]
     assert shown == [
         ("he ", "he "),
@@ -156,13 +156,13 @@ def test_spans_of_texts_that_differ_close_where_they_agree_again():
 @quick
 def test_spans_of_any_two_texts_hold_every_token_once_and_swap(one, other):
     left, right = ends_by_word(one), ends_by_word(other)
-    found = align_different(one, left, other, right)
+    found = align_different_texts(one, left, other, right)
     spans = found.spans
     if len(left) or len(right):
         assert spans[0, [0, 2]].tolist() == [0, 0]
         assert spans[-1, [1, 3]].tolist() == [len(left), len(right)]
         assert (spans[1:, [0, 2]] == spans[:-1, [1, 3]]).all()
-    swapped = align_different(other, right, one, left)
+    swapped = align_different_texts(other, right, one, left)
     assert swapped.spans[:, [2, 3, 0, 1]].tolist() == spans.tolist()
     assert swapped.equal.tolist() == found.equal.tolist()
     for (s0, s1, t0, t1), equal, similarity in zip(spans.tolist(), found.equal, found.similarity, strict=True):
@@ -174,6 +174,6 @@ def test_spans_of_any_two_texts_hold_every_token_once_and_swap(one, other):
 @quick
 def test_equal_texts_are_aligned_as_by_bytes(text):
     ends = ends_by_word(text)
-    found = align_different(text, ends, text, ends)
+    found = align_different_texts(text, ends, text, ends)
     assert found.spans.tolist() == [[at, at + 1, at, at + 1] for at in range(len(ends))]
     assert found.equal.all()

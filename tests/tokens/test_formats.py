@@ -14,7 +14,7 @@ from hypothesis import given
 from texts import TEXTS, quick
 
 from xtk.errors import XtkError
-from xtk.tokens import formats
+from xtk.tokens import tokenizer_formats
 from xtk.tokens.tokenizer import Tokenizer
 
 PATTERN = r"\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -25,7 +25,7 @@ PROSE = [*material.sentences(200, seed=9), *material.ODD, "  two  spaces ", "tab
 def ranks(families):
     """Real ranks: the byte-level vocabulary of the student, in the order of its merges."""
     vocabulary = Tokenizer(families["student"]).vocabulary
-    spellings = [spelling for spelling in vocabulary.spellings if spelling]
+    spellings = [spelling for spelling in vocabulary.bytes_by_id if spelling]
     return {spelling: rank for rank, spelling in enumerate(spellings)}
 
 
@@ -61,7 +61,11 @@ def rank_file(ranks, tmp_path_factory):
     write_tiktoken(folder / "small.tiktoken", ranks)
     specials = {"<|endoftext|>": len(ranks)}
     with pytest.MonkeyPatch.context() as known:
-        known.setitem(formats.SCHEMES, len(ranks), formats.Scheme(PATTERN, specials, {"eos": "<|endoftext|>"}))
+        known.setitem(
+            tokenizer_formats.TIKTOKEN_SPECS,
+            len(ranks),
+            tokenizer_formats.TiktokenSpec(PATTERN, specials, {"eos": "<|endoftext|>"}),
+        )
         return Tokenizer(folder)
 
 
@@ -82,7 +86,7 @@ def test_special_tokens_of_ranks_have_their_ids_and_roles(rank_file, tekken, ran
     assert tekken.vocabulary.special_tokens["[INST]"] == 3
     assert tekken.vocabulary.special_tokens["<SPECIAL_19>"] == 19
     assert len(tekken) == len(ranks) + 20
-    assert b"beyond" not in tekken.vocabulary.spellings
+    assert b"beyond" not in tekken.vocabulary.bytes_by_id
 
 
 @pytest.fixture(scope="module")
@@ -113,24 +117,24 @@ def test_pieces_are_those_of_sentencepiece(models, name):
     ours = Tokenizer(models[name])
     for text, tokens in zip(PROSE, ours.encode(PROSE), strict=True):
         assert tokens.ids.tolist() == theirs.encode(text), text
-        assert tokens.ends[-1:].tolist() in ([], [len(text.encode())])
-    assert ours.roles == {"bos": 1, "eos": 2, "unk": 0}
+        assert tokens.byte_ends[-1:].tolist() in ([], [len(text.encode())])
+    assert ours.special_token_ids == {"bos": 1, "eos": 2, "unk": 0}
     assert len(ours) == theirs.get_piece_size()
 
 
 def test_a_tokenizer_of_another_format_comes_back_from_its_own_files(models, tmp_path):
     first = Tokenizer(models["bpe"])
-    for name, content in first.files().items():
+    for name, content in first.to_files().items():
         (tmp_path / name).write_bytes(content)
     second = Tokenizer(tmp_path)
     assert second.fingerprint == first.fingerprint
-    assert second.roles == first.roles
+    assert second.special_token_ids == first.special_token_ids
 
 
 def test_the_configuration_of_the_folder_holds_over_the_formats_own(models, tmp_path):
     (tmp_path / "tokenizer.model").write_bytes((models["bpe"] / "tokenizer.model").read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
-    assert Tokenizer(tmp_path).roles == {"bos": 1, "eos": 1, "unk": 0}
+    assert Tokenizer(tmp_path).special_token_ids == {"bos": 1, "eos": 1, "unk": 0}
 
 
 def cut_short(models, folder):
@@ -182,7 +186,7 @@ def test_a_file_that_is_no_tokenizer_is_named(models, tmp_path, prepare, what):
 def test_the_rank_files_of_real_tokenizers_give_the_ids_of_their_tokenizer_json(real_data, tmp_path, name, file):
     expected = Tokenizer(real_data / "tokenizers" / name)
     vocabulary = expected.vocabulary
-    ranks = {vocabulary.spellings[token]: token for token in np.flatnonzero(~vocabulary.special).tolist()}
+    ranks = {vocabulary.bytes_by_id[token]: token for token in np.flatnonzero(~vocabulary.special_mask).tolist()}
     write_tiktoken(tmp_path / file, ranks)
     found = Tokenizer(tmp_path)
     articles = (real_data / "corpora/wikitext2-test.txt").read_text(encoding="utf-8").splitlines()
@@ -190,4 +194,4 @@ def test_the_rank_files_of_real_tokenizers_give_the_ids_of_their_tokenizer_json(
     for ours, theirs in zip(found.encode(texts), expected.encode(texts), strict=True):
         assert ours.ids.tolist() == theirs.ids.tolist()
     assert found.vocabulary.special_tokens == vocabulary.special_tokens
-    assert found.roles["eos"] == expected.roles["eos"]
+    assert found.special_token_ids["eos"] == expected.special_token_ids["eos"]

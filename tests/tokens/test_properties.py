@@ -10,9 +10,9 @@ from texts import FAMILIES, batches
 from truth import TRUTHS, assert_ends_where_it_could, assert_groups_spell, assert_whole
 
 from xtk.tokens.alignment import align
-from xtk.tokens.kernels import byte_ends
-from xtk.tokens.rewriting import rewriting
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.alignment_kernels import token_byte_ends
+from xtk.tokens.normalization_loss import count_normalization_loss
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 # Texts in all, and texts made from one drawing of fragments.
 SHORT, LONG = (400, 8), (20_000, 40)
@@ -58,7 +58,7 @@ def readable_byte_ends(spellings: list[bytes], text: bytes) -> list[int] | None:
     return [max(len(b"".join(spellings[: at + 1])) - added, 0) for at in range(len(spellings))]
 
 
-def assert_tokens_true(side: Side, text: str, tokens: Encoded) -> None:
+def assert_tokens_true(side: Side, text: str, tokens: EncodedText) -> None:
     """One side of the alignment: ids are the backend's, ends are where the tokens' text ends."""
     assert_whole(text, tokens)
     ids = side.backend.encode(text, add_special_tokens=False).ids
@@ -68,8 +68,10 @@ def assert_tokens_true(side: Side, text: str, tokens: Encoded) -> None:
     truth, vocabulary = side.truth, side.tokenizer.vocabulary
     if truth.bytes_spell and not (truth.escapes and "▁" in text):
         assert tokens.exact
-    spellings = [vocabulary.spelling(token) for token in tokens.ids.tolist()]
-    ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, tokens.ids, np.frombuffer(text.encode(), np.uint8))
+    spellings = [vocabulary.bytes_of(token) for token in tokens.ids.tolist()]
+    ends, exact = token_byte_ends(
+        vocabulary.token_bytes, vocabulary.offsets, tokens.ids, np.frombuffer(text.encode(), np.uint8)
+    )
     assert (ends.tolist() if exact else None) == readable_byte_ends(spellings, text.encode())
     assert tokens.exact == exact
     assert_groups_spell(truth, side.tokenizer, text, tokens)
@@ -77,11 +79,11 @@ def assert_tokens_true(side: Side, text: str, tokens: Encoded) -> None:
         assert_ends_where_it_could(truth, side.tokenizer, text, tokens)
 
 
-def assert_spans_true(student: Encoded, teacher: Encoded) -> None:
+def assert_spans_true(student: EncodedText, teacher: EncodedText) -> None:
     """Spans are the smallest, cover both sides once in order, and are the same seen from either side."""
     spans = align(student, teacher)
     assert spans.dtype == np.int32
-    assert spans.tolist() == readable_spans(student.ends.tolist(), teacher.ends.tolist())
+    assert spans.tolist() == readable_spans(student.byte_ends.tolist(), teacher.byte_ends.tolist())
     assert align(teacher, student).tolist() == spans[:, [2, 3, 0, 1]].tolist()
     if not len(student.ids) or not len(teacher.ids):
         assert not len(spans)
@@ -90,18 +92,22 @@ def assert_spans_true(student: Encoded, teacher: Encoded) -> None:
     assert (spans[:, [0, 2]] == edges[:-1]).all()
     assert (np.diff(edges, axis=0) > 0).all()
     assert edges[-1].tolist() == [len(student.ids), len(teacher.ids)]
-    assert (student.ends[spans[:, 1] - 1] == teacher.ends[spans[:, 3] - 1]).all()
+    assert (student.byte_ends[spans[:, 1] - 1] == teacher.byte_ends[spans[:, 3] - 1]).all()
 
 
-def assert_one_to_one_with_itself(tokens: Encoded) -> None:
+def assert_one_to_one_with_itself(tokens: EncodedText) -> None:
     spans = align(tokens, tokens)
     # Tokens that spell nothing of the text join the span after them.
-    assert spans[:, 1].tolist() == (np.flatnonzero(np.diff(tokens.ends, prepend=0) > 0) + 1).tolist()
+    assert spans[:, 1].tolist() == (np.flatnonzero(np.diff(tokens.byte_ends, prepend=0) > 0) + 1).tolist()
     assert (spans[:, :2] == spans[:, 2:]).all()
 
 
-def assert_same(one: Encoded, other: Encoded) -> None:
-    assert (one.ids.tolist(), one.ends.tolist(), one.exact) == (other.ids.tolist(), other.ends.tolist(), other.exact)
+def assert_same(one: EncodedText, other: EncodedText) -> None:
+    assert (one.ids.tolist(), one.byte_ends.tolist(), one.exact) == (
+        other.ids.tolist(),
+        other.byte_ends.tolist(),
+        other.exact,
+    )
 
 
 def assert_all_properties(sides: dict[str, Side], name: str, texts: list[str]) -> None:
@@ -117,9 +123,9 @@ def assert_all_properties(sides: dict[str, Side], name: str, texts: list[str]) -
         assert_tokens_true(side, text, tokens)
         assert_spans_true(tokens, foreign)
         assert_one_to_one_with_itself(tokens)
-    found = rewriting(side.tokenizer, texts, encoded)
-    assert found.characters == sum(map(len, texts))
-    assert 0 <= found.lost <= found.characters
+    found = count_normalization_loss(side.tokenizer, texts, encoded)
+    assert found.num_characters == sum(map(len, texts))
+    assert 0 <= found.lost <= found.num_characters
     changed = any(text and not tokens.exact for text, tokens in zip(texts, encoded, strict=True))
     # The spaces that "added-metaspace" puts in front of every stretch between added words are no loss.
     assert found.lost > 0 if changed and name != "added-metaspace" else changed or found.lost == 0

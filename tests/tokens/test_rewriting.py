@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from xtk.tokens.rewriting import rewriting
+from xtk.tokens.normalization_loss import count_normalization_loss
 from xtk.tokens.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")
 def found(families):
     def count(name, texts):
-        return rewriting(Tokenizer(families[name], name=name), texts)
+        return count_normalization_loss(Tokenizer(families[name], name=name), texts)
 
     return count
 
@@ -75,9 +75,9 @@ def test_tokens_at_hand_are_not_made_again(families):
     texts = ["CAFÉ", "cafe"]
     encoded = tokenizer.encode(texts)
     tokenizer.encode = None
-    assert rewriting(tokenizer, iter(texts), encoded).lost == 4
+    assert count_normalization_loss(tokenizer, iter(texts), encoded).lost == 4
 
 
 def test_any_number_of_texts_is_read_in_pieces(found, monkeypatch):
-    monkeypatch.setattr("xtk.tokens.rewriting.DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr("xtk.tokens.normalization_loss.BATCH_SIZE", 3)
     assert found("byte-lower", iter(["É"] * 10)).rewritten == 10

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import FAMILIES, TEXTS, quick
 
-from xtk.tokens import statistics as module
+from xtk.tokens import alignment_statistics as module
+from xtk.tokens.alignment_statistics import SPAN_KINDS, AlignedDocument, AlignmentStatistics, align_documents
 from xtk.tokens.document import Document
-from xtk.tokens.statistics import KINDS, Aligned, Statistics, aligned
 from xtk.tokens.tokenizer import Tokenizer
 
 PAIRS = list(itertools.product(FAMILIES, FAMILIES))
@@ -27,13 +27,13 @@ def small_groups(monkeypatch):
     monkeypatch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
 
 
-def counted(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> tuple[dict, list[Aligned]]:
-    statistics = Statistics(student, teacher)
+def counted(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> tuple[dict, list[AlignedDocument]]:
+    statistics = AlignmentStatistics(student, teacher)
     seen = []
-    for group in aligned(map(Document.of_text, texts), student, teacher):
+    for group in align_documents(map(Document.from_text, texts), student, teacher):
         statistics.add(group)
         seen += group
-    return statistics.record(), seen
+    return statistics.to_json(), seen
 
 
 def readable_kind(span: list[int]) -> str:
@@ -41,14 +41,14 @@ def readable_kind(span: list[int]) -> str:
     return f"{'1' if s1 - s0 == 1 else 'n'}:{'1' if t1 - t0 == 1 else 'm' if s1 - s0 > 1 else 'n'}"
 
 
-def sizes_of(document: Aligned) -> list[int]:
-    ends = [0, *document.student.ends.tolist()]
+def sizes_of(document: AlignedDocument) -> list[int]:
+    ends = [0, *document.student.byte_ends.tolist()]
     return [ends[s1] - ends[s0] for s0, s1, _, _ in document.spans.tolist()]
 
 
-def readable_counts(documents: list[Aligned]) -> dict[str, list[int]]:
+def readable_counts(documents: list[AlignedDocument]) -> dict[str, list[int]]:
     """Slow twin: {kind: [spans, bytes, student tokens, teacher tokens]}."""
-    counts = {kind: [0, 0, 0, 0] for kind in KINDS}
+    counts = {kind: [0, 0, 0, 0] for kind in SPAN_KINDS}
     for document in documents:
         for span, size in zip(document.spans.tolist(), sizes_of(document), strict=True):
             found = counts[readable_kind(span)]
@@ -57,15 +57,15 @@ def readable_counts(documents: list[Aligned]) -> dict[str, list[int]]:
     return counts
 
 
-def readable_share(document: Aligned) -> float:
+def readable_share(document: AlignedDocument) -> float:
     size = len(document.text.encode())
     pairs = list(zip(map(readable_kind, document.spans.tolist()), sizes_of(document), strict=True))
     several = sum(amount for kind, amount in pairs if kind == "n:m")
     return (several + size - sum(amount for _, amount in pairs)) / max(size, 1)
 
 
-def is_spelled(tokenizer: Tokenizer, document: Aligned, ids: list[int]) -> bool:
-    whole = b"".join(map(tokenizer.vocabulary.spelling, ids))
+def is_spelled(tokenizer: Tokenizer, document: AlignedDocument, ids: list[int]) -> bool:
+    whole = b"".join(map(tokenizer.vocabulary.bytes_of, ids))
     return whole in (document.text.encode(), b" " + document.text.encode())
 
 
@@ -80,7 +80,7 @@ def kinds_in(record: dict) -> dict[str, list[int]]:
 def test_counts_agree_with_a_slow_reading_of_each_span(tokenizer_of, student_name, teacher_name, texts):
     student, teacher = tokenizer_of[student_name], tokenizer_of[teacher_name]
     record, documents = counted(student, teacher, texts)
-    assert [document.text for document in documents] == [Document.of_text(text).text for text in texts]
+    assert [document.text for document in documents] == [Document.from_text(text).text for text in texts]
     assert record["documents"] == len(texts)
     assert record["bytes"] == sum(len(document.text.encode()) for document in documents)
     assert kinds_in(record) == readable_counts(documents)
@@ -133,7 +133,7 @@ def test_empty_documents_count_as_documents(tokenizer_of):
     assert (record["documents"], record["bytes"], record["spans"], record["unaligned_bytes"]) == (2, 0, 0, 0)
     assert record["student_bytes_per_token"] == record["kinds"]["1:1"]["share_of_bytes"] == 0
     assert record["rewritten_documents"]["either"] == 0
-    assert [document.number for document in documents] == [0, 1]
+    assert [document.index for document in documents] == [0, 1]
 
 
 def test_text_that_one_side_does_not_read_is_unaligned(tokenizer_of):
@@ -153,16 +153,16 @@ def test_the_worst_documents_and_the_longest_spans_are_those_of_the_whole_corpus
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
         record, documents = counted(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
-    shares = [(-readable_share(document), document.number) for document in documents]
-    worst = [number for share, number in sorted(shares) if share < 0][: module.LISTED]
+    shares = [(-readable_share(document), document.index) for document in documents]
+    worst = [number for share, number in sorted(shares) if share < 0][: module.NUM_LISTED]
     assert [found["document"] for found in record["worst_documents"]] == worst
     longest: dict[bytes, int] = {}
     for document in documents:
-        ends, text = [0, *document.student.ends.tolist()], document.text.encode()
+        ends, text = [0, *document.student.byte_ends.tolist()], document.text.encode()
         for s0, s1, t0, t1 in document.spans.tolist():
             if (s1 - s0, t1 - t0) != (1, 1) and ends[s1] > ends[s0]:
                 longest.setdefault(text[ends[s0] : ends[s1]], ends[s1] - ends[s0])
-    sizes = sorted(longest.values(), reverse=True)[: module.LISTED]
+    sizes = sorted(longest.values(), reverse=True)[: module.NUM_LISTED]
     assert [found["bytes"] for found in record["longest_spans"]] == sizes
 
 
@@ -175,7 +175,7 @@ def test_groups_change_nothing(tokenizer_of, monkeypatch):
     for name, value in (("DOCUMENTS_AT_ONCE", 1), ("DOCUMENTS_AT_ONCE", 7), ("CHARACTERS_AT_ONCE", 100)):
         monkeypatch.setattr(module, name, value)
         cut, documents = counted(*pair, texts)
-        assert [document.number for document in documents] == list(range(len(texts)))
+        assert [document.index for document in documents] == list(range(len(texts)))
         for key in set(whole) - {"seconds", "nanoseconds_per_token"}:
             assert cut[key] == whole[key], key
 
@@ -187,9 +187,9 @@ def test_a_corpus_is_read_as_it_is_counted(tokenizer_of, small_groups):
         nonlocal read
         while True:
             read += 1
-            yield Document.of_text("Anna has 12 apples")
+            yield Document.from_text("Anna has 12 apples")
 
-    groups = aligned(endless(), tokenizer_of["student"], tokenizer_of["teacher"])
+    groups = align_documents(endless(), tokenizer_of["student"], tokenizer_of["teacher"])
     for _ in range(4):
         next(groups)
     groups.close()

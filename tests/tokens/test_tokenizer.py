@@ -16,7 +16,7 @@ from texts import FAMILIES, SPECIAL_SPELLINGS, TEXTS, quick
 from transformers import AutoTokenizer
 
 from xtk.errors import XtkError
-from xtk.tokens.kernels import byte_ends
+from xtk.tokens.alignment_kernels import token_byte_ends
 from xtk.tokens.tokenizer import Tokenizer
 
 UNCHANGING = ["student", "teacher", "metaspace"]  # without a normaliser
@@ -34,7 +34,7 @@ def test_tokens_spell_the_text_byte_for_byte(tokenizer_of, name, text):
     assume(name != "metaspace" or "▁" not in text)  # the letter that it writes spaces with
     tokenizer = tokenizer_of[name]
     (tokens,) = tokenizer.encode([text])
-    spellings = [tokenizer.vocabulary.spelling(token) for token in tokens.ids]
+    spellings = [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids]
     whole = b"".join(spellings)
     assert whole == text.encode() or (name == "metaspace" and whole == b" " + text.encode())
     start = 0
@@ -66,7 +66,7 @@ def test_the_spelling_of_a_special_token_is_not_that_token(tokenizer_of, name, b
 def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenizer_of, text, tokens, ends):
     tokenizer = tokenizer_of["composing"]
     (encoded,) = tokenizer.encode([text])
-    spellings = [tokenizer.vocabulary.spelling(token) for token in encoded.ids]
+    spellings = [tokenizer.vocabulary.bytes_of(token) for token in encoded.ids]
     assert b"".join(spellings).decode() == "".join(tokens)
     positions = np.cumsum([len(token.encode()) for token in tokens]).tolist()
     found = dict(zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.ends.tolist(), strict=True))
@@ -86,8 +86,8 @@ def test_offsets_are_not_those_that_a_post_processor_trimmed(tmp_path):
     backend.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path)
     (tokens,) = tokenizer.encode(["e\u0301\n x"])
-    assert [tokenizer.vocabulary.spelling(token) for token in tokens.ids] == [b"\xc3", b"\xa9", b"\n ", b"x"]
-    assert tokens.ends.tolist() == [0, 3, 5, 6]
+    assert [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids] == [b"\xc3", b"\xa9", b"\n ", b"x"]
+    assert tokens.byte_ends.tolist() == [0, 3, 5, 6]
 
 
 def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_refused_by_us(families, tokenizer_of):
@@ -98,7 +98,7 @@ def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_re
         assert tokenizer.roles["eos"] in backend.encode(text).ids
         assert tokenizer.roles["eos"] not in tokenizer.encode([text])[0].ids
     (tokens,) = tokenizer_of["t5"].encode(["a</s><extra_id_0><turn>"])
-    spellings = tokenizer_of["t5"].vocabulary.spellings
+    spellings = tokenizer_of["t5"].vocabulary.bytes_by_id
     assert b"".join(spellings[token] for token in tokens.ids) == b" a</s><extra_id_0> <turn>"
     assert b"<extra_id_0>" in [spellings[token] for token in tokens.ids]
 
@@ -119,7 +119,7 @@ def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer
     tokenizer = tokenizer_of["word-piece"]
     text = "Anna  lèft 12\n"
     (tokens,) = tokenizer.encode([text])
-    assert [tokenizer.vocabulary.spelling(token) for token in tokens.ids] == [b"anna", b"left", b"12"]
+    assert [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids] == [b"anna", b"left", b"12"]
     assert tokens.ends.tolist() == [4, 11, 15]
 
 
@@ -128,12 +128,12 @@ def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer
 def test_the_byte_kernel_agrees_with_its_readable_twin(tokenizer_of, data):
     vocabulary = tokenizer_of[data.draw(st.sampled_from(["student", "metaspace", "word-piece"]))].vocabulary
     ids = np.array(data.draw(st.lists(st.integers(0, len(vocabulary) - 1), max_size=12)), np.int32)
-    spellings = [vocabulary.spelling(token) for token in ids]
+    spellings = [vocabulary.bytes_of(token) for token in ids]
     whole = b"".join(spellings)
     text = data.draw(
         st.sampled_from([whole, whole.removeprefix(b" "), whole[:-1], whole + b"x", b"x" + whole[1:], whole[1:], b""])
     )
-    ends, exact = byte_ends(vocabulary.pool, vocabulary.offsets, ids, np.frombuffer(text, np.uint8))
+    ends, exact = token_byte_ends(vocabulary.pool, vocabulary.offsets, ids, np.frombuffer(text, np.uint8))
     assert (ends.tolist() if exact else None) == readable_byte_ends(spellings, text)
 
 
@@ -142,19 +142,19 @@ def test_the_byte_kernel_agrees_with_its_readable_twin(tokenizer_of, data):
 @quick
 def test_byte_level_tokenizers_spell_any_bytes(tokenizer_of, name, spelling):
     tokenizer = tokenizer_of[name]
-    (ids,) = tokenizer.spell([spelling])
-    assert b"".join(tokenizer.vocabulary.spelling(token) for token in ids) == spelling
+    (ids,) = tokenizer.encode_bytes([spelling])
+    assert b"".join(tokenizer.vocabulary.bytes_of(token) for token in ids) == spelling
 
 
 def test_what_cannot_be_spelled_has_no_spelling(tokenizer_of):
-    assert tokenizer_of["word-piece"].spell([b"\xff", "日本".encode(), b" the"])[0] is None
-    assert tokenizer_of["metaspace"].spell([b""]) == [None]
+    assert tokenizer_of["word-piece"].encode_bytes([b"\xff", "日本".encode(), b" the"])[0] is None
+    assert tokenizer_of["metaspace"].encode_bytes([b""]) == [None]
 
 
 def test_a_token_is_spelled_as_inside_a_text(tokenizer_of):
     tokenizer = tokenizer_of["teacher"]
-    (ids,) = tokenizer.spell([b" 201"])
-    assert [tokenizer.vocabulary.spelling(token) for token in ids] == [b" ", b"2", b"0", b"1"]
+    (ids,) = tokenizer.encode_bytes([b" 201"])
+    assert [tokenizer.vocabulary.bytes_of(token) for token in ids] == [b" ", b"2", b"0", b"1"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -187,12 +187,12 @@ def test_a_chat_template_is_named_wherever_it_is_written(families, tmp_path):
 
 def test_roles_and_width_are_read_from_the_folder(families, tmp_path):
     folder = shutil.copytree(families["student"], tmp_path / "copy")
-    assert Tokenizer(folder).roles == {"bos": 0, "eos": 1, "pad": 2}
-    assert Tokenizer(folder).width == 640
+    assert Tokenizer(folder).special_token_ids == {"bos": 0, "eos": 1, "pad": 2}
+    assert Tokenizer(folder).embedding_rows == 640
     (folder / "config.json").write_text('{"vocab_size": 656}')
-    assert Tokenizer(folder).width == 656
+    assert Tokenizer(folder).embedding_rows == 656
     (folder / "config.json").write_text('{"text_config": {"vocab_size": 700}}')
-    assert Tokenizer(folder).width == 700
+    assert Tokenizer(folder).embedding_rows == 700
 
 
 def test_a_tokenizer_without_bos_starts_with_eos(tokenizer_of):
@@ -267,6 +267,6 @@ def test_added_tokens_whose_numbers_leave_a_gap_have_those_of_transformers(tmp_p
     (folder / "tokenizer.json").write_text(json.dumps(content))
     theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
     assert len(ours) == len(theirs) == most + 3
-    assert ours.control_names[most + 1] == "<|new|>"
-    assert ours.vocabulary.spelling(most + 2) == b"plainword"
+    assert ours.special_token_names[most + 1] == "<|new|>"
+    assert ours.vocabulary.bytes_of(most + 2) == b"plainword"
     assert ours.encode(["a plainword"])[0].ids.tolist() == theirs("a plainword", add_special_tokens=False).input_ids

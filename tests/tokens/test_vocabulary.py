@@ -7,19 +7,19 @@ import pytest
 from xtk.tokens.tokenizer import Tokenizer
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
-    BYTE_OF_LETTER,
-    LETTER_OF_BYTE,
+    BYTE_LEVEL_DECODER,
+    BYTE_LEVEL_ENCODER,
     LITERAL,
     METASPACE,
     WORD_PIECE,
-    read_vocabulary,
+    decode_vocabulary,
 )
 
 
 def test_the_byte_level_alphabet_has_one_letter_for_every_byte():
-    assert sorted(BYTE_OF_LETTER.values()) == list(range(256))
-    assert all(BYTE_OF_LETTER[ord(LETTER_OF_BYTE[byte])] == byte for byte in range(256))
-    assert (LETTER_OF_BYTE[0x20], LETTER_OF_BYTE[0x0A], LETTER_OF_BYTE[0x41]) == ("Ġ", "Ċ", "A")
+    assert sorted(BYTE_LEVEL_DECODER.values()) == list(range(256))
+    assert all(BYTE_LEVEL_DECODER[ord(BYTE_LEVEL_ENCODER[byte])] == byte for byte in range(256))
+    assert (BYTE_LEVEL_ENCODER[0x20], BYTE_LEVEL_ENCODER[0x0A], BYTE_LEVEL_ENCODER[0x41]) == ("Ġ", "Ċ", "A")
 
 
 @pytest.mark.parametrize(
@@ -34,37 +34,43 @@ def test_the_byte_level_alphabet_has_one_letter_for_every_byte():
     ],
 )  # fmt: skip
 def test_every_family_becomes_bytes(family, tokens, spellings):
-    vocabulary = read_vocabulary(family, tokens, literal={}, special={})
-    assert vocabulary.spellings == spellings
-    assert [vocabulary.spelling(token) for token in range(len(vocabulary))] == spellings
-    assert vocabulary.lengths.tolist() == [len(spelling) for spelling in spellings]
+    vocabulary = decode_vocabulary(family, tokens, added_tokens={}, special_tokens={})
+    assert vocabulary.bytes_by_id == spellings
+    assert [vocabulary.bytes_of(token) for token in range(len(vocabulary))] == spellings
+    assert vocabulary.byte_lengths.tolist() == [len(spelling) for spelling in spellings]
 
 
 @pytest.mark.parametrize("family", [BYTE_LEVEL, METASPACE, WORD_PIECE, LITERAL])
 def test_control_tokens_spell_nothing_and_added_words_spell_themselves(family):
     tokens = ["A", None, "<eos>", "Ġ▁##"]
-    vocabulary = read_vocabulary(family, tokens, literal={2: "<eos>", 3: "Ġ▁##"}, special={"<eos>": 2})
-    assert vocabulary.spellings == [b"A", b"", b"", "Ġ▁##".encode()]
-    assert vocabulary.special.tolist() == [False, False, True, False]
+    vocabulary = decode_vocabulary(family, tokens, added_tokens={2: "<eos>", 3: "Ġ▁##"}, special_tokens={"<eos>": 2})
+    assert vocabulary.bytes_by_id == [b"A", b"", b"", "Ġ▁##".encode()]
+    assert vocabulary.special_mask.tolist() == [False, False, True, False]
     assert vocabulary.special_tokens == {"<eos>": 2}
 
 
 def test_of_tokens_that_spell_the_same_the_ordinary_one_then_the_lowest_is_found():
-    vocabulary = read_vocabulary(METASPACE, ["<0x41>", "<0xE6>", "B", "A", "B"], literal={}, special={})
-    assert vocabulary.lone_byte.tolist() == [True, True, False, False, False]
+    vocabulary = decode_vocabulary(METASPACE, ["<0x41>", "<0xE6>", "B", "A", "B"], added_tokens={}, special_tokens={})
+    assert vocabulary.byte_fallback_mask.tolist() == [True, True, False, False, False]
     assert vocabulary.token_of_bytes == {b"A": 3, b"\xe6": 1, b"B": 2}
 
 
 def test_without_byte_fallback_the_spelling_of_a_lone_byte_is_a_word():
-    vocabulary = read_vocabulary(METASPACE, ["<0x41>", "▁A"], literal={}, special={}, byte_fallback=False)
-    assert vocabulary.spellings == [b"<0x41>", b" A"]
-    assert not vocabulary.lone_byte.any()
+    vocabulary = decode_vocabulary(METASPACE, ["<0x41>", "▁A"], added_tokens={}, special_tokens={}, byte_fallback=False)
+    assert vocabulary.bytes_by_id == [b"<0x41>", b" A"]
+    assert not vocabulary.byte_fallback_mask.any()
 
 
 def test_the_marks_of_a_word_s_pieces_are_no_text():
-    assert read_vocabulary(WORD_PIECE, ["a", "@@b", "##c"], {}, {}, word_mark="@@").spellings == [b"a", b"b", b"##c"]
-    clip = read_vocabulary(BYTE_LEVEL, ["the</w>", "th", "</w>"], literal={}, special={}, end_mark="</w>")
-    assert clip.spellings == [b"the", b"th", b""]
+    assert decode_vocabulary(WORD_PIECE, ["a", "@@b", "##c"], {}, {}, subword_prefix="@@").bytes_by_id == [
+        b"a",
+        b"b",
+        b"##c",
+    ]
+    clip = decode_vocabulary(
+        BYTE_LEVEL, ["the</w>", "th", "</w>"], added_tokens={}, special_tokens={}, word_suffix="</w>"
+    )
+    assert clip.bytes_by_id == [b"the", b"th", b""]
 
 
 KINDS = {
@@ -79,8 +85,8 @@ KINDS = {
 @pytest.mark.parametrize(("name", "family"), [(name, kind) for kind, names in KINDS.items() for name in names])
 def test_the_family_of_a_tokenizer_is_recognised(families, name, family):
     tokenizer = Tokenizer(families[name])
-    assert tokenizer.vocabulary.family == family
-    assert len(tokenizer.vocabulary) == len(tokenizer) == len(tokenizer.vocabulary.spellings)
+    assert tokenizer.vocabulary.alphabet == family
+    assert len(tokenizer.vocabulary) == len(tokenizer) == len(tokenizer.vocabulary.bytes_by_id)
 
 
 @pytest.mark.parametrize("name", ["student", "teacher", "metaspace"])

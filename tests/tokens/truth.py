@@ -14,7 +14,7 @@ import numpy as np
 from families import CHARSMAP, charsmap
 from tokenizers import normalizers
 
-from xtk.tokens.tokenizer import Encoded, Tokenizer
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 
 def nfc(text: str) -> str:
@@ -112,11 +112,11 @@ def squeezed(text: bytes) -> bytes:
     return re.sub(r"\s+", "", text.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
-def groups(tokens: Encoded) -> list[tuple[int, int, int, int]]:
+def groups(tokens: EncodedText) -> list[tuple[int, int, int, int]]:
     """Return `[first, stop)` of tokens and `[start, end)` of bytes between each two places where tokens end."""
     found = []
     first = start = 0
-    for at, end in enumerate(tokens.ends.tolist()):
+    for at, end in enumerate(tokens.byte_ends.tolist()):
         if end > start:
             found.append((first, at + 1, start, end))
             first, start = at + 1, end
@@ -133,16 +133,16 @@ def read_bytes(truth: Truth, text: bytes) -> bytes:
     return squeezed(read.encode()) if truth.squeezes else read.encode()
 
 
-def assert_groups_spell(truth: Truth, tokenizer: Tokenizer, text: str, tokens: Encoded) -> int:
+def assert_groups_spell(truth: Truth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> int:
     """Hold each group of tokens against the bytes that it is said to spell; return how many could be compared."""
-    raw, unknown = text.encode(), tokenizer.roles.get("unk")
+    raw, unknown = text.encode(), tokenizer.special_token_ids.get("unk")
     compared = 0
     for first, stop, start, end in groups(tokens):
         ids = tokens.ids[first:stop].tolist()
         if unknown in ids:
             continue
         compared += 1
-        spelled = b"".join(tokenizer.vocabulary.spelling(token) for token in ids)
+        spelled = b"".join(tokenizer.vocabulary.bytes_of(token) for token in ids)
         spelled = squeezed(read_bytes(truth, spelled)) if truth.squeezes else spelled
         read = read_bytes(truth, raw[start:end])
         prefixed = truth.prefix and start == 0 and spelled == b" " + read
@@ -150,9 +150,9 @@ def assert_groups_spell(truth: Truth, tokenizer: Tokenizer, text: str, tokens: E
     return compared
 
 
-def assert_ends_where_it_could(truth: Truth, tokenizer: Tokenizer, text: str, tokens: Encoded) -> None:
+def assert_ends_where_it_could(truth: Truth, tokenizer: Tokenizer, text: str, tokens: EncodedText) -> None:
     """Hold each token that could end somewhere against the places where it could; brute force, for short texts."""
-    spellings = [tokenizer.vocabulary.spelling(token) for token in tokens.ids.tolist()]
+    spellings = [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids.tolist()]
     fit = squeezed if truth.squeezes else bytes
     reads = [
         (
@@ -162,19 +162,21 @@ def assert_ends_where_it_could(truth: Truth, tokenizer: Tokenizer, text: str, to
         )
         for at in range(1, len(text))
     ]
-    ends = set(tokens.ends.tolist())
+    ends = set(tokens.byte_ends.tolist())
     for at in range(1, len(spellings)):
         head, tail = fit(b"".join(spellings[:at])), fit(b"".join(spellings[at:]))
         if not head or not tail:
             continue
         head = head.removeprefix(b" ") if truth.prefix and not text.startswith(" ") else head
         places = {byte for byte, before, after in reads if (before, after) == (head, tail)}
-        assert not places or places & ends, f"{text!r}: token {at} could end at {sorted(places)}, ends: {tokens.ends}"
+        assert not places or places & ends, (
+            f"{text!r}: token {at} could end at {sorted(places)}, ends: {tokens.byte_ends}"
+        )
 
 
-def assert_whole(text: str, tokens: Encoded) -> None:
+def assert_whole(text: str, tokens: EncodedText) -> None:
     """Hold ends against what is true of all families."""
-    assert tokens.ids.dtype == tokens.ends.dtype == np.int32
-    assert len(tokens.ids) == len(tokens.ends)
-    assert (np.diff(tokens.ends, prepend=0) >= 0).all()
-    assert not len(tokens.ends) or tokens.ends[-1] == len(text.encode())
+    assert tokens.ids.dtype == tokens.byte_ends.dtype == np.int32
+    assert len(tokens.ids) == len(tokens.byte_ends)
+    assert (np.diff(tokens.byte_ends, prepend=0) >= 0).all()
+    assert not len(tokens.byte_ends) or tokens.byte_ends[-1] == len(text.encode())

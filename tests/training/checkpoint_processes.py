@@ -23,10 +23,10 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
-from xtk.training import processes
-from xtk.training.average import Average
-from xtk.training.checkpoint import Saver
-from xtk.training.pieces import local
+from xtk.training import distributed
+from xtk.training.checkpoint import CheckpointSaver
+from xtk.training.sharded_state import local_tensor
+from xtk.training.weight_ema import ExponentialMovingAverage
 
 IDS = torch.arange(24).view(2, 12) % 16
 STEP, SEED = 3, 5
@@ -68,28 +68,30 @@ class Trained:
         if layout == "tp" and self.model.config.tie_word_embeddings:  # cutting it undoes the tie
             self.model.lm_head.weight = self.model.model.embed_tokens.weight
         if layout.startswith("fsdp"):
-            shards = mesh["data"] if mesh else init_device_mesh("cpu", (processes.number(),))
+            shards = mesh["data"] if mesh else init_device_mesh("cpu", (distributed.world_size(),))
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=shards)
             fully_shard(self.wrapped, mesh=shards)
         # Taken once: after a forward pass FSDP shows others, which are whole, in their place.
         self.parameters = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=0.01, foreach=False)
-        self.average = Average(self.model, 0.5)
-        self.saver = Saver(self.model, self.optimizer, folder, averages=self.average.tensors, layout=layout)
+        self.average = ExponentialMovingAverage(self.model, 0.5)
+        self.saver = CheckpointSaver(
+            self.model, self.optimizer, folder, averages=self.average.averages, parallel=layout
+        )
 
     def step(self) -> None:
         self.wrapped(IDS).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.average.follow()
+        self.average.update()
 
     def whole(self) -> dict[str, Tensor]:
         """Return everything that a checkpoint holds, gathered by torch."""
         found = {}
         for name, parameter in self.parameters.items():
             found[f"weight.{name}"] = parameter
-            found[f"average.{name}"] = self.average.tensors[name]
+            found[f"average.{name}"] = self.average.averages[name]
             found |= {f"{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
         gathered = {name: one.detach() for name, one in found.items()}
         return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gathered.items()}
@@ -97,23 +99,23 @@ class Trained:
 
 def write(folder: Path, name: str, layout: str) -> None:
     run = Trained(folder / ("untied" if layout.endswith("-tp") else "tied"), layout)
-    torch.manual_seed(100 + processes.rank())
+    torch.manual_seed(100 + distributed.rank())
     for _ in range(STEP):
         run.step()
-    if processes.is_first():
+    if distributed.is_main_process():
         (folder / name).mkdir()
-    processes.wait()
+    distributed.barrier()
     run.saver.write_checkpoint(folder / name, STEP, {"tokens": 72})
     with torch.no_grad():
         before = run.wrapped(IDS)
-        with run.average.in_place(run.wrapped):
+        with run.average.swapped_in(run.wrapped):
             averaged = run.wrapped(IDS)
             run.saver.write_best(folder / name, STEP)
         assert torch.equal(before, run.wrapped(IDS)), "the weights came back"
     whole = run.whole() | {"averaged": averaged.detach(), "random": torch.rand(4)}
-    if processes.is_first():
+    if distributed.is_main_process():
         save_file({key: value.contiguous().clone() for key, value in whole.items()}, folder / f"{name}.safetensors")
-    processes.wait()
+    distributed.barrier()
 
 
 def read(folder: Path, name: str, layout: str) -> None:
@@ -128,12 +130,12 @@ def read(folder: Path, name: str, layout: str) -> None:
     assert found.keys() <= expected.keys(), found.keys() - expected.keys()
     for key, value in found.items():
         assert torch.equal(value, expected[key]), f"{key} of {name}, read as {layout}"
-    cut = sum(local(one).numel() < one.numel() for one in run.parameters.values())
-    assert (cut > 0) == (layout != "dp" and processes.number() > 1), "the model is cut"
-    if processes.is_first():
+    cut = sum(local_tensor(one).numel() < one.numel() for one in run.parameters.values())
+    assert (cut > 0) == (layout != "dp" and distributed.world_size() > 1), "the model is cut"
+    if distributed.is_main_process():
         drawn = torch.rand(4)
         torch.manual_seed(0)
-        same = name == f"{layout}-{processes.number()}"
+        same = name == f"{layout}-{distributed.world_size()}"
         assert torch.equal(drawn, expected["random"]) == same, "random numbers go on, or begin anew"
     run.step()  # what was read is good to go on with
 
@@ -144,14 +146,14 @@ def main() -> None:
     logging.disable_progress_bar()
     if wanted > 1:
         torch.distributed.init_process_group("gloo")
-    assert processes.number() == wanted
+    assert distributed.world_size() == wanted
     for action in sys.argv[3:]:
         kind, layout, *name = action.split(":")
         if kind == "write":
             write(folder, f"{layout}-{wanted}", layout)
         else:
             read(folder, *name, layout)
-        if processes.is_first():
+        if distributed.is_main_process():
             print(f"done {action}", flush=True)
     if wanted > 1:
         torch.distributed.destroy_process_group()

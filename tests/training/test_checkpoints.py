@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from xtk.errors import Damaged, XtkError
+from xtk.errors import CorruptError, XtkError
 
 pytestmark = pytest.mark.slow
 
@@ -106,16 +106,16 @@ def test_what_is_missing_or_of_another_model_is_told(written, tmp_path):
     lost = copy / "trainer" / "rank-00001-of-00002.safetensors"
     kept = lost.read_bytes()
     lost.write_bytes(kept[: len(kept) // 2])
-    with pytest.raises(Damaged, match="cannot be read"):
+    with pytest.raises(CorruptError, match="cannot be read"):
         run.saver.load(copy, 0)
     lost.unlink()
-    with pytest.raises(Damaged, match="1 of 2 processes' parts are not in this checkpoint"):
+    with pytest.raises(CorruptError, match="1 of 2 processes' parts are not in this checkpoint"):
         run.saver.load(copy, 0)
     shutil.copyfile(copy / "trainer" / "rank-00000-of-00002.safetensors", lost)
-    with pytest.raises(Damaged, match=r"numbers of .* are missing"):
+    with pytest.raises(CorruptError, match=r"numbers of .* are missing"):
         run.saver.load(copy, 0)
     lost.write_bytes(kept)
-    with pytest.raises(Damaged, match=r"of another model: this one trains lm_head\.weight"):
+    with pytest.raises(CorruptError, match=r"of another model: this one trains lm_head\.weight"):
         Trained(written / "untied", "dp").saver.load(copy, 0)
     (copy / "xtk.json").write_text('{"kind": "checkpoint", "step": 3}')
     with pytest.raises(XtkError, match="has version 1") as refused:

@@ -10,7 +10,7 @@ from command_line import run_xtk
 from layouts import make_students
 from safetensors.torch import load_file
 
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
 
 FIVE = ["--max-steps", 5, "--logging-steps", 1, "--learning-rate", 1e-3, "--save-steps", 0]
 TWO = ["--num-processes", 2]

@@ -10,9 +10,9 @@ import harness_tasks
 import pytest
 
 from xtk.errors import XtkError
-from xtk.training.eval_tasks import check_asked, read_eval_tasks
-from xtk.training.layout import read_layout
-from xtk.training.metrics import read_metrics
+from xtk.training.eval_tasks import check_supports_eval_tasks, parse_eval_tasks
+from xtk.training.metrics_file import read_metrics
+from xtk.training.parallel_config import parse_parallel
 
 WITH_HARNESS = pytest.importorskip("lm_eval", reason="pip install 'xtk[evaluation]'")
 
@@ -130,11 +130,11 @@ def test_two_processes_share_the_questions_and_say_the_same(train, folder, asked
 @pytest.mark.parametrize("parallel", ["fsdp=2", "tp=2"])
 def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
     monkeypatch.chdir(folder)
-    tasks = read_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
+    tasks = parse_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
     with pytest.raises(XtkError, match="answers no --eval-tasks"):
-        check_asked(tasks, read_layout(parallel, 2))
-    check_asked(tasks, read_layout("dp=2", 2))
-    check_asked((), read_layout(parallel, 2))
+        check_supports_eval_tasks(tasks, parse_parallel(parallel, 2))
+    check_supports_eval_tasks(tasks, parse_parallel("dp=2", 2))
+    check_supports_eval_tasks((), parse_parallel(parallel, 2))
 
 
 def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatch):
@@ -154,9 +154,9 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
         ("run_sum:include_path=tasks", "runs what the model writes"),
     ]:
         with pytest.raises(XtkError) as refusal:
-            read_eval_tasks([text])
+            parse_eval_tasks([text])
         assert message in f"{refusal.value} {refusal.value.hint}", text
     problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
     with pytest.raises(XtkError, match="two of --eval-tasks are called problems"):
-        read_eval_tasks([problems, problems])
-    assert [one.names for one in read_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]
+        parse_eval_tasks([problems, problems])
+    assert [one.names for one in parse_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]

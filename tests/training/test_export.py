@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtk.artifacts.runs import entries, write_manifest
+from xtk.artifacts.run_folders import file_entries, write_run_manifest
 from xtk.errors import XtkError
-from xtk.evaluation.results import Result
-from xtk.training.card import with_evaluation
-from xtk.training.export import Export, export
-from xtk.training.pieces import Pieces
+from xtk.evaluation.result_tables import EvaluationResult
+from xtk.training.export_student import ExportConfig, export_student
+from xtk.training.model_card import add_evaluation_table
+from xtk.training.sharded_state import ShardedStateReader
 
 IDS = torch.arange(3, 40)[None]
 TEMPLATE = (
@@ -34,7 +34,7 @@ def sign(run: Path) -> None:
     """Let a finished run state the files that are in it now."""
     stated = json.loads((run / "xtk.json").read_text())
     content = {key: value for key, value in stated.items() if key not in ("files", "folders", "checksum")}
-    write_manifest(run, content, entries(run, stated["files"]))
+    write_run_manifest(run, content, file_entries(run, stated["files"]))
 
 
 def logits_of(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -92,7 +92,9 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
 
     # Once more: found again; another request is refused, replaced only by force, and nothing is left behind.
     before = {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    compared = with_evaluation("## Recipe\n", [Result("a", "t", "m", 0.5), Result("b", "t", "m", 1.0, 0.25)])
+    compared = add_evaluation_table(
+        "## Recipe\n", [EvaluationResult("a", "t", "m", 0.5), EvaluationResult("b", "t", "m", 1.0, 0.25)]
+    )
     assert "| data | metric | a | b |\n| --- | --- | --- | --- |\n| t | m | 0.5000 | 1.0000 ± 0.2500 |\n" in compared
     assert json.loads(run_xtk(*command).stdout) == told
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
@@ -116,7 +118,7 @@ def test_the_tokens_at_which_the_model_stopped_stay_and_text_is_no_end(tied, tmp
     for name, ends in (("config.json", end), ("generation_config.json", [1, 2])):
         (run / name).write_text(json.dumps({**json.loads((run / name).read_text()), "eos_token_id": ends}))
     sign(run)
-    told = export(Export(run), tmp_path / "out", force=False)
+    told = export_student(ExportConfig(run), tmp_path / "out", force=False)
     written = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert written == told["eos_token_ids"] == [0, 1, end]
 
@@ -125,7 +127,7 @@ def test_a_link_to_a_folder_stays_one_and_leads_to_what_was_exported(tied, tmp_p
     (tmp_path / "disk" / "target").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "target")
     for force in (False, True):
-        export(Export(tied, dtype="bfloat16" if force else ""), tmp_path / "link", force=force)
+        export_student(ExportConfig(tied, dtype="bfloat16" if force else ""), tmp_path / "link", force=force)
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "target" / "model.safetensors").is_file()
         assert sorted(path.name for path in (*tmp_path.iterdir(), *(tmp_path / "disk").iterdir())) == [
@@ -155,9 +157,9 @@ def test_a_checkpoint_with_an_adapter_is_merged_as_the_finished_student_is(pair,
 def test_of_a_run_with_an_average_a_checkpoint_gives_the_average(pair, corpus, tmp_path):
     run_xtk("distill", pair.student, corpus, *TRAINING, 3, "--ema-decay", 0.5, "-o", tmp_path / "run")
     run_xtk("export", tmp_path / "run", "--checkpoint", 2, "--dtype", "float16", "-o", tmp_path / "out")
-    pieces = Pieces(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
+    pieces = ShardedStateReader(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert torch.equal(tensor, pieces.alone(f"average.{name}").half())
+        assert torch.equal(tensor, pieces.read_unsharded(f"average.{name}").half())
 
 
 CONVERTER = """
@@ -205,23 +207,23 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("converter ended with exit code 2", tied, {"gguf": "x", "gguf_converter": str(converter)}),
     ):
         with pytest.raises(XtkError, match="(?s)" + told):
-            export(Export(run, **options), tmp_path / "out", force=False)
+            export_student(ExportConfig(run, **options), tmp_path / "out", force=False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(XtkError, match="where you are"):
-        export(Export(tied), Path(), force=False)
+        export_student(ExportConfig(tied), Path(), force=False)
     (tmp_path / "here").rmdir()
     monkeypatch.chdir(tmp_path)
     for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
         with pytest.raises(XtkError) as refused:
-            export(Export(tied), tmp_path / output, force=True)
+            export_student(ExportConfig(tied), tmp_path / output, force=True)
         assert told in str(refused.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == there
-    export(Export(tied, gguf="q8_0", gguf_converter=str(converter)), tmp_path / "out", force=False)
+    export_student(ExportConfig(tied, gguf="q8_0", gguf_converter=str(converter)), tmp_path / "out", force=False)
     assert (tmp_path / "out" / "model.gguf").read_bytes() == b"GGUFq8_0"
     converter.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    export(Export(tied, gguf="f16"), tmp_path / "on-the-path", force=False)
+    export_student(ExportConfig(tied, gguf="f16"), tmp_path / "on-the-path", force=False)
     assert (tmp_path / "on-the-path" / "model.gguf").read_bytes() == b"GGUFf16"
 
 

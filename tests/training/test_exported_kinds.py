@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from xtk.errors import XtkError
-from xtk.training.export import push
+from xtk.training.export_student import upload_to_hub
 
 TRAINING = ["--loss", "ce", "--max-steps", 2, "--learning-rate", 1e-2, "--per-device-train-batch-size", 4]
 OWN = """
@@ -154,7 +154,7 @@ def test_the_hub_gets_every_file_of_the_export_and_a_refusal_is_told(run, hub, t
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_unknown")
     with pytest.raises(XtkError, match="the hub does not take it") as refused:
-        push(out, "me/mine")
+        upload_to_hub(out, "me/mine")
     assert str(out) in str(refused.value.hint)
     assert hub.held == {}
     surroundings = {"HF_ENDPOINT": place, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_known"}

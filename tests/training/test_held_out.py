@@ -21,16 +21,16 @@ from steps import inputs_of, recipe_of
 
 from xtk.artifacts.projection_file import read_projection
 from xtk.errors import XtkError
-from xtk.evaluation.agreement import BySpelling
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.evaluation.top1_agreement import BySpelling
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.alignment import align_sequences
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.held_out import Evaluation
-from xtk.training.layout import Layout
-from xtk.training.metrics import read_metrics
-from xtk.training.student import Student
+from xtk.training.held_out_evaluation import HeldOutEvaluator
+from xtk.training.metrics_file import read_metrics
+from xtk.training.parallel_config import ParallelConfig
+from xtk.training.student_module import StudentWithLoss
 
 CPU = torch.device("cpu")
 STEPS = 4
@@ -50,8 +50,8 @@ def caches(run, pair, tmp_path_factory) -> Path:
 
 def evaluate(student: Path, cache: Path, losses: list[str], projections: tuple[Path, ...] = ()) -> dict[str, float]:
     inputs = inputs_of(student, [cache], recipe_of(losses), projections, (cache,))
-    model = Student(Cut(load_causal_lm(student)))
-    return Evaluation(inputs.held_out, model, inputs.tokenizer, 256, 0, Layout(), CPU)()
+    model = StudentWithLoss(BackboneWithHead(load_causal_lm(student)))
+    return HeldOutEvaluator(inputs.held_out, model, inputs.tokenizer, 256, 0, ParallelConfig(), CPU)()
 
 
 def likeliest(folder: Path, ids: np.ndarray) -> np.ndarray:
@@ -63,19 +63,19 @@ def likeliest(folder: Path, ids: np.ndarray) -> np.ndarray:
 
 def starts_of_both(pair, texts: list[str]):
     """The tokens that student and teacher find likeliest, wherever both begin a trained token."""
-    documents = [Document.of_text(text) for text in texts]
-    students, teachers = (sequences(Tokenizer(folder), documents) for folder in (pair.student, pair.teacher))
+    documents = [Document.from_text(text) for text in texts]
+    students, teachers = (tokenize_documents(Tokenizer(folder), documents) for folder in (pair.student, pair.teacher))
     for ours, theirs in zip(students, teachers, strict=True):
         of_student, of_teacher = likeliest(pair.student, ours.ids), likeliest(pair.teacher, theirs.ids)
         for start, stop, begin, end in align_sequences(ours, theirs).tolist():
-            if ours.trained[start:stop].all() and theirs.trained[begin:end].all():
+            if ours.train_mask[start:stop].all() and theirs.train_mask[begin:end].all():
                 yield int(of_student[start - 1]), int(of_teacher[begin - 1])
 
 
 def test_top1_agreement_through_a_projection_is_that_of_full_logits(pair, caches, projection):
     weights = read_projection(projection)
     dense = np.zeros((weights.student_width, weights.teacher_width))
-    dense[weights.rows_of_entries, weights.teacher_ids] = weights.weights
+    dense[weights.entry_rows, weights.teacher_ids] = weights.weights
     pairs = list(starts_of_both(pair, material.sentences(12, seed=21)))
     agreed = [dense[ours].max() > 0 and dense[ours].argmax() == theirs for ours, theirs in pairs]
     found = evaluate(pair.student, caches / "teacher", ["p-kl"], (projection,))
@@ -85,8 +85,8 @@ def test_top1_agreement_through_a_projection_is_that_of_full_logits(pair, caches
 
 def test_top1_agreement_without_a_projection_is_by_bytes(pair, caches):
     padding = [b""] * 100  # rows of the heads above the tokens
-    spelled = [[*Tokenizer(folder).vocabulary.spellings, *padding] for folder in (pair.student, pair.teacher)]
-    ends = [Tokenizer(folder).roles["eos"] for folder in (pair.student, pair.teacher)]
+    spelled = [[*Tokenizer(folder).vocabulary.bytes_by_id, *padding] for folder in (pair.student, pair.teacher)]
+    ends = [Tokenizer(folder).special_token_ids["eos"] for folder in (pair.student, pair.teacher)]
     pairs = list(starts_of_both(pair, material.sentences(12, seed=21)))
     agreed = 0
     for ours, theirs in pairs:
@@ -101,7 +101,7 @@ def test_special_tokens_agree_by_their_roles_and_others_by_their_bytes(pair):
     meeting = BySpelling((b"", b"ab", b"c", b""), (b"a", b"abc", b"", b"x"), {0: 2})
     students = np.repeat(np.arange(5), 4)
     teachers = np.tile(np.arange(4, dtype=np.int32), 5)
-    found = meeting.agree(students, teachers).reshape(5, 4)
+    found = meeting.matches(students, teachers).reshape(5, 4)
     assert np.argwhere(found).tolist() == [[0, 2], [1, 0], [1, 1]]
 
 
@@ -117,7 +117,7 @@ def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
     nats, count = 0.0, 0
     model = load_causal_lm(pair.student, dtype=torch.float64).eval()
     texts = material.sentences(12, seed=21)
-    for sequence in sequences(Tokenizer(pair.student), [Document.of_text(text) for text in texts]):
+    for sequence in tokenize_documents(Tokenizer(pair.student), [Document.from_text(text) for text in texts]):
         ids = torch.from_numpy(sequence.ids.astype(np.int64))
         with torch.no_grad():
             logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0], -1)

@@ -29,11 +29,11 @@ from material import sentences, write_jsonl
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from xtk.artifacts.runs import read_recipe
+from xtk.artifacts.run_folders import read_recipe
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import Order
-from xtk.training.card import name_of
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
+from xtk.training.micro_batches import BatchSampler
+from xtk.training.model_card import public_model_name
 
 pytestmark = pytest.mark.slow
 
@@ -214,8 +214,8 @@ def broken(pair, tmp_path_factory) -> tuple[list[object], list[int]]:
     weights["model.embed_tokens.weight"][few[0]] = 3e38
     save_file(weights, folder / "student" / "model.safetensors", metadata={"format": "pt"})
     data = write_jsonl(folder / "data.jsonl", texts)
-    order = Order(np.arange(24), np.array([len(text.encode()) for text in texts]), 4, 42)
-    skipped = [step + 1 for step in range(6) if any(few[0] in read[number] for number in order.step(step))]
+    order = BatchSampler(np.arange(24), np.array([len(text.encode()) for text in texts]), 4, 42)
+    skipped = [step + 1 for step in range(6) if any(few[0] in read[number] for number in order.documents_of_step(step))]
     assert 0 < len(skipped) < 5
     arguments = ["distill", folder / "student", data, "--loss", "ce", "--max-steps", 6, "--logging-steps", 1,
                  "--learning-rate", 1e-3, "--save-steps", 1, "--save-total-limit", 9, "-o"]  # fmt: skip
@@ -332,4 +332,4 @@ def test_the_card_says_from_what_the_student_was_distilled_and_names_no_path(pai
     assert "| metric | step 1 | step 2 |" in card
     for path in (tmp_path, Path.home(), Path.cwd()):
         assert str(path) not in card
-    assert name_of(pair.student) == pair.student.name
+    assert public_model_name(pair.student) == pair.student.name

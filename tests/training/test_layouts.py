@@ -28,10 +28,10 @@ from safetensors.torch import load_file
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.evaluation.bits import bits_per_byte
-from xtk.models.causal_lm import Cut, load_causal_lm
+from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+from xtk.models.causal_lm import BackboneWithHead, load_causal_lm
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.layout import Layout, read_layout
+from xtk.training.parallel_config import ParallelConfig, parse_parallel
 
 pytestmark = pytest.mark.slow
 
@@ -107,10 +107,10 @@ def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes,
     if options.keys() & LORA:
         return
     documents = [row.document for row in TeacherCache(cache)]
-    alone = bits_per_byte(
-        Cut(load_causal_lm(students[student])), Tokenizer(students[student]), documents, max_length=CONTEXT
+    alone = evaluate_bits_per_byte(
+        BackboneWithHead(load_causal_lm(students[student])), Tokenizer(students[student]), documents, max_length=CONTEXT
     )
-    assert alone.windows > len(documents)
+    assert alone.num_windows > len(documents)
     assert expected["eval_bits_per_byte"] == pytest.approx(alone.bits_per_byte, rel=1e-6)
 
 
@@ -156,15 +156,15 @@ def test_a_run_goes_on_in_another_layout(run, cache, students, tmp_path):
 @pytest.mark.parametrize(
     ("text", "processes", "expected"),
     [
-        ("", 1, Layout()),
-        ("", 6, Layout(dp=6)),
-        ("fsdp=2,tp=2", 8, Layout(dp=2, fsdp=2, tp=2)),
-        ("tp=4, cp=2", 8, Layout(cp=2, tp=4)),
-        ("dp=2,cp=2", 4, Layout(dp=2, cp=2)),
+        ("", 1, ParallelConfig()),
+        ("", 6, ParallelConfig(dp=6)),
+        ("fsdp=2,tp=2", 8, ParallelConfig(dp=2, fsdp=2, tp=2)),
+        ("tp=4, cp=2", 8, ParallelConfig(cp=2, tp=4)),
+        ("dp=2,cp=2", 4, ParallelConfig(dp=2, cp=2)),
     ],
 )
 def test_what_is_not_named_is_one_and_replicas_are_what_is_left(text, processes, expected):
-    assert read_layout(text, processes) == expected
+    assert parse_parallel(text, processes) == expected
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_is_not_named_is_one_and_replicas_are_what_is_left(text, processes,
 )
 def test_what_cannot_be_is_refused(text, processes, message):
     with pytest.raises(XtkError) as refused:
-        read_layout(text, processes)
+        parse_parallel(text, processes)
     assert message in str(refused.value)
 
 
@@ -195,6 +195,6 @@ def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tm
 
 
 def test_a_plan_tells_what_each_number_means():
-    layout = read_layout("fsdp=2,tp=2", 8)
-    assert layout.plan() == "8 processes: 2 replicas x 2 shards of the weights x 2 pieces of matrices"
+    layout = parse_parallel("fsdp=2,tp=2", 8)
+    assert layout.describe() == "8 processes: 2 replicas x 2 shards of the weights x 2 pieces of matrices"
     assert str(layout) == "dp=2,fsdp=2,tp=2"

@@ -21,59 +21,61 @@ from interrupting import ended, start, wait_for
 from safetensors.torch import load_file
 from steps import inputs_of, recipe_of
 
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.files import TEMPORARY
-from xtk.errors import Mismatch, XtkError
-from xtk.losses.objective import Heard
-from xtk.teachers.caching import cache_teacher
-from xtk.teachers.live import LiveTeacher, read_live_teacher
+from xtk.errors import MismatchError, XtkError
+from xtk.losses.loss_term import TeacherOutput
+from xtk.teachers.cache_building import cache_teacher
+from xtk.teachers.online_teacher import OnlineTeacher, parse_online_teacher
 from xtk.tokens.document import Document
-from xtk.tokens.sequence import sequences
+from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import Order
-from xtk.training.distill import Inputs, open_inputs
-from xtk.training.live import Blocks, LiveSource
-from xtk.training.metrics import read_metrics
-from xtk.training.recipe import Places
-from xtk.training.stopping import Stop
+from xtk.training.distill import DistillInputs, open_inputs
+from xtk.training.graceful_stop import StopListener
+from xtk.training.metrics_file import read_metrics
+from xtk.training.micro_batches import BatchSampler
+from xtk.training.online_scoring import OnlineSource, TeacherBlocks
+from xtk.training.train_config import RunPaths
 
 # A document a forward pass, so that rounding does not depend on which documents are scored together.
 ALONE = "batch_tokens=1"
 OPTIONS = ["--max-steps", 10, "--learning-rate", 1e-3, "--logging-steps", 1, "--save-steps", 0]
 
 
-def live(model: Path, options: str = "", long_documents: str = "refuse") -> LiveTeacher:
+def live(model: Path, options: str = "", long_documents: str = "refuse") -> OnlineTeacher:
     text = f"{model}:{options}" if options else str(model)
-    return read_live_teacher(text, long_documents=long_documents, trust_remote_code=False)
+    return parse_online_teacher(text, long_documents=long_documents, trust_remote_code=False)
 
 
-def cached(teacher: LiveTeacher, data: Path, folder: Path, **columns: str) -> Path:
+def cached(teacher: OnlineTeacher, data: Path, folder: Path, **columns: str) -> Path:
     """The cache that `xtk cache-teacher` makes of the same request."""
     cache_teacher(teacher.request, Corpus([str(data)], columns), folder)
     return folder
 
 
 def live_inputs(
-    student: Path, data: Path, models: list[LiveTeacher], columns: dict[str, str] | None = None, **options: str
-) -> Inputs:
-    places = Places(student, (str(data),), (), Path("nowhere"), columns or {}, teachers=tuple(models))
+    student: Path, data: Path, models: list[OnlineTeacher], columns: dict[str, str] | None = None, **options: str
+) -> DistillInputs:
+    places = RunPaths(student, (str(data),), (), Path("nowhere"), columns or {}, online_teachers=tuple(models))
     return open_inputs(places, recipe_of(["byte-kl"], **options), Tokenizer(student))
 
 
-def blocks_of(inputs: Inputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> Blocks:
-    assert isinstance(inputs.source, LiveSource)
-    order = Order(np.arange(len(inputs.source)), inputs.source.text_bytes(), per_step, 42)
-    return Blocks(inputs.source, order, steps, size, folder, Accelerator(cpu=True))
+def blocks_of(inputs: DistillInputs, folder: Path, *, steps: int, size: int = 0, per_step: int = 8) -> TeacherBlocks:
+    assert isinstance(inputs.source, OnlineSource)
+    order = BatchSampler(np.arange(len(inputs.source)), inputs.source.text_bytes(), per_step, 42)
+    return TeacherBlocks(inputs.source, order, steps, size, folder, Accelerator(cpu=True))
 
 
-def all_heard(inputs: Inputs, folder: Path) -> list[tuple[Heard | None, ...]]:
+def all_heard(inputs: DistillInputs, folder: Path) -> list[tuple[TeacherOutput | None, ...]]:
     """What teachers say of all documents, scored in one block."""
-    for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1), Stop()):
-        heard = [inputs.source.heard(number) for number in range(len(inputs.source))]
+    for _ in blocks_of(inputs, folder, steps=1, per_step=len(inputs.source))(range(1), StopListener()):
+        heard = [inputs.source.teacher_outputs(number) for number in range(len(inputs.source))]
     return heard
 
 
-def assert_same_words(found: list[tuple[Heard | None, ...]], expected: list[tuple[Heard | None, ...]]) -> None:
+def assert_same_words(
+    found: list[tuple[TeacherOutput | None, ...]], expected: list[tuple[TeacherOutput | None, ...]]
+) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -81,7 +83,7 @@ def assert_same_words(found: list[tuple[Heard | None, ...]], expected: list[tupl
             if one is not None and other is not None:
                 assert np.array_equal(one.tokens.ids, other.tokens.ids)
                 for name in ("positions", "offsets", "ids", "logprobs", "tail_mass", "realised_logprobs", "entropy"):
-                    assert np.array_equal(getattr(one.signal, name), getattr(other.signal, name)), name
+                    assert np.array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name)), name
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert [line["teacher_seconds"] for line in ours] == sorted(line["teacher_seconds"] for line in ours)
     assert all("teacher_seconds" not in line for line in theirs)
-    assert not list((tmp_path / "live").glob(f"{TEMPORARY}*"))
+    assert not list((tmp_path / "live").glob(f"{TEMPORARY_PREFIX}*"))
     recipe = json.loads((tmp_path / "live" / "recipe.json").read_text())["identity"]
     assert recipe["inputs"].keys() == {"student", "teacher", "projection"}
 
@@ -159,12 +161,12 @@ def test_killed_in_the_midst_of_a_block_the_run_ends_bitwise_equal(pair, corpus,
     assert process.wait() == -signal.SIGKILL
     for later in range(5, 10):  # however late the signal came: the run goes on in the midst of a block
         shutil.rmtree(output / f"checkpoint-{later}", ignore_errors=True)
-    left = output / f"{TEMPORARY}live-00001" / "0"
+    left = output / f"{TEMPORARY_PREFIX}live-00001" / "0"
     left.mkdir(parents=True, exist_ok=True)
     (left / "shard-00000.arrow").write_bytes(b"half of a")
     assert f"going on from {output}/checkpoint-4" in run_xtk(*arguments).stderr
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    assert not list(output.glob(f"{TEMPORARY}*"))
+    assert not list(output.glob(f"{TEMPORARY_PREFIX}*"))
 
 
 @pytest.mark.slow
@@ -174,14 +176,16 @@ def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go
     output = tmp_path / "out"
     arguments = [*command(pair, corpus), "-o"]
     process = start([*arguments, output])
-    wait_for(output / f"{TEMPORARY}live-00002", process)  # of the second epoch, for which the teacher is opened anew
+    wait_for(
+        output / f"{TEMPORARY_PREFIX}live-00002", process
+    )  # of the second epoch, for which the teacher is opened anew
     process.send_signal(signal.SIGTERM)
     code, stderr = ended(process, output)
     assert code == os.EX_TEMPFAIL, stderr
     assert "stopped after step 5 of 10: SIGTERM" in stderr
     assert "Traceback" not in stderr
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
-    assert not list(output.glob(f"{TEMPORARY}live*"))
+    assert not list(output.glob(f"{TEMPORARY_PREFIX}live*"))
     done = run_xtk(*arguments, output, "--teacher-steps", 2)
     assert f"going on from {output}/checkpoint-5" in done.stderr
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
@@ -199,16 +203,16 @@ def test_draws_of_an_epoch_are_those_of_a_seed_further_on(pair, corpus, tmp_path
     ]  # fmt: skip
     inputs = live_inputs(pair.student, corpus, [live(pair.teacher, f"{options},seed=5")])
     blocks = blocks_of(inputs, tmp_path, steps=2, per_step=len(inputs.source))
-    for block in blocks(range(2), Stop()):
+    for block in blocks(range(2), StopListener()):
         for number in range(len(inputs.source)):
-            assert_same_words([inputs.source.heard(number)], [expected[block.start].heard(number)])
+            assert_same_words([inputs.source.teacher_outputs(number)], [expected[block.start].teacher_outputs(number)])
 
 
 def test_blocks_begin_where_they_always_do_and_none_has_two_epochs(pair, corpus, tmp_path):
     inputs = live_inputs(pair.student, corpus, [live(pair.teacher, "top_k=4")])
     blocks = blocks_of(inputs, tmp_path, steps=12, size=4, per_step=16)
-    assert list(blocks.cut()) == [range(3), range(3, 5), range(5, 8), range(8, 10), range(10, 12)]
-    assert list(blocks(range(6, 12), Stop())) == [range(6, 8), range(8, 10), range(10, 12)]
+    assert list(blocks.blocks()) == [range(3), range(3, 5), range(5, 8), range(8, 10), range(10, 12)]
+    assert list(blocks(range(6, 12), StopListener())) == [range(6, 8), range(8, 10), range(10, 12)]
     assert list(tmp_path.iterdir()) == []
     assert blocks_of(inputs, tmp_path, steps=12).size == 64
 
@@ -216,9 +220,9 @@ def test_blocks_begin_where_they_always_do_and_none_has_two_epochs(pair, corpus,
 def test_all_of_the_vocabulary_is_a_distribution(pair, corpus, tmp_path):
     inputs = live_inputs(pair.student, corpus, [live(pair.teacher, "top_k=all")])
     for (word,) in all_heard(inputs, tmp_path):
-        sizes = np.diff(word.signal.offsets)
+        sizes = np.diff(word.logprobs.offsets)
         assert set(sizes.tolist()) == {496}
-        masses = np.add.reduceat(np.exp(word.signal.logprobs.astype(np.float64)), word.signal.offsets[:-1])
+        masses = np.add.reduceat(np.exp(word.logprobs.logprobs.astype(np.float64)), word.logprobs.offsets[:-1])
         assert np.allclose(masses, 1, atol=1e-5)
 
 
@@ -232,7 +236,7 @@ def test_several_teachers_say_what_their_caches_say(pair, corpus, tmp_path, way)
     inputs = live_inputs(pair.student, corpus, teachers, teachers=way)
     assert [objective.name for objective in inputs.objectives] == [one.name for one in from_caches.objectives]
     assert inputs.teachers == from_caches.teachers
-    expected = [from_caches.source.heard(number) for number in range(len(from_caches.source))]
+    expected = [from_caches.source.teacher_outputs(number) for number in range(len(from_caches.source))]
     assert_same_words(all_heard(inputs, tmp_path), expected)
 
 
@@ -246,11 +250,13 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
     for number, words in enumerate(all_heard(inputs, tmp_path)):
         document = inputs.source.document(number)
         names = {"teacher": words[0], "second": words[1]}
-        assert [name for name, word in names.items() if word is not None] == [document.route]
+        assert [name for name, word in names.items() if word is not None] == [document.teacher_name]
     assert sorted(inputs.source.weights().tolist()) == list(range(12))
-    order = Order(np.arange(12), inputs.source.text_bytes(), 1, 42)  # a document a step: one teacher has no part in it
-    for block in Blocks(inputs.source, order, 1, 1, tmp_path, Accelerator(cpu=True))(range(1), Stop()):
-        heard = inputs.source.heard(order.step(block.start)[0])
+    order = BatchSampler(
+        np.arange(12), inputs.source.text_bytes(), 1, 42
+    )  # a document a step: one teacher has no part in it
+    for block in TeacherBlocks(inputs.source, order, 1, 1, tmp_path, Accelerator(cpu=True))(range(1), StopListener()):
+        heard = inputs.source.teacher_outputs(order.documents_of_step(block.start)[0])
         assert sorted(word is None for word in heard) == [False, True]
     with pytest.raises(XtkError, match="a document names no teacher"):
         live_inputs(pair.student, data, teachers, teachers="route")
@@ -264,7 +270,7 @@ def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
     data = material.write_jsonl(tmp_path / "long.jsonl", texts)
     with pytest.raises(XtkError, match="longer than the 40 tokens that the teacher reads"):
         live_inputs(pair.student, data, [live(pair.teacher), live(second)])
-    read = sequences(Tokenizer(second), list(map(Document.of_text, texts)))
+    read = tokenize_documents(Tokenizer(second), list(map(Document.from_text, texts)))
     short = [text for text, tokens in zip(texts, read, strict=True) if len(tokens) <= 40]
     assert 0 < len(short) < 7
     for way, count in (("truncate", 7), ("skip", len(short))):
@@ -277,7 +283,7 @@ def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
             assert any(whole.startswith(text) for whole in texts)
             for word in pair_of_words:
                 assert len(word.tokens) <= 40
-                assert word.tokens.ends.max() == len(text.encode())
+                assert word.tokens.byte_ends.max() == len(text.encode())
 
 
 @pytest.mark.long
@@ -298,7 +304,7 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     )
     for (ours,), (theirs,) in zip(two, one, strict=True):
         assert np.array_equal(ours.tokens.ids, theirs.tokens.ids)
-        assert np.allclose(ours.signal.realised_logprobs, theirs.signal.realised_logprobs, atol=1e-5)
+        assert np.allclose(ours.logprobs.observed_logprobs, theirs.logprobs.observed_logprobs, atol=1e-5)
 
 
 # --- what is refused
@@ -327,14 +333,14 @@ def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path
     teacher = live(pair.teacher)
     with pytest.raises(XtkError, match="--teacher scores plain data, and this is a cache"):
         live_inputs(pair.student, cache, [teacher])
-    places = Places(pair.student, (str(corpus),), (), tmp_path, teachers=(teacher,))
+    places = RunPaths(pair.student, (str(corpus),), (), tmp_path, online_teachers=(teacher,))
     with pytest.raises(XtkError, match="none of the losses is about a teacher"):
         open_inputs(places, recipe_of(["ce"]), Tokenizer(pair.student))
-    with pytest.raises(Mismatch, match="the student's own tokenizer"):
+    with pytest.raises(MismatchError, match="the student's own tokenizer"):
         open_inputs(places, recipe_of(["forward-kl"]), Tokenizer(pair.student))
     with pytest.raises(XtkError, match="there is one"):
         live_inputs(pair.student, corpus, [teacher], teachers="mixture")
-    with pytest.raises(Mismatch, match="teachers with different tokenizers cannot be mixed"):
+    with pytest.raises(MismatchError, match="teachers with different tokenizers cannot be mixed"):
         live_inputs(pair.student, corpus, [teacher, live(pair.student)], teachers="mixture")
     with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\., top-k\+sample"):
         live_inputs(pair.student, corpus, [live(pair.teacher, "support=none")])

@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xtk.artifacts.codecs import signal_of
+from xtk.artifacts.shard_codecs import to_teacher_logprobs
 from xtk.errors import XtkError
-from xtk.losses.cells import Example
-from xtk.tokens.signal import Scores, Signal
-from xtk.training.combining import LEAST, SCORES, TEACHERS, Weighing, read_combination, tallies_of
-from xtk.training.mixture import mix
+from xtk.losses.loss_cells import LossInputs
+from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.training.teacher_ensemble import (
+    COMBINATION_METHODS,
+    MIN_SCORE,
+    TEACHER_SCORES,
+    ScoreWeighting,
+    parse_ensemble,
+    score_tallies,
+)
+from xtk.training.teacher_mixture import mix_teacher_logprobs
 
 V = 9
 
@@ -27,7 +34,7 @@ def distributions(draw: np.random.Generator, size: int) -> np.ndarray:
     return np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
 
 
-def scores_of(probs: np.ndarray, realised: np.ndarray, top_k: int, draws: int, seed: int) -> Scores:
+def scores_of(probs: np.ndarray, realised: np.ndarray, top_k: int, draws: int, seed: int) -> StoredLogprobs:
     """What a cache keeps: the likeliest ids and the realised one, and draws from the rest."""
     draw, size = np.random.default_rng(seed), len(probs)
     exact = [
@@ -41,24 +48,24 @@ def scores_of(probs: np.ndarray, realised: np.ndarray, top_k: int, draws: int, s
         for rest in rests
     ]
     floats, ids = np.float32, np.int32
-    return Scores(
+    return StoredLogprobs(
         positions=np.arange(1, size + 1, dtype=ids),
         offsets=np.cumsum([0, *map(len, exact)]),
         ids=np.array([one for row in exact for one in row], ids),
         logprobs=np.log([row[one] for row, kept in zip(probs, exact, strict=True) for one in kept]).astype(floats),
-        drawn_offsets=np.cumsum([0, *map(len, drawn)]) if draws else np.zeros(1, np.int64),
-        drawn_ids=np.array([one for row in drawn for one in sorted(row)], ids),
-        counts=np.array([row[one] for row in drawn for one in sorted(row)], ids),
-        tail_mass=np.array([rest.sum() for rest in rests], floats),
-        realised_logprobs=np.log(probs[np.arange(size), realised]).astype(floats),
+        sample_offsets=np.cumsum([0, *map(len, drawn)]) if draws else np.zeros(1, np.int64),
+        sample_ids=np.array([one for row in drawn for one in sorted(row)], ids),
+        sample_counts=np.array([row[one] for row in drawn for one in sorted(row)], ids),
+        remainder_mass=np.array([rest.sum() for rest in rests], floats),
+        observed_logprobs=np.log(probs[np.arange(size), realised]).astype(floats),
         entropy=-(probs * np.log(probs)).sum(1).astype(floats),
     )
 
 
-def dense(signal: Signal) -> np.ndarray:
+def dense(signal: TeacherLogprobs) -> np.ndarray:
     """[P, V]; NaN where it does not tell."""
     found = np.full((len(signal), V), np.nan)
-    found[signal.tail_mass == 0] = 0
+    found[signal.remainder_mass == 0] = 0
     found[np.repeat(np.arange(len(signal)), np.diff(signal.offsets)), signal.ids] = np.exp(signal.logprobs)
     return found
 
@@ -66,11 +73,11 @@ def dense(signal: Signal) -> np.ndarray:
 def test_exact_of_a_mixture_is_what_is_exact_of_all():
     draw = np.random.default_rng(3)
     probs, realised = [distributions(draw, 20) for _ in range(2)], draw.integers(0, V, 20)
-    signals = [signal_of(scores_of(one, realised, 3, 5, seed), 0) for seed, one in enumerate(probs)]
-    mixed = mix(signals, [0.4, 0.6])
+    signals = [to_teacher_logprobs(scores_of(one, realised, 3, 5, seed), 0) for seed, one in enumerate(probs)]
+    mixed = mix_teacher_logprobs(signals, [0.4, 0.6])
     for at in range(20):
-        of_each = [set(one.ids[one.offsets[at] :][: one.exact[at]].tolist()) for one in signals]
-        first = mixed.ids[mixed.offsets[at] :][: mixed.exact[at]].tolist()
+        of_each = [set(one.ids[one.offsets[at] :][: one.exact_counts[at]].tolist()) for one in signals]
+        first = mixed.ids[mixed.offsets[at] :][: mixed.exact_counts[at]].tolist()
         assert set(first) == of_each[0] & of_each[1] >= {int(realised[at])}
     probabilities = dense(mixed)
     assert np.allclose(probabilities, 0.4 * dense(signals[0]) + 0.6 * dense(signals[1]), atol=1e-6)
@@ -88,12 +95,12 @@ def test_a_mixture_is_exact_on_the_ids_that_all_tell_and_on_all_the_rest_as_one(
     kinds = [(top_k, draws if top_k < V - 2 else 0) for top_k, draws in kinds]
     probs = [distributions(draw, 4) for _ in kinds]
     said = [
-        signal_of(scores_of(one, realised, top_k, draws, seed), 0)
+        to_teacher_logprobs(scores_of(one, realised, top_k, draws, seed), 0)
         for one, (top_k, draws) in zip(probs, kinds, strict=True)
     ]
     # What a teacher estimates stands for what it says.
     told = np.array([dense(signal) for signal in said])
-    mixture = mix(said, weights)
+    mixture = mix_teacher_logprobs(said, weights)
     expected = np.einsum("k,knv->nv", weights, told)  # NaN where one does not tell
     for position in range(4):
         low, high = mixture.offsets[position : position + 2]
@@ -103,11 +110,11 @@ def test_a_mixture_is_exact_on_the_ids_that_all_tell_and_on_all_the_rest_as_one(
         assert ids.tolist() == known.tolist()
         np.testing.assert_allclose(values, expected[position, known], rtol=1e-5)
         assert realised[position] in ids
-        assert values.sum() + mixture.tail_mass[position] == pytest.approx(1, abs=1e-5)
+        assert values.sum() + mixture.remainder_mass[position] == pytest.approx(1, abs=1e-5)
         if not any(draws for _, draws in kinds):  # the truth itself, coarsened
             truth = np.einsum("k,kv->v", weights, np.array([one[position] for one in probs]))
             np.testing.assert_allclose(values, truth[ids], rtol=1e-5)
-            assert mixture.tail_mass[position] == pytest.approx(truth.sum() - truth[ids].sum(), abs=1e-6)
+            assert mixture.remainder_mass[position] == pytest.approx(truth.sum() - truth[ids].sum(), abs=1e-6)
 
 
 def test_a_mixture_of_draws_has_no_bias():
@@ -116,17 +123,17 @@ def test_a_mixture_of_draws_has_no_bias():
     probs = [distributions(draw, 3) for _ in weights]
     sums, times = np.zeros((3, V)), 4000
     for seed in range(times):
-        said = [signal_of(scores_of(one, realised, 2, 4, 2 * seed + k), 0) for k, one in enumerate(probs)]
-        sums += np.nan_to_num(dense(mix(said, weights)))
+        said = [to_teacher_logprobs(scores_of(one, realised, 2, 4, 2 * seed + k), 0) for k, one in enumerate(probs)]
+        sums += np.nan_to_num(dense(mix_teacher_logprobs(said, weights)))
     np.testing.assert_allclose(sums / times, 0.3 * probs[0] + 0.7 * probs[1], atol=6e-3)
 
 
 @pytest.mark.parametrize("draws", [0, 4])
 def test_a_mixture_of_one_teacher_with_itself_is_what_it_says(draws):
     draw = np.random.default_rng(5)
-    signal = signal_of(scores_of(distributions(draw, 6), draw.integers(0, V, 6), 3, draws, 1), 0)
-    mixture = mix([signal, signal], [0.3, 0.7])
-    assert (mixture.exact is None) == (signal.exact is None) == (draws == 0)
+    signal = to_teacher_logprobs(scores_of(distributions(draw, 6), draw.integers(0, V, 6), 3, draws, 1), 0)
+    mixture = mix_teacher_logprobs([signal, signal], [0.3, 0.7])
+    assert (mixture.exact_counts is None) == (signal.exact_counts is None) == (draws == 0)
     for field in dataclasses.fields(signal)[:-1]:  # but for the precision
         one, other = getattr(mixture, field.name), getattr(signal, field.name)
         if one is not None:
@@ -139,7 +146,7 @@ def test_a_mixture_of_one_teacher_with_itself_is_what_it_says(draws):
 @settings(deadline=None)
 @given(
     sums=st.lists(st.lists(st.floats(-200, 0) | st.just(-math.inf), min_size=3, max_size=3), min_size=1, max_size=4),
-    score=st.sampled_from(list(SCORES)),
+    score=st.sampled_from(list(TEACHER_SCORES)),
     alpha=st.sampled_from([0.0, 0.5, 20.0, math.inf]),
     silent=st.integers(0, 15),
 )
@@ -147,14 +154,14 @@ def test_weights_sum_to_1_and_a_higher_score_has_not_less(sums, score, alpha, si
     sizes = np.full((len(sums), 3), 7.0)
     spans = np.array([[0.0 if silent >> k & 1 else 2.0] * 3 for k in range(len(sums))])
     sums = np.where(spans > 0, np.array(sums), 0.0)
-    shares = Weighing(score, alpha).shares(np.stack([sums, sizes * (spans > 0), spans], -1))
+    shares = ScoreWeighting(score, alpha).teacher_weights(np.stack([sums, sizes * (spans > 0), spans], -1))
     np.testing.assert_allclose(shares.sum(0), 1)
     assert (shares >= 0).all()
     for part in range(3):
         speaking = [k for k in range(len(sums)) if spans[k, part]]
         if speaking:
             assert shares[speaking, part].sum() == pytest.approx(1)
-        values = np.maximum(sums[:, part], 7 * LEAST)
+        values = np.maximum(sums[:, part], 7 * MIN_SCORE)
         for one in speaking:
             for other in speaking:
                 if values[one] > values[other]:
@@ -167,11 +174,11 @@ def test_weights_by_hand():
     # 12 bytes at -18 nats, 10 bytes at -5: -1.5 and -0.5 nats a byte.
     tallies = np.array([[[-18.0, 12, 3]], [[-5.0, 10, 4]]])
     high = 1 / (1 + math.exp(-2))
-    np.testing.assert_allclose(Weighing("ce", 2.0).shares(tallies)[:, 0], [1 - high, high])
-    np.testing.assert_allclose(Weighing("ce", math.inf).shares(tallies)[:, 0], [0, 1])
+    np.testing.assert_allclose(ScoreWeighting("ce", 2.0).teacher_weights(tallies)[:, 0], [1 - high, high])
+    np.testing.assert_allclose(ScoreWeighting("ce", math.inf).teacher_weights(tallies)[:, 0], [0, 1])
     difference = math.exp(-0.5) - math.exp(-1.5)
     high = 1 / (1 + math.exp(-difference))
-    np.testing.assert_allclose(Weighing("max-probability", 1.0).shares(tallies)[:, 0], [1 - high, high])
+    np.testing.assert_allclose(ScoreWeighting("max-probability", 1.0).teacher_weights(tallies)[:, 0], [1 - high, high])
 
 
 def cuts(draw: np.random.Generator, size: int) -> list[int]:
@@ -181,7 +188,11 @@ def cuts(draw: np.random.Generator, size: int) -> list[int]:
 
 
 @settings(deadline=None, max_examples=60)
-@given(seed=st.integers(0, 2**32 - 1), score=st.sampled_from(list(SCORES)), per=st.sampled_from(["document", "span"]))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    score=st.sampled_from(list(TEACHER_SCORES)),
+    per=st.sampled_from(["document", "span"]),
+)
 def test_tallies_are_those_of_spans_that_all_tokenizers_share(seed, score, per):
     draw = np.random.default_rng(seed)
     tokens = int(draw.integers(1, 12))
@@ -193,19 +204,21 @@ def test_tallies_are_those_of_spans_that_all_tokenizers_share(seed, score, per):
         spans = np.array(
             [[a, b, c, d] for a, b, c, d in zip(mine[:-1], mine[1:], theirs[:-1], theirs[1:], strict=True)]
         )
-        signal = signal_of(scores_of(distributions(draw, theirs[-1]), draw.integers(0, V, theirs[-1]), 2, 0, seed), 0)
+        signal = to_teacher_logprobs(
+            scores_of(distributions(draw, theirs[-1]), draw.integers(0, V, theirs[-1]), 2, 0, seed), 0
+        )
         signal = dataclasses.replace(signal, positions=np.arange(theirs[-1], dtype=np.int32))
         kept = draw.random(len(spans)) < 0.8  # of the others nothing is known
         ids = np.zeros(theirs[-1], np.int32)
         examples.append(
-            Example(np.zeros(tokens, np.int32), np.arange(tokens), spans[kept].astype(np.int32), ids, signal)
+            LossInputs(np.zeros(tokens, np.int32), np.arange(tokens), spans[kept].astype(np.int32), ids, signal)
         )
         highest = [signal.logprobs[a:b].max() for a, b in zip(signal.offsets[:-1], signal.offsets[1:], strict=True)]
-        values.append({"ce": signal.realised_logprobs, "entropy": -signal.entropy, "max-probability": highest}[score])
+        values.append({"ce": signal.observed_logprobs, "entropy": -signal.entropy, "max-probability": highest}[score])
         inside = {at for a, b, _, _ in spans[kept].tolist() for at in range(a + 1, b)}
         edges.append({at for at in range(tokens + 1) if at not in inside})
     shared = sorted(edges[0] & edges[1]) if per == "span" else [0, tokens]
-    tallies, parts = tallies_of(Weighing(score, per=per), examples, sizes)
+    tallies, parts = score_tallies(ScoreWeighting(score, scope=per), examples, sizes)
     assert parts.tolist() == [n for n, (a, b) in enumerate(itertools.pairwise(shared)) for _ in range(a, b)]
     for k, example in enumerate(examples):
         for n, (a, b) in enumerate(itertools.pairwise(shared)):
@@ -222,17 +235,19 @@ def test_tallies_are_those_of_spans_that_all_tokenizers_share(seed, score, per):
 # --- options
 
 
-@pytest.mark.parametrize("way", list(TEACHERS))
+@pytest.mark.parametrize("way", list(COMBINATION_METHODS))
 def test_weights_that_nobody_gives_are_equal(way):
-    assert read_combination(way, "", 4).weights == (0.25,) * 4
+    assert parse_ensemble(way, "", 4).weights == (0.25,) * 4
 
 
 def test_numbers_are_weights_of_sum_1_and_scores_have_options():
-    assert read_combination("sum", "3,1", 2).weights == (0.75, 0.25)
-    assert read_combination("mixture", "1,0", 2).weights == (1, 0)
-    assert read_combination("sum", "ce:alpha=5,per=span", 2).weighing == Weighing("ce", 5.0, "span")
-    assert read_combination("select", "entropy:per=span", 2).weighing == Weighing("entropy", math.inf, "span")
-    assert read_combination("select", "", 2).weighing == Weighing("ce", math.inf, "document")
+    assert parse_ensemble("sum", "3,1", 2).weights == (0.75, 0.25)
+    assert parse_ensemble("mixture", "1,0", 2).weights == (1, 0)
+    assert parse_ensemble("sum", "ce:alpha=5,per=span", 2).score_weighting == ScoreWeighting("ce", 5.0, "span")
+    assert parse_ensemble("select", "entropy:per=span", 2).score_weighting == ScoreWeighting(
+        "entropy", math.inf, "span"
+    )
+    assert parse_ensemble("select", "", 2).score_weighting == ScoreWeighting("ce", math.inf, "document")
 
 
 @pytest.mark.parametrize(
@@ -257,8 +272,8 @@ def test_numbers_are_weights_of_sum_1_and_scores_have_options():
 )  # fmt: skip
 def test_what_makes_no_sense_is_told(way, weights, teachers, what):
     if what is None:
-        assert read_combination(way, weights, teachers).weights == (1,)
+        assert parse_ensemble(way, weights, teachers).weights == (1,)
         return
     with pytest.raises(XtkError) as told:
-        read_combination(way, weights, teachers)
+        parse_ensemble(way, weights, teachers)
     assert told.value.what.startswith(what)

@@ -22,10 +22,16 @@ from transformers import AutoModelForCausalLM
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.rewards.specification import parse_reward
+from xtk.rewards.reward_spec import parse_reward
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.metrics import read_metrics
-from xtk.training.on_policy import OnPolicy, RoundOrder, parse_stop_if, repetition, reward_weights
+from xtk.training.metrics_file import read_metrics
+from xtk.training.on_policy_config import (
+    OnPolicyConfig,
+    PromptSampler,
+    count_repeated_ngrams,
+    parse_stop_condition,
+    reward_weights,
+)
 
 HEADERS = (
     "{{ bos_token }}{% for message in messages %}<|pad|>{{ message['role'] }}<|pad|>\n\n"
@@ -45,20 +51,23 @@ USABLE = np.array([0, 1, 2, 3, 5, 6])
 
 @pytest.mark.parametrize("lmbda", [1.0, 0.0, 0.4])
 def test_every_prompt_is_taken_as_often_as_any_other_and_all_its_completions_together(lmbda):
-    on_policy = OnPolicy(num_generations=2, steps_per_generation=3, num_iterations=2, lmbda=lmbda)
-    order = RoundOrder(USABLE, SIZES, 4, 7, on_policy)
+    on_policy = OnPolicyConfig(num_generations=2, steps_per_generation=3, num_iterations=2, lmbda=lmbda)
+    order = PromptSampler(USABLE, SIZES, 4, 7, on_policy)
     steps = range(6 * 40)
     taken: dict[int, int] = {}
     for first in range(0, len(steps), 6):
         # The second iteration takes the very same documents.
-        assert [order.step(step) for step in range(first, first + 3)] == [
-            order.step(step) for step in range(first + 3, first + 6)
+        assert [order.documents_of_step(step) for step in range(first, first + 3)] == [
+            order.documents_of_step(step) for step in range(first + 3, first + 6)
         ]
     for step in steps:
-        numbers = order.step(step)
+        numbers = order.documents_of_step(step)
         assert len(numbers) == 4
-        assert order.share(step, 0, 2, 2) + order.share(step, 1, 2, 2) == [numbers[:2], numbers[2:]]
-        if order.writes(step):
+        assert order.micro_batches_of_rank(step, 0, 2, 2) + order.micro_batches_of_rank(step, 1, 2, 2) == [
+            numbers[:2],
+            numbers[2:],
+        ]
+        if order.is_on_policy(step):
             prompts = [number // 2 for number in numbers]
             assert prompts[::2] == prompts[1::2]
             assert [number % 2 for number in numbers] == [0, 1] * 2
@@ -67,27 +76,27 @@ def test_every_prompt_is_taken_as_often_as_any_other_and_all_its_completions_tog
         assert set(prompts) <= set(USABLE.tolist())
         for prompt in prompts:
             taken[prompt] = taken.get(prompt, 0) + 1
-    share = np.mean([order.writes(step) for step in steps])
+    share = np.mean([order.is_on_policy(step) for step in steps])
     assert share == pytest.approx(lmbda, abs=0.15 if 0 < lmbda < 1 else 0)
     if lmbda in (0, 1):
         assert max(taken.values()) - min(taken.values()) <= 4
-    assert [order.step(step) for step in range(12)] == [
-        RoundOrder(USABLE, SIZES, 4, 7, on_policy).step(step) for step in range(12)
+    assert [order.documents_of_step(step) for step in range(12)] == [
+        PromptSampler(USABLE, SIZES, 4, 7, on_policy).documents_of_step(step) for step in range(12)
     ]
 
 
 def test_a_prompt_is_known_by_how_often_it_was_taken():
-    order = RoundOrder(USABLE, SIZES, 4, 7, OnPolicy(num_generations=2))
+    order = PromptSampler(USABLE, SIZES, 4, 7, OnPolicyConfig(num_generations=2))
     seen: dict[int, list[int]] = {}
     for step in range(12):
-        for prompt, before in order.prompts(step):
+        for prompt, before in order.prompts_of_step(step):
             seen.setdefault(prompt, []).append(before)
     assert all(times == list(range(len(times))) for times in seen.values())
 
 
 def test_a_step_that_would_cut_a_group_is_refused():
     with pytest.raises(XtkError, match="a step has 6 documents, and a prompt 4"):
-        OnPolicy(num_generations=4).check_batch(6)
+        OnPolicyConfig(num_generations=4).check_batch(6)
 
 
 # --- what rollouts count
@@ -107,24 +116,24 @@ def test_weights_of_rewards_by_hand():
 
 
 def test_repetition():
-    assert repetition([1, 2, 3, 4, 5]) == (0, 2)
-    assert repetition([7] * 6) == (2, 3)
-    assert repetition([1, 2]) == (0, 0)
+    assert count_repeated_ngrams([1, 2, 3, 4, 5]) == (0, 2)
+    assert count_repeated_ngrams([7] * 6) == (2, 3)
+    assert count_repeated_ngrams([1, 2]) == (0, 0)
 
 
 @pytest.mark.parametrize("text", ["entropy", "entropy=1", "entropi<1", "entropy<x", "entropy<1e"])
 def test_no_sign_of_collapse(text):
     with pytest.raises(XtkError):
-        parse_stop_if(text)
+        parse_stop_condition(text)
 
 
 def test_signs_of_collapse():
-    sign = parse_stop_if("repetition > 0.5")
+    sign = parse_stop_condition("repetition > 0.5")
     assert str(sign) == "repetition>0.5"
-    assert sign.holds({"repetition": 0.6})
-    assert not sign.holds({"repetition": 0.5})
-    assert not sign.holds({})
-    assert parse_stop_if("entropy<0.05").holds({"entropy": 0.01})
+    assert sign.is_met({"repetition": 0.6})
+    assert not sign.is_met({"repetition": 0.5})
+    assert not sign.is_met({})
+    assert parse_stop_condition("entropy<0.05").is_met({"entropy": 0.01})
 
 
 @pytest.mark.parametrize(
@@ -134,8 +143,8 @@ def test_signs_of_collapse():
 )  # fmt: skip
 def test_refused_options(wrong):
     with pytest.raises(XtkError):
-        OnPolicy(**wrong)
-    assert OnPolicy(reward_beta=1.0, rewards=(parse_reward("exact"),)).identity()["rewards"] == ["exact"]
+        OnPolicyConfig(**wrong)
+    assert OnPolicyConfig(reward_beta=1.0, rewards=(parse_reward("exact"),)).identity()["rewards"] == ["exact"]
 
 
 # --- runs
@@ -259,7 +268,10 @@ def test_the_pipeline_gives_the_student_of_the_one_command(pair, prompts, tmp_pa
     run_xtk("distill", pair.student, prompts, "--on-policy", "--teacher", f"{pair.teacher}:top_k=16", *sampling[:-2],
             *training, 10, "-o", tmp_path / "command")  # fmt: skip
     student = Tokenizer(pair.student)
-    assert all(rows.row(number).document.drawn.tokenizer == student.fingerprint for number in range(len(rows)))
+    assert all(
+        rows.read_document(number).document.sampled_tokens.tokenizer_fingerprint == student.fingerprint
+        for number in range(len(rows))
+    )
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl")[0] for name in ("command", "pipeline"))
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
     assert one["gradient_norm"] == pytest.approx(other["gradient_norm"], rel=1e-5)

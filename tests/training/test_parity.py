@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from xtk.losses import parse_losses
-from xtk.training.metrics import read_metrics
+from xtk.training.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
 

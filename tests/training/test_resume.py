@@ -15,9 +15,9 @@ from interrupting import assert_none_left, assert_same, stop_at_a_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from xtk.losses import LossSpecification
-from xtk.training.metrics import MetricsFile, read_metrics
-from xtk.training.recipe import Recipe
+from xtk.losses import LossSpec
+from xtk.training.metrics_file import MetricsFile, read_metrics
+from xtk.training.train_config import TrainConfig
 
 STEPS = 24
 REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
@@ -113,7 +113,7 @@ def test_every_line_of_metrics_has_what_a_reader_needs(whole):
         assert line["loss"] == pytest.approx(line["ce"] + line["p-kl"])
         assert line["gradient_norm"] > 0
         assert line["tokens_per_second"] > 0
-    recipe = Recipe((LossSpecification("ce"),), learning_rate=1e-3)
+    recipe = TrainConfig((LossSpec("ce"),), learning_rate=1e-3)
     assert [line["learning_rate"] for line in lines] == [recipe.learning_rate_at(step, STEPS) for step in range(STEPS)]
     assert lines[-1]["loss"] < 0.95 * lines[0]["loss"]
 

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from xtk.errors import XtkError
-from xtk.losses import LossSpecification
-from xtk.training.recipe import Recipe
-from xtk.training.schedules import SCHEDULES
+from xtk.losses import LossSpec
+from xtk.training.lr_schedules import SCHEDULES
+from xtk.training.train_config import TrainConfig
 
 
-def recipe(**options: object) -> Recipe:
-    return Recipe((LossSpecification("ce"),), **{"learning_rate": 2.0, **options})
+def recipe(**options: object) -> TrainConfig:
+    return TrainConfig((LossSpec("ce"),), **{"learning_rate": 2.0, **options})
 
 
 def test_the_learning_rate_rises_to_the_end_of_the_warm_up_and_then_falls_as_a_cosine():

@@ -17,10 +17,10 @@ from steps import inputs_of, recipe_of, take_steps
 
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
-from xtk.losses import AUTO, LossSpecification, parse_losses
+from xtk.losses import AUTO_LOSS, LossSpec, parse_losses
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.sources import matched
-from xtk.training.teachers import CHOSEN, open_teachers, take_losses
+from xtk.training.data_sources import match_documents
+from xtk.training.loss_assignment import AUTO_LOSSES, assign_losses, open_teachers
 
 TEXTS = material.sentences(8, seed=11)
 ROUTES = ["teacher", "twin", "twin", "teacher", "twin", "teacher", "teacher", "teacher"]
@@ -65,7 +65,7 @@ def step(pair, folder) -> Step:
     """Take one step of all documents; return the gradients and what was told."""
     accelerator = Accelerator(cpu=True)
 
-    def take(*names: str, losses: tuple[str, ...] = (AUTO,), **options: Any) -> tuple[Any, Any]:
+    def take(*names: str, losses: tuple[str, ...] = (AUTO_LOSS,), **options: Any) -> tuple[Any, Any]:
         recipe = recipe_of(list(losses), **options)
         inputs = inputs_of(pair.student, [folder / f"c-{name}" for name in names], recipe)
         gradients, told = take_steps(accelerator, pair.student, inputs, recipe, len(inputs.source), steps=1)
@@ -138,11 +138,11 @@ def test_a_mixture_of_two_is_less_than_their_sum(step):
 def test_weights_of_a_document_add_up_and_select_gives_all_to_one(step, pair, folder):
     _, told = step("teacher", "other", teacher_weights="ce:alpha=3")
     assert told["weight/teacher"] + told["weight/other"] == pytest.approx(1)
-    rows = matched([TeacherCache(folder / f"c-{name}") for name in ("teacher", "other")])
+    rows = match_documents([TeacherCache(folder / f"c-{name}") for name in ("teacher", "other")])
     likely = []
     for number in range(len(TEXTS)):
         said = [
-            TeacherCache(folder / f"c-{name}").row(int(row)).signal.realised_logprobs.sum()
+            TeacherCache(folder / f"c-{name}").read_document(int(row)).teacher_logprobs.observed_logprobs.sum()
             for name, row in zip(("teacher", "other"), rows[:, number], strict=True)
         ]
         likely.append(int(said[1] > said[0]))
@@ -183,15 +183,18 @@ def test_a_document_in_several_caches_needs_a_route(step):
 
 def test_documents_are_found_in_whatever_order_they_are_cached(folder, tmp_path, run, pair):
     caches = [TeacherCache(folder / f"c-{name}") for name in ("teacher", "other", "alike")]
-    rows = matched(caches)
+    rows = match_documents(caches)
     for number in range(len(TEXTS)):
-        read = [cache.row(int(row)).document.text for cache, row in zip(caches, rows[:, number], strict=True)]
+        read = [cache.read_document(int(row)).document.text for cache, row in zip(caches, rows[:, number], strict=True)]
         assert read == [TEXTS[number]] * 3
     twice = [TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[0]]
     for name, texts in (("one", twice), ("two", twice[::-1])):
         material.write_jsonl(tmp_path / f"{name}.jsonl", texts)
         run("cache-teacher", pair.teacher, f"{name}.jsonl", "--support", "none", "-q", "-o", name, cwd=tmp_path)
-    assert matched([TeacherCache(tmp_path / name) for name in ("one", "two")]).tolist() == [[0, 1, 2, 3], [0, 2, 1, 3]]
+    assert match_documents([TeacherCache(tmp_path / name) for name in ("one", "two")]).tolist() == [
+        [0, 1, 2, 3],
+        [0, 2, 1, 3],
+    ]
 
 
 def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
@@ -219,8 +222,8 @@ def test_a_cached_document_of_weight_w_counts_w_times(step, folder):
     assert_same(weighted, listed)
     assert told == pytest.approx(told_of_listed, rel=1e-6)
     sources = {name: TeacherCache(folder / f"c-{name}") for name in ("weighted", "teacher")}
-    assert sources["weighted"].weights().tolist() == WEIGHTS
-    assert sources["teacher"].weights().tolist() == [1] * 8
+    assert sources["weighted"].document_weights().tolist() == WEIGHTS
+    assert sources["teacher"].document_weights().tolist() == [1] * 8
     assert [row.document.weight for row in sources["weighted"]] == WEIGHTS
 
 
@@ -273,10 +276,10 @@ def teachers(pair, folder):
 
 def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
     chosen = {name: teachers(name)[0].chosen() for name in ("teacher", "alike", "none")}
-    assert chosen["teacher"][0] == CHOSEN["bytes"]
+    assert chosen["teacher"][0] == AUTO_LOSSES["bytes"]
     assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
-    assert chosen["alike"] == (CHOSEN["tokens"], "alike has the student's own tokenizer")
-    assert chosen["none"][0] == CHOSEN["realised"] == ["alm"]
+    assert chosen["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's own tokenizer")
+    assert chosen["none"][0] == AUTO_LOSSES["realised"] == ["alm"]
 
 
 def names_of(taken: Any) -> list[tuple[str, int | None]]:
@@ -285,11 +288,11 @@ def names_of(taken: Any) -> list[tuple[str, int | None]]:
 
 def test_auto_takes_for_each_teacher_what_suits_it_beside_what_is_named(teachers):
     both = teachers("teacher", "alike")
-    taken, told = take_losses(parse_losses([AUTO, "ce:weight=0.5"]), both)
+    taken, told = assign_losses(parse_losses([AUTO_LOSS, "ce:weight=0.5"]), both)
     assert sorted(names_of(taken), key=str) == [("byte-kl", 0), ("ce", None), ("forward-kl", 1)]
     assert [one.loss.weight for one in taken if one.teacher is None] == [0.5]
     assert told.count("; ") == 1
-    assert names_of(take_losses(parse_losses(["byte-kl", "forward-kl"]), both)[0]) == [
+    assert names_of(assign_losses(parse_losses(["byte-kl", "forward-kl"]), both)[0]) == [
         ("byte-kl", 0),
         ("byte-kl", 1),
         ("forward-kl", 1),
@@ -298,9 +301,9 @@ def test_auto_takes_for_each_teacher_what_suits_it_beside_what_is_named(teachers
 
 def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused(teachers):
     with pytest.raises(XtkError, match="forward-kl is for a teacher with the student's own tokenizer"):
-        take_losses([LossSpecification("forward-kl")], teachers("teacher", "other"))
+        assign_losses([LossSpec("forward-kl")], teachers("teacher", "other"))
     with pytest.raises(XtkError, match="none of the losses fits the teacher teacher"):
-        take_losses([LossSpecification("forward-kl")], teachers("teacher", "alike"))
+        assign_losses([LossSpec("forward-kl")], teachers("teacher", "alike"))
     with pytest.raises(XtkError, match="the loss auto has no options"):
         parse_losses(["auto:weight=2"])
 
@@ -308,7 +311,7 @@ def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused
 def test_data_in_the_place_of_a_cache_is_trained_on_only_if_ce_is_named(pair, folder):
     data = [folder / "plain.jsonl"]
     assert len(inputs_of(pair.student, data, recipe_of(["ce"])).source) == 8
-    for losses in ([AUTO], [AUTO, "ce"], ["byte-kl"]):
+    for losses in ([AUTO_LOSS], [AUTO_LOSS, "ce"], ["byte-kl"]):
         with pytest.raises(XtkError, match=r"plain\.jsonl"):
             inputs_of(pair.student, data, recipe_of(losses))
 

@@ -15,14 +15,14 @@ from xtk.artifacts.corpus import Corpus
 from xtk.artifacts.teacher_cache import TeacherCache
 from xtk.errors import XtkError
 from xtk.losses import parse_losses
-from xtk.losses.head import fused_loss
-from xtk.losses.objective import Objective
-from xtk.models.head import Head
-from xtk.tokens.reading import read_documents
+from xtk.losses.fused_loss import fused_loss
+from xtk.losses.loss_term import LossTerm
+from xtk.models.output_head import OutputHead
+from xtk.tokens.teacher_view import teacher_views
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training.batches import BatchMaker
-from xtk.training.sources import CacheSource
-from xtk.training.teachers import Teacher, open_teachers, take_losses
+from xtk.training.data_sources import CacheSource
+from xtk.training.loss_assignment import DistillationTeacher, assign_losses, open_teachers
+from xtk.training.micro_batches import BatchBuilder
 
 # Nothing is clipped, so that each item has a gradient.
 POLICY = "policy-gradient:epsilon=1,epsilon-high=1000"
@@ -44,7 +44,7 @@ class Rollouts:
     folder: Path
     drawn: list[list[int]]
 
-    def teacher(self, name: str) -> Teacher:
+    def teacher(self, name: str) -> DistillationTeacher:
         return open_teachers([str(self.folder / f"cache-{name}")], [], self.student)[0]
 
 
@@ -82,7 +82,7 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
     for name, place in places.items():
         (folder / "plain.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         read = [
-            sequence for _, sequence in read_documents(Tokenizer(place), list(Corpus([str(folder / "plain.jsonl")])))
+            sequence for _, sequence in teacher_views(Tokenizer(place), list(Corpus([str(folder / "plain.jsonl")])))
         ]
         given = [[[at, at + 5, at + 9] for at in range(int(sequence.trained.sum()))] for sequence in read]
         (folder / f"{name}.jsonl").write_text(
@@ -96,38 +96,42 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in LOSSES.items() for text in texts])
 def test_what_was_drawn_is_trained_and_prompts_and_answers_of_tools_have_no_gradient(rollouts, name, text):
     teacher = rollouts.teacher(name)
-    ((taken,), _) = take_losses(parse_losses([text]), [teacher])
+    ((taken,), _) = assign_losses(parse_losses([text]), [teacher])
     assert taken.teacher == 0
-    objective = Objective(taken.rule, taken.loss.divergence(), teacher.ground(taken.rule.ground))
+    objective = LossTerm(
+        taken.rule, taken.loss.make_divergence(), teacher.comparison_space(taken.rule.comparison_space)
+    )
     source = CacheSource(teacher.cache)
-    batch = BatchMaker(source, rollouts.student, [objective], 256).make([0, 1])
+    batch = BatchBuilder(source, rollouts.student, [objective], 256).build([0, 1])
     (term,) = batch.terms
     torch.manual_seed(0)
     documents, length = batch.input_ids.shape
     logits = torch.randn(documents * length, rollouts.student.width, dtype=torch.float64, requires_grad=True)
-    fused_loss(logits[batch.places], Head(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
+    fused_loss(logits[batch.loss_positions], OutputHead(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
     moved = set(np.flatnonzero(logits.grad.abs().sum(1) > 0).tolist())
     wanted = set()
     for number, own in enumerate(rollouts.drawn):
-        drawn = source.document(number).drawn
+        drawn = source.document(number).sampled_tokens
         np.testing.assert_array_equal(batch.input_ids[number, : len(drawn.ids)], drawn.ids)
-        assert drawn.ids[drawn.drawn].tolist() == own
-        wanted |= set((number * length + np.flatnonzero(drawn.drawn) - 1).tolist())
+        assert drawn.ids[drawn.sampled_mask].tolist() == own
+        wanted |= set((number * length + np.flatnonzero(drawn.sampled_mask) - 1).tolist())
     assert moved <= wanted  # what predicts prompts and answers of tools is not moved at all
     if name == "alike" or text == POLICY:
         assert moved == wanted
     if text == POLICY:
         assert term.tokens.tolist() == [token for own in rollouts.drawn for token in own]
-        old = [source.document(number).drawn for number in range(2)]
-        assert float(term.surrogate.logprobs.sum()) == pytest.approx(sum(float(one.logprobs.sum()) for one in old))
+        old = [source.document(number).sampled_tokens for number in range(2)]
+        assert float(term.surrogate.sampling_logprobs.sum()) == pytest.approx(
+            sum(float(one.logprobs.sum()) for one in old)
+        )
 
 
 def test_policy_gradient_from_documents_that_nobody_drew_is_refused(rollouts, pair, cache):
     (teacher,) = open_teachers([str(cache)], [], Tokenizer(pair.student))
     with pytest.raises(XtkError, match="policy-gradient is for documents that the student drew, and none of these was"):
-        take_losses(parse_losses(["ce", "policy-gradient"]), [teacher])
-    assert take_losses(parse_losses(["policy-gradient"]), [teacher], rollouts=True)
-    assert take_losses(parse_losses(["policy-gradient"]), [teacher, rollouts.teacher("teacher")])
+        assign_losses(parse_losses(["ce", "policy-gradient"]), [teacher])
+    assert assign_losses(parse_losses(["policy-gradient"]), [teacher], on_policy=True)
+    assert assign_losses(parse_losses(["policy-gradient"]), [teacher, rollouts.teacher("teacher")])
 
 
 def test_another_student_reads_the_text_and_has_no_part_in_the_policy_gradient(rollouts, pair):
@@ -135,6 +139,6 @@ def test_another_student_reads_the_text_and_has_no_part_in_the_policy_gradient(r
     cache = TeacherCache(str(rollouts.folder / "cache-alike"))
     for text, items in (("alm", True), ("policy-gradient", False)):
         (loss,) = parse_losses([text])
-        objective = Objective(loss.rule(), loss.divergence(), None)
-        (term,) = BatchMaker(CacheSource(cache), other, [objective], 256).make([0, 1]).terms
-        assert (term.items > 0) == items
+        objective = LossTerm(loss.make_loss(), loss.make_divergence(), None)
+        (term,) = BatchBuilder(CacheSource(cache), other, [objective], 256).build([0, 1]).terms
+        assert (term.num_items > 0) == items

@@ -5,47 +5,47 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from xtk.artifacts.codecs import PRECISIONS
-from xtk.artifacts.members import member
-from xtk.artifacts.schema import (
-    Invalid,
-    Stated,
-    check,
+from xtk.artifacts.json_schema import (
+    CheckedObject,
+    SchemaViolation,
+    any_json,
+    check_schema,
+    integer,
+    json_object,
     list_of,
     map_of,
     number,
     one_of,
     optional,
-    plain,
-    record,
     text,
-    whole,
 )
-from xtk.errors import Damaged
-from xtk.tokens.tokenizer_limits import MAX_TOKENS
+from xtk.artifacts.safe_file_access import check_file_name
+from xtk.artifacts.shard_codecs import PRECISION_CODECS
+from xtk.errors import CorruptError
+from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-SHARD = re.compile(r"shard-\d{5,9}\.arrow")
-VOCABULARY_ORDER = re.compile(r"vocabulary-order-[0-9a-f]+\.arrow")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SHARD_NAME = re.compile(r"shard-\d{5,9}\.arrow")
+VOCABULARY_ORDER_NAME = re.compile(r"vocabulary-order-[0-9a-f]+\.arrow")
 # Keys of a codec's options under which a header names files in the folder of the shards.
-FILES_OF_A_CODEC = ("vocabulary_order",)
-MANIFEST_BYTES = 1 << 30  # two million shards
-IDS = 2**31 - 1
+CODEC_FILE_KEYS = ("vocabulary_order",)
+MAX_MANIFEST_BYTES = 1 << 30  # two million shards
+MAX_TOKEN_ID = 2**31 - 1
 _CHECKSUM = text(r"sha256:[0-9a-f]{64}")
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def file_of(number: int) -> str:
+def shard_file_name(number: int) -> str:
     """Return the name of a shard."""
     return f"shard-{number:05d}.arrow"
 
 
-def _payload(value: Any, place: str) -> None:
+def _check_byte_ranges(value: Any, place: str) -> None:
     """Accept the byte ranges of texts, tokens and signals."""
     if type(value) is not list or len(value) != 3 or not all(map(_is_range, value)):
-        raise Invalid(place, value, "three ranges [start, stop]")
+        raise SchemaViolation(place, value, "three ranges [start, stop]")
 
 
 def _is_range(value: Any) -> bool:
@@ -54,79 +54,79 @@ def _is_range(value: Any) -> bool:
     )
 
 
-_STRETCH = record(
-    {"fingerprint": text(), "first": whole(), "stop": whole()}, {"rows": whole(), "options": map_of(plain(2))}
+_DATA_RANGE = json_object(
+    {"fingerprint": text(), "first": integer(), "stop": integer()}, {"rows": integer(), "options": map_of(any_json(2))}
 )
-_HEADER = record(
+_HEADER_SCHEMA = json_object(
     {
-        "codec": record(
+        "codec": json_object(
             {"name": text()},
             {
-                "precision": one_of(tuple(PRECISIONS)),
-                "num_samples": whole(0, IDS),
-                "num_sample_sets": whole(0, IDS),
+                "precision": one_of(tuple(PRECISION_CODECS)),
+                "num_samples": integer(0, MAX_TOKEN_ID),
+                "num_sample_sets": integer(0, MAX_TOKEN_ID),
                 "vocabulary_order": text(),
             },
         ),
     },
     {
         "kind": text(),
-        "teacher": record(
+        "teacher": json_object(
             {},
             {
                 "name": text(),
-                "weights": plain(3),
+                "weights": any_json(3),
                 "tokenizer": text(),
                 "template": optional(text()),
-                "width": whole(1, MAX_TOKENS),
-                "special_tokens": map_of(whole(0, IDS)),
+                "width": integer(1, MAX_TOKENS),
+                "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
             },
         ),
-        "data": record(
+        "data": json_object(
             {},
             {
                 "fingerprint": text(),
-                "rows": whole(),
+                "rows": integer(),
                 "optional_columns": list_of(text(), 8),
-                "sources": list_of(_STRETCH),
+                "sources": list_of(_DATA_RANGE),
             },
         ),
-        "options": record(
+        "options": json_object(
             {},
             {
                 "support": text(),
-                "top_k": optional(whole(0, IDS)),
+                "top_k": optional(integer(0, MAX_TOKEN_ID)),
                 "top_p": optional(number(0, 1)),
-                "num_samples": optional(whole(0, IDS)),
-                "num_sample_sets": optional(whole(0, IDS)),
+                "num_samples": optional(integer(0, MAX_TOKEN_ID)),
+                "num_sample_sets": optional(integer(0, MAX_TOKEN_ID)),
                 "dtype": one_of(_DTYPES),
-                "max_length": optional(whole()),
-                "batch_tokens": whole(),
-                "shard_tokens": whole(),
+                "max_length": optional(integer()),
+                "batch_tokens": integer(),
+                "shard_tokens": integer(),
             },
         ),
     },
 )
-_SHARD = record(
+_SHARD_SCHEMA = json_object(
     {
         "file": text(),
-        "rows": whole(0, IDS),
-        "positions": whole(),
-        "tokens": whole(),
-        "bytes": whole(),
-        "payload": _payload,
+        "rows": integer(0, MAX_TOKEN_ID),
+        "positions": integer(),
+        "tokens": integer(),
+        "bytes": integer(),
+        "payload": _check_byte_ranges,
         "checksum": _CHECKSUM,
     },
-    {"entries": whole(), "source_header": whole(0, IDS)},
-    plain(2),
+    {"entries": integer(), "source_header": integer(0, MAX_TOKEN_ID)},
+    any_json(2),
 )
-_MANIFEST = record(
-    {"header": _HEADER, "shards": list_of(_SHARD)},
-    {"files": map_of(_CHECKSUM), "source_headers": list_of(_HEADER)},
+_MANIFEST_SCHEMA = json_object(
+    {"header": _HEADER_SCHEMA, "shards": list_of(_SHARD_SCHEMA)},
+    {"files": map_of(_CHECKSUM), "source_headers": list_of(_HEADER_SCHEMA)},
 )
 
 
-def check_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str, Any]:
+def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str, Any]:
     """Check what a manifest states, whoever wrote it: types, ranges, and that no name leads out of the cache.
 
     Args:
@@ -140,43 +140,43 @@ def check_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str,
     Raises:
         Damaged: names the first value that cannot be.
     """
-    check(manifest, _MANIFEST, where, hint)
+    check_schema(manifest, _MANIFEST_SCHEMA, where, hint)
     if not manifest["shards"]:
-        raise Damaged("this cache has no shard", where=where, hint=hint)
+        raise CorruptError("this cache has no shard", where=where, hint=hint)
     files = manifest.get("files", {})
     for name in files:
-        member(name, (*TOKENIZER, VOCABULARY_ORDER), where=where)
+        check_file_name(name, (*TOKENIZER_FILES, VOCABULARY_ORDER_NAME), where=where)
     headers = manifest.get("source_headers") or [manifest["header"]]
     for header in (manifest["header"], *headers):
-        for key in FILES_OF_A_CODEC:
+        for key in CODEC_FILE_KEYS:
             if (
                 header["codec"].get(key) is not None
-                and member(header["codec"][key], (VOCABULARY_ORDER,), where=where) not in files
+                and check_file_name(header["codec"][key], (VOCABULARY_ORDER_NAME,), where=where) not in files
             ):
-                raise Damaged(f"this file states no checksum of {header['codec'][key]}", where=where, hint=hint)
+                raise CorruptError(f"this file states no checksum of {header['codec'][key]}", where=where, hint=hint)
     for at, shard in enumerate(manifest["shards"]):
-        member(shard["file"], (file_of(at),), where=where)
+        check_file_name(shard["file"], (shard_file_name(at),), where=where)
         if shard.get("source_header", 0) >= len(headers):
-            raise Damaged(
+            raise CorruptError(
                 f"shards[{at}].source_header is {shard['source_header']}; there are {len(headers)}",
                 where=where,
                 hint=hint,
             )
         if max(stop for _, stop in shard["payload"]) > shard["bytes"]:
-            raise Damaged(f"shards[{at}].payload ends after the file's last byte", where=where, hint=hint)
-    stated = Stated(manifest, "", where)
-    stated["header"] = _stated_header(manifest["header"], "header", where)
+            raise CorruptError(f"shards[{at}].payload ends after the file's last byte", where=where, hint=hint)
+    stated = CheckedObject(manifest, "", where)
+    stated["header"] = _checked_header(manifest["header"], "header", where)
     if "source_headers" in manifest:
         stated["source_headers"] = [
-            _stated_header(one, f"source_headers[{at}]", where) for at, one in enumerate(manifest["source_headers"])
+            _checked_header(one, f"source_headers[{at}]", where) for at, one in enumerate(manifest["source_headers"])
         ]
-    stated["shards"] = [Stated(one, f"shards[{at}]", where) for at, one in enumerate(manifest["shards"])]
+    stated["shards"] = [CheckedObject(one, f"shards[{at}]", where) for at, one in enumerate(manifest["shards"])]
     return stated
 
 
-def _stated_header(header: dict[str, Any], place: str, where: str) -> Stated:
+def _checked_header(header: dict[str, Any], place: str, where: str) -> CheckedObject:
     sections = {
-        name: Stated(section, f"{place}.{name}", where) if isinstance(section, dict) else section
+        name: CheckedObject(section, f"{place}.{name}", where) if isinstance(section, dict) else section
         for name, section in header.items()
     }
-    return Stated(sections, place, where)
+    return CheckedObject(sections, place, where)

@@ -10,33 +10,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from xtk.artifacts.data_files import (
+from xtk.artifacts.data_file_readers import (
+    DEFAULT_SPLIT,
     FORMATS,
     MAX_DOCUMENT_BYTES,
-    SPLIT,
-    Reading,
-    first_line,
-    format_of,
-    is_array,
-    json_record,
-    lines_of,
-    read_file,
-    records_of_json,
-    saved_files,
-    whole_text,
+    RecordReadOptions,
+    file_extension,
+    first_nonempty_line,
+    is_json_array,
+    parse_json_record,
+    read_json_records,
+    read_lines,
+    read_records,
+    read_text,
+    saved_dataset_files,
 )
-from xtk.artifacts.hub import ADAPTER, is_run, refuse_unreachable
-from xtk.artifacts.records import ASKED, FIELDS, Record, document_of
-from xtk.artifacts.spool import Spool
-from xtk.errors import XtkError, exists
-from xtk.lookup import unknown
+from xtk.artifacts.dataset_records import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
+from xtk.artifacts.model_resolver import ADAPTER_CONFIG, check_dataset_reachable, is_run_folder
+from xtk.artifacts.stdin_spool import StdinSpool
+from xtk.errors import XtkError, path_exists
+from xtk.registry import unknown_name_error
 from xtk.tokens.document import Document
 
 _HUB_URL = re.compile(r"^hf://(?:datasets/)?[\w.-]+/[\w.-]+(?::[\w.-]+)?$")
 _HUB_DATASET = re.compile(r"^(?:hf://(?:datasets/)?)?(?P<name>[\w.-]+/[\w.-]+?)(?::(?P<split>[\w.-]+))?$")
 _HUB_FILE = re.compile(r"^hf://datasets/([\w.-]+/[\w.-]+)(?:@[^/]+)?/.+$")
-_REMOTE = re.compile(r"^\w+://")
-DATA = "a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for a pipe"
+_URL_PREFIX = re.compile(r"^\w+://")
+DATA_HINT = (
+    "a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for a pipe"
+)
 
 
 class Corpus:
@@ -59,15 +61,15 @@ class Corpus:
         sources: list[str],
         columns: Mapping[str, str] | None = None,
         max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        piped: Spool | None = None,
+        stdin: StdinSpool | None = None,
     ) -> None:
         self.sources = sources
         self.columns = dict(columns or {})
-        self._reading = Reading(self.columns, max_document_bytes)
-        self._piped = piped
+        self._read_options = RecordReadOptions(self.columns, max_document_bytes)
+        self._stdin = stdin
         for field in self.columns:
-            if field not in (*FIELDS, *ASKED):
-                raise unknown("document field", field, FIELDS)
+            if field not in (*RECORD_FIELDS, *OPT_IN_FIELDS):
+                raise unknown_name_error("document field", field, RECORD_FIELDS)
         self._readers = [reader for source in sources for reader in self._open(source)]
 
     @property
@@ -75,16 +77,16 @@ class Corpus:
         """How messages call it."""
         return ", ".join(self.sources)
 
-    def descriptors(self) -> list[int]:
+    def inherited_descriptors(self) -> list[int]:
         """Return the open files that a child process needs to inherit to read it."""
-        return [] if self._piped is None else [self._piped.descriptor]
+        return [] if self._stdin is None else [self._stdin.descriptor]
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
-        return Corpus, (self.sources, self.columns, self._reading.max_bytes, self._piped)
+        return Corpus, (self.sources, self.columns, self._read_options.max_record_bytes, self._stdin)
 
     def __iter__(self) -> Iterator[Document]:
         for record, where in self.records():
-            yield document_of(record, self.columns, where)
+            yield record_to_document(record, self.columns, where)
 
     def records(self) -> Iterator[tuple[Record, str]]:
         """Yield what the data holds, as it is: {column: value}, and which record it is, for messages.
@@ -106,53 +108,55 @@ class Corpus:
 
     def _open(self, source: str) -> list[tuple[str, Callable[[], Iterator[Record]]]]:
         if source == "-":
-            if self._piped is None or self.sources.count("-") > 1:
-                self._piped = Spool.of_stdin()
-            piped = self._piped
-            return [("stdin", lambda: _read_pipe(piped, self._reading))]
+            if self._stdin is None or self.sources.count("-") > 1:
+                self._stdin = StdinSpool.read_stdin()
+            piped = self._stdin
+            return [("stdin", lambda: _read_stdin(piped, self._read_options))]
         if dataset := _HUB_FILE.match(source):
-            _known_format(source)
-            return [(source, lambda: _read_hub_file(source, dataset[1], self._reading))]
-        if _REMOTE.match(source) and not _HUB_URL.match(source):
+            _check_extension(source)
+            return [(source, lambda: _read_hub_file(source, dataset[1], self._read_options))]
+        if _URL_PREFIX.match(source) and not _HUB_URL.match(source):
             return [self._file(source)]
-        paths = [source] if exists(source) else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
+        paths = [source] if path_exists(source) else sorted(glob.glob(source, recursive=True))  # noqa: PTH207
         if paths:
-            return [self._file(str(file)) for path in paths for file in _files_of(Path(path))]
+            return [self._file(str(file)) for path in paths for file in _data_files(Path(path))]
         name, _, split = source.rpartition(":")
-        if name and exists(name) and Path(name).is_dir():
-            return [self._file(str(file)) for file in _files_of(Path(name), split)]
+        if name and path_exists(name) and Path(name).is_dir():
+            return [self._file(str(file)) for file in _data_files(Path(name), split)]
         if (dataset := _HUB_DATASET.match(source)) and not Path(dataset["name"]).suffix:
-            return [(source, lambda: _read_hub(dataset["name"], dataset["split"] or ""))]
-        raise XtkError("there is no such data", where=source, hint=DATA)
+            return [(source, lambda: _read_hub_dataset(dataset["name"], dataset["split"] or ""))]
+        raise XtkError("there is no such data", where=source, hint=DATA_HINT)
 
     def _file(self, name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
-        _known_format(name)
-        return name, lambda: read_file(name, self._reading)
+        _check_extension(name)
+        return name, lambda: read_records(name, self._read_options)
 
 
-def is_data(place: str) -> bool:
+def is_data_path(location: str) -> bool:
     """Say whether a path is a file of data, or a folder of `datasets.save_to_disk`."""
-    path = Path(place)
-    if not exists(place):
+    path = Path(location)
+    if not path_exists(location):
         return False
-    return (path.is_file() and format_of(path.name) in FORMATS) or (path.is_dir() and saved_files(path, "") is not None)
+    return (path.is_file() and file_extension(path.name) in FORMATS) or (
+        path.is_dir() and saved_dataset_files(path, "") is not None
+    )
 
 
-def _known_format(name: str) -> None:
-    if format_of(name) not in FORMATS:
+def _check_extension(name: str) -> None:
+    if file_extension(name) not in FORMATS:
         raise XtkError(
-            f"data ending in {format_of(name) or 'nothing'} cannot be read",
+            f"data ending in {file_extension(name) or 'nothing'} cannot be read",
             where=name,
             hint=f"one of {', '.join(FORMATS)}",
         )
 
 
-def _read_hub_file(name: str, dataset: str, reading: Reading) -> Iterator[Record]:
-    refuse_unreachable(dataset)
-    yield from read_file(name, reading)
+def _read_hub_file(name: str, dataset: str, reading: RecordReadOptions) -> Iterator[Record]:
+    check_dataset_reachable(dataset)
+    yield from read_records(name, reading)
 
 
-class HeldCorpus(Corpus):
+class InMemoryCorpus(Corpus):
     """Documents that are in memory already.
 
     Args:
@@ -169,10 +173,10 @@ class HeldCorpus(Corpus):
         return iter(self.documents)
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
-        return HeldCorpus, (self.documents, self.sources, self.columns)
+        return InMemoryCorpus, (self.documents, self.sources, self.columns)
 
 
-def columns_option(value: str | None, **asked: str) -> dict[str, str]:
+def parse_columns_option(value: str | None, **asked: str) -> dict[str, str]:
     """Read `--columns prompt=question,completion=answer`.
 
     Args:
@@ -182,14 +186,14 @@ def columns_option(value: str | None, **asked: str) -> dict[str, str]:
     pairs = [part.split("=", 1) for part in value.split(",")] if value else []
     names = [pair[0].strip() for pair in pairs]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise XtkError(f"--columns is {value!r}", hint=f"FIELD=COLUMN,...; fields are {', '.join(FIELDS)}")
-    if named := sorted(set(names) & set(ASKED)):
+        raise XtkError(f"--columns is {value!r}", hint=f"FIELD=COLUMN,...; fields are {', '.join(RECORD_FIELDS)}")
+    if named := sorted(set(names) & set(OPT_IN_FIELDS)):
         raise XtkError(f"--columns is {value!r}", hint=f"{named[0]} is an option: --{named[0]}-column COLUMN")
     columns = {name: pair[1].strip() for name, pair in zip(names, pairs, strict=True)}
     return {**columns, **{field: column for field, column in asked.items() if column}}
 
 
-class Fingerprint:
+class CorpusFingerprint:
     """The hash of documents in their order, added one by one: of all that is read, and of what of it is trained."""
 
     def __init__(self) -> None:
@@ -204,7 +208,7 @@ class Fingerprint:
         if document.conversation is not None:
             talk = [document.conversation.messages, document.conversation.tools]
             self._hash.update(json.dumps(talk).encode())  # in their order: templates print tools as they come
-        for name, told in _beside(document).items():
+        for name, told in _extra_content(document).items():
             self._hash.update(f"\0{name} {len(told)}\n".encode())
             self._hash.update(told)
         self._hash.update(b"\n")
@@ -213,57 +217,57 @@ class Fingerprint:
         return "sha256:" + self._hash.hexdigest()
 
 
-def _beside(document: Document) -> dict[str, bytes]:
+def _extra_content(document: Document) -> dict[str, bytes]:
     """Return what a document has beside its segments and messages."""
     found = {}
     if document.teacher_prompt is not None:
         found["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
     if document.teacher_tokens is not None:
         found["input_ids"] = document.teacher_tokens.to_bytes()
-    if document.given_ids is not None:
-        found["given_ids"] = document.given_ids.to_bytes()
+    if document.candidate_ids is not None:
+        found["given_ids"] = document.candidate_ids.to_bytes()
     if document.weight != 1:
         found["weight"] = repr(document.weight).encode()
-    if document.route:
-        found["route"] = document.route.encode()
-    if document.drawn is not None:
-        found["student_ids"] = document.drawn.to_bytes()
+    if document.teacher_name:
+        found["route"] = document.teacher_name.encode()
+    if document.sampled_tokens is not None:
+        found["student_ids"] = document.sampled_tokens.to_bytes()
     return found
 
 
-def _files_of(path: Path, split: str = "") -> list[Path]:
+def _data_files(path: Path, split: str = "") -> list[Path]:
     if not path.is_dir():
         return [path]
-    saved = saved_files(path, split)
+    saved = saved_dataset_files(path, split)
     if saved is not None:
         return saved
-    _refuse_models(path)
-    files = sorted(file for file in path.iterdir() if format_of(file.name) in FORMATS)
+    _refuse_non_data(path)
+    files = sorted(file for file in path.iterdir() if file_extension(file.name) in FORMATS)
     if not files:
         raise XtkError("this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(FORMATS)}")
     return files
 
 
-def _refuse_models(folder: Path) -> None:
+def _refuse_non_data(folder: Path) -> None:
     """Refuse a folder whose JSON is no data.
 
     Raises:
         XtkError: it is a run or a model.
     """
-    if is_run(folder):
-        raise XtkError("this is a run, not data", where=str(folder), hint=DATA)
+    if is_run_folder(folder):
+        raise XtkError("this is a run, not data", where=str(folder), hint=DATA_HINT)
     has_weights = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    is_known = any((folder / name).is_file() for name in (ADAPTER, "tokenizer.json"))
+    is_known = any((folder / name).is_file() for name in (ADAPTER_CONFIG, "tokenizer.json"))
     if has_weights or (is_known and not any(folder.glob("shard-*"))):  # caches have tokenizers too
-        raise XtkError("this is a model, not data", where=str(folder), hint=DATA)
+        raise XtkError("this is a model, not data", where=str(folder), hint=DATA_HINT)
 
 
-def _read_hub(name: str, split: str) -> Iterator[Record]:
-    refuse_unreachable(name)
+def _read_hub_dataset(name: str, split: str) -> Iterator[Record]:
+    check_dataset_reachable(name)
     import datasets
 
     try:
-        found = datasets.load_dataset(name, split=split or SPLIT, streaming=True)
+        found = datasets.load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
         yield from found
     except Exception as wrong:  # of the hub's client, of the network's, of each format's reader
         reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
@@ -273,28 +277,28 @@ def _read_hub(name: str, split: str) -> Iterator[Record]:
         ) from None  # fmt: skip
 
 
-def _read_pipe(piped: Spool, reading: Reading) -> Iterator[Record]:
+def _read_stdin(piped: StdinSpool, reading: RecordReadOptions) -> Iterator[Record]:
     with piped.open() as stream:
-        first = first_line(stream)
+        first = first_nonempty_line(stream)
     with piped.open() as stream:
-        if is_array(first):
-            yield from records_of_json(stream, first, "stdin", reading)
+        if is_json_array(first):
+            yield from read_json_records(stream, first, "stdin", reading)
             return
         if not first.startswith("{"):
-            yield from _text_or_path(whole_text(stream, "stdin", reading), reading)
+            yield from _text_or_path(read_text(stream, "stdin", reading), reading)
             return
-        for number, line in lines_of(stream, "stdin", reading):
+        for number, line in read_lines(stream, "stdin", reading):
             if line.strip():
-                record = json_record(line, f"stdin, line {number}")
-                if "path" in record and "kind" in record and not set(FIELDS) & set(record):
-                    yield from read_file(str(record["path"]), reading)
+                record = parse_json_record(line, f"stdin, line {number}")
+                if "path" in record and "kind" in record and not set(RECORD_FIELDS) & set(record):
+                    yield from read_records(str(record["path"]), reading)
                 else:
                     yield record
 
 
-def _text_or_path(text: str, reading: Reading) -> Iterator[Record]:
+def _text_or_path(text: str, reading: RecordReadOptions) -> Iterator[Record]:
     path = text.strip()
-    if "\n" not in path and exists(path) and Path(path).is_file() and format_of(path) in FORMATS:
-        yield from read_file(path, reading)
+    if "\n" not in path and path_exists(path) and Path(path).is_file() and file_extension(path) in FORMATS:
+        yield from read_records(path, reading)
     else:
         yield {"text": text}

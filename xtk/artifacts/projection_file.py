@@ -12,41 +12,52 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from xtk.artifacts.files import canonical_json, sha256, written_whole
-from xtk.artifacts.schema import check, list_of, map_of, number, plain, record, text, whole
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.artifacts.json_schema import any_json, check_schema, integer, json_object, list_of, map_of, number, text
+from xtk.errors import CorruptError, XtkError
 from xtk.projection.projection import Projection
 
 FORMAT, VERSION = "xtk-projection", 1
-TENSORS = {
+TENSOR_DTYPES = {
     "row_offsets": np.int64,
     "teacher_ids": np.int32,
     "weights": np.float32,
     "student_cells": np.int32,
     "teacher_cells": np.int32,
 }
-HEADER_BYTES = 1 << 27
+MAX_HEADER_BYTES = 1 << 27
 # How safetensors begins a file of one metadata key, after 8 bytes of length.
-BEGINNING = b'{"__metadata__":{"xtk":'
-IDS = 2**31 - 1
-_SIDE = record({"tokenizer": text(), "roles": map_of(whole(0, IDS)), "tokens": whole(0, IDS), "width": whole(1, IDS)})
-_CATEGORY = record(
-    {f"{side}_{figure}": whole() for side in ("student", "teacher") for figure in ("tokens", "unmatched")},
-    {"missing_mass": number(0, 1), "unreached": whole()},
+HEADER_PREFIX = b'{"__metadata__":{"xtk":'
+MAX_TOKEN_ID = 2**31 - 1
+_TOKENIZER_SCHEMA = json_object(
+    {
+        "tokenizer": text(),
+        "roles": map_of(integer(0, MAX_TOKEN_ID)),
+        "tokens": integer(0, MAX_TOKEN_ID),
+        "width": integer(1, MAX_TOKEN_ID),
+    }
 )
-_AUDIT = record(
-    {"rows": map_of(whole(-IDS, IDS)), "missing_mass": number(0, 1), "unreached": whole(-IDS, IDS)},
-    {"categories": map_of(_CATEGORY), "critical": list_of(text())},
+_CATEGORY_SCHEMA = json_object(
+    {f"{side}_{figure}": integer() for side in ("student", "teacher") for figure in ("tokens", "unmatched")},
+    {"missing_mass": number(0, 1), "unreached": integer()},
 )
-_HEADER = record(
-    {"student": _SIDE, "teacher": _SIDE},
+_AUDIT_SCHEMA = json_object(
+    {
+        "rows": map_of(integer(-MAX_TOKEN_ID, MAX_TOKEN_ID)),
+        "missing_mass": number(0, 1),
+        "unreached": integer(-MAX_TOKEN_ID, MAX_TOKEN_ID),
+    },
+    {"categories": map_of(_CATEGORY_SCHEMA), "critical": list_of(text())},
+)
+_HEADER_SCHEMA = json_object(
+    {"student": _TOKENIZER_SCHEMA, "teacher": _TOKENIZER_SCHEMA},
     {
         "kind": text(),
         "method": text(),
-        "options": map_of(plain()),
-        "audit": _AUDIT,
-        "prunings": list_of(map_of(plain())),
-        "merges": list_of(plain()),
+        "options": map_of(any_json()),
+        "audit": _AUDIT_SCHEMA,
+        "prunings": list_of(map_of(any_json())),
+        "merges": list_of(any_json()),
     },
 )
 
@@ -57,20 +68,20 @@ def write_projection(projection: Projection, path: Path, *, keep_others: bool = 
     Raises:
         XtkError: it is none, as a method that gives weights of no meaning makes.
     """
-    projection.check()
-    tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSORS}
+    projection.validate()
+    tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSOR_DTYPES}
     header = {**projection.header, "format": FORMAT, "version": VERSION}
     header["checksum"] = _checksum(header, tensors)
     raw = safetensors.numpy.save(tensors, metadata={"xtk": canonical_json(header)})
-    with written_whole(path, keep_others=keep_others) as temporary:
+    with atomic_write(path, keep_others=keep_others) as temporary:
         temporary.write_bytes(raw)
 
 
-def begins_like_a_projection(path: Path) -> bool:
+def looks_like_projection(path: Path) -> bool:
     """Say whether a file is xtk's to replace: a projection, whole or damaged, or empty."""
     with path.open("rb") as stream:
-        start = stream.read(8 + len(BEGINNING))
-    return not start or start[8:] == BEGINNING
+        start = stream.read(8 + len(HEADER_PREFIX))
+    return not start or start[8:] == HEADER_PREFIX
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:
@@ -81,10 +92,10 @@ def read_projection_header(path: Path) -> dict[str, Any]:
     """
     try:
         if not path.is_dir() and path.exists() and not path.is_file():
-            raise Damaged("this is a device or a pipe, not a file", where=str(path))
+            raise CorruptError("this is a device or a pipe, not a file", where=str(path))
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            if size > HEADER_BYTES:
+            if size > MAX_HEADER_BYTES:
                 raise ValueError("not a safetensors file")
             metadata = json.loads(stream.read(size)).get("__metadata__", {})
         header = dict(json.loads(metadata["xtk"]))
@@ -99,23 +110,23 @@ def read_projection_header(path: Path) -> dict[str, Any]:
             hint="the FILE of xtk build-projection STUDENT TEACHER -o FILE",
         ) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise Damaged("this file is no projection of xtk, or it is cut short", where=str(path)) from None
+        raise CorruptError("this file is no projection of xtk, or it is cut short", where=str(path)) from None
     if header.get("format") != FORMAT:
-        raise Damaged(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
+        raise CorruptError(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
     if header.get("version") != VERSION:
         raise XtkError(
             f"this projection has version {str(header.get('version'))[:20]}; this xtk reads version {VERSION}",
             where=str(path),
             hint="build it again, or use the xtk that wrote it",
         )
-    check(header, _HEADER, str(path), "build it again")
+    check_schema(header, _HEADER_SCHEMA, str(path), "build it again")
     audited = header.get("audit", {})
     if strange := [name for name in audited.get("critical", []) if name not in audited.get("categories", {})]:
-        raise Damaged(f"the audit of this projection has no category {strange[0]!r:.60}", where=str(path))
+        raise CorruptError(f"the audit of this projection has no category {strange[0]!r:.60}", where=str(path))
     if any(("missing_mass" in one) != ("unreached" in one) for one in audited.get("categories", {}).values()):
-        raise Damaged("the audit of this projection states a part of what a category loses", where=str(path))
+        raise CorruptError("the audit of this projection states a part of what a category loses", where=str(path))
     if ("categories" in audited) != ("critical" in audited):
-        raise Damaged(
+        raise CorruptError(
             "the audit of this projection has categories without critical ones, or the reverse", where=str(path)
         )
     return header
@@ -131,25 +142,27 @@ def read_projection(path: Path) -> Projection:
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
     except Exception as wrong:  # safetensors has an exception of its own that is no public name
-        raise Damaged(f"this projection cannot be read: {wrong}", where=str(path), hint="build it again") from None
-    for name, dtype in TENSORS.items():
+        raise CorruptError(f"this projection cannot be read: {wrong}", where=str(path), hint="build it again") from None
+    for name, dtype in TENSOR_DTYPES.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
-            raise Damaged(f"this projection has no {name} of type {np.dtype(dtype)}", where=str(path))
+            raise CorruptError(f"this projection has no {name} of type {np.dtype(dtype)}", where=str(path))
     try:
         whole_file = _checksum(header, tensors) == header.get("checksum")
     except ValueError:  # half of a character pair
         whole_file = False
     if not whole_file:
-        raise Damaged("this projection was altered: its checksum does not fit", where=str(path), hint="build it again")
+        raise CorruptError(
+            "this projection was altered: its checksum does not fit", where=str(path), hint="build it again"
+        )
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
-    projection = Projection(**{name: tensors[name] for name in TENSORS}, header=header)
+    projection = Projection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
     try:
-        projection.check()
+        projection.validate()
     except XtkError as wrong:
-        raise Damaged(wrong.what, where=str(path)) from None
+        raise CorruptError(wrong.what, where=str(path)) from None
     return projection
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
     told = canonical_json({key: value for key, value in header.items() if key != "checksum"})
-    return sha256(told.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSORS))
+    return sha256(told.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSOR_DTYPES))

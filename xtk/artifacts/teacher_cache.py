@@ -18,35 +18,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk import terminal
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, canonical_json, parse_json_object, sha256
 from xtk.artifacts.cache_manifest import (
-    FILES_OF_A_CODEC,
+    CODEC_FILE_KEYS,
     MANIFEST,
-    MANIFEST_BYTES,
-    SHARD,
-    TOKENIZER,
-    VOCABULARY_ORDER,
-    check_manifest,
-    file_of,
+    MAX_MANIFEST_BYTES,
+    SHARD_NAME,
+    TOKENIZER_FILES,
+    VOCABULARY_ORDER_NAME,
+    check_cache_manifest,
+    shard_file_name,
 )
-from xtk.artifacts.files import TEMPORARY, canonical_json, parse_object, sha256
-from xtk.artifacts.folders import Folder, LocalFolder, folder_at
-from xtk.artifacts.locks import LOCK
-from xtk.artifacts.outputs import foreign_error
-from xtk.artifacts.ranks import Ranks
-from xtk.artifacts.shard import Place, Row, Shard, StoredRow, check_whole, frame_checksum, write_shard
-from xtk.errors import Damaged, XtkError
+from xtk.artifacts.cache_shard import (
+    CacheShard,
+    ScoredDocument,
+    ShardPosition,
+    StoredDocument,
+    check_file_checksum,
+    frame_checksum,
+    write_shard,
+)
+from xtk.artifacts.output_checks import foreign_files_error
+from xtk.artifacts.storage import LocalFolder, StorageFolder, open_folder
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.artifacts.write_locks import LOCK_PREFIX
+from xtk.errors import CorruptError, XtkError
 
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
 FORMAT, VERSION = "xtk-teacher-cache", 5
 # Written first and removed last: a folder with it is an unfinished cache of xtk's, also one without a shard.
-UNFINISHED = ".xtk-unfinished"
-OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
-FETCHED = 64  # shards at once, of those that are read one after the other
-_OF_TOKENIZERS = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names that a tokenizer may be read from
-_OF_OLDER_VERSIONS = re.compile(r"ranks-[0-9a-f]+\.arrow")  # --force removes them
-_LEFTOVER = re.compile(re.escape(TEMPORARY) + ".*" + SHARD.pattern)
+UNFINISHED_MARKER = ".xtk-unfinished"
+MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
+PREFETCHED_SHARDS = 64  # shards at once, of those that are read one after the other
+_TOKENIZER_FILE_NAMES = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names that a tokenizer may be read from
+_OLD_VERSION_FILE_NAMES = re.compile(r"ranks-[0-9a-f]+\.arrow")  # --force removes them
+_TEMPORARY_SHARD_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + ".*" + SHARD_NAME.pattern)
 
 
 class CacheWriter:
@@ -67,55 +75,63 @@ class CacheWriter:
     """
 
     def __init__(
-        self, folder: Folder, header: dict[str, Any], rows: Sequence[int], own: Sequence[int] | None = None
+        self,
+        folder: StorageFolder,
+        header: dict[str, Any],
+        shard_sizes: Sequence[int],
+        assigned_shards: Sequence[int] | None = None,
     ) -> None:
-        self.folder, self.header, self.shards = folder, header, len(rows)
-        self._rows, self._firsts = rows, [0, *itertools.accumulate(rows)]
-        self._identity = _identity(header)
-        begin_cache(folder, header)
-        self._there = set(folder.sizes())
+        self.folder, self.header, self.num_shards = folder, header, len(shard_sizes)
+        self._rows, self._first_rows = shard_sizes, [0, *itertools.accumulate(shard_sizes)]
+        self._identity = _header_identity(header)
+        start_cache(folder, header)
+        self._existing_files = set(folder.file_sizes())
         self._entries: dict[int, dict[str, Any]] = {}
         self._files: dict[str, bytes] = {}
-        found = [number for number in (range(self.shards) if own is None else own) if file_of(number) in self._there]
+        found = [
+            number
+            for number in (range(self.num_shards) if assigned_shards is None else assigned_shards)
+            if shard_file_name(number) in self._existing_files
+        ]
         for number, wrong in self._check(found):
             terminal.note(f"cache-teacher: {wrong.where}: {wrong.what}; the shard is written again")
-            self.folder.remove(file_of(number))
-            self._there.remove(file_of(number))
+            self.folder.remove(shard_file_name(number))
+            self._existing_files.remove(shard_file_name(number))
 
-    def missing(self) -> list[int]:
+    def missing_shards(self) -> list[int]:
         """Return the shards that are still to be written."""
         return [
             number
-            for number in range(self.shards)
-            if file_of(number) not in self._there and number not in self._entries
+            for number in range(self.num_shards)
+            if shard_file_name(number) not in self._existing_files and number not in self._entries
         ]
 
-    def look_again(self) -> list[int]:
+    def refresh_missing_shards(self) -> list[int]:
         """Return the shards that are still to be written, now that others may have written some."""
-        self._there = set(self.folder.sizes())
-        return self.missing()
+        self._existing_files = set(self.folder.file_sizes())
+        return self.missing_shards()
 
-    def place(self, number: int) -> Place:
+    def shard_position(self, number: int) -> ShardPosition:
         """Return the place of a shard."""
-        return Place(number, self._firsts[number], self._rows[number])
+        return ShardPosition(number, self._first_rows[number], self._rows[number])
 
-    def write(self, number: int, rows: Sequence[Row]) -> None:
+    def write_shard(self, number: int, documents: Sequence[ScoredDocument]) -> None:
         """Write one shard, whole.
 
         Args:
             number: which one.
-            rows: its documents.
+            documents: its documents.
         """
-        self.accept(number, put_shard(self.folder, self.header, self.place(number), rows))
+        self.add_manifest_entry(number, store_shard(self.folder, self.header, self.shard_position(number), documents))
 
-    def accept(self, number: int, entry: dict[str, Any]) -> None:
-        """Take over what `put_shard` returned for a shard that a process of this run has written.
+    def add_manifest_entry(self, number: int, entry: dict[str, Any]) -> None:
+        """Take over what `store_shard` returned for a shard that a process of this run has written.
 
         What this run wrote is not read again.
         """
         self._entries[number] = entry
 
-    def write_files(self, files: Mapping[str, bytes]) -> None:
+    def write_shared_files(self, files: Mapping[str, bytes]) -> None:
         """Write the tokenizer and the vocabulary order, whatever is there, so that the cache is all a student needs."""
         for name, content in files.items():
             write_file(self.folder, name, content)
@@ -127,9 +143,9 @@ class CacheWriter:
         Raises:
             Damaged: a shard that another machine wrote is damaged.
         """
-        others = [number for number in range(self.shards) if number not in self._entries]
+        others = [number for number in range(self.num_shards) if number not in self._entries]
         for _, wrong in self._check(others):
-            raise Damaged(
+            raise CorruptError(
                 wrong.what,
                 where=wrong.where,
                 hint="run the same xtk cache-teacher command again on the machine that wrote it; it writes it again",
@@ -139,10 +155,10 @@ class CacheWriter:
                 terminal.note(f"cache-teacher: {self.folder.path_of(name)} was changed; it is written again")
                 write_file(self.folder, name, content)
         files = {name: sha256(content) for name, content in self._files.items()}
-        entries = [self._entries[number] for number in range(self.shards)]
-        return write_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
+        entries = [self._entries[number] for number in range(self.num_shards)]
+        return write_cache_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
 
-    def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, Damaged]]:
+    def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, CorruptError]]:
         """Read shards whole; keep what the manifest states of those that are good, yield the others.
 
         Raises:
@@ -152,88 +168,93 @@ class CacheWriter:
             return
         with terminal.Progress("cache-teacher: checking", len(numbers), "shards") as progress:
             for at, number in enumerate(numbers):
-                if at % FETCHED == 0:
-                    self.folder.fetch([file_of(other) for other in numbers[at : at + FETCHED]])
+                if at % PREFETCHED_SHARDS == 0:
+                    self.folder.prefetch([shard_file_name(other) for other in numbers[at : at + PREFETCHED_SHARDS]])
                 try:
                     self._entries[number] = self._checked(number)
-                except Damaged as wrong:
+                except CorruptError as wrong:
                     yield number, wrong
                 progress.advance(1)
 
     def _checked(self, number: int) -> dict[str, Any]:
-        file = file_of(number)
-        shard = whole_shard(self.folder.local(file), self.folder.path_of(file))
-        if _identity(shard.header) != self._identity:
-            raise _other_request(self.folder, file, shard.header, self.header)
-        if shard.place != self.place(number) or len(shard) != shard.place.rows:
-            raise Damaged(
-                f"this file has the rows {shard.place.first_row:,} to {shard.place.first_row + len(shard):,} of shard "
-                f"{shard.place.shard}, and its place is that of the rows {self._firsts[number]:,} to "
-                f"{self._firsts[number + 1]:,} of shard {number}",
+        file = shard_file_name(number)
+        shard = open_verified_shard(self.folder.local_path(file), self.folder.path_of(file))
+        if _header_identity(shard.header) != self._identity:
+            raise _other_request_error(self.folder, file, shard.header, self.header)
+        if shard.position != self.shard_position(number) or len(shard) != shard.position.rows:
+            raise CorruptError(
+                f"this file has the rows {shard.position.first_row:,} to {shard.position.first_row + len(shard):,} "
+                f"of shard "
+                f"{shard.position.shard}, and its place is that of the rows {self._first_rows[number]:,} to "
+                f"{self._first_rows[number + 1]:,} of shard {number}",
                 where=self.folder.path_of(file),
             )
-        return _entry(file, shard)
+        return _manifest_entry(file, shard)
 
 
-def whole_shard(path: Path, name: str) -> Shard:
+def open_verified_shard(path: Path, name: str) -> CacheShard:
     """Open a shard that no manifest describes: every byte is compared with its checksum before anything is parsed.
 
     Raises:
         Damaged: it does not match, or is not a shard.
         XtkError: it is of an older version.
     """
-    check_whole(path, name)
-    return Shard(path, name)
+    check_file_checksum(path, name)
+    return CacheShard(path, name)
 
 
-def check_unfinished(folder: Folder) -> None:
+def check_unfinished_cache(folder: StorageFolder) -> None:
     """Read the shards of an unfinished cache whole; do nothing for a finished one.
 
     Raises:
         Damaged: names the first shard that does not match its checksum, or is not in its place.
         XtkError: one is of an older version.
     """
-    held = folder.sizes()
+    held = folder.file_sizes()
     if MANIFEST in held:
         return
     again = "run the same xtk cache-teacher command again; it writes this shard again"
-    for file in sorted(filter(SHARD.fullmatch, held)):
+    for file in sorted(filter(SHARD_NAME.fullmatch, held)):
         where = folder.path_of(file)
         try:
-            shard = whole_shard(folder.local(file), where)
-        except Damaged as wrong:
-            raise Damaged(wrong.what, where=where, hint=again) from None
-        if file_of(shard.place.shard) != file:
-            raise Damaged(f"this file has the rows of shard {shard.place.shard}", where=where, hint=again)
+            shard = open_verified_shard(folder.local_path(file), where)
+        except CorruptError as wrong:
+            raise CorruptError(wrong.what, where=where, hint=again) from None
+        if shard_file_name(shard.position.shard) != file:
+            raise CorruptError(f"this file has the rows of shard {shard.position.shard}", where=where, hint=again)
 
 
-def put_shard(
-    folder: Folder, header: dict[str, Any], place: Place, rows: Sequence[Row], ranks: Ranks | None = None
+def store_shard(
+    folder: StorageFolder,
+    header: dict[str, Any],
+    position: ShardPosition,
+    documents: Sequence[ScoredDocument],
+    vocabulary_order: VocabularyOrder | None = None,
 ) -> dict[str, Any]:
     """Write one shard into the folder of a cache, whole.
 
     Args:
         folder: of the cache.
         header: that of the cache.
-        place: which shard it is.
-        rows: its documents.
-        ranks: of the cache, for codecs that need them.
+        position: which shard it is.
+        documents: its documents.
+        vocabulary_order: of the cache, for codecs that need them.
 
     Returns:
         What the manifest tells of it.
     """
-    with folder.write(file_of(place.shard), new=True) as temporary:
-        write_shard(temporary, header, place, rows, ranks)
-        return _entry(file_of(place.shard), Shard(temporary))
+    with folder.write(shard_file_name(position.shard), exclusive=True) as temporary:
+        write_shard(temporary, header, position, documents, vocabulary_order)
+        return _manifest_entry(shard_file_name(position.shard), CacheShard(temporary))
 
 
-def write_file(folder: Folder, name: str, content: bytes) -> None:
+def write_file(folder: StorageFolder, name: str, content: bytes) -> None:
     """Write a small file, whole."""
     with folder.write(name) as temporary:
         temporary.write_bytes(content)
 
 
-def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
+def write_cache_manifest(folder: StorageFolder, content: dict[str, Any]) -> dict[str, Any]:
     """Write the manifest of a cache: with it, the cache is finished.
 
     Args:
@@ -246,76 +267,84 @@ def write_manifest(folder: Folder, content: dict[str, Any]) -> dict[str, Any]:
     manifest = {"format": FORMAT, "version": VERSION, **content}
     manifest["checksum"] = _checksum(manifest)
     # Written last, on purpose: a folder without a manifest is unfinished.
-    write_file(folder, MANIFEST, _rendered(manifest))
-    tidy_cache(folder)
+    write_file(folder, MANIFEST, _manifest_bytes(manifest))
+    remove_writer_files(folder)
     return manifest
 
 
-def tidy_cache(folder: Folder) -> None:
+def remove_writer_files(folder: StorageFolder) -> None:
     """Remove what writers leave in the folder of a finished cache: of this run, of other machines, of killed ones."""
     with contextlib.suppress(OSError):  # of a cache that may only be read
         # Of writers on other machines too: their shards are all there.
-        folder.remove(*(file for file in folder.sizes() if file == UNFINISHED or _LEFTOVER.fullmatch(file)))
+        folder.remove(
+            *(
+                file
+                for file in folder.file_sizes()
+                if file == UNFINISHED_MARKER or _TEMPORARY_SHARD_NAME.fullmatch(file)
+            )
+        )
         folder.remove_stale_locks()
 
 
-def begin_cache(folder: Folder, header: dict[str, Any]) -> None:
+def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
     """Make a folder one of an unfinished cache, or go on with one; nothing else is touched.
 
     Raises:
         XtkError: it holds other things, or the unfinished cache of another request.
     """
-    refuse_foreign(folder)
-    folder.remove_leftovers()
-    held = folder.sizes()
-    if UNFINISHED in held:
-        found = parse_object(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED)).get("header")
-        if isinstance(found, dict) and _identity(found) != _identity(header):
-            raise _other_request(folder, UNFINISHED, found, header)
+    refuse_foreign_cache_folder(folder)
+    folder.remove_stale_temporary_files()
+    held = folder.file_sizes()
+    if UNFINISHED_MARKER in held:
+        found = parse_json_object(
+            folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), folder.path_of(UNFINISHED_MARKER)
+        ).get("header")
+        if isinstance(found, dict) and _header_identity(found) != _header_identity(header):
+            raise _other_request_error(folder, UNFINISHED_MARKER, found, header)
     elif MANIFEST not in held:
-        write_file(folder, UNFINISHED, _unfinished(header))
+        write_file(folder, UNFINISHED_MARKER, _unfinished_marker_content(header))
 
 
-def _unfinished(header: dict[str, Any]) -> bytes:
+def _unfinished_marker_content(header: dict[str, Any]) -> bytes:
     return canonical_json({"format": FORMAT, "header": header}).encode() + b"\n"
 
 
-def _rendered(manifest: dict[str, Any]) -> bytes:
+def _manifest_bytes(manifest: dict[str, Any]) -> bytes:
     """Return the bytes of a manifest, a shard a line."""
     shards = ",\n".join(canonical_json(shard) for shard in manifest["shards"])
     rest = canonical_json({key: value for key, value in manifest.items() if key != "shards"})
     return f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode()
 
 
-def _entry(file: str, shard: Shard) -> dict[str, Any]:
+def _manifest_entry(file: str, shard: CacheShard) -> dict[str, Any]:
     """Return what the manifest tells of a shard."""
     return {
         "file": file,
-        **shard.figures(),
-        **shard.information(),
-        "bytes": shard.size,
-        "payload": [list(stretch) for stretch in shard.payload()],
+        **shard.counts(),
+        **shard.entropy_sums(),
+        "bytes": shard.num_bytes,
+        "payload": [list(stretch) for stretch in shard.payload_ranges()],
         "checksum": shard.frame_checksum(),
     }
 
 
-def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | None:
+def read_finished_cache(folder: StorageFolder, header: dict[str, Any]) -> dict[str, Any] | None:
     """Return the manifest if the folder holds the finished cache of this very request; None if it is unfinished.
 
     Raises:
         XtkError: it holds the finished cache of another request.
     """
-    held = folder.sizes()
+    held = folder.file_sizes()
     if MANIFEST not in held:
-        refuse_foreign(folder)
+        refuse_foreign_cache_folder(folder)
         return None
-    manifest = read_manifest(folder)
-    if _identity(manifest["header"]) != _identity(header):
-        raise _other_request(folder, MANIFEST, manifest["header"], header)
+    manifest = read_cache_manifest(folder)
+    if _header_identity(manifest["header"]) != _header_identity(header):
+        raise _other_request_error(folder, MANIFEST, manifest["header"], header)
     whole = all(held.get(shard["file"]) == shard["bytes"] for shard in manifest["shards"])
     if not whole or not held.keys() >= manifest.get("files", {}).keys():
         return None
-    tidy_cache(folder)
+    remove_writer_files(folder)
     terminal.note(
         "cache-teacher: this cache is finished; the sizes of its files were compared, checksums were not read "
         "(xtk inspect --verify)"
@@ -323,45 +352,45 @@ def finished_cache(folder: Folder, header: dict[str, Any]) -> dict[str, Any] | N
     return manifest
 
 
-def reopen_cache(folder: Folder) -> None:
+def mark_cache_unfinished(folder: StorageFolder) -> None:
     """Make a cache that lost some of its files unfinished, so that they are made again."""
-    held = folder.sizes()
+    held = folder.file_sizes()
     if MANIFEST not in held:
         return
-    manifest = read_manifest(folder)
-    write_file(folder, UNFINISHED, _unfinished(manifest["header"]))
+    manifest = read_cache_manifest(folder)
+    write_file(folder, UNFINISHED_MARKER, _unfinished_marker_content(manifest["header"]))
     for shard in manifest["shards"]:
         if held.get(shard["file"], shard["bytes"]) != shard["bytes"]:
             folder.remove(shard["file"])
     folder.remove(MANIFEST)
 
 
-def remove_cache(folder: Folder) -> None:
+def remove_cache(folder: StorageFolder) -> None:
     """Remove a cache, finished or not, for `--force`; the manifest goes first.
 
     Raises:
         XtkError: the folder holds other things too.
     """
-    refuse_foreign(folder)
+    refuse_foreign_cache_folder(folder)
     folder.remove(MANIFEST)
-    held = [file for file in folder.sizes() if not file.startswith(LOCK)]  # its holder removes it
-    shards = [file for file in held if SHARD.fullmatch(file)]
+    held = [file for file in folder.file_sizes() if not file.startswith(LOCK_PREFIX)]  # its holder removes it
+    shards = [file for file in held if SHARD_NAME.fullmatch(file)]
     # Killed here, a later run knows by what is removed last that the rest is xtk's.
-    folder.remove(*({*held} - {*shards, UNFINISHED}))
+    folder.remove(*({*held} - {*shards, UNFINISHED_MARKER}))
     folder.remove(*shards)
-    folder.remove(UNFINISHED)
+    folder.remove(UNFINISHED_MARKER)
 
 
-def is_cache(place: str | Path) -> bool:
+def is_cache(location: str | Path) -> bool:
     """Say whether a teacher cache, finished or not, lies in a folder."""
     try:
-        held = folder_at(place).sizes()
+        held = open_folder(location).file_sizes()
     except XtkError:  # a file
         return False
-    return MANIFEST in held or any(SHARD.fullmatch(file) for file in held)
+    return MANIFEST in held or any(SHARD_NAME.fullmatch(file) for file in held)
 
 
-def read_manifest(folder: Folder) -> dict[str, Any]:
+def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
     """Read and check the manifest of a cache.
 
     Raises:
@@ -369,9 +398,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
     """
     where = folder.path_of(MANIFEST)
     try:
-        content = folder.read(MANIFEST, MANIFEST_BYTES)
+        content = folder.read(MANIFEST, MAX_MANIFEST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
-        if any(SHARD.fullmatch(file) for file in folder.sizes()):
+        if any(SHARD_NAME.fullmatch(file) for file in folder.file_sizes()):
             raise XtkError(
                 "this teacher cache is unfinished",
                 where=folder.name,
@@ -381,9 +410,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
             "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
-    manifest = parse_object(content, where, again)
+    manifest = parse_json_object(content, where, again)
     if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
-        raise Damaged("this is no manifest of a teacher cache", where=where, hint=again)
+        raise CorruptError("this is no manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
         raise XtkError(
             f"this teacher cache has version {str(manifest['version'])[:20]}, and this xtk reads version {VERSION}",
@@ -392,15 +421,15 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         )
     # Byte by byte: JSON says the same in more than one way.
     try:
-        whole = manifest.get("checksum") == _checksum(manifest) and _rendered(manifest) == content
+        whole = manifest.get("checksum") == _checksum(manifest) and _manifest_bytes(manifest) == content
     except (ValueError, TypeError, RecursionError):  # half of a character pair; shards that are no list
         whole = False
     if not whole:
-        raise Damaged("the manifest of this cache does not match its checksum", where=where, hint=again)
-    return check_manifest(manifest, where, again)
+        raise CorruptError("the manifest of this cache does not match its checksum", where=where, hint=again)
+    return check_cache_manifest(manifest, where, again)
 
 
-def totals(manifest: dict[str, Any]) -> dict[str, int]:
+def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
     """Return documents, positions, tokens and bytes of a cache."""
     names = {"documents": "rows", "positions": "positions", "tokens": "tokens", "bytes": "bytes"}
     return {total: sum(int(shard[name]) for shard in manifest["shards"]) for total, name in names.items()}
@@ -419,41 +448,41 @@ class TeacherCache:
         XtkError: no finished cache is there, or a shard is missing or cut short.
     """
 
-    def __init__(self, place: str | Path) -> None:
-        self._place = place
-        self.folder = folder_at(place)
-        self.manifest = read_manifest(self.folder)
+    def __init__(self, location: str | Path) -> None:
+        self._location = location
+        self.folder = open_folder(location)
+        self.manifest = read_cache_manifest(self.folder)
         self.header: dict[str, Any] = self.manifest["header"]
-        held = self.folder.sizes()
+        held = self.folder.file_sizes()
         for shard in self.manifest["shards"]:
             file = shard["file"]
             if file not in held:
-                raise self._damaged("a shard of this cache is missing", file)
+                raise self._damaged_error("a shard of this cache is missing", file)
             if held[file] != shard["bytes"]:
-                raise self._damaged(
+                raise self._damaged_error(
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
         self._first_rows: list[int] = [0, *itertools.accumulate(shard["rows"] for shard in self.manifest["shards"])]
-        self._find_ranks = cache(self._ranks_of)
-        self._open = lru_cache(maxsize=OPEN_SHARDS)(self._open_shard)
+        self._load_vocabulary_order = cache(self._read_vocabulary_order)
+        self._open = lru_cache(maxsize=MAX_OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
 
     def __reduce__(self) -> tuple[type[TeacherCache], tuple[str | Path]]:
         """Travel to another process as a place, and be opened there."""
-        return TeacherCache, (self._place,)
+        return TeacherCache, (self._location,)
 
     def __len__(self) -> int:
         return self._first_rows[-1]
 
-    def __iter__(self) -> Iterator[StoredRow]:
-        return (self.row(number) for number in range(len(self)))
+    def __iter__(self) -> Iterator[StoredDocument]:
+        return (self.read_document(number) for number in range(len(self)))
 
-    def row(self, number: int, draw: int | None = 0) -> StoredRow:
+    def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
         """Read one document.
 
         Args:
             number: which one.
-            draw: which set of draws its signal holds, of as many as there are; it counts round. None: what is
+            sample_set: which set of draws its signal holds, of as many as there are; it counts round. None: what is
                 exact alone, with the mass of all else in the tail.
 
         Raises:
@@ -465,12 +494,14 @@ class TeacherCache:
         at = number - self._first_rows[shard]
         opened = self._open(shard)
         try:
-            return opened.row(at, draw)
-        except Damaged as wrong:
-            raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(shard))) from None
+            return opened.read_document(at, sample_set)
+        except CorruptError as wrong:
+            raise CorruptError(
+                wrong.what, where=wrong.where, hint=_repair_hint(self.folder, self._shard_file(shard))
+            ) from None
 
     @property
-    def teacher(self) -> Tokenizer:
+    def teacher_tokenizer(self) -> Tokenizer:
         """The teacher's tokenizer.
 
         Raises:
@@ -480,39 +511,39 @@ class TeacherCache:
 
         identity = self.header["teacher"]
         self._verify_files(there_only=True)
-        held = self.folder.sizes()
+        held = self.folder.file_sizes()
         if isinstance(self.folder, LocalFolder):
             for file in held:  # what else the folder holds is not in the manifest, and no link there is followed
-                if _OF_TOKENIZERS.fullmatch(file):
-                    self.folder.local(file)
-        places = {self.folder.local(file).parent for file in TOKENIZER if file in held}
+                if _TOKENIZER_FILE_NAMES.fullmatch(file):
+                    self.folder.local_path(file)
+        places = {self.folder.local_path(file).parent for file in TOKENIZER_FILES if file in held}
         try:
             place = places.pop() if places else Path(self.folder.name)
-            tokenizer = Tokenizer(place, name=str(identity["name"]), width=int(identity["width"]))
-        except Damaged:
+            tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["width"]))
+        except CorruptError:
             raise
         except XtkError as wrong:
-            raise Damaged(
+            raise CorruptError(
                 f"the teacher's tokenizer is not in its cache: {wrong.what}",
                 where=self.folder.name,
                 hint="copy it there from the teacher, or name a projection: --projection",
             ) from None
         found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
         if found != (identity["tokenizer"], identity["template"]):
-            raise Damaged("the tokenizer in this cache is not the one it was made with", where=self.folder.name)
+            raise CorruptError("the tokenizer in this cache is not the one it was made with", where=self.folder.name)
         return tokenizer
 
-    def text_bytes(self) -> NDArray[np.int64]:
+    def text_sizes(self) -> NDArray[np.int64]:
         """Return int64 [documents], how many bytes each text has; opens every shard."""
-        return np.concatenate([shard.text_bytes() for shard in self.shards()])
+        return np.concatenate([shard.text_sizes() for shard in self.shards()])
 
-    def conversations(self) -> NDArray[np.bool_]:
+    def is_conversation(self) -> NDArray[np.bool_]:
         """Return bool [documents], which of them are conversations."""
-        return np.concatenate([shard.conversations() for shard in self.shards()])
+        return np.concatenate([shard.is_conversation() for shard in self.shards()])
 
-    def weights(self) -> NDArray[np.float64]:
+    def document_weights(self) -> NDArray[np.float64]:
         """Return float64 [documents], how much each counts."""
-        return np.concatenate([shard.weights() for shard in self.shards()])
+        return np.concatenate([shard.document_weights() for shard in self.shards()])
 
     def routes(self) -> list[str]:
         """Return [documents], the name of the teacher that each names; "" of those that name none."""
@@ -522,12 +553,12 @@ class TeacherCache:
         """Return uint64 [documents], hashes of what students read: equal for equal documents, whatever the teacher."""
         return np.concatenate([shard.fingerprints() for shard in self.shards()])
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[CacheShard]:
         """Yield all shards, opened."""
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
         for number in range(len(files)):
-            if number % FETCHED == 0:
-                self.folder.fetch(files[number : number + FETCHED])
+            if number % PREFETCHED_SHARDS == 0:
+                self.folder.prefetch(files[number : number + PREFETCHED_SHARDS])
             yield self._open(number)
 
     def verify(self) -> None:
@@ -539,17 +570,19 @@ class TeacherCache:
         self._verify_files(there_only=False)
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
         for number in range(len(files)):
-            if number % FETCHED == 0:
-                self.folder.fetch(files[number : number + FETCHED])
+            if number % PREFETCHED_SHARDS == 0:
+                self.folder.prefetch(files[number : number + PREFETCHED_SHARDS])
             self._verified.discard(number)
             shard = self._open_shard(number)
-            for row in shard.damaged_rows():
-                wrong = _corrupt_row(shard, row)
-                raise Damaged(wrong.what, where=wrong.where, hint=_repair(self.folder, self._file(number)))
+            for row in shard.damaged_documents():
+                wrong = _corrupt_document_error(shard, row)
+                raise CorruptError(
+                    wrong.what, where=wrong.where, hint=_repair_hint(self.folder, self._shard_file(number))
+                )
             entry = self.manifest["shards"][number]
-            found = {**shard.figures(), **shard.information()}
+            found = {**shard.counts(), **shard.entropy_sums()}
             if any(entry[name] != value for name, value in found.items()):
-                raise self._damaged("this shard does not match the manifest", entry["file"])
+                raise self._damaged_error("this shard does not match the manifest", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:
         """Compare the files beside the shards with the manifest.
@@ -563,62 +596,62 @@ class TeacherCache:
             except FileNotFoundError:
                 if there_only:
                     continue
-                raise self._damaged("a file of this cache is missing", file) from None
+                raise self._damaged_error("a file of this cache is missing", file) from None
             if sha256(content) != checksum:
-                raise self._damaged("a file of this cache is not the one it was made with", file)
+                raise self._damaged_error("a file of this cache is not the one it was made with", file)
 
-    def _ranks_of(self, file: str) -> Ranks:
+    def _read_vocabulary_order(self, file: str) -> VocabularyOrder:
         where = self.folder.path_of(file)
         try:
-            return Ranks.read(file, self.folder.read(file), where)
+            return VocabularyOrder.from_file_content(file, self.folder.read(file), where)
         except FileNotFoundError:
-            raise Damaged(
+            raise CorruptError(
                 "the vocabulary order file of this cache is missing", where=where, hint="copy the whole cache"
             ) from None
 
-    def _file(self, number: int) -> str:
+    def _shard_file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
 
-    def open_shard(self, entry: dict[str, Any]) -> Shard:
+    def open_shard(self, entry: dict[str, Any]) -> CacheShard:
         """Open a shard of the manifest, once all that lies around its rows is seen to be what was written.
 
         Raises:
             Damaged: it was altered.
         """
-        return self._open(self._numbers[entry["file"]])
+        return self._open(self._shard_numbers[entry["file"]])
 
-    def _open_shard(self, number: int) -> Shard:
+    def _open_shard(self, number: int) -> CacheShard:
         entry = self.manifest["shards"][number]
-        path = self.folder.local(entry["file"])
-        if number not in self._verified and _frame_of_file(path, entry["payload"]) != entry["checksum"]:
-            raise self._damaged("this shard does not match its checksum in the manifest", entry["file"])
-        shard = Shard(path, self.folder.path_of(entry["file"]), self._find_ranks)
-        if number not in self._verified and _identity(shard.header) != self._identity_of(entry):
-            raise self._damaged("a shard is from another cache", entry["file"])
+        path = self.folder.local_path(entry["file"])
+        if number not in self._verified and _file_frame_checksum(path, entry["payload"]) != entry["checksum"]:
+            raise self._damaged_error("this shard does not match its checksum in the manifest", entry["file"])
+        shard = CacheShard(path, self.folder.path_of(entry["file"]), self._load_vocabulary_order)
+        if number not in self._verified and _header_identity(shard.header) != self._identity_of(entry):
+            raise self._damaged_error("a shard is from another cache", entry["file"])
         if number not in self._verified:
-            for name, count in shard.figures().items():
+            for name, count in shard.counts().items():
                 if entry[name] != count:
                     what = f"the manifest states {entry[name]:,} {name} of a shard that has {count:,}"
-                    raise self._damaged(what, entry["file"])
+                    raise self._damaged_error(what, entry["file"])
         self._verified.add(number)
         return shard
 
     def _identity_of(self, entry: dict[str, Any]) -> dict[str, Any]:
-        return _identity(self._parts[int(entry.get("source_header", 0))])
+        return _header_identity(self._source_headers[int(entry.get("source_header", 0))])
 
     @cached_property
-    def _parts(self) -> list[dict[str, Any]]:
-        return parts_of(self.manifest)
+    def _source_headers(self) -> list[dict[str, Any]]:
+        return source_headers(self.manifest)
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def _shard_numbers(self) -> dict[str, int]:
         return {entry["file"]: number for number, entry in enumerate(self.manifest["shards"])}
 
-    def _damaged(self, what: str, file: str) -> Damaged:
-        return Damaged(what, where=self.folder.path_of(file), hint=_repair(self.folder, file))
+    def _damaged_error(self, what: str, file: str) -> CorruptError:
+        return CorruptError(what, where=self.folder.path_of(file), hint=_repair_hint(self.folder, file))
 
 
-def _frame_of_file(path: Path, payload: Sequence[tuple[int, int]]) -> str:
+def _file_frame_checksum(path: Path, payload: Sequence[tuple[int, int]]) -> str:
     """Return the checksum of a shard's frame before anything of it is believed."""
     import mmap
 
@@ -626,45 +659,45 @@ def _frame_of_file(path: Path, payload: Sequence[tuple[int, int]]) -> str:
         return frame_checksum(content, [(start, stop) for start, stop in payload])
 
 
-def shard_figures(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the header of a shard, and its rows, positions and tokens.
 
     Raises:
         Damaged: it does not match its checksum, or is not a shard of a cache.
         XtkError: it is of an older version.
     """
-    shard = whole_shard(path, str(path))
-    return shard.header, {**shard.figures(), "bytes": shard.size}
+    shard = open_verified_shard(path, str(path))
+    return shard.header, {**shard.counts(), "bytes": shard.num_bytes}
 
 
-def _corrupt_row(shard: Shard, row: int) -> Damaged:
-    return Damaged("a row of this cache does not match its checksum", where=f"{shard.name}, row {row}")
+def _corrupt_document_error(shard: CacheShard, row: int) -> CorruptError:
+    return CorruptError("a row of this cache does not match its checksum", where=f"{shard.name}, row {row}")
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
     return sha256(canonical_json({key: value for key, value in manifest.items() if key != "checksum"}))
 
 
-def parts_of(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+def source_headers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
     return list(manifest.get("source_headers") or [manifest["header"]])
 
 
-def other_files(header: dict[str, Any]) -> list[str]:
+def codec_files(header: dict[str, Any]) -> list[str]:
     """Return the files that the shards of a header need beside them."""
-    return [str(header["codec"][key]) for key in FILES_OF_A_CODEC if header["codec"].get(key)]
+    return [str(header["codec"][key]) for key in CODEC_FILE_KEYS if header["codec"].get(key)]
 
 
-def _belongs(name: str) -> bool:
+def _is_cache_file(name: str) -> bool:
     return (
-        name in (MANIFEST, UNFINISHED, *TOKENIZER)
-        or name.startswith((TEMPORARY, LOCK))
-        or bool(SHARD.fullmatch(name))
-        or bool(VOCABULARY_ORDER.fullmatch(name) or _OF_OLDER_VERSIONS.fullmatch(name))
+        name in (MANIFEST, UNFINISHED_MARKER, *TOKENIZER_FILES)
+        or name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX))
+        or bool(SHARD_NAME.fullmatch(name))
+        or bool(VOCABULARY_ORDER_NAME.fullmatch(name) or _OLD_VERSION_FILE_NAMES.fullmatch(name))
     )
 
 
-def refuse_foreign(folder: Folder) -> None:
+def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
     """Refuse a folder that holds anything but a cache that xtk wrote.
 
     A tokenizer alone is the user's: files with the names of a cache's are xtk's where a manifest, a shard, or the file
@@ -673,38 +706,40 @@ def refuse_foreign(folder: Folder) -> None:
     Raises:
         XtkError: names what is in it.
     """
-    held = folder.sizes()
-    foreign = sorted({*(file for file in held if not _belongs(file)), *_unlisted(folder, held)})
-    there = sorted(file for file in held if not file.startswith((TEMPORARY, LOCK)))
-    if there and not foreign and not _is_of_a_cache(folder, held):
+    held = folder.file_sizes()
+    foreign = sorted({*(file for file in held if not _is_cache_file(file)), *_unlisted(folder, held)})
+    there = sorted(file for file in held if not file.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)))
+    if there and not foreign and not _contains_cache(folder, held):
         foreign = there
     if foreign:
-        raise foreign_error(foreign, folder.name)
+        raise foreign_files_error(foreign, folder.name)
 
 
-def _unlisted(folder: Folder, held: Mapping[str, int]) -> list[str]:
+def _unlisted(folder: StorageFolder, held: Mapping[str, int]) -> list[str]:
     """Return files with names of a cache's that its manifest does not list, and that do not begin as xtk's do."""
     if MANIFEST not in held:
         return []
     try:
-        content = parse_object(folder.read(MANIFEST, MANIFEST_BYTES), folder.path_of(MANIFEST))
+        content = parse_json_object(folder.read(MANIFEST, MAX_MANIFEST_BYTES), folder.path_of(MANIFEST))
         listed = {*content["files"], *(shard["file"] for shard in content["shards"])}
-    except (Damaged, KeyError, TypeError):
+    except (CorruptError, KeyError, TypeError):
         return []
-    named = [file for file in held if SHARD.fullmatch(file) or VOCABULARY_ORDER.fullmatch(file)]
-    return [file for file in named if file not in listed and not _is_arrow_of_xtk(folder.local(file))]
+    named = [file for file in held if SHARD_NAME.fullmatch(file) or VOCABULARY_ORDER_NAME.fullmatch(file)]
+    return [file for file in named if file not in listed and not _is_arrow_of_xtk(folder.local_path(file))]
 
 
-def _is_of_a_cache(folder: Folder, held: Mapping[str, int]) -> bool:
+def _contains_cache(folder: StorageFolder, held: Mapping[str, int]) -> bool:
     """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
-    if MANIFEST in held and f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MANIFEST_BYTES):
+    if MANIFEST in held and f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MAX_MANIFEST_BYTES):
         return True
-    if UNFINISHED in held:
-        with contextlib.suppress(Damaged):
-            content = parse_object(folder.read(UNFINISHED, MANIFEST_BYTES), folder.path_of(UNFINISHED))
+    if UNFINISHED_MARKER in held:
+        with contextlib.suppress(CorruptError):
+            content = parse_json_object(
+                folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), folder.path_of(UNFINISHED_MARKER)
+            )
             if content.get("format") == FORMAT:
                 return True
-    return any(_is_arrow_of_xtk(folder.local(file)) for file in held if SHARD.fullmatch(file))
+    return any(_is_arrow_of_xtk(folder.local_path(file)) for file in held if SHARD_NAME.fullmatch(file))
 
 
 def _is_arrow_of_xtk(path: Path) -> bool:
@@ -714,28 +749,28 @@ def _is_arrow_of_xtk(path: Path) -> bool:
     return start.startswith(b"ARROW1") and (b'"codec":' in start or b"num_bytes" in start)
 
 
-def _identity(header: dict[str, Any]) -> dict[str, Any]:
+def _header_identity(header: dict[str, Any]) -> dict[str, Any]:
     """Return a header without the teacher's name: a folder that was moved is the same teacher."""
-    teacher = {key: value for key, value in _section(header, "teacher").items() if key != "name"}
+    teacher = {key: value for key, value in _header_section(header, "teacher").items() if key != "name"}
     return {**header, "teacher": teacher}
 
 
-def _section(header: dict[str, Any], name: str) -> dict[str, Any]:
+def _header_section(header: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a section of a header; of one that is not checked yet, none."""
     found = header.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _repair(folder: Folder, file: str) -> str:
+def _repair_hint(folder: StorageFolder, file: str) -> str:
     return f"remove {folder.path_of(file)}, and run the same xtk cache-teacher command again; it writes it again"
 
 
-def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
+def _other_request_error(folder: StorageFolder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
-        f"{section}.{key}: {_short(found, section, key)} there, {_short(wanted, section, key)} asked for"
+        f"{section}.{key}: {_shorten(found, section, key)} there, {_shorten(wanted, section, key)} asked for"
         for section in ("teacher", "data", "options", "codec")
-        for key in sorted({*_section(found, section), *_section(wanted, section)})
-        if _section(found, section).get(key) != _section(wanted, section).get(key)
+        for key in sorted({*_header_section(found, section), *_header_section(wanted, section)})
+        if _header_section(found, section).get(key) != _header_section(wanted, section).get(key)
     ]
     return XtkError(
         "there is a cache of another request",
@@ -744,6 +779,6 @@ def _other_request(folder: Folder, file: str, found: dict[str, Any], wanted: dic
     )
 
 
-def _short(header: dict[str, Any], section: str, key: str) -> str:
-    text = str(_section(header, section).get(key))
+def _shorten(header: dict[str, Any], section: str, key: str) -> str:
+    text = str(_header_section(header, section).get(key))
     return text if len(text) <= 80 else text[:77] + "..."

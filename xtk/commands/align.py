@@ -7,24 +7,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from xtk.tokens.alignment_statistics import AlignedDocument, AlignmentStatistics
     from xtk.tokens.document import Document
-    from xtk.tokens.rewriting import Rewriting
-    from xtk.tokens.statistics import Aligned, Statistics
+    from xtk.tokens.normalization_loss import NormalizationLoss
     from xtk.tokens.tokenizer import Tokenizer
 
-COLOURS = ("black on bright_cyan", "black on bright_yellow")
+SPAN_COLORS = ("black on bright_cyan", "black on bright_yellow")
 ORDERS = ("worst", "first")
-DATA = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zst", ".xz")
 
 
 def align(
-    student: Annotated[str, typer.Argument(help=options.STUDENT, metavar="STUDENT")],
-    teacher: Annotated[str, typer.Argument(help=options.TEACHER, metavar="TEACHER")],
+    student: Annotated[str, typer.Argument(help=shared_options.STUDENT_HELP, metavar="STUDENT")],
+    teacher: Annotated[str, typer.Argument(help=shared_options.TEACHER_HELP, metavar="TEACHER")],
     text: Annotated[
         str,
         typer.Argument(
@@ -41,8 +41,8 @@ def align(
             metavar="TEXT",
         ),
     ] = "",
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     stats: Annotated[
         bool,
         typer.Option("--stats", help="Count over all documents instead: spans by kind, bytes in each, the worst."),
@@ -62,10 +62,10 @@ def align(
             metavar="|".join(ORDERS),
         ),
     ] = "worst",
-    force: options.Force = False,
+    force: shared_options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Show the smallest spans of equal bytes in two tokenisations of a text.
 
@@ -73,13 +73,13 @@ def align(
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.counting import fingerprint_of_corpus
-    from xtk.artifacts.files import canonical_json, sha256
-    from xtk.artifacts.hub import local_folder
-    from xtk.commands.alignment_page import page
-    from xtk.commands.page import check_page, write_page
-    from xtk.lookup import unknown
+    from xtk.artifacts.atomic_files import canonical_json, sha256
+    from xtk.artifacts.cooccurrence_counting import corpus_fingerprint
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import resolve_model_folder
+    from xtk.commands.alignment_page import alignment_page
+    from xtk.commands.html_page import check_page, write_page
+    from xtk.registry import unknown_name_error
     from xtk.tokens.document import Document
     from xtk.tokens.tokenizer import Tokenizer
 
@@ -89,22 +89,22 @@ def align(
     if teacher_text and (html or stats or text == "-"):
         raise typer.BadParameter("--teacher-text stands beside one TEXT, without --stats or --html")
     if order not in ORDERS:
-        raise unknown("--order", order, ORDERS)
+        raise unknown_name_error("--order", order, ORDERS)
     if teacher_text:
         _show_different(text, teacher_text, [student, teacher], as_json=as_json)
         return
     documents: Iterable[Document]
-    documents = [Document.of_text(_readable(text))]
+    documents = [Document.from_text(_decode_argument(text))]
     if _is_data(text):
-        documents = Corpus([text], columns_option(columns), max_document_bytes)
-    one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in (student, teacher))
+        documents = Corpus([text], parse_columns_option(columns), max_document_bytes)
+    one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in (student, teacher))
     if html:
-        _, content = fingerprint_of_corpus(documents)
+        _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, limit, order]))
         check_page(Path(output), request, force=force)
         statistics, shown = _counted(documents, one, other, **{order: limit})
-        record = statistics.record()
-        write_page(Path(output), "".join(page(record, shown, one, other, order=order, request=request)))
+        record = statistics.to_json()
+        write_page(Path(output), "".join(alignment_page(record, shown, one, other, order=order, request=request)))
         terminal.result_artifact({**record, "path": output, "kind": "alignment-page"}, as_json=as_json)
     elif stats:
         _show_statistics(_counted(documents, one, other)[0], as_json=as_json)
@@ -120,79 +120,79 @@ def _is_data(text: str) -> bool:
     """
     from pathlib import Path
 
-    from xtk.errors import exists
+    from xtk.errors import path_exists
 
     if not text:
         return False
     if text == "-" or "://" in text[:12]:
         return True
-    if exists(text):
+    if path_exists(text):
         path = Path(text)
-        return not path.is_dir() or text.endswith("/") or any(file.suffix in DATA for file in path.iterdir())
-    return not any(map(str.isspace, text)) and Path(text).suffix in DATA
+        return not path.is_dir() or text.endswith("/") or any(file.suffix in DATA_SUFFIXES for file in path.iterdir())
+    return not any(map(str.isspace, text)) and Path(text).suffix in DATA_SUFFIXES
 
 
-def _readable(text: str) -> str:
+def _decode_argument(text: str) -> str:
     """Return an argument that is no UTF-8 as a pipe would be read."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _counted(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, first: int = 0, worst: int = 0
-) -> tuple[Statistics, list[Aligned]]:
+) -> tuple[AlignmentStatistics, list[AlignedDocument]]:
     """Return the counts over all documents, and the first or the worst of them."""
-    from xtk.tokens.statistics import Statistics, aligned
+    from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
 
-    statistics = Statistics(student, teacher, keep=worst)
-    begin: list[Aligned] = []
+    statistics = AlignmentStatistics(student, teacher, num_worst=worst)
+    begin: list[AlignedDocument] = []
     with terminal.Progress("align", None, "documents") as progress:
-        for group in aligned(documents, student, teacher):
+        for group in align_documents(documents, student, teacher):
             statistics.add(group)
             begin += group[: first - len(begin)]
-            progress.advance(len(group), f"{statistics.bytes / 1e6:,.1f} MB")
-    for lost in statistics.lost:
+            progress.advance(len(group), f"{statistics.num_bytes / 1e6:,.1f} MB")
+    for lost in statistics.normalization_losses:
         _warn(lost)
-    return statistics, begin or statistics.worst[:worst]
+    return statistics, begin or statistics.worst_documents[:worst]
 
 
-def _show_statistics(statistics: Statistics, *, as_json: bool) -> None:
-    from xtk.commands.alignment_tables import show
+def _show_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
+    from xtk.commands.alignment_tables import print_alignment_tables
 
     if as_json:
-        terminal.result_json(statistics.record())
+        terminal.result_json(statistics.to_json())
     else:
-        show(statistics.record())
+        print_alignment_tables(statistics.to_json())
 
 
 def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
-    from xtk.tokens.rewriting import Rewriting, rewriting
-    from xtk.tokens.statistics import aligned
+    from xtk.tokens.alignment_statistics import align_documents
+    from xtk.tokens.normalization_loss import NormalizationLoss, count_normalization_loss
 
-    coloured = terminal.results_are_seen_by_a_person() and not as_json
-    lost = [Rewriting(side.name) for side in (student, teacher)]
-    for group in aligned(documents, student, teacher):
+    coloured = terminal.stdout_is_terminal() and not as_json
+    lost = [NormalizationLoss(side.name) for side in (student, teacher)]
+    for group in align_documents(documents, student, teacher):
         for document in group:
             if coloured:
-                _show(_record(document, student, teacher), student, teacher)
+                _print_spans(_alignment_record(document, student, teacher), student, teacher)
             else:
-                terminal.result_json(_record(document, student, teacher))
+                terminal.result_json(_alignment_record(document, student, teacher))
             if document.is_text:
-                lost[0] += rewriting(student, [document.text], [document.student])
-                lost[1] += rewriting(teacher, [document.text], [document.teacher])
+                lost[0] += count_normalization_loss(student, [document.text], [document.student])
+                lost[1] += count_normalization_loss(teacher, [document.text], [document.teacher])
     for found in lost:
         _warn(found)
 
 
 def _show_different(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
     """Show the spans of two texts that differ."""
-    from xtk.artifacts.hub import local_folder
-    from xtk.tokens.difference import align_different
+    from xtk.artifacts.model_resolver import resolve_model_folder
+    from xtk.tokens.text_diff import align_different_texts
     from xtk.tokens.tokenizer import Tokenizer
 
-    one, other = (Tokenizer(local_folder(side, weights=False), name=side) for side in sides)
-    texts = _readable(text), _readable(teacher_text)
+    one, other = (Tokenizer(resolve_model_folder(side, with_weights=False), name=side) for side in sides)
+    texts = _decode_argument(text), _decode_argument(teacher_text)
     (student,), (teacher,) = one.encode(texts[:1]), other.encode(texts[1:])
-    found = align_different(texts[0], student.ends, texts[1], teacher.ends)
+    found = align_different_texts(texts[0], student.byte_ends, texts[1], teacher.byte_ends)
     record = {
         "text": texts[0],
         "teacher_text": texts[1],
@@ -203,18 +203,18 @@ def _show_different(text: str, teacher_text: str, sides: list[str], *, as_json: 
         "equal": found.equal.tolist(),
         "similarity": [round(value, 4) for value in found.similarity.tolist()],
     }
-    if terminal.results_are_seen_by_a_person() and not as_json:
-        _show(record, one, other)
+    if terminal.stdout_is_terminal() and not as_json:
+        _print_spans(record, one, other)
     else:
         terminal.result_json(record)
 
 
-def _warn(lost: Rewriting) -> None:
+def _warn(lost: NormalizationLoss) -> None:
     if warning := lost.warning():
         terminal.note(f"align: {warning}")
 
 
-def _record(document: Aligned, student: Tokenizer, teacher: Tokenizer) -> dict[str, Any]:
+def _alignment_record(document: AlignedDocument, student: Tokenizer, teacher: Tokenizer) -> dict[str, Any]:
     record = {
         "text": document.text,
         "student_ids": document.student.ids.tolist(),
@@ -223,25 +223,25 @@ def _record(document: Aligned, student: Tokenizer, teacher: Tokenizer) -> dict[s
         "exact": document.student.exact and document.teacher.exact,
     }
     if not record["exact"]:
-        from xtk.tokens.difference import compare
+        from xtk.tokens.text_diff import compare_texts
 
-        one = _spelled(student, document.student.ids, document.spans[:, :2])
-        other = _spelled(teacher, document.teacher.ids, document.spans[:, 2:])
-        record["similarity"] = [round(value, 4) for value in compare(one, other)[0].tolist()]
+        one = _span_texts(student, document.student.ids, document.spans[:, :2])
+        other = _span_texts(teacher, document.teacher.ids, document.spans[:, 2:])
+        record["similarity"] = [round(value, 4) for value in compare_texts(one, other)[0].tolist()]
     return record
 
 
-def _spelled(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
-    spell = tokenizer.vocabulary.spelling
+def _span_texts(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
+    spell = tokenizer.vocabulary.bytes_of
     return [b"".join(map(spell, ids[low:high].tolist())).decode("utf-8", "replace") for low, high in ranges.tolist()]
 
 
-def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:
+def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:
     """Print each side's tokens, those of a span in one colour on both sides."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(force_terminal=True, highlight=False, file=terminal.results())
+    console = Console(force_terminal=True, highlight=False, file=terminal.result_stream())
     for name, side, ids, edges in (
         ("student", student, record["student_ids"], (0, 1)),
         ("teacher", teacher, record["teacher_ids"], (2, 3)),
@@ -249,8 +249,10 @@ def _show(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> Non
         line = Text(f"{name}  ", style="bold")
         for number, span in enumerate(record["spans"]):
             for at in range(span[edges[0]], span[edges[1]]):
-                piece = side.control_names.get(ids[at]) or side.vocabulary.spelling(ids[at]).decode("utf-8", "replace")
-                line.append(_visible(piece), style=COLOURS[number % 2])
+                piece = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
+                    "utf-8", "replace"
+                )
+                line.append(_visible(piece), style=SPAN_COLORS[number % 2])
                 line.append("·" if at + 1 < span[edges[1]] else "")
         console.print(line, soft_wrap=True)
     one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_tables import PICTURES, Table, numeric, picture, tables
-from xtk.commands.page import CLOSED, opened, stacked
+from xtk.commands.alignment_tables import VISIBLE_SYMBOLS, TextTable, alignment_tables, numeric_columns, visible_symbol
+from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from xtk.tokens.statistics import Aligned
+    from xtk.tokens.alignment_statistics import AlignedDocument
     from xtk.tokens.tokenizer import Tokenizer
 
 # A span is about 250 bytes of page for 4 bytes of text; a browser scrolls 10 MB without halting.
-BYTES_OF_A_DOCUMENT = 16_384
-BYTES_OF_A_PAGE = 131_072
-TOKENS_OF_A_SPAN = 500
-NUMBER = ' class="number"'
-CLASSES = ("one", "to-many", "from-many", "many")  # of KINDS, in their order
+MAX_DOCUMENT_BYTES_SHOWN = 16_384
+MAX_PAGE_BYTES_SHOWN = 131_072
+MAX_SPAN_TOKENS_SHOWN = 500
+NUMBER_CLASS = ' class="number"'
+SPAN_CLASSES = ("one", "to-many", "from-many", "many")  # of KINDS, in their order
 
-STYLE = """
+ALIGNMENT_STYLE = """
 :root { --to-many: #d7e9ff; --from-many: #ffe9c7; --many: #ffd5de; }
 @media (prefers-color-scheme: dark) { :root { --to-many: #12395f; --from-many: #553a08; --many: #611d33; } }
 article { content-visibility: auto; contain-intrinsic-size: auto 30rem; }
@@ -46,9 +46,9 @@ b { text-decoration: underline dotted; } b + b { margin-inline-start: 0.25em; }
 """
 
 
-def page(
+def alignment_page(
     record: dict[str, Any],
-    documents: Sequence[Aligned],
+    shown_documents: Sequence[AlignedDocument],
     student: Tokenizer,
     teacher: Tokenizer,
     *,
@@ -59,7 +59,7 @@ def page(
 
     Args:
         record: what `Statistics.record` returned.
-        documents: those to show, in this order, as far as the page has room.
+        shown_documents: those to show, in this order, as far as the page has room.
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
         order: "first" or "worst", told on the page.
@@ -69,18 +69,18 @@ def page(
         HTML. A token is a `bdi` element; in it `i` stands for a character that cannot be seen, `b` for bytes
         that are no whole character.
     """
-    yield opened(f"{record['student']} and {record['teacher']}, aligned", STYLE, request)
+    yield page_start(f"{record['student']} and {record['teacher']}, aligned", ALIGNMENT_STYLE, request)
     yield "<section>\n<h2>Statistics</h2>\n"
     yield _bar(record)
-    for table in tables(record):
-        yield from _table(table)
+    for table in alignment_tables(record):
+        yield from _html_table(table)
     yield f"</section>\n<section>\n<h2>Documents</h2>\n{_legend()}"
-    yield from _documents(documents, record["documents"], student, teacher, order)
-    yield "</section>\n" + CLOSED
+    yield from _document_sections(shown_documents, record["documents"], student, teacher, order)
+    yield "</section>\n" + PAGE_END
 
 
-def pictures(
-    record: dict[str, Any], documents: Sequence[Aligned], student: Tokenizer, teacher: Tokenizer
+def alignment_sections(
+    record: dict[str, Any], documents: Sequence[AlignedDocument], student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[str]:
     """Yield how two tokenizers meet, as HTML for another page: what is in which spans, and some documents.
 
@@ -91,11 +91,11 @@ def pictures(
         teacher: the teacher's tokenizer.
     """
     yield _bar(record)
-    for table in tables(record)[:2]:
-        yield from _table(table)
+    for table in alignment_tables(record)[:2]:
+        yield from _html_table(table)
     yield "<details><summary>Documents, span by span</summary>\n" + _legend()
     for document in documents:
-        yield _document(document, student, teacher, BYTES_OF_A_DOCUMENT // 8)[0]
+        yield _aligned_document(document, student, teacher, MAX_DOCUMENT_BYTES_SHOWN // 8)[0]
     yield "</details>\n"
 
 
@@ -103,20 +103,20 @@ def _bar(record: dict[str, Any]) -> str:
     """Return the bytes of all documents by the kind of span that they are in."""
     kinds = [(f"{name} spans", kind["share_of_bytes"], "") for name, kind in record["kinds"].items()]
     named = "Bytes by their span, as tokens of the student : tokens of the teacher"
-    return f"<p>{named}</p>\n" + stacked([*kinds, ("in no span", record["unaligned_share_of_bytes"], "")])
+    return f"<p>{named}</p>\n" + stacked_bar([*kinds, ("in no span", record["unaligned_share_of_bytes"], "")])
 
 
-def _table(table: Table) -> Iterator[str]:
-    numbers = numeric(table)
+def _html_table(table: TextTable) -> Iterator[str]:
+    numbers = numeric_columns(table)
     heads = (
-        f'<th scope="col"{NUMBER if number else ""}>{escape(head)}</th>'
-        for head, number in zip(table.heads, numbers, strict=True)
+        f'<th scope="col"{NUMBER_CLASS if number else ""}>{escape(head)}</th>'
+        for head, number in zip(table.column_titles, numbers, strict=True)
     )
     yield f'<div class="scroll"><table>\n<caption>{escape(table.title)}</caption>\n<thead><tr>{"".join(heads)}'
     yield "</tr></thead>\n<tbody>\n"
     for row in table.rows:
         cells = (
-            f"<td{NUMBER}>{escape(cell)}</td>" if number else f"<td><bdi>{escape(cell)}</bdi></td>"
+            f"<td{NUMBER_CLASS}>{escape(cell)}</td>" if number else f"<td><bdi>{escape(cell)}</bdi></td>"
             for cell, number in zip(row, numbers, strict=True)
         )
         yield f"<tr>{''.join(cells)}</tr>\n"
@@ -145,15 +145,15 @@ def _legend() -> str:
     )
 
 
-def _documents(
-    documents: Sequence[Aligned], total: int, student: Tokenizer, teacher: Tokenizer, order: str
+def _document_sections(
+    documents: Sequence[AlignedDocument], total: int, student: Tokenizer, teacher: Tokenizer, order: str
 ) -> Iterator[str]:
-    room, shown = BYTES_OF_A_PAGE, 0
+    room, shown = MAX_PAGE_BYTES_SHOWN, 0
     parts = []
     for document in documents:
         if room <= 0:
             break
-        part, used = _document(document, student, teacher, min(room, BYTES_OF_A_DOCUMENT))
+        part, used = _aligned_document(document, student, teacher, min(room, MAX_DOCUMENT_BYTES_SHOWN))
         parts.append(part)
         room -= used
         shown += 1
@@ -162,10 +162,10 @@ def _documents(
     yield from parts
 
 
-def _document(document: Aligned, student: Tokenizer, teacher: Tokenizer, room: int) -> tuple[str, int]:
+def _aligned_document(document: AlignedDocument, student: Tokenizer, teacher: Tokenizer, room: int) -> tuple[str, int]:
     """Return a document, cut after the span that fills the room, and how many bytes of its text are shown."""
     size = len(document.text.encode())
-    ends, spans = document.student.ends, document.spans
+    ends, spans = document.student.byte_ends, document.spans
     stop = min(int(np.searchsorted(ends[spans[:, 1] - 1], room)) + 1, len(spans))
     used = int(ends[spans[stop - 1, 1] - 1]) if stop else 0
     whole = stop == len(spans)
@@ -178,15 +178,15 @@ def _document(document: Aligned, student: Tokenizer, teacher: Tokenizer, room: i
     boxes = _boxes(document, student, teacher, stop, lengths if whole else None)
     figures = f"{size:,} bytes, {lengths[0]:,} student and {lengths[1]:,} teacher tokens, {len(spans):,} spans"
     part = (
-        f'<article id="document-{document.number}">\n<h3>Document {document.number:,}</h3>\n<p>{figures}.</p>\n'
-        f'<p class="spans" lang="" translate="no" dir="{direction(document.text)}">{"".join(boxes)}</p>\n{note}'
+        f'<article id="document-{document.index}">\n<h3>Document {document.index:,}</h3>\n<p>{figures}.</p>\n'
+        f'<p class="spans" lang="" translate="no" dir="{text_direction(document.text)}">{"".join(boxes)}</p>\n{note}'
         "</article>\n"
     )
     return part, used
 
 
 def _boxes(
-    document: Aligned, student: Tokenizer, teacher: Tokenizer, stop: int, lengths: tuple[int, int] | None
+    document: AlignedDocument, student: Tokenizer, teacher: Tokenizer, stop: int, lengths: tuple[int, int] | None
 ) -> Iterator[str]:
     """Yield the boxes of the first spans, and of the tokens between them that are in none.
 
@@ -197,15 +197,15 @@ def _boxes(
         stop: how many spans.
         lengths: how many tokens the two sides have, if what comes after the last span is shown too.
     """
-    from xtk.tokens.statistics import kinds_of
+    from xtk.tokens.alignment_statistics import span_kinds
 
     sides = (student, document.student.ids), (teacher, document.teacher.ids)
     spans = document.spans[:stop]
     left_at, right_at = 0, 0
-    for (s0, s1, t0, t1), kind in zip(spans.tolist(), kinds_of(spans).tolist(), strict=True):
+    for (s0, s1, t0, t1), kind in zip(spans.tolist(), span_kinds(spans).tolist(), strict=True):
         if s0 > left_at or t0 > right_at:
             yield _span(sides, (left_at, s0, right_at, t0), "left")
-        yield _span(sides, (s0, s1, t0, t1), CLASSES[kind])
+        yield _span(sides, (s0, s1, t0, t1), SPAN_CLASSES[kind])
         left_at, right_at = s1, t1
     if lengths and (left_at, right_at) != lengths:
         yield _span(sides, (left_at, lengths[0], right_at, lengths[1]), "left")
@@ -214,23 +214,23 @@ def _boxes(
 def _span(sides: tuple[tuple[Tokenizer, NDArray[np.int32]], ...], edges: tuple[int, int, int, int], kind: str) -> str:
     rows, breaks = [], False
     for name, (side, ids), start, stop in zip(("student", "teacher"), sides, edges[::2], edges[1::2], strict=True):
-        shown = ids[start : min(stop, start + TOKENS_OF_A_SPAN)].tolist()
-        tokens = "".join(_token(side, token) for token in shown)
-        breaks = breaks or PICTURES["\n"] in tokens
+        shown = ids[start : min(stop, start + MAX_SPAN_TOKENS_SHOWN)].tolist()
+        tokens = "".join(_token_html(side, token) for token in shown)
+        breaks = breaks or VISIBLE_SYMBOLS["\n"] in tokens
         more = f"<i>… {stop - start - len(shown):,} tokens more</i>" if stop - start > len(shown) else ""
         rows.append(f'<span class="{name}">{tokens}{more}</span>')
     return f'<span class="span {kind}">{"".join(rows)}</span>' + ("<br>\n" if breaks else "\n")
 
 
-def _token(side: Tokenizer, token: int) -> str:
-    spelling = side.vocabulary.spelling(token)
-    if token in side.control_names:
-        return f'<bdi title="id {token}, a control token"><i>{escape(side.control_names[token])}</i></bdi>'
+def _token_html(side: Tokenizer, token: int) -> str:
+    spelling = side.vocabulary.bytes_of(token)
+    if token in side.special_token_names:
+        return f'<bdi title="id {token}, a control token"><i>{escape(side.special_token_names[token])}</i></bdi>'
     title = f"id {token}, {'bytes ' + spelling.hex(' ').upper() if spelling else 'no bytes'}"
-    return f'<bdi title="{title}">{drawn(spelling)}</bdi>'
+    return f'<bdi title="{title}">{visible_bytes(spelling)}</bdi>'
 
 
-def drawn(spelling: bytes) -> str:
+def visible_bytes(spelling: bytes) -> str:
     """Return bytes as HTML in which all of them can be seen."""
     if not spelling:
         return "<i>∅</i>"
@@ -243,14 +243,14 @@ def drawn(spelling: bytes) -> str:
         elif character == " ":
             parts.append("<i>·</i>")
         else:
-            drawn = picture(character)
+            drawn = visible_symbol(character)
             parts.append(f"<i>{drawn}</i>" if drawn else escape(character))
     return "".join(parts)
 
 
-def direction(text: str) -> str:
+def text_direction(text: str) -> str:
     """Return the direction of a text: that of its first letter that has one."""
-    for character in text[:BYTES_OF_A_DOCUMENT]:
+    for character in text[:MAX_DOCUMENT_BYTES_SHOWN]:
         kind = unicodedata.bidirectional(character)
         if kind in ("L", "R", "AL"):
             return "ltr" if kind == "L" else "rtl"

@@ -10,7 +10,7 @@ from typing import Any
 from xtk import terminal
 
 # What is drawn for characters that have no picture of their own.
-PICTURES = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
+VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
     chr(code): chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t\r"
 }
 # Control and format characters, separators, private use and what is not assigned.
@@ -18,31 +18,31 @@ _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """A title, the heads of its columns, and rows of words."""
 
     title: str
-    heads: tuple[str, ...]
+    column_titles: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
 
 
-def picture(character: str) -> str | None:
+def visible_symbol(character: str) -> str | None:
     """Return what is drawn for a character that cannot be seen; None for one that can, and for the space."""
-    if character in PICTURES:
-        return PICTURES[character]
+    if character in VISIBLE_SYMBOLS:
+        return VISIBLE_SYMBOLS[character]
     if character == " " or unicodedata.category(character) not in _INVISIBLE:
         return None
     return f"U+{ord(character):04X}"
 
 
-def visible(text: str) -> str:
+def visible_text(text: str) -> str:
     """Return a text in which every character can be seen, and none moves a terminal's cursor."""
-    return "".join(picture(character) or character for character in text)
+    return "".join(visible_symbol(character) or character for character in text)
 
 
-def tables(record: dict[str, Any]) -> list[Table]:
+def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
     """Return the statistics of `Statistics.record` for people."""
-    found = [_sides(record), _kinds(record)]
+    found = [_tokenizer_table(record), _span_kind_table(record)]
     if record["longest_spans"]:
         found.append(_longest(record))
     if record["worst_documents"]:
@@ -50,128 +50,134 @@ def tables(record: dict[str, Any]) -> list[Table]:
     return found
 
 
-def show(record: dict[str, Any]) -> None:
+def print_alignment_tables(record: dict[str, Any]) -> None:
     """Print the tables: drawn on a terminal, plain elsewhere."""
-    drawn = terminal.results_are_seen_by_a_person()
-    for table in tables(record):
+    drawn = terminal.stdout_is_terminal()
+    for table in alignment_tables(record):
         if drawn:
-            _draw(table)
+            _print_rich_table(table)
         else:
-            _write(table)
+            _print_plain_table(table)
     terminal.result_line(
-        f"{terminal.duration(record['seconds'])}, {record['nanoseconds_per_token']:,.0f} ns a token of either side"
+        f"{terminal.format_duration(record['seconds'])}, {record['nanoseconds_per_token']:,.0f} ns a token of either "
+        f"side"
     )
 
 
-def _sides(record: dict[str, Any]) -> Table:
+def _tokenizer_table(record: dict[str, Any]) -> TextTable:
     rows = [
         (
             side,
             record[side],
-            _count(record[f"{side}_tokens"]),
+            _format_count(record[f"{side}_tokens"]),
             f"{record[f'{side}_bytes_per_token']:.3f}",
-            _count(record["rewritten_documents"][side]),
+            _format_count(record["rewritten_documents"][side]),
         )
         for side in ("student", "teacher")
     ]
-    title = f"{_count(record['documents'])} documents, {_count(record['bytes'])} bytes"
-    return Table(title, ("", "tokenizer", "tokens", "bytes a token", "documents that it rewrote"), rows)
+    title = f"{_format_count(record['documents'])} documents, {_format_count(record['bytes'])} bytes"
+    return TextTable(title, ("", "tokenizer", "tokens", "bytes a token", "documents that it rewrote"), rows)
 
 
-def _kinds(record: dict[str, Any]) -> Table:
+def _span_kind_table(record: dict[str, Any]) -> TextTable:
     rows: list[tuple[str, ...]] = [
         (
             name,
-            _count(kind["spans"]),
-            _share(kind["share_of_spans"]),
-            _count(kind["bytes"]),
-            _share(kind["share_of_bytes"]),
-            _count(kind["student_tokens"]),
-            _count(kind["teacher_tokens"]),
+            _format_count(kind["spans"]),
+            _format_percent(kind["share_of_spans"]),
+            _format_count(kind["bytes"]),
+            _format_percent(kind["share_of_bytes"]),
+            _format_count(kind["student_tokens"]),
+            _format_count(kind["teacher_tokens"]),
         )
         for name, kind in record["kinds"].items()
     ]
-    unaligned = (_count(record["unaligned_bytes"]), _share(record["unaligned_share_of_bytes"]))
+    unaligned = (_format_count(record["unaligned_bytes"]), _format_percent(record["unaligned_share_of_bytes"]))
     in_spans = {
         side: sum(kind[f"{side}_tokens"] for kind in record["kinds"].values()) for side in ("student", "teacher")
     }
-    left = tuple(_count(record[f"{side}_tokens"] - in_spans[side]) for side in ("student", "teacher"))
+    left = tuple(_format_count(record[f"{side}_tokens"] - in_spans[side]) for side in ("student", "teacher"))
     rows.append(("in no span", "", "", *unaligned, *left))
     heads = ("tokens, student:teacher", "spans", "share", "bytes", "share", "student tokens", "teacher tokens")
-    return Table(f"{_count(record['spans'])} spans", heads, rows)
+    return TextTable(f"{_format_count(record['spans'])} spans", heads, rows)
 
 
-def _longest(record: dict[str, Any]) -> Table:
+def _longest(record: dict[str, Any]) -> TextTable:
     rows = [
         (
-            _count(span["document"]),
-            _count(span["at_byte"]),
-            _count(span["bytes"]),
+            _format_count(span["document"]),
+            _format_count(span["at_byte"]),
+            _format_count(span["bytes"]),
             f"{span['student_tokens']}:{span['teacher_tokens']}",
-            visible(span["excerpt"]).replace(" ", "·"),
+            visible_text(span["excerpt"]).replace(" ", "·"),
         )
         for span in record["longest_spans"]
     ]
     title = "Longest spans of more than one token on a side"
-    return Table(title, ("document", "at byte", "bytes", "tokens", "text"), rows)
+    return TextTable(title, ("document", "at byte", "bytes", "tokens", "text"), rows)
 
 
-def _worst(record: dict[str, Any]) -> Table:
+def _worst(record: dict[str, Any]) -> TextTable:
     rows = [
-        (_count(document["document"]), _share(document["share_of_bytes"]), _why(document), visible(document["excerpt"]))
+        (
+            _format_count(document["document"]),
+            _format_percent(document["share_of_bytes"]),
+            _why(document),
+            visible_text(document["excerpt"]),
+        )
         for document in record["worst_documents"]
     ]
     title = "Worst documents, by the share of their bytes in n:m spans or in none"
-    return Table(title, ("document", "share", "why", "text"), rows)
+    return TextTable(title, ("document", "share", "why", "text"), rows)
 
 
 def _why(document: dict[str, Any]) -> str:
     reasons = []
     if document["n:m_bytes"]:
-        reasons.append(f"{_count(document['n:m_bytes'])} bytes in n:m spans")
+        reasons.append(f"{_format_count(document['n:m_bytes'])} bytes in n:m spans")
     if document["unaligned_bytes"]:
-        reasons.append(f"{_count(document['unaligned_bytes'])} bytes in no span")
+        reasons.append(f"{_format_count(document['unaligned_bytes'])} bytes in no span")
     if document["rewritten_by"]:
         reasons.append(f"rewritten by the {' and the '.join(document['rewritten_by'])}")
-    return ", ".join(reasons) + f", of {_count(document['bytes'])}"
+    return ", ".join(reasons) + f", of {_format_count(document['bytes'])}"
 
 
-def _draw(table: Table) -> None:
+def _print_rich_table(table: TextTable) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table as Drawn
     from rich.text import Text
 
     drawn = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
-    for head, right in zip(table.heads, numeric(table), strict=True):
+    for head, right in zip(table.column_titles, numeric_columns(table), strict=True):
         drawn.add_column(Text(head), justify="right" if right else "left", no_wrap=True)
     for row in table.rows:
         drawn.add_row(*(Text(terminal.printable(cell)) for cell in row))
-    Console(force_terminal=True, highlight=False, file=terminal.results()).print(drawn)
+    Console(force_terminal=True, highlight=False, file=terminal.result_stream()).print(drawn)
 
 
-def _write(table: Table) -> None:
-    lines = [table.heads, *(tuple(map(terminal.printable, row)) for row in table.rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(table.heads))]
+def _print_plain_table(table: TextTable) -> None:
+    lines = [table.column_titles, *(tuple(map(terminal.printable, row)) for row in table.rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(table.column_titles))]
     terminal.result_line(table.title)
     for line in lines:
         cells = [
             cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, numeric(table), strict=True)
+            for cell, width, right in zip(line, widths, numeric_columns(table), strict=True)
         ]
         terminal.result_line(("  " + "  ".join(cells)).rstrip())
     terminal.result_line("")
 
 
-def numeric(table: Table) -> list[bool]:
+def numeric_columns(table: TextTable) -> list[bool]:
     """Say for each column whether it holds numbers."""
     columns = zip(*table.rows, strict=True)
     return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number:,}"
 
 
-def _share(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{share:.2%}"

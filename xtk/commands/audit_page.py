@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
-from xtk.commands.audit_tables import KINDS
-from xtk.commands.page import stacked
+from xtk.commands.audit_tables import ROW_KINDS
+from xtk.commands.html_page import stacked_bar
 
-STYLE = """
+AUDIT_STYLE = """
 .share { position: relative; min-width: 7rem; }
 .share i { position: absolute; inset: 0.2rem 0.6rem 0.2rem 0; z-index: -1; font-size: inherit; }
 .share i::before { content: ""; display: block; height: 100%; width: var(--share); background: var(--bar);
@@ -17,35 +17,35 @@ STYLE = """
 """
 
 
-def pictures(audited: dict[str, Any]) -> Iterator[str]:
+def audit_sections(audit: dict[str, Any]) -> Iterator[str]:
     """Yield an audit, as HTML for a page.
 
     Args:
-        audited: what the header of a projection says.
+        audit: what the header of a projection says.
     """
-    from xtk.projection.audit import warning
-    from xtk.projection.categories import CATEGORIES
+    from xtk.projection.coverage_audit import audit_warning
+    from xtk.projection.token_categories import CATEGORIES
 
-    rows = {kind: audited["rows"][kind] for kind in KINDS if audited["rows"].get(kind)}
+    rows = {kind: audit["rows"][kind] for kind in ROW_KINDS if audit["rows"].get(kind)}
     total = max(sum(rows.values()), 1)
     yield "<p>What becomes of the student's tokens</p>\n"
-    yield stacked((kind, count / total, f"{count:,} rows") for kind, count in rows.items())
-    missing = f"{audited['missing_mass']:.2%} of the mass is missing"
-    yield f"<p>{missing}; nothing reaches {audited['unreached']:,} tokens of the teacher.</p>\n"
-    categories = audited.get("categories") or {}
+    yield stacked_bar((kind, count / total, f"{count:,} rows") for kind, count in rows.items())
+    missing = f"{audit['missing_mass']:.2%} of the mass is missing"
+    yield f"<p>{missing}; nothing reaches {audit['unreached']:,} tokens of the teacher.</p>\n"
+    categories = audit.get("categories") or {}
     if categories:
         heads = ("student's tokens", "the teacher has not", "teacher's tokens", "the student has not")
         numbers = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
         yield f'<div class="scroll"><table>\n<tr><th scope="col">category</th>{numbers}</tr>\n'
         for name in (name for name in CATEGORIES if name in categories):
-            cells = "".join(_side(categories[name], side) for side in ("student", "teacher"))
+            cells = "".join(_unmatched_cells(categories[name], side) for side in ("student", "teacher"))
             yield f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'
         yield "</table></div>\n"
-    if told := warning(audited):
+    if told := audit_warning(audit):
         yield f"<p>{escape('; '.join(line.strip() for line in told.splitlines()))}.</p>\n"
 
 
-def _side(figures: dict[str, Any], side: str) -> str:
+def _unmatched_cells(figures: dict[str, Any], side: str) -> str:
     count, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
     share = unmatched / max(count, 1)
     return (

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-KINDS = ("exact", "special", "spread", "filled", "empty", "padded")
+ROW_KINDS = ("exact", "special", "spread", "filled", "empty", "padded")
 
 
-def audit_lines(audited: dict[str, Any]) -> Iterator[str]:
+def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
     """Yield the rows by kind, the table of categories, and the warning if there is one."""
-    from xtk.projection.audit import warning
+    from xtk.projection.coverage_audit import audit_warning
 
     yield "  audit"
-    rows = audited["rows"]
-    yield f"    rows: {', '.join(f'{rows[kind]:,} {kind}' for kind in KINDS if kind in rows)}"
-    unreached = audited["unreached"]
-    yield f"    missing mass {audited['missing_mass']:.2%}; teacher tokens that nothing reaches: {unreached:,}"
-    categories = audited.get("categories")
+    rows = audit["rows"]
+    yield f"    rows: {', '.join(f'{rows[kind]:,} {kind}' for kind in ROW_KINDS if kind in rows)}"
+    unreached = audit["unreached"]
+    yield f"    missing mass {audit['missing_mass']:.2%}; teacher tokens that nothing reaches: {unreached:,}"
+    categories = audit.get("categories")
     if categories:
         yield ""
-        yield from _table(categories)
-    warned = warning(audited)
+        yield from _category_table(categories)
+    warned = audit_warning(audit)
     if warned:
         yield ""
         yield from (f"    {line}" for line in warned.splitlines())
 
 
-def _table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _category_table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a line a category: tokens, share without a token of equal bytes, and what this projection loses of them."""
-    from xtk.projection.categories import CATEGORIES
+    from xtk.projection.token_categories import CATEGORIES
 
     whole = all("missing_mass" in figures for figures in categories.values())
     lost = f"{'missing mass':>14}{'unreached':>11}" if whole else ""

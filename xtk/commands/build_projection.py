@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def build_projection(
-    student: Annotated[str, typer.Argument(help=options.STUDENT, metavar="STUDENT")],
-    teacher: Annotated[str, typer.Argument(help=options.TEACHER, metavar="TEACHER")],
-    output: options.Output,
+    student: Annotated[str, typer.Argument(help=shared_options.STUDENT_HELP, metavar="STUDENT")],
+    teacher: Annotated[str, typer.Argument(help=shared_options.TEACHER_HELP, metavar="TEACHER")],
+    output: shared_options.Output,
     method: Annotated[
         str,
         typer.Option(
@@ -55,8 +55,8 @@ def build_projection(
         list[str] | None,
         typer.Option(help="counts: data that both tokenizers read; may be given again.", metavar="DATA"),
     ] = None,
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     smoothing: Annotated[
         float | None,
         typer.Option(
@@ -70,22 +70,22 @@ def build_projection(
         float | None,
         typer.Option(help="embedding: of the softmax over cosines; less is sharper. [0.1]", show_default=False),
     ] = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Build the sparse matrix from the student's tokens to the teacher's."""
     from pathlib import Path
 
-    from xtk.artifacts.hub import local_folder
-    from xtk.artifacts.outputs import check_file
-    from xtk.artifacts.projection_file import begins_like_a_projection, write_projection
-    from xtk.commands.reuse import reuse_projection
+    from xtk.artifacts.model_resolver import resolve_model_folder
+    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.projection_file import looks_like_projection, write_projection
+    from xtk.commands.projection_reuse import reuse_projection
     from xtk.errors import XtkError
-    from xtk.projection.audit import warning
     from xtk.projection.build import build_projection as build
-    from xtk.projection.build import check_options, request
+    from xtk.projection.build import check_method_options, projection_header
+    from xtk.projection.coverage_audit import audit_warning
     from xtk.tokens.tokenizer import Tokenizer
 
     terminal.set_quiet(quiet)
@@ -94,30 +94,30 @@ def build_projection(
              "smoothing": smoothing, "neighbours": neighbours, "temperature": temperature}  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     given_data = [name for name, value in (("corpus", corpus), ("columns", columns)) if value]
-    check_options(method, [*chosen, *given_data] if method != "counts" else chosen)
+    check_method_options(method, [*chosen, *given_data] if method != "counts" else chosen)
     if method == "counts" and not corpus:
         raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
     path = Path(output)
-    check_file(path, "projections", begins_like_a_projection, [*(corpus or ()), special_tokens])
-    folders = [local_folder(side, weights=method == "embedding") for side in (student, teacher)]
+    check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
+    folders = [resolve_model_folder(side, with_weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
     if method == "counts":
-        from xtk.artifacts.corpus import Corpus, columns_option
+        from xtk.artifacts.corpus import Corpus, parse_columns_option
 
-        data = Corpus(corpus or [], columns_option(columns), max_document_bytes)
-        projection = _count(one, other, data, chosen, matching, path, force=force)
+        data = Corpus(corpus or [], parse_columns_option(columns), max_document_bytes)
+        projection = _counts_projection(one, other, data, chosen, matching, path, force=force)
     else:
         if method == "embedding":
             chosen |= _embeddings(*folders)
-        asked = request(one, other, method, matching, **chosen)
+        asked = projection_header(one, other, method, matching, **chosen)
         projection = reuse_projection(path, asked, force=force)
         if projection is None:
             projection = build(one, other, method, special_tokens=matching, **chosen)
             write_projection(projection, path)
-    warned = warning(projection.header.get("audit", {}))
+    warned = audit_warning(projection.header.get("audit", {}))
     if warned:
         terminal.note(warned)
-    terminal.result_artifact({"path": output, "kind": "projection", **projection.figures()}, as_json=as_json)
+    terminal.result_artifact({"path": output, "kind": "projection", **projection.summary()}, as_json=as_json)
 
 
 def _matching(value: str) -> Any:
@@ -127,12 +127,12 @@ def _matching(value: str) -> Any:
 
     import yaml
 
-    from xtk.errors import XtkError, exists
+    from xtk.errors import XtkError, path_exists
 
     if value in ("role", "none"):
         return value
     path = Path(value)
-    if not exists(value) or not path.is_file():
+    if not path_exists(value) or not path.is_file():
         raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
                        hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
     try:
@@ -166,7 +166,7 @@ def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     return content
 
 
-def _count(
+def _counts_projection(
     student: Tokenizer,
     teacher: Tokenizer,
     data: Any,
@@ -181,21 +181,27 @@ def _count(
 
     import numpy as np
 
-    from xtk.artifacts.counting import count_corpus, fingerprint_of_corpus, remove_unfinished
+    from xtk.artifacts.cooccurrence_counting import (
+        corpus_fingerprint,
+        count_corpus_cooccurrences,
+        remove_counting_state,
+    )
     from xtk.artifacts.projection_file import write_projection
-    from xtk.commands.reuse import reuse_projection
+    from xtk.commands.projection_reuse import reuse_projection
     from xtk.projection.build import build_projection as build
-    from xtk.projection.build import request
-    from xtk.projection.methods.counts import Counts, PairCounts
+    from xtk.projection.build import projection_header
+    from xtk.projection.methods.cooccurrence import CooccurrenceCounts, CooccurrenceMethod
 
     nothing = np.zeros(0, np.int32)
-    Counts(PairCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen)  # refuses bad values before it counts
+    CooccurrenceMethod(
+        CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen
+    )  # refuses bad values before it counts
     if path.exists():
-        found = PairCounts(nothing, nothing, np.zeros(0, np.int64), *fingerprint_of_corpus(data))
-        asked = request(student, teacher, "counts", matching, counts=found, **chosen)
+        found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
+        asked = projection_header(student, teacher, "counts", matching, counts=found, **chosen)
         projection = reuse_projection(path, asked, force=force)
         if projection is not None:
-            remove_unfinished(path)
+            remove_counting_state(path)
             return projection
     told = [time.monotonic(), 0.0]
 
@@ -205,20 +211,20 @@ def _count(
             told[0] = time.monotonic()
             terminal.note(f"counting: {told[1]:,.0f} documents")
 
-    counts = count_corpus(student, teacher, data, path, advance)
+    counts = count_corpus_cooccurrences(student, teacher, data, path, advance)
     projection = build(student, teacher, "counts", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)
-    remove_unfinished(path)
+    remove_counting_state(path)
     return projection
 
 
 def _embeddings(student: Path, teacher: Path) -> dict[str, Any]:
-    from xtk.artifacts.embeddings import input_embedding
-    from xtk.artifacts.hub import fingerprint_of_weights
+    from xtk.artifacts.embedding_weights import read_input_embedding
+    from xtk.artifacts.model_resolver import weights_fingerprint
 
     return {
-        "student_embedding": input_embedding(student),
-        "teacher_embedding": input_embedding(teacher),
-        "student_weights": fingerprint_of_weights(student),
-        "teacher_weights": fingerprint_of_weights(teacher),
+        "student_embedding": read_input_embedding(student),
+        "teacher_embedding": read_input_embedding(teacher),
+        "student_weights": weights_fingerprint(student),
+        "teacher_weights": weights_fingerprint(teacher),
     }

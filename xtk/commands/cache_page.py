@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from xtk.commands.alignment_page import direction, drawn
-from xtk.commands.page import CLOSED, opened, stacked
+from xtk.commands.alignment_page import text_direction, visible_bytes
+from xtk.commands.html_page import PAGE_END, page_start, stacked_bar
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from xtk.artifacts.cache_statistics import Positions
-    from xtk.artifacts.shard import StoredRow
+    from xtk.artifacts.cache_shard import StoredDocument
+    from xtk.artifacts.cache_statistics import PositionStatistics
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.tokens.tokenizer import Tokenizer
 
-DOCUMENTS, TOKENS = 2, 1500  # that are shown, of each document
-ALTERNATIVES = 6
-BARS = 24
-WIDTH, HEIGHT = 460, 150  # of a picture, in pixels
+MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # that are shown, of each document
+MAX_ALTERNATIVES = 6
+HISTOGRAM_BINS = 24
+PLOT_WIDTH, PLOT_HEIGHT = 460, 150  # of a picture, in pixels
 
-STYLE = """
+CACHE_STYLE = """
 :root { --unlikely: 214 74 60; } @media (prefers-color-scheme: dark) { :root { --unlikely: 235 96 82; } }
 .document { font: 0.95rem/1.75 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
   border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.7rem; }
@@ -35,7 +35,9 @@ b { color: var(--faint); font-weight: normal; text-decoration: underline dotted;
 """
 
 
-def page(record: dict[str, Any], cache: TeacherCache, positions: Positions, request: str = "") -> Iterator[str]:
+def cache_page(
+    record: dict[str, Any], cache: TeacherCache, positions: PositionStatistics, request: str = ""
+) -> Iterator[str]:
     """Write a page that needs nothing but itself.
 
     Args:
@@ -47,20 +49,20 @@ def page(record: dict[str, Any], cache: TeacherCache, positions: Positions, requ
     Yields:
         HTML.
     """
-    yield opened(f"{record['path']}, a teacher cache", STYLE, request)
-    yield from pictures(record, positions)
+    yield page_start(f"{record['path']}, a teacher cache", CACHE_STYLE, request)
+    yield from cache_sections(record, positions)
     yield "<h2>Documents</h2>\n"
     yield (
         "<p>The redder a token, the less likely the teacher found it; grey tokens have no signal. Point at one to see "
         "its probability and the likeliest ids that are kept.</p>\n"
     )
-    tokenizer = cache.teacher
-    for number in range(min(DOCUMENTS, len(cache))):
-        yield from _document(cache.row(number), number, tokenizer)
-    yield CLOSED
+    tokenizer = cache.teacher_tokenizer
+    for number in range(min(MAX_DOCUMENTS, len(cache))):
+        yield from _scored_document(cache.read_document(number), number, tokenizer)
+    yield PAGE_END
 
 
-def pictures(record: dict[str, Any], positions: Positions) -> Iterator[str]:
+def cache_sections(record: dict[str, Any], positions: PositionStatistics) -> Iterator[str]:
     """Yield what a cache keeps and what it weighs, as HTML: a table and pictures.
 
     Args:
@@ -69,14 +71,14 @@ def pictures(record: dict[str, Any], positions: Positions) -> Iterator[str]:
     """
     statistics = record["statistics"]
     yield from _facts(record)
-    yield f"<h2>Bytes</h2>\n{_bytes(statistics)}"
+    yield f"<h2>Bytes</h2>\n{_bytes_bar(statistics)}"
     sampled = f"{len(positions.entropy):,} positions of {statistics['sampled_documents']:,} documents"
     yield f'<h2>Signal</h2>\n<p>From {sampled} all over the cache.</p>\n<div class="pictures">\n'
-    yield _histogram("Mass of the exact ids", positions.kept, "probability")
+    yield _histogram("Mass of the exact ids", positions.kept_mass, "probability")
     yield _histogram("Entropy", positions.entropy, "nats")
-    yield _histogram("Exact ids", positions.exact, "ids a position")
-    if positions.drawn.any():
-        yield _histogram("Drawn ids", positions.drawn, "ids a position")
+    yield _histogram("Exact ids", positions.num_exact_ids, "ids a position")
+    if positions.num_sampled_ids.any():
+        yield _histogram("Drawn ids", positions.num_sampled_ids, "ids a position")
     yield "</div>\n"
 
 
@@ -110,33 +112,38 @@ _FIGURES = (
 )
 
 
-def _bytes(statistics: dict[str, Any]) -> str:
+def _bytes_bar(statistics: dict[str, Any]) -> str:
     total, per = max(statistics["bytes"], 1), max(statistics["positions"], 1)
     sizes = statistics["bytes_by_part"].items()
-    return stacked((name, size / total, f"{size / per:.1f} bytes a position") for name, size in sizes)
+    return stacked_bar((name, size / total, f"{size / per:.1f} bytes a position") for name, size in sizes)
 
 
 def _histogram(title: str, values: NDArray[Any], unit: str) -> str:
     """Return a picture of how often values are how large."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     low = min(low, 0.0) if high - low > 0.5 * abs(high) else low
-    whole = values.dtype.kind == "i" and high - low < BARS
-    edges = np.arange(low - 0.5, high + 1) if whole else np.linspace(low, high if high > low else low + 1, BARS + 1)
+    whole = values.dtype.kind == "i" and high - low < HISTOGRAM_BINS
+    edges = (
+        np.arange(low - 0.5, high + 1)
+        if whole
+        else np.linspace(low, high if high > low else low + 1, HISTOGRAM_BINS + 1)
+    )
     counts, edges = np.histogram(values, edges)
-    step, top = WIDTH / len(counts), max(int(counts.max(initial=1)), 1)
+    step, top = PLOT_WIDTH / len(counts), max(int(counts.max(initial=1)), 1)
     bars = "".join(
-        f'<rect x="{at * step + 0.5:.1f}" y="{HEIGHT - HEIGHT * count / top:.1f}" width="{max(step - 1, 0.5):.1f}" '
-        f'height="{HEIGHT * count / top:.1f}">'
+        f'<rect x="{at * step + 0.5:.1f}" y="{PLOT_HEIGHT - PLOT_HEIGHT * count / top:.1f}" '
+        f'width="{max(step - 1, 0.5):.1f}" '
+        f'height="{PLOT_HEIGHT * count / top:.1f}">'
         f"<title>{_edge(edges[at])} to {_edge(edges[at + 1])}: {count:,}</title></rect>"
         for at, count in enumerate(counts.tolist())
     )
     mean = f"mean {_edge(float(values.mean()))}" if len(values) else "none"
     return (
         f"<figure>\n<figcaption>{title} <small>{unit}, {mean}</small></figcaption>\n"
-        f'<svg viewBox="0 -4 {WIDTH} {HEIGHT + 26}" role="img" aria-label="{title}: {mean}">{bars}'
-        f'<line x1="0" x2="{WIDTH}" y1="{HEIGHT}" y2="{HEIGHT}"/>'
-        f'<text x="0" y="{HEIGHT + 18}">{_edge(low)}</text>'
-        f'<text x="{WIDTH}" y="{HEIGHT + 18}" text-anchor="end">{_edge(high)}</text></svg>\n</figure>\n'
+        f'<svg viewBox="0 -4 {PLOT_WIDTH} {PLOT_HEIGHT + 26}" role="img" aria-label="{title}: {mean}">{bars}'
+        f'<line x1="0" x2="{PLOT_WIDTH}" y1="{PLOT_HEIGHT}" y2="{PLOT_HEIGHT}"/>'
+        f'<text x="0" y="{PLOT_HEIGHT + 18}">{_edge(low)}</text>'
+        f'<text x="{PLOT_WIDTH}" y="{PLOT_HEIGHT + 18}" text-anchor="end">{_edge(high)}</text></svg>\n</figure>\n'
     )
 
 
@@ -144,51 +151,51 @@ def _edge(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _document(row: StoredRow, number: int, tokenizer: Tokenizer) -> Iterator[str]:
-    tokens, scores = row.tokens, row.scores
+def _scored_document(row: StoredDocument, number: int, tokenizer: Tokenizer) -> Iterator[str]:
+    tokens, scores = row.tokens, row.stored_logprobs
     at = dict(zip(scores.positions.tolist(), range(len(scores)), strict=True))
-    shown = min(len(tokens), TOKENS)
+    shown = min(len(tokens), MAX_TOKENS)
     text = row.document.text
     yield (
         f"<article>\n<h3>Document {number:,}</h3>\n<p>{len(tokens):,} tokens, {len(scores):,} positions.</p>\n"
-        f'<p class="document" lang="" translate="no" dir="{direction(text)}">'
+        f'<p class="document" lang="" translate="no" dir="{text_direction(text)}">'
     )
     for place, token in enumerate(tokens.ids[:shown].tolist()):
-        yield _token(tokenizer, token, row, at.get(place))
+        yield _scored_token(tokenizer, token, row, at.get(place))
     more = f"<p>The first {shown:,} of {len(tokens):,} tokens.</p>\n" if shown < len(tokens) else ""
     yield f"</p>\n{more}</article>\n"
 
 
-def _token(tokenizer: Tokenizer, token: int, row: StoredRow, position: int | None) -> str:
-    inside = _spelled(tokenizer, token)
+def _scored_token(tokenizer: Tokenizer, token: int, row: StoredDocument, position: int | None) -> str:
+    inside = _token_html(tokenizer, token)
     if position is None:
         return f'<bdi class="given">{inside}</bdi>'
-    scores = row.scores
-    probability = float(np.exp(scores.realised_logprobs[position]))
+    scores = row.stored_logprobs
+    probability = float(np.exp(scores.observed_logprobs[position]))
     kept = slice(scores.offsets[position], scores.offsets[position + 1])
-    best = np.argsort(-scores.logprobs[kept], kind="stable")[:ALTERNATIVES]
+    best = np.argsort(-scores.logprobs[kept], kind="stable")[:MAX_ALTERNATIVES]
     lines = [f"probability {probability:.3g}, entropy {scores.entropy[position]:.3g} nats"]
     lines += [
-        f"{np.exp(logprob):.3f}  {_plain(tokenizer, other)}"
+        f"{np.exp(logprob):.3f}  {_token_text(tokenizer, other)}"
         for other, logprob in zip(scores.ids[kept][best].tolist(), scores.logprobs[kept][best].tolist(), strict=True)
     ]
     # From white at probability 1 to red at e^-8.
-    shade = round(min(max(-float(scores.realised_logprobs[position]), 0.0) / 8, 1) * 75)
+    shade = round(min(max(-float(scores.observed_logprobs[position]), 0.0) / 8, 1) * 75)
     title = escape("\n".join(lines))
     return f'<bdi title="{title}" style="--u: {shade}">{inside}</bdi>'
 
 
-def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    if token in tokenizer.control_names:
-        return f"<i>{escape(tokenizer.control_names[token])}</i>"
-    return drawn(tokenizer.vocabulary.spelling(token)).replace("<i>·</i>", " ") + (
-        "\n" if b"\n" in tokenizer.vocabulary.spelling(token) else ""
+def _token_html(tokenizer: Tokenizer, token: int) -> str:
+    if token in tokenizer.special_token_names:
+        return f"<i>{escape(tokenizer.special_token_names[token])}</i>"
+    return visible_bytes(tokenizer.vocabulary.bytes_of(token)).replace("<i>·</i>", " ") + (
+        "\n" if b"\n" in tokenizer.vocabulary.bytes_of(token) else ""
     )
 
 
-def _plain(tokenizer: Tokenizer, token: int) -> str:
-    if token in tokenizer.control_names:
-        return tokenizer.control_names[token]
+def _token_text(tokenizer: Tokenizer, token: int) -> str:
+    if token in tokenizer.special_token_names:
+        return tokenizer.special_token_names[token]
     if token >= len(tokenizer):
         return f"id {token}, no token"
-    return repr(tokenizer.vocabulary.spelling(token).decode("utf-8", "backslashreplace"))
+    return repr(tokenizer.vocabulary.bytes_of(token).decode("utf-8", "backslashreplace"))

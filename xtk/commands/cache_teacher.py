@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 
 def cache_teacher(
@@ -17,7 +17,7 @@ def cache_teacher(
         str,
         typer.Argument(help="The teacher: a model folder, or a hub id. With --merge: a cache.", metavar="TEACHER"),
     ],
-    output: options.Output,
+    output: shared_options.Output,
     data: Annotated[
         list[str] | None,
         typer.Argument(
@@ -80,10 +80,10 @@ def cache_teacher(
             metavar="[float32|fine|standard|coarse]",
         ),
     ] = "standard",
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
-    weight_column: options.WeightColumn = "",
-    route_column: options.RouteColumn = "",
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
+    weight_column: shared_options.WeightColumn = "",
+    route_column: shared_options.RouteColumn = "",
     dtype: Annotated[
         str,
         typer.Option(
@@ -108,8 +108,8 @@ def cache_teacher(
             metavar="NAME=VALUE",
         ),
     ] = None,
-    server: options.Server = None,
-    concurrency: options.Concurrency = 32,
+    server: shared_options.Server = None,
+    concurrency: shared_options.Concurrency = 32,
     long_documents: Annotated[
         str,
         typer.Option(
@@ -139,7 +139,7 @@ def cache_teacher(
             min=1,
         ),
     ] = 1,
-    trust_remote_code: options.TrustRemoteCode = False,
+    trust_remote_code: shared_options.TrustRemoteCode = False,
     plan: Annotated[
         bool,
         typer.Option(
@@ -147,18 +147,18 @@ def cache_teacher(
             help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
         ),
     ] = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Precompute a teacher's log-probabilities; interrupted, the same command goes on.
 
     xtk cache-teacher --merge CACHE... -o PATH makes one cache of many.
     """
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
-    from xtk.lookup import lookup, unknown
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.registry import load_registered, unknown_name_error
     from xtk.teachers import BACKENDS
 
     terminal.set_quiet(quiet)
@@ -170,29 +170,31 @@ def cache_teacher(
     if rows:
         raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
-        raise unknown("backend", backend, BACKENDS)
-    corpus = Corpus(data, columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
-    folder, adapter = with_adapter(local_folder(teacher, weights=backend != "server"))
+        raise unknown_name_error("backend", backend, BACKENDS)
+    corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
+    folder, adapter = base_model_and_adapter(resolve_model_folder(teacher, with_weights=backend != "server"))
 
-    from xtk.artifacts.codecs import codec_of
+    from xtk.artifacts.shard_codecs import codec_for_precision
     from xtk.models.causal_lm import DTYPES
-    from xtk.teachers.caching import Share
-    from xtk.teachers.caching import cache_teacher as cache
-    from xtk.teachers.engine import backend_options
-    from xtk.teachers.planning import LONG_DOCUMENTS
-    from xtk.teachers.request import CacheRequest
-    from xtk.tokens.signal import support_of
+    from xtk.teachers.backend_options import backend_options
+    from xtk.teachers.cache_building import CachePartition
+    from xtk.teachers.cache_building import cache_teacher as cache
+    from xtk.teachers.cache_request import CacheRequest
+    from xtk.teachers.shard_planning import LONG_DOCUMENTS
+    from xtk.tokens.teacher_logprobs import make_support
 
-    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    codec_of(precision)
+    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    codec_for_precision(precision)
     if long_documents not in LONG_DOCUMENTS:
-        raise unknown("way with long documents", long_documents, LONG_DOCUMENTS)
-    able = lookup(BACKENDS, backend, "backend").supports
+        raise unknown_name_error("way with long documents", long_documents, LONG_DOCUMENTS)
+    able = load_registered(BACKENDS, backend, "backend").support_kinds
     size = _read_top_k(top_k, folder)
-    wanted = support_of(support, top_k=size, top_p=top_p, draws=draws, sets=draw_sets, seed=seed, able=able)
+    wanted = make_support(
+        support, top_k=size, top_p=top_p, num_samples=draws, num_sample_sets=draw_sets, seed=seed, available_kinds=able
+    )
     request = CacheRequest(
-        teacher=folder,
-        name=teacher,
+        teacher_folder=folder,
+        teacher_name=teacher,
         support=wanted,
         dtype=dtype,
         precision=precision,
@@ -205,11 +207,15 @@ def cache_teacher(
         backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
     if plan:
-        from xtk.teachers.forecast import forecast
+        from xtk.teachers.cache_cost_estimate import estimate_cache_cost
 
-        _show_plan({"path": output, "kind": "teacher-cache-plan", **forecast(request, corpus)}, as_json=as_json)
+        _show_plan(
+            {"path": output, "kind": "teacher-cache-plan", **estimate_cache_cost(request, corpus)}, as_json=as_json
+        )
         return
-    figures = cache(request, corpus, output, force=force, share=Share(num_processes, machine_rank, num_machines))
+    figures = cache(
+        request, corpus, output, force=force, partition=CachePartition(num_processes, machine_rank, num_machines)
+    )
     if figures is not None:  # a path is printed once it leads to a finished cache
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
@@ -219,7 +225,7 @@ def _read_top_k(text: str, teacher: Path) -> int | None:
     if text == "all":
         from xtk.tokens.tokenizer import Tokenizer
 
-        return Tokenizer(teacher).width
+        return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
         raise typer.BadParameter(f"{text!r} is not a number of tokens, or all", param_hint="--top-k")
     return int(text) if text else None
@@ -234,7 +240,7 @@ def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *, force: bool, as_json: bool) -> None:
-    from xtk.artifacts.merging import merge_caches
+    from xtk.artifacts.cache_merging import merge_caches
 
     of_merging = {"teacher", "data", "output", "merge", "rows", "force", "as_json", "quiet", "config"}
     given = [

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
-    from xtk.teachers.live import LiveTeacher
-    from xtk.training.on_policy import OnPolicy
-    from xtk.training.recipe import Places, Recipe, Reporting
+    from xtk.teachers.online_teacher import OnlineTeacher
+    from xtk.training.on_policy_config import OnPolicyConfig
+    from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
 
 def distill(
@@ -38,7 +38,7 @@ def distill(
             metavar="CACHE...",
         ),
     ],
-    output: options.Output,
+    output: shared_options.Output,
     projection: Annotated[
         list[str] | None,
         typer.Option(
@@ -111,8 +111,8 @@ def distill(
             metavar="W,W...|SCORE[:KEY=VALUE,...]",
         ),
     ] = "",
-    weight_column: options.WeightColumn = "",
-    route_column: options.RouteColumn = "",
+    weight_column: shared_options.WeightColumn = "",
+    route_column: shared_options.RouteColumn = "",
     on_policy: Annotated[
         bool,
         typer.Option(
@@ -121,15 +121,15 @@ def distill(
             "options from here to --stop-if are about this.",
         ),
     ] = False,
-    prompt_template: options.PromptTemplate = "",
-    apply_chat_template: options.ApplyChatTemplate = False,
-    chat_template_kwargs: options.ChatTemplateKwargs = "",
+    prompt_template: shared_options.PromptTemplate = "",
+    apply_chat_template: shared_options.ApplyChatTemplate = False,
+    chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
     num_generations: Annotated[int, typer.Option(help="Completions of a prompt, all in one step.", min=1)] = 1,
     max_completion_length: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    stop: options.Stop = None,
+    temperature: shared_options.Temperature = 1.0,
+    top_p: shared_options.TopP = 1.0,
+    top_k: shared_options.TopK = 0,
+    stop: shared_options.Stop = None,
     steps_per_generation: Annotated[
         int,
         typer.Option(help="Steps whose completions are written at a time, by the student as it is before them.", min=1),
@@ -139,14 +139,14 @@ def distill(
         float,
         typer.Option(help="Share of steps that take what the student wrote; the others take completions of the data."),
     ] = 1.0,
-    reward: options.Rewards = None,
+    reward: shared_options.Rewards = None,
     reward_beta: Annotated[
         float,
         typer.Option(help="Rollouts count by softmax(reward / beta) among those of their prompt; 0: all alike."),
     ] = 0.0,
-    scale_rewards: options.ScaleRewards = True,
-    environment: options.Environment = "",
-    max_turns: options.MaxTurns = 8,
+    scale_rewards: shared_options.ScaleRewards = True,
+    environment: shared_options.Environment = "",
+    max_turns: shared_options.MaxTurns = 8,
     rollout_backend: Annotated[
         str,
         typer.Option(
@@ -352,8 +352,8 @@ def distill(
             min=0,
         ),
     ] = 0,
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     report_to: Annotated[
         list[str] | None,
         typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
@@ -382,24 +382,24 @@ def distill(
     ddp_timeout: Annotated[
         int, typer.Option(help="Seconds after which a process that waits for another one gives up.", min=1)
     ] = 600,
-    trust_remote_code: options.TrustRemoteCode = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    trust_remote_code: shared_options.TrustRemoteCode = False,
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
     given = dict(locals())
     started = time.monotonic()
-    from xtk.children import die_with
-    from xtk.commands.rerun import check_rerun, kept_options
+    from xtk.commands.recipe_rerun import check_rerun, recipe_options
+    from xtk.subprocesses import die_with_parent
     from xtk.tokens.tokenizer import Tokenizer
     from xtk.training.distill import distill as train
-    from xtk.training.distill import identity_of, open_inputs
-    from xtk.training.eval_tasks import check_asked
-    from xtk.training.launch import Machines, is_worker, launch, world_size
-    from xtk.training.layout import read_layout
-    from xtk.training.stopping import come_again_when_asked
+    from xtk.training.distill import open_inputs, run_identity
+    from xtk.training.distributed_launch import Machines, is_worker, launch, world_size
+    from xtk.training.eval_tasks import check_supports_eval_tasks
+    from xtk.training.graceful_stop import exit_resumable_on_signal
+    from xtk.training.parallel_config import parse_parallel
 
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
@@ -411,17 +411,17 @@ def distill(
     if [student, *cache, *projections].count("-") > 1:
         raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
-    places, recipe, reporting = read_request(given, piped, started)
+    places, recipe, reporting = read_configs(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
     processes = num_processes * num_machines
-    layout = read_layout(recipe.parallel, world_size() if is_worker() else processes)
-    check_asked(reporting.eval_tasks, layout)
+    layout = parse_parallel(recipe.parallel, world_size() if is_worker() else processes)
+    check_supports_eval_tasks(reporting.eval_tasks, layout)
     inputs = open_inputs(places, recipe, Tokenizer(places.student))
-    kept = kept_options(given, piped, world_size() // num_machines if is_worker() else num_processes)
-    check_rerun(config, kept, identity_of(recipe, inputs, layout.data_ranks, reporting))
-    come_again_when_asked()
+    kept = recipe_options(given, piped, world_size() // num_machines if is_worker() else num_processes)
+    check_rerun(config, kept, run_identity(recipe, inputs, layout.num_data_shards, reporting))
+    exit_resumable_on_signal()
     if is_worker():
-        die_with(number=signal.SIGKILL)
+        die_with_parent(signal_number=signal.SIGKILL)
     elif processes > 1:
         launch(num_processes, _for_workers(sys.argv[1:], piped), machines)
         return
@@ -431,11 +431,13 @@ def distill(
     )
 
 
-def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -> tuple[Places, Recipe, Reporting]:
+def read_configs(
+    options: dict[str, Any], piped: str = "", started: float = 0.0
+) -> tuple[RunPaths, TrainConfig, LoggingConfig]:
     """Return what the options ask for.
 
     Args:
-        given: the options, by the names of the parameters of `distill`.
+        options: the options, by the names of the parameters of `distill`.
         piped: what `-` stands for.
         started: when the command began, by `time.monotonic()`.
 
@@ -444,81 +446,83 @@ def read_request(given: dict[str, Any], piped: str = "", started: float = 0.0) -
     """
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.teacher_cache import is_cache
     from xtk.errors import XtkError
-    from xtk.losses import AUTO, parse_losses
-    from xtk.models.preparation import Preparation
-    from xtk.teachers.live import read_live_teacher
-    from xtk.training.eval_tasks import read_eval_tasks
-    from xtk.training.layout import read_placement
-    from xtk.training.recipe import Places, Recipe, Reporting
+    from xtk.losses import AUTO_LOSS, parse_losses
+    from xtk.models.student_model import StudentModelConfig
+    from xtk.teachers.online_teacher import parse_online_teacher
+    from xtk.training.eval_tasks import parse_eval_tasks
+    from xtk.training.parallel_config import parse_devices
+    from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
 
-    _refuse_unread(given)
+    _check_on_policy_options(options)
     named = {"-": piped}
-    projections = [path for path in given["projection"] or [] if path != "auto"]
-    student, on_policy, eval_data = given["student"], given["on_policy"], given["eval_data"]
-    folder, adapter = with_adapter(local_folder(named.get(student, student), weights=True))
-    devices = read_placement(given["placement"])
+    projections = [path for path in options["projection"] or [] if path != "auto"]
+    student, on_policy, eval_data = options["student"], options["on_policy"], options["eval_data"]
+    folder, adapter = base_model_and_adapter(resolve_model_folder(named.get(student, student), with_weights=True))
+    devices = parse_devices(options["placement"])
     if devices["rollout"] and not on_policy:
         raise XtkError(
             "only a student that writes has --placement rollout=...", hint="--on-policy, or teacher=... alone"
         )
-    places = Places(
+    places = RunPaths(
         folder,
-        tuple(named.get(path, path) for path in given["cache"]),
+        tuple(named.get(path, path) for path in options["cache"]),
         tuple(Path(named.get(path, path)) for path in projections),
-        Path(given["output"]),
-        columns_option(given["columns"], weight=given["weight_column"], route=given["route_column"]),
+        Path(options["output"]),
+        parse_columns_option(options["columns"], weight=options["weight_column"], route=options["route_column"]),
         adapter,
         eval_caches=held if (held := tuple(eval_data or ())) and all(map(is_cache, held)) else (),
-        teachers=tuple(
-            read_live_teacher(
+        online_teachers=tuple(
+            parse_online_teacher(
                 one,
                 # What a student writes cannot be refused.
-                long_documents="truncate" if on_policy else given["long_documents"],
-                trust_remote_code=given["trust_remote_code"],
+                long_documents="truncate" if on_policy else options["long_documents"],
+                trust_remote_code=options["trust_remote_code"],
                 student=folder,
                 devices=devices["teacher"],
             )
-            for one in given["teacher"] or []
+            for one in options["teacher"] or []
         ),
-        max_document_bytes=given["max_document_bytes"],
+        max_document_bytes=options["max_document_bytes"],
     )
-    preparation = Preparation(
-        **_own(Preparation, given)
+    preparation = StudentModelConfig(
+        **_fields_from_options(StudentModelConfig, options)
         | {
-            "lora_target_modules": _listed(given["lora_target_modules"]),
-            "lora_modules_to_save": _listed(given["lora_modules_to_save"]),
-            "freeze": tuple(given["freeze"] or ()),
+            "lora_target_modules": _split_names(options["lora_target_modules"]),
+            "lora_modules_to_save": _split_names(options["lora_modules_to_save"]),
+            "freeze": tuple(options["freeze"] or ()),
         }
     )
-    recipe = Recipe(
-        **_own(Recipe, given)
+    recipe = TrainConfig(
+        **_fields_from_options(TrainConfig, options)
         | {
-            "losses": tuple(parse_losses(given["loss"] or [AUTO])),
-            "max_length": given["max_length"] or None,
+            "losses": tuple(parse_losses(options["loss"] or [AUTO_LOSS])),
+            "max_length": options["max_length"] or None,
             "preparation": preparation,
-            "on_policy": _on_policy(given, places.teachers, devices["rollout"]) if on_policy else None,
+            "on_policy": _on_policy(options, places.online_teachers, devices["rollout"]) if on_policy else None,
         }
     )
-    reporting = Reporting(
-        **_own(Reporting, given)
+    reporting = LoggingConfig(
+        **_fields_from_options(LoggingConfig, options)
         | {
-            "report_to": tuple(name.strip() for names in given["report_to"] or [] for name in names.split(",")),
-            "deadline": started + given["max_seconds"] if given["max_seconds"] else math.inf,
+            "report_to": tuple(name.strip() for names in options["report_to"] or [] for name in names.split(",")),
+            "deadline": started + options["max_seconds"] if options["max_seconds"] else math.inf,
             # What is wrong with them is told now, not after hours.
-            "eval_documents": tuple(Corpus(eval_data, columns_option(given["columns"]), given["max_document_bytes"]))
+            "eval_documents": tuple(
+                Corpus(eval_data, parse_columns_option(options["columns"]), options["max_document_bytes"])
+            )
             if eval_data and not places.eval_caches
             else (),
-            "eval_tasks": read_eval_tasks(given["eval_tasks"] or []),
+            "eval_tasks": parse_eval_tasks(options["eval_tasks"] or []),
         }
     )
     return places, recipe, reporting
 
 
-def _refuse_unread(given: dict[str, Any]) -> None:
+def _check_on_policy_options(given: dict[str, Any]) -> None:
     """Refuse options about the student's writing where it does not write.
 
     Raises:
@@ -543,27 +547,29 @@ def _refuse_unread(given: dict[str, Any]) -> None:
         )
 
 
-def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices: tuple[int, ...]) -> OnPolicy:
+def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]) -> OnPolicyConfig:
     """Return what the options say of the student's writing."""
-    from xtk.engines.options import engine_options
-    from xtk.rewards.specification import parse_reward
-    from xtk.rollouts.prompts import read_template, read_template_arguments
-    from xtk.rollouts.writer import Sampling
-    from xtk.training.on_policy import OnPolicy, parse_stop_if
+    from xtk.engines.engine_options import parse_engine_options
+    from xtk.rewards.reward_spec import parse_reward
+    from xtk.rollouts.generator_interface import SamplingConfig
+    from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
+    from xtk.training.on_policy_config import OnPolicyConfig, parse_stop_condition
 
-    asked = max((teacher.asked for teacher in teachers), default=0)
-    sampling = Sampling(**_own(Sampling, given) | {"stop": tuple(given["stop"] or ()), "given": asked})
-    return OnPolicy(
-        **_own(OnPolicy, given)
+    asked = max((teacher.num_candidates for teacher in teachers), default=0)
+    sampling = SamplingConfig(
+        **_fields_from_options(SamplingConfig, given) | {"stop": tuple(given["stop"] or ()), "given": asked}
+    )
+    return OnPolicyConfig(
+        **_fields_from_options(OnPolicyConfig, given)
         | {
-            "prompt_template": read_template(given["prompt_template"]),
+            "prompt_template": read_prompt_template(given["prompt_template"]),
             "chat_template_kwargs": read_template_arguments(given["chat_template_kwargs"]),
             "sampling": sampling,
             "rewards": tuple(map(parse_reward, given["reward"] or [])),
-            "stop_if": tuple(map(parse_stop_if, given["stop_if"] or [])),
+            "stop_if": tuple(map(parse_stop_condition, given["stop_if"] or [])),
             "max_turns": given["max_turns"] if given["environment"] else 1,
             "backend": given["rollout_backend"],
-            "engine": engine_options(given["rollout_engine"] or []),
+            "engine": parse_engine_options(given["rollout_engine"] or []),
             "server": tuple(given["rollout_server"] or ()),
             "dtype": given["rollout_dtype"],
             "batch_tokens": given["rollout_batch_tokens"],
@@ -572,12 +578,12 @@ def _on_policy(given: dict[str, Any], teachers: tuple[LiveTeacher, ...], devices
     )
 
 
-def _own(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+def _fields_from_options(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Return the options that a dataclass has under the same names."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
-def _listed(text: str) -> tuple[str, ...]:
+def _split_names(text: str) -> tuple[str, ...]:
     """Return the names in a list with commas."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 

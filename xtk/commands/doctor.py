@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
-    from xtk.doctor.case import Finding
+    from xtk.doctor.inputs import Finding
 
-STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
+LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
 
 
 def doctor(
@@ -26,8 +26,8 @@ def doctor(
             show_default=False,
         ),
     ] = None,
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     output: Annotated[
         str, typer.Option("--output", "-o", help="Where cache and student would go: its free disk is told.")
     ] = ".",
@@ -60,9 +60,9 @@ def doctor(
     tokens_per_second: Annotated[
         float, typer.Option(help="Of the teacher, as cache-teacher --plan measures it; 0: nobody knows.", min=0)
     ] = 0.0,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Tell what will go wrong with a pair and its data, and what a run will cost; no weights are loaded.
 
@@ -71,60 +71,60 @@ def doctor(
     import dataclasses
     from pathlib import Path
 
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.artifacts.teacher_cache import TeacherCache, is_cache
-    from xtk.doctor.case import LEVELS, Case, Plan, Side
-    from xtk.doctor.examine import examine
-    from xtk.lookup import lookup, unknown
-    from xtk.models.causal_lm import DTYPES, quieten_transformers
-    from xtk.training.layout import read_layout
+    from xtk.doctor.inputs import LEVELS, DoctorInputs, DoctorModel, RunPlan
+    from xtk.doctor.run_checks import run_checks
+    from xtk.models.causal_lm import DTYPES, silence_transformers
+    from xtk.registry import load_registered, unknown_name_error
+    from xtk.training.parallel_config import parse_parallel
 
     given = dict(locals())
     terminal.set_quiet(quiet)
     for name in (dtype, teacher_dtype):
-        lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
+        load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
     if long_documents not in (ways := ("refuse", "truncate", "split", "skip")):
-        raise unknown("way with long documents", long_documents, ways)
+        raise unknown_name_error("way with long documents", long_documents, ways)
     if mixed_precision not in ("no", "bf16"):
-        raise unknown("mixed precision", mixed_precision, ("no", "bf16"))
-    quieten_transformers()
+        raise unknown_name_error("mixed precision", mixed_precision, ("no", "bf16"))
+    silence_transformers()
     caches = [place for place in data or [] if is_cache(place)]
     if len(caches) > 1:
         raise typer.BadParameter("one cache at a time: run it again for the next one")
     others = [place for place in data or [] if place not in caches]
-    own = {field.name: given[field.name] for field in dataclasses.fields(Plan) if field.name in given}
-    plan = Plan(
+    own = {field.name: given[field.name] for field in dataclasses.fields(RunPlan) if field.name in given}
+    plan = RunPlan(
         **own
         | {
-            "layout": read_layout(parallel, num_processes),
+            "parallel": parse_parallel(parallel, num_processes),
             "output": Path(output),
-            "rate": tokens_per_second,
+            "tokens_per_second": tokens_per_second,
             "lora_target_modules": tuple(filter(None, lora_target_modules.split(","))),
         }
     )
-    case = Case(
-        Side.read("student", local_folder(student, weights=False), student),
-        Side.read("teacher", local_folder(teacher, weights=False), teacher),
+    case = DoctorInputs(
+        DoctorModel.read("student", resolve_model_folder(student, with_weights=False), student),
+        DoctorModel.read("teacher", resolve_model_folder(teacher, with_weights=False), teacher),
         plan,
         TeacherCache(caches[0]) if caches else None,
-        Corpus(others, columns_option(columns), max_document_bytes) if others else None,
+        Corpus(others, parse_columns_option(columns), max_document_bytes) if others else None,
     )
     findings = []
-    for finding in examine(case):
+    for finding in run_checks(case):
         findings.append(finding)
         if as_json:
             terminal.result_json({"kind": "finding", **dataclasses.asdict(finding)})
     if not as_json:
-        _show(findings)
+        _print_findings(findings)
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)
     if LEVELS[worst] == "error":
         raise typer.Exit(1)
 
 
-def _show(findings: list[Finding]) -> None:
+def _print_findings(findings: list[Finding]) -> None:
     """Print the findings: a table on a terminal, lines elsewhere."""
-    if not terminal.results_are_seen_by_a_person():
+    if not terminal.stdout_is_terminal():
         for one in findings:
             next_step = f"\n  try:   {one.hint}" if one.hint else ""
             where = f"\n  where: {one.where}" if one.where else ""
@@ -140,13 +140,13 @@ def _show(findings: list[Finding]) -> None:
         table.add_column(head, overflow="fold")
     for one in findings:
         told = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
-        cells: list[Any] = [Text(one.level, STYLES[one.level]), *map(Text, told)]
+        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, told)]
         table.add_row(*cells)
-    console = Console(file=terminal.results())
+    console = Console(file=terminal.result_stream())
     console.print(table)
     terminal.result_line(_summary(findings))
 
 
 def _summary(findings: list[Finding]) -> str:
-    counts = {level: sum(one.level == level for one in findings) for level in STYLES}
+    counts = {level: sum(one.level == level for one in findings) for level in LEVEL_STYLES}
     return ", ".join(f"{count} {level}{'s' if count != 1 and level != 'ok' else ''}" for level, count in counts.items())

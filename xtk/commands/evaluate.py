@@ -8,27 +8,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
-from xtk.commands.reading import name_of
-from xtk.commands.tables import print_table, with_error
+from xtk.commands import shared_options
+from xtk.commands.config_file import config_name
+from xtk.commands.result_tables import format_with_error, print_table
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from xtk.artifacts.corpus import Corpus
-    from xtk.evaluation.answers import Answers
+    from xtk.evaluation.generated_answers import AnswerScores
 
 
-BITS, ANSWERS, TASKS = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
+BITS_MODE, REWARD_MODE, TASKS_MODE = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
 # What is read when, of the options that are not always: each of the others would be passed over without a word.
-READ = {
-    BITS: {"teacher", "by_category", "columns", "max_document_bytes", "max_length", "batch_tokens"},
-    ANSWERS: {
+OPTIONS_BY_MODE = {
+    BITS_MODE: {"teacher", "by_category", "columns", "max_document_bytes", "max_length", "batch_tokens"},
+    REWARD_MODE: {
         "reward", "num_generations", "temperature", "top_p", "top_k", "max_completion_length", "stop", "seed",
         "max_prompts", "prompt_template", "apply_chat_template", "chat_template_kwargs", "backend", "engine", "output",
         "columns", "max_document_bytes", "batch_tokens",
     },
-    TASKS: {
+    TASKS_MODE: {
         "tasks", "include_path", "num_fewshot", "batch_size", "max_prompts", "apply_chat_template",
         "chat_template_kwargs", "seed", "output", "max_length",
     },
@@ -83,9 +83,9 @@ def evaluate(
         ),
     ] = "",
     num_generations: Annotated[int, typer.Option(help="Answers to each problem: avg@n, pass@n.", min=1)] = 1,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
+    temperature: shared_options.Temperature = 0.0,
+    top_p: shared_options.TopP = 1.0,
+    top_k: shared_options.TopK = 0,
     max_completion_length: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
     stop: Annotated[
         list[str] | None,
@@ -98,7 +98,7 @@ def evaluate(
     max_prompts: Annotated[
         int, typer.Option(help="Only so many problems, of each task, the first ones; 0: all.", min=0)
     ] = 0,
-    prompt_template: options.PromptTemplate = "",
+    prompt_template: shared_options.PromptTemplate = "",
     apply_chat_template: Annotated[
         bool,
         typer.Option(
@@ -106,7 +106,7 @@ def evaluate(
             help="Ask as a user does, in the model's chat template: prompts that are text, and --tasks.",
         ),
     ] = False,
-    chat_template_kwargs: options.ChatTemplateKwargs = "",
+    chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
     backend: Annotated[
         str, typer.Option(help="Who runs the model when it answers, in this process.", metavar="[transformers|vllm]")
     ] = "transformers",
@@ -135,28 +135,28 @@ def evaluate(
         typer.Option(help="Of --tasks: examples before each problem. Left out: as the task has it.", min=0),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Of --tasks: requests in a forward pass.", min=1)] = 8,
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     dtype: Annotated[
         str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
     max_length: Annotated[int, typer.Option(help="Tokens read at once, if less than the context; 0: the context.")] = 0,
     batch_tokens: Annotated[int, typer.Option(help="Padded tokens in a forward pass.")] = 8192,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    trust_remote_code: shared_options.TrustRemoteCode = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Measure the bits that a model needs for a byte of text; how good its answers are (--reward); or tasks (--tasks).
 
     Bits per byte are comparable between tokenizers; a document longer than the context is read in windows that
     overlap by half.
     """
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
-    from xtk.commands.evaluated import check_evaluated
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.commands.load_models import check_models
     from xtk.errors import XtkError
-    from xtk.lookup import lookup
+    from xtk.registry import load_registered
 
     given = {name: value for name, value in locals().items() if name in context.params}
     terminal.set_quiet(quiet)
@@ -167,32 +167,32 @@ def evaluate(
         )
     if tasks and reward:
         raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
-    _refuse_unread(context, TASKS if tasks else ANSWERS if reward else BITS)
+    _check_mode_options(context, TASKS_MODE if tasks else REWARD_MODE if reward else BITS_MODE)
     if [model, *(compare_to or []), *data].count("-") > 1:
         raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
         raise XtkError("this model is named twice", where=twice)
-    folders = {name: with_adapter(local_folder(name, weights=True)) for name in names}
+    folders = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
 
     from xtk.models.causal_lm import DTYPES
 
-    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    check_evaluated(folders, given)
+    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    check_models(folders, given)
     if tasks:
         from xtk.commands.evaluate_tasks import evaluate_tasks
 
         evaluate_tasks(folders, given, as_json=as_json)
         return
     if reward:
-        _answers(folders, Corpus(data, columns_option(columns), max_document_bytes), given, as_json=as_json)
+        _answers(folders, Corpus(data, parse_columns_option(columns), max_document_bytes), given, as_json=as_json)
         return
-    from xtk.commands.evaluate_bits import evaluate_bits
+    from xtk.commands.evaluate_bits_per_byte import evaluate_bits_per_byte
 
-    evaluate_bits(folders, data, given, as_json=as_json)
+    evaluate_bits_per_byte(folders, data, given, as_json=as_json)
 
 
-def _refuse_unread(context: typer.Context, mode: str) -> None:
+def _check_mode_options(context: typer.Context, mode: str) -> None:
     """Refuse options that say nothing about what is asked for.
 
     Raises:
@@ -200,10 +200,10 @@ def _refuse_unread(context: typer.Context, mode: str) -> None:
     """
     wrong = []
     for parameter in context.command.params:
-        modes = [one for one, names in READ.items() if parameter.name in names]
+        modes = [one for one, names in OPTIONS_BY_MODE.items() if parameter.name in names]
         source = context.get_parameter_source(str(parameter.name))
         if modes and mode not in modes and source is not None and source.name != "DEFAULT":
-            wrong.append(f"--{name_of(parameter)} is about {' or '.join(modes)}")
+            wrong.append(f"--{config_name(parameter)} is about {' or '.join(modes)}")
     if wrong:
         raise typer.BadParameter(f"asked for is {mode}: {'; '.join(wrong)}")
 
@@ -215,40 +215,40 @@ def _answers(
     import contextlib
     import json
 
-    from xtk.artifacts.files import written_whole
-    from xtk.artifacts.locks import only_writer_of_path
-    from xtk.commands.evaluate_tasks import answers_file
+    from xtk.artifacts.atomic_files import atomic_write
+    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.commands.evaluate_tasks import answers_path
     from xtk.errors import XtkError
-    from xtk.evaluation.answers import answer, check_judges
-    from xtk.lookup import lookup
-    from xtk.rewards.specification import Rewards, parse_reward
-    from xtk.rollouts import WRITERS
-    from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
+    from xtk.evaluation.generated_answers import check_rewards_apply, evaluate_answers
+    from xtk.registry import load_registered
+    from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+    from xtk.rollouts import GENERATORS
+    from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
+    from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
     from xtk.rollouts.rollout import Prompt, Rollout
-    from xtk.rollouts.writer import Sampling, WriterRequest
-    from xtk.teachers.engine import backend_options
+    from xtk.teachers.backend_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
     backend = given["backend"]
     if backend == "server":
         raise XtkError("models are compared in this process", hint="--backend transformers or vllm")
-    writers = lookup(WRITERS, backend, "backend")
-    sampling = Sampling(
+    writers = load_registered(GENERATORS, backend, "backend")
+    sampling = SamplingConfig(
         given["temperature"], given["top_p"], given["top_k"], given["max_completion_length"], tuple(given["stop"] or ())
     )
-    rewards = Rewards([parse_reward(given["reward"])])
+    rewards = WeightedRewards([parse_reward(given["reward"])])
     arguments = read_template_arguments(given["chat_template_kwargs"])
-    form = PromptForm(read_template(given["prompt_template"]), chat=given["apply_chat_template"])
+    form = PromptFormat(read_prompt_template(given["prompt_template"]), as_chat=given["apply_chat_template"])
     prompts = read_prompts(corpus, given["max_prompts"] or None, form)
-    check_judges(rewards, prompts)
-    path = answers_file(given["output"])
-    results: dict[str, Answers] = {}
+    check_rewards_apply(rewards, prompts)
+    path = answers_path(given["output"])
+    results: dict[str, AnswerScores] = {}
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
             held.enter_context(only_writer_of_path(path.resolve(), "file"))
-            answers_file(given["output"])  # another command may have written it since
-            temporary = held.enter_context(written_whole(path, keep_others=True))
+            answers_path(given["output"])  # another command may have written it since
+            temporary = held.enter_context(atomic_write(path, keep_others=True))
             stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, (folder, adapter) in folders.items():
 
@@ -258,24 +258,27 @@ def _answers(
                     read = "\n".join(segment.text for segment in prompt.document.segments)
                     worth = None if math.isnan(one.reward) else one.reward
                     line = {"model": name, "problem": prompt.number, "sample": one.sample, "prompt": read,
-                            "answer": text, "reward": worth, "finish": one.finish}  # fmt: skip
+                            "answer": text, "reward": worth, "finish": one.finish_reason}  # fmt: skip
                     stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
             tokenizer = Tokenizer(folder, name=name)
             own = backend_options(backend, given["engine"] or [], [], 1, adapter)
-            request = WriterRequest(
+            request = GeneratorConfig(
                 folder, name, tokenizer, given["dtype"], given["batch_tokens"], given["trust_remote_code"], own
             )
-            results[name] = answer(
+            results[name] = evaluate_answers(
                 prompts, writers.open(request), tokenizer, sampling, rewards,
-                num_generations=given["num_generations"], seed=given["seed"], template_arguments=arguments, show=keep,
+                num_generations=given["num_generations"], seed=given["seed"], template_arguments=arguments,
+                    on_answer=keep,
             )  # fmt: skip
         if stream is not None:
             stream.flush()
-    _tell(results, corpus, given, as_json=as_json)
+    _print_reward_results(results, corpus, given, as_json=as_json)
 
 
-def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *, as_json: bool) -> None:
+def _print_reward_results(
+    results: dict[str, AnswerScores], corpus: Corpus, given: dict[str, Any], *, as_json: bool
+) -> None:
     """Print a JSON line a model; or a table."""
     data = corpus.sources
     first = next(iter(results))
@@ -283,7 +286,7 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
     for name, found in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else data, "reward": given["reward"]}
         line |= {"temperature": given["temperature"], "seed": given["seed"], "limit": given["max_prompts"]}
-        line |= found.record()
+        line |= found.to_json()
         if name != first:
             gain = results[first].difference(found)
             line["difference"] = gain.value
@@ -295,8 +298,8 @@ def _tell(results: dict[str, Answers], corpus: Corpus, given: dict[str, Any], *,
         return
     measures = [name for name in lines[0] if "@" in name and not name.endswith("_error")]
     rows = [
-        [str(line["model"]), *(with_error(line[name], line[f"{name}_error"]) for name in measures),
-         with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
+        [str(line["model"]), *(format_with_error(line[name], line[f"{name}_error"]) for name in measures),
+         format_with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
          f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
         for line in lines
     ]  # fmt: skip

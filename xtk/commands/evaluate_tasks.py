@@ -8,53 +8,53 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.artifacts.outputs import check_path
-from xtk.commands.evaluated import load_evaluated
-from xtk.commands.tables import print_table, with_error
+from xtk.artifacts.output_checks import check_output_path
+from xtk.commands.load_models import load_model_and_tokenizer
+from xtk.commands.result_tables import format_with_error, print_table
 from xtk.errors import XtkError
 
 
-def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str, Any], *, as_json: bool) -> None:
+def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[str, Any], *, as_json: bool) -> None:
     """Ask models tasks, one after the other, and tell what they score.
 
     Args:
         folders: {name: (model, adapter)}.
-        given: the options of the command.
+        options: the options of the command.
         as_json: print a JSON line a model; else a table.
     """
-    from xtk.artifacts.files import written_whole
-    from xtk.artifacts.locks import only_writer_of_path
-    from xtk.evaluation.harness import Asking, Harness, Scores
-    from xtk.evaluation.local_tasks import read_tasks
-    from xtk.models.causal_lm import context_length
+    from xtk.artifacts.atomic_files import atomic_write
+    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.evaluation.lm_eval_harness import Harness, HarnessConfig, HarnessResults
+    from xtk.evaluation.local_tasks import parse_tasks
+    from xtk.models.causal_lm import max_context_length
     from xtk.rollouts.prompts import read_template_arguments
 
-    tasks, local = read_tasks(given["tasks"])
-    asking = Asking(
+    tasks, local = parse_tasks(options["tasks"])
+    asking = HarnessConfig(
         tasks=tasks,
-        folders=local,
-        include_path=given["include_path"],
-        num_fewshot=given["num_fewshot"],
-        limit=given["max_prompts"],
-        batch_size=given["batch_size"],
-        apply_chat_template=given["apply_chat_template"],
-        template_arguments=read_template_arguments(given["chat_template_kwargs"]),
-        seed=given["seed"],
+        task_folders=local,
+        include_path=options["include_path"],
+        num_fewshot=options["num_fewshot"],
+        limit=options["max_prompts"],
+        batch_size=options["batch_size"],
+        apply_chat_template=options["apply_chat_template"],
+        template_arguments=read_template_arguments(options["chat_template_kwargs"]),
+        seed=options["seed"],
     )
-    path = answers_file(given["output"])
+    path = answers_path(options["output"])
     harness = Harness(asking)
-    results: dict[str, Scores] = {}
+    results: dict[str, HarnessResults] = {}
     with contextlib.ExitStack() as held:
         stream = None
         if path is not None:
             held.enter_context(only_writer_of_path(path.resolve(), "file"))
-            answers_file(given["output"])  # another command may have written it since
-            temporary = held.enter_context(written_whole(path, keep_others=True))
+            answers_path(options["output"])  # another command may have written it since
+            temporary = held.enter_context(atomic_write(path, keep_others=True))
             stream = held.enter_context(temporary.open("w", encoding="utf-8"))
         for name, places in folders.items():
-            model, tokenizer = load_evaluated(name, places, given)
-            limits = [limit for limit in (context_length(model.config), given["max_length"]) if limit]
-            found = harness.ask(model, tokenizer, max_length=min(limits, default=None))
+            model, tokenizer = load_model_and_tokenizer(name, places, options)
+            limits = [limit for limit in (max_context_length(model.config), options["max_length"]) if limit]
+            found = harness.evaluate(model, tokenizer, max_length=min(limits, default=None))
             results[name] = found
             for sample in found.samples if stream is not None else ():
                 assert stream is not None
@@ -62,33 +62,35 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], given: dict[str
             del model
         if stream is not None:
             stream.flush()
-    _tell(results, asking.tasks, given, as_json=as_json)
+    _print_task_results(results, asking.tasks, options, as_json=as_json)
 
 
-def _tell(results: dict[str, Any], tasks: tuple[str, ...], given: dict[str, Any], *, as_json: bool) -> None:
+def _print_task_results(
+    results: dict[str, Any], tasks: tuple[str, ...], given: dict[str, Any], *, as_json: bool
+) -> None:
     first = next(iter(results))
-    lines = {name: found.record(results[first] if name != first else None) for name, found in results.items()}
+    lines = {name: found.to_json(results[first] if name != first else None) for name, found in results.items()}
     if as_json:
         for name, line in lines.items():
             told: dict[str, Any] = {"model": name, "data": list(tasks), "seed": given["seed"]}
             terminal.result_json(told | {"limit": given["max_prompts"], "results": line})
         return
     rows = []
-    for task in results[first].top:
+    for task in results[first].top_level_tasks:
         for metric in results[first].values[task]:
             for name, line in lines.items():
                 scores = line[task]
                 gain = scores.get(f"{metric}_difference")
                 rows.append([
-                    task, metric, name, with_error(scores[metric], scores[f"{metric}_error"]),
-                    "" if gain is None else with_error(gain, scores[f"{metric}_difference_error"], "+"),
+                    task, metric, name, format_with_error(scores[metric], scores[f"{metric}_error"]),
+                    "" if gain is None else format_with_error(gain, scores[f"{metric}_difference_error"], "+"),
                     str(scores.get("num_fewshot", "")), f"{scores['problems']:,}" if "problems" in scores else "",
                 ])  # fmt: skip
     heads = ["task", "metric", "model", "value", f"{first} is above by", "examples", "problems"]
     print_table(f"lm-evaluation-harness: {', '.join(tasks)}", heads, rows)
 
 
-def answers_file(output: str) -> Path | None:
+def answers_path(output: str) -> Path | None:
     """Return where answers go; None: nowhere.
 
     Raises:
@@ -97,7 +99,7 @@ def answers_file(output: str) -> Path | None:
     if not output:
         return None
     path = Path(output)
-    check_path(path)
+    check_output_path(path)
     if path.suffix != ".jsonl" or path.exists() or path.is_symlink():
         told = "there is such a file" if path.exists() or path.is_symlink() else "answers are JSON lines"
         raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")

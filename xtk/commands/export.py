@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 
 def export(
     run: Annotated[
         str, typer.Argument(help="What xtk distill wrote, or a checkpoint in it; - for a pipe.", metavar="RUN")
     ],
-    output: options.Output,
+    output: shared_options.Output,
     checkpoint: Annotated[
         int,
         typer.Option(help="The step of one of its checkpoints; 0: the finished student.", min=0, metavar="STEP"),
@@ -42,11 +42,11 @@ def export(
     push_to_hub: Annotated[
         str, typer.Option(help="Upload it there too, with the token of hf auth login.", metavar="OWNER/NAME")
     ] = "",
-    trust_remote_code: options.TrustRemoteCode = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    trust_remote_code: shared_options.TrustRemoteCode = False,
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Write a student's Hugging Face folder: whole weights, tokenizer and template, generation config, model card.
 
@@ -57,21 +57,23 @@ def export(
     terminal.set_quiet(quiet)
     place = Path(terminal.path_argument(run))
 
-    from xtk.artifacts.runs import checkpoint_of
-    from xtk.training.export import Export, check_push, push
-    from xtk.training.export import export as write
+    from xtk.artifacts.run_folders import run_and_step_of_checkpoint
+    from xtk.training.export_student import ExportConfig, check_hub_access, upload_to_hub
+    from xtk.training.export_student import export_student as write
 
-    if (of := checkpoint_of(place)) is not None:
+    if (of := run_and_step_of_checkpoint(place)) is not None:
         place, step = of
         if checkpoint not in (0, step):
             raise typer.BadParameter(f"--checkpoint is {checkpoint}, and RUN is the checkpoint of step {step}")
         checkpoint = step
 
     if push_to_hub:
-        check_push(push_to_hub)
-    wanted = Export(place, checkpoint, dtype, max_shard_size, tuple(map(Path, evaluation or ())), gguf, gguf_converter)
+        check_hub_access(push_to_hub)
+    wanted = ExportConfig(
+        place, checkpoint, dtype, max_shard_size, tuple(map(Path, evaluation or ())), gguf, gguf_converter
+    )
     told = write(wanted, Path(output), force=force, trust_remote_code=trust_remote_code)
     if push_to_hub:
-        terminal.note(f"export: {push(Path(output), push_to_hub)}")
+        terminal.note(f"export: {upload_to_hub(Path(output), push_to_hub)}")
     figures = {key: told[key] for key in ("steps", "dtype", "parameters", "shards", "bytes", "eos_token_ids")}
     terminal.result_artifact({"path": output, "kind": told["kind"], **figures}, as_json=as_json)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
-SHOWN = 10  # parts of a list, on a line
+MAX_LIST_ITEMS = 10  # parts of a list, on a line
 
 
 def inspect(
@@ -34,15 +34,15 @@ def inspect(
     html: Annotated[
         str, typer.Option(help="Also write a page with pictures of a cache and its first documents.", metavar="FILE")
     ] = "",
-    trust_remote_code: options.TrustRemoteCode = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    trust_remote_code: shared_options.TrustRemoteCode = False,
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Print header and statistics of any artifact."""
     terminal.set_quiet(quiet)
-    look = _Look(verify, teacher, sample, html, trust_remote_code, force)
+    look = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
     paths = [path for given in artifacts for path in _paths(given)]
     if (teacher or html) and len(paths) > 1:
         raise typer.BadParameter("--teacher and --html are for one cache")
@@ -51,11 +51,11 @@ def inspect(
         if as_json:
             terminal.result_json(record)
         else:
-            _show(record)
+            _print_description(record)
 
 
 @dataclass(frozen=True)
-class _Look:
+class _InspectOptions:
     """How closely is looked."""
 
     verify: bool
@@ -70,19 +70,19 @@ def _paths(given: str) -> list[str]:
     return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
-def _describe(place: str, look: _Look) -> dict[str, Any]:
+def _describe(place: str, look: _InspectOptions) -> dict[str, Any]:
     """Return path, kind, header and statistics of whatever lies at a path.
 
     Raises:
         XtkError: nothing that xtk knows.
     """
-    from xtk.artifacts.folders import is_remote
-    from xtk.errors import XtkError, exists
+    from xtk.artifacts.storage import is_remote
+    from xtk.errors import XtkError, path_exists
 
     if is_remote(place):
         return _describe_cache(place, look)
     path = Path(place)
-    if not exists(place):
+    if not path_exists(place):
         raise XtkError("there is no such artifact", where=place)
     is_cache = path.is_dir() and ((path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")))
     if is_cache:
@@ -110,7 +110,7 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     projection = read_projection(path)
     sizes = np.diff(projection.row_offsets)
     statistics = {
-        **projection.figures(),
+        **projection.summary(),
         "bytes": path.stat().st_size,
         "rows_by_entries": {str(size): int(count) for size, count in enumerate(np.bincount(sizes)) if count},
         "widest_column": int(np.bincount(projection.teacher_ids, minlength=1).max()),
@@ -118,35 +118,35 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
 
 
-def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
+def _describe_cache(place: str, look: _InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
-    from xtk.artifacts.folders import folder_at
-    from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished
+    from xtk.artifacts.storage import open_folder
+    from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
 
     if look.verify:
-        check_unfinished(folder_at(place))
+        check_unfinished_cache(open_folder(place))
     cache = TeacherCache(place)
     page_request = ""
     if look.html:
-        from xtk.artifacts.files import canonical_json, sha256
-        from xtk.commands.page import check_page
+        from xtk.artifacts.atomic_files import canonical_json, sha256
+        from xtk.commands.html_page import check_page
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
         check_page(Path(look.html), page_request, force=look.force)
     if look.verify:
         cache.verify()
-        cache.teacher  # noqa: B018 (its fingerprint is compared)
+        cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)
         if not look.teacher:
             terminal.note("inspect: all checksums fit; the teacher scored nothing again (--teacher MODEL)")
-    positions = cache_statistics.sampled(cache)
-    documents = len(cache_statistics.spread(cache, cache_statistics.SAMPLE))
-    statistics = {**cache_statistics.statistics(cache, positions, documents), "verified": look.verify or None}
+    positions = cache_statistics.sample_positions(cache)
+    documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
+    statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": look.verify or None}
     if look.teacher:
-        from xtk.artifacts.hub import local_folder, with_adapter
-        from xtk.teachers.rescoring import rescore
+        from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+        from xtk.teachers.cache_verification import verify_cache
 
-        folder, adapter = with_adapter(local_folder(look.teacher, weights=True))
-        statistics["scored_again"] = rescore(
+        folder, adapter = base_model_and_adapter(resolve_model_folder(look.teacher, with_weights=True))
+        statistics["scored_again"] = verify_cache(
             cache,
             folder,
             look.teacher,
@@ -156,44 +156,44 @@ def _describe_cache(place: str, look: _Look) -> dict[str, Any]:
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
     if look.html:
-        from xtk.commands.cache_page import page
-        from xtk.commands.page import write_page
+        from xtk.commands.cache_page import cache_page
+        from xtk.commands.html_page import write_page
 
-        write_page(Path(look.html), "".join(page(record, cache, positions, page_request)))
+        write_page(Path(look.html), "".join(cache_page(record, cache, positions, page_request)))
     return record
 
 
 def _describe_rollouts(path: Path) -> dict[str, Any]:
     """Describe a file of rollouts; every line is compared with its checksum in any case."""
     from xtk.errors import XtkError
-    from xtk.rollouts.lines import read_figures, request_of_rollouts
+    from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
-    request = request_of_rollouts(path)
+    request = read_request_fingerprint(path)
     if request is None:
         raise XtkError("this file was not written by xtk rollout", where=str(path))
-    statistics = {**read_figures(path).record(), "bytes": path.stat().st_size, "verified": True}
+    statistics = {**read_statistics(path).summary(), "bytes": path.stat().st_size, "verified": True}
     return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
 
 def _describe_shard(path: Path) -> dict[str, Any]:
-    from xtk.artifacts.teacher_cache import shard_figures
+    from xtk.artifacts.teacher_cache import read_shard_counts
 
-    header, statistics = shard_figures(path)
+    header, statistics = read_shard_counts(path)
     return {"path": str(path), "kind": "teacher-cache-shard", "header": header, "statistics": statistics}
 
 
 def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
-    from xtk.artifacts.runs import DONE, RECIPE, read_manifest, read_recipe
-    from xtk.artifacts.runs import verify as compare
+    from xtk.artifacts.run_folders import RECIPE_FILE, RUN_MANIFEST, read_recipe, read_run_manifest
+    from xtk.artifacts.run_folders import verify_files as compare
     from xtk.errors import XtkError
 
-    finished = (path / DONE).is_file()
-    content: dict[str, Any] = read_manifest(path) if finished else {"kind": "unfinished student"}
+    finished = (path / RUN_MANIFEST).is_file()
+    content: dict[str, Any] = read_run_manifest(path) if finished else {"kind": "unfinished student"}
     if verify and not finished:
         raise XtkError(
             "this student is unfinished", where=str(path), hint="run the same xtk distill command again; it goes on"
         )
-    recipe = content.get("recipe") or (read_recipe(path) if (path / RECIPE).is_file() else {})
+    recipe = content.get("recipe") or (read_recipe(path) if (path / RECIPE_FILE).is_file() else {})
     steps = content.get("steps", content.get("step"))
     statistics: dict[str, Any] = {"steps": steps, "metrics": content.get("metrics", {})}
     if verify:
@@ -206,7 +206,7 @@ def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
 def _weights(path: Path) -> dict[str, Any]:
     from safetensors import safe_open
 
-    from xtk.errors import Damaged
+    from xtk.errors import CorruptError
 
     parameters = 0
     for file in sorted(path.glob("model*.safetensors")):
@@ -218,55 +218,55 @@ def _weights(path: Path) -> dict[str, Any]:
                         size *= length
                     parameters += size
         except Exception as wrong:  # safetensors has an exception of its own that is no public name
-            raise Damaged(f"these weights cannot be read: {wrong}", where=str(file)) from None
+            raise CorruptError(f"these weights cannot be read: {wrong}", where=str(file)) from None
     return {"parameters": parameters}
 
 
 def _describe_model(path: Path) -> dict[str, Any]:
-    from xtk.projection.build import identity
+    from xtk.projection.build import tokenizer_identity
     from xtk.tokens.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(path)
     has_weights = any(path.glob("*.safetensors"))
     statistics = {
-        "family": tokenizer.vocabulary.family,
+        "family": tokenizer.vocabulary.alphabet,
         "special_tokens": len(tokenizer.vocabulary.special_tokens),
-        "mean_token_bytes": round(float(tokenizer.vocabulary.lengths.mean()), 3),
+        "mean_token_bytes": round(float(tokenizer.vocabulary.byte_lengths.mean()), 3),
     } | (_weights(path) if has_weights else {})
     return {
         "path": str(path),
         "kind": "model" if has_weights else "tokenizer",
-        "header": {**identity(tokenizer), "template": tokenizer.template_fingerprint},
+        "header": {**tokenizer_identity(tokenizer), "template": tokenizer.template_fingerprint},
         "statistics": statistics,
     }
 
 
-def _show(record: dict[str, Any]) -> None:
+def _print_description(record: dict[str, Any]) -> None:
     from xtk.commands.audit_tables import audit_lines
 
     terminal.result_line(f"{record['path']}: {record['kind']}")
     audited = record["header"].get("audit") if record["kind"] == "projection" else None
     for section in ("header", "statistics"):
         shown = {key: value for key, value in record[section].items() if key != "audit" or audited is None}
-        for name, value in _flat(shown):
+        for name, value in _flatten_record(shown):
             told = "not checked (--verify)" if name == "verified" and value is None else value
             terminal.result_line(f"  {name:32} {told}")
     for line in audit_lines(audited) if audited else ():
         terminal.result_line(line)
 
 
-def _flat(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _flatten_record(content: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     lines: list[tuple[str, Any]] = []
     for name, value in content.items():
         if isinstance(value, dict):
-            lines += _flat(value, f"{prefix}{name}.")
+            lines += _flatten_record(value, f"{prefix}{name}.")
         else:
-            lines.append((prefix + name, _short(value)))
+            lines.append((prefix + name, _short_value(value)))
     return lines
 
 
-def _short(value: Any) -> Any:
+def _short_value(value: Any) -> Any:
     """Return a value as a line shows it: of a long list, the parts of a merged cache, how long it is."""
-    if isinstance(value, list) and len(value) > SHOWN:
+    if isinstance(value, list) and len(value) > MAX_LIST_ITEMS:
         return f"{len(value):,} of them; --json prints all"
     return f"{value:,}" if type(value) is int else value

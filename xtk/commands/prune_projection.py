@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 
 def prune_projection(
     projection: Annotated[
         str, typer.Argument(help="A projection, or - for the one from the pipe.", metavar="PROJECTION")
     ],
-    output: options.Output,
+    output: shared_options.Output,
     top_k: Annotated[int, typer.Option(help="Entries a row at most; 0: all.", min=0)] = 0,
     min_weight: Annotated[float, typer.Option(help="Entries lighter than this go.")] = 0.0,
     mass: Annotated[
@@ -34,34 +34,34 @@ def prune_projection(
             metavar="OTHER=WEIGHT",
         ),
     ] = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Make a projection smaller, or mix several."""
     from pathlib import Path
 
-    from xtk.artifacts.outputs import check_file
-    from xtk.artifacts.projection_file import begins_like_a_projection, read_projection, write_projection
-    from xtk.commands.reuse import reuse_projection
+    from xtk.artifacts.output_checks import check_output_file
+    from xtk.artifacts.projection_file import looks_like_projection, read_projection, write_projection
+    from xtk.commands.projection_reuse import reuse_projection
     from xtk.projection.merge import merge_projections
     from xtk.projection.prune import prune_projection as prune
 
     terminal.set_quiet(quiet)
     first, path = terminal.path_argument(projection), Path(output)
-    others = [_other(value) for value in merge or ()]
-    check_file(path, "projections", begins_like_a_projection, [first, *(name for name, _ in others)])
+    others = [_parse_merge(value) for value in merge or ()]
+    check_output_file(path, "projections", looks_like_projection, [first, *(name for name, _ in others)])
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
-    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalise=renormalise)
+    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalise)
     if reuse_projection(path, dict(pruned.header), force=force) is None:
         write_projection(pruned, path)
-    terminal.result_artifact({"path": output, "kind": "projection", **pruned.figures()}, as_json=as_json)
+    terminal.result_artifact({"path": output, "kind": "projection", **pruned.summary()}, as_json=as_json)
 
 
-def _other(value: str) -> tuple[str, float]:
+def _parse_merge(value: str) -> tuple[str, float]:
     """Read `--merge OTHER=WEIGHT`."""
     from xtk.errors import XtkError
 

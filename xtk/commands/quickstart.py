@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 
 def quickstart(
-    output: options.Output,
+    output: shared_options.Output,
     seeds: Annotated[int, typer.Option(help="Pairs of students; each takes about two minutes more.", min=1)] = 1,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Distil a small student across tokenizers, from nothing, and compare it.
 
@@ -25,7 +25,7 @@ def quickstart(
     """
     from pathlib import Path
 
-    from xtk.quickstart.run import quickstart as run
+    from xtk.quickstart.demo_pipeline import run_quickstart as run
 
     terminal.set_quiet(quiet)
     figures = run(Path(output), seeds)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from xtk.commands.report_page import Shown
+    from xtk.commands.report_page import ReportedRun
     from xtk.tokens.tokenizer import Tokenizer
 
-DOCUMENTS = 3  # that are shown span by span
+ALIGNED_DOCUMENTS = 3  # that are shown span by span
 
 
 def report(
@@ -27,7 +27,7 @@ def report(
             metavar="RUN...",
         ),
     ],
-    output: options.Output,
+    output: shared_options.Output,
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,10 +63,10 @@ def report(
     projection: Annotated[
         str, typer.Option(help="Its audit is shown; left out: with --cache, that of multitoken.", metavar="PROJECTION")
     ] = "",
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Write a page about one run, or several over one another: curves, numbers, recipes, samples.
 
@@ -76,13 +76,13 @@ def report(
     import json
     from pathlib import Path
 
-    from xtk.artifacts.files import read_json_lines, sha256
+    from xtk.artifacts.atomic_files import read_json_lines, sha256
     from xtk.commands import alignment_page, audit_page, cache_page
-    from xtk.commands.page import check_page, write_page
-    from xtk.commands.report_page import page
+    from xtk.commands.html_page import check_page, write_page
+    from xtk.commands.report_page import report_page
     from xtk.commands.samples_page import read_samples
     from xtk.errors import XtkError
-    from xtk.evaluation.results import read_results, short_names
+    from xtk.evaluation.result_tables import read_results, shorten_names
 
     terminal.set_quiet(quiet)
     named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
@@ -96,26 +96,28 @@ def report(
     asked = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
     request = sha256(json.dumps({**asked, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
-    named = _begun(named, told=set(runs))
+    named = _started_runs(named, told=set(runs))
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]
     if twice := next((path for at, path in enumerate(named) if places[path] in resolved[:at]), None):
         raise XtkError("this run is named twice", where=twice)
-    names = short_names(places.values())
-    shown = [_read(Path(path), names[place]) for path, place in places.items()]
+    names = shorten_names(places.values())
+    shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
     written = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
     pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
     pictures += _cache(cache) if cache else []
-    style = alignment_page.STYLE + cache_page.STYLE + audit_page.STYLE
-    write_page(Path(output), "".join(page(shown, results, baselines, written, pictures, style, request)))
-    told = [{"path": run.path, "state": run.state, "command": run.command, "metrics": run.last()} for run in shown]
+    style = alignment_page.ALIGNMENT_STYLE + cache_page.CACHE_STYLE + audit_page.AUDIT_STYLE
+    write_page(Path(output), "".join(report_page(shown, results, baselines, written, pictures, style, request)))
+    told = [
+        {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
+    ]
     for run in shown:
         terminal.note(f"report: {run.name}, trained again: {run.command}")
     terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
 
 
-def _begun(named: list[str], told: set[str]) -> list[str]:
+def _started_runs(named: list[str], told: set[str]) -> list[str]:
     """Return the folders that hold a run; of several, those of runs that died before they began are left out.
 
     Args:
@@ -139,29 +141,29 @@ def _begun(named: list[str], told: set[str]) -> list[str]:
     return begun
 
 
-def _read(path: Path, name: str) -> Shown:
+def _read_run(path: Path, name: str) -> ReportedRun:
     """Read a run, finished or not.
 
     Raises:
         XtkError: its recipe is none, or of another version.
         Damaged: one of its files is no JSON, or was altered.
     """
-    from xtk.artifacts.files import read_json_lines
-    from xtk.artifacts.runs import DONE, fingerprint_of_run, read_manifest, read_recipe
-    from xtk.commands.report_page import Shown
-    from xtk.commands.rerun import command_again
+    from xtk.artifacts.atomic_files import read_json_lines
+    from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
+    from xtk.commands.recipe_rerun import rerun_command
+    from xtk.commands.report_page import ReportedRun
 
     recipe = read_recipe(path)
     metrics = [one for one in read_json_lines(path / "metrics.jsonl") if isinstance(one.get("step"), int)]
     at = metrics[-1]["step"] if metrics else 0
     state = f"unfinished, at step {at:,}" + (f" of {recipe['max_steps']:,}" if recipe.get("max_steps") else "")
-    if (path / DONE).is_file():
-        content = read_manifest(path, ("student",))
+    if (path / RUN_MANIFEST).is_file():
+        content = read_run_manifest(path, ("student",))
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
             state += f", the best at {best.get('step'):,}"
     samples = read_json_lines(path / "rollouts.jsonl")
-    return Shown(name, str(path), state, fingerprint_of_run(recipe), recipe, metrics, samples, command_again(path))
+    return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, rerun_command(path))
 
 
 def _cache(place: str) -> list[str]:
@@ -170,17 +172,17 @@ def _cache(place: str) -> list[str]:
 
     from xtk.artifacts import cache_statistics
     from xtk.artifacts.teacher_cache import TeacherCache
-    from xtk.commands.cache_page import pictures
+    from xtk.commands.cache_page import cache_sections
 
     cache = TeacherCache(place)
-    positions = cache_statistics.sampled(cache)
-    documents = len(cache_statistics.spread(cache, cache_statistics.SAMPLE))
+    positions = cache_statistics.sample_positions(cache)
+    documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
     record = {
         "path": place,
         "header": cache.header,
-        "statistics": cache_statistics.statistics(cache, positions, documents),
+        "statistics": cache_statistics.summarize_cache(cache, positions, documents),
     }
-    return [f"<section>\n<h2>Cache {escape(place)}</h2>\n", *pictures(record, positions), "</section>\n"]
+    return [f"<section>\n<h2>Cache {escape(place)}</h2>\n", *cache_sections(record, positions), "</section>\n"]
 
 
 def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
@@ -194,43 +196,48 @@ def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
     from pathlib import Path
 
     from xtk.artifacts import cache_statistics
+    from xtk.artifacts.projection_cache import cached_projection
     from xtk.artifacts.projection_file import read_projection
-    from xtk.artifacts.projection_store import projection_for
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.commands import alignment_page, audit_page
-    from xtk.tokens.statistics import Statistics, aligned
+    from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
 
     audited = read_projection(Path(projection)).header["audit"] if projection else None
-    student = _tokenizer(run) if cache else None
+    student = _run_tokenizer(run) if cache else None
     if student is not None:
         opened = TeacherCache(cache)
-        teacher = opened.teacher
+        teacher = opened.teacher_tokenizer
         yield "<section>\n<h2>Alignment</h2>\n"
         if student.fingerprint == teacher.fingerprint:
             yield "<p>Student and teacher have one tokenizer.</p>\n"
         else:
-            statistics = Statistics(student, teacher)
-            documents = [opened.row(at).document for at in cache_statistics.spread(opened, cache_statistics.SAMPLE)]
-            for group in aligned(documents, student, teacher):
+            statistics = AlignmentStatistics(student, teacher)
+            documents = [
+                opened.read_document(at).document
+                for at in cache_statistics.evenly_spaced_indices(opened, cache_statistics.SAMPLE_DOCUMENTS)
+            ]
+            for group in align_documents(documents, student, teacher):
                 statistics.add(group)
-            yield from alignment_page.pictures(statistics.record(), statistics.worst[:DOCUMENTS], student, teacher)
-            audited = audited or projection_for(student, teacher).header["audit"]
+            yield from alignment_page.alignment_sections(
+                statistics.to_json(), statistics.worst_documents[:ALIGNED_DOCUMENTS], student, teacher
+            )
+            audited = audited or cached_projection(student, teacher).header["audit"]
         yield "</section>\n"
     if audited:
         yield "<section>\n<h2>Audit of the projection</h2>\n"
-        yield from audit_page.pictures(audited)
+        yield from audit_page.audit_sections(audited)
         yield "</section>\n"
 
 
-def _tokenizer(run: Path) -> Tokenizer | None:
+def _run_tokenizer(run: Path) -> Tokenizer | None:
     """Return the tokenizer of a run, or of its last checkpoint; None if there is none yet."""
     from contextlib import suppress
 
-    from xtk.artifacts.runs import numbered
+    from xtk.artifacts.run_folders import list_checkpoints
     from xtk.errors import XtkError
     from xtk.tokens.tokenizer import Tokenizer
 
-    for folder in (run, *(path for _, path in reversed(numbered(run)))):
+    for folder in (run, *(path for _, path in reversed(list_checkpoints(run)))):
         with suppress(XtkError):
             return Tokenizer(folder, name="student")
     return None

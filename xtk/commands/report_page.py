@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from xtk.commands import curves, samples_page
-from xtk.commands.page import CLOSED, opened
-from xtk.evaluation.results import rows_of, short_names
-from xtk.lookup import unknown
+from xtk.commands import samples_page, svg_curves
+from xtk.commands.html_page import PAGE_END, page_start
+from xtk.evaluation.result_tables import result_rows, shorten_names
+from xtk.registry import unknown_name_error
 
 if TYPE_CHECKING:
-    from xtk.commands.samples_page import Written
-    from xtk.evaluation.results import Result
+    from xtk.commands.samples_page import GeneratedSample
+    from xtk.evaluation.result_tables import EvaluationResult
 
-CLOCKS = ("step", "seconds", "tokens")  # are no curves
-WRITING = ("reward", "on_policy_step", "staleness", "rollout_")
-RUNNING = (
+CLOCK_METRICS = ("step", "seconds", "tokens")  # are no curves
+GENERATION_METRICS = ("reward", "on_policy_step", "staleness", "rollout_")
+TRAINING_METRICS = (
     "learning_rate", "gradient_norm", "tokens_per_second", "memory", "waiting", "unaligned", "balance", "weight/",
     "teacher_seconds", "writing_seconds", "skipped_steps",
 )  # fmt: skip
 SECTIONS = ("Held-out text", "Losses", "What the student writes", "Training")
-UNITS = {
+METRIC_UNITS = {
     "eval_bits_per_byte": "bits a byte", "eval_ce": "nats a token", "ce": "nats a token", "memory": "GiB",
     "eval_top1_agreement": "share", "tokens_per_second": "tokens a second", "waiting": "share of the time",
     "rollout_entropy": "nats a token", "rollout_length": "tokens", "rollout_truncated": "share",
@@ -32,7 +32,7 @@ UNITS = {
     "teacher_seconds": "s", "writing_seconds": "s", "skipped_steps": "steps",
 }  # fmt: skip
 
-STYLE = """
+REPORT_STYLE = """
 .swatch { display: inline-block; width: 1.4em; height: 0.35em; margin-inline-end: 0.45em; vertical-align: middle; }
 .legend { position: sticky; top: 0; padding: 0.4rem 0; background: var(--paper); border-bottom: 1px solid var(--line); }
 .legend span { display: inline-block; } .legend > span { margin-inline-end: 1.2em; }
@@ -45,7 +45,7 @@ summary { cursor: pointer; }
 
 
 @dataclass(frozen=True)
-class Shown:
+class ReportedRun:
     """A run, as a page shows it.
 
     Attributes:
@@ -70,41 +70,41 @@ class Shown:
 
     def points(self, metric: str) -> list[tuple[float, float]]:
         """Return (step, value) of a metric."""
-        return [(one["step"], one[metric]) for one in self.metrics if _is_number(one.get(metric))]
+        return [(one["step"], one[metric]) for one in self.metrics if _is_finite_number(one.get(metric))]
 
-    def last(self) -> dict[str, float]:
+    def last_values(self) -> dict[str, float]:
         """Return the last value of each metric."""
-        return {name: value for one in self.metrics for name, value in one.items() if _is_number(value)}
+        return {name: value for one in self.metrics for name, value in one.items() if _is_finite_number(value)}
 
-    def untrained(self, metric: str) -> float | None:
+    def initial_value(self, metric: str) -> float | None:
         """Return what a metric of held-out text was before the first step; None if nobody looked."""
         first = self.metrics[0] if self.metrics else {}
-        if first.get("step") or not metric.startswith("eval_") or not _is_number(first.get(metric)):
+        if first.get("step") or not metric.startswith("eval_") or not _is_finite_number(first.get(metric)):
             return None
         return float(first[metric])
 
 
 @dataclass(frozen=True)
-class Cell:
+class ReportCell:
     """A number of a table.
 
     Attributes:
         value: the number.
-        error: its standard error; None: nobody told.
-        others: (number, name) of those with which it is compared.
+        standard_error: its standard error; None: nobody told.
+        baselines: (number, name) of those with which it is compared.
     """
 
     value: float
-    error: float | None
-    others: Sequence[tuple[float, str]]
+    standard_error: float | None
+    baselines: Sequence[tuple[float, str]]
 
 
-def page(
-    runs: Sequence[Shown],
-    results: Sequence[Result],
+def report_page(
+    runs: Sequence[ReportedRun],
+    results: Sequence[EvaluationResult],
     baselines: Sequence[str],
-    written: Sequence[Written],
-    pictures: Iterable[str],
+    samples: Sequence[GeneratedSample],
+    extra_sections: Iterable[str],
     style: str,
     request: str,
 ) -> Iterator[str]:
@@ -114,8 +114,8 @@ def page(
         runs: the first one is what others are compared with.
         results: of evaluations.
         baselines: models of the evaluations with which the others are compared.
-        written: by models, for the same prompts.
-        pictures: more of it, as HTML.
+        samples: by models, for the same prompts.
+        extra_sections: more of it, as HTML.
         style: of these pictures, on which the page's own stands.
         request: kept in the head of the page.
 
@@ -123,30 +123,30 @@ def page(
         HTML.
     """
     title = ("Runs " if len(runs) > 1 else "Run ") + ", ".join(run.name for run in runs)
-    yield opened(title, style + curves.STYLE + samples_page.STYLE + STYLE, request)
-    yield from _runs(runs)
+    yield page_start(title, style + svg_curves.CURVE_STYLE + samples_page.SAMPLES_STYLE + REPORT_STYLE, request)
+    yield from _runs_table(runs)
     if len(runs) > 1:
         legend = "".join(f"<span>{_swatch(at)}{escape(run.name)}</span>" for at, run in enumerate(runs))
         yield f'<p class="legend">{legend}</p>\n'
     yield from _curves(runs)
-    yield from _numbers(runs)
+    yield from _last_metrics_table(runs)
     yield from _evaluations(results, baselines)
-    yield from samples_page.samples(written, curves.number)
+    yield from samples_page.samples_section(samples, svg_curves.format_number)
     for at, run in enumerate(runs):
         if run.samples:
             yield f"<section>\n<h2>{_swatch(at)}What {escape(run.name)} wrote</h2>\n"
-            yield from samples_page.over_time(run.samples, curves.number)
+            yield from samples_page.samples_over_time(run.samples, svg_curves.format_number)
             yield "</section>\n"
-    yield from pictures
+    yield from extra_sections
     yield from _recipes(runs)
-    yield CLOSED
+    yield PAGE_END
 
 
 def _swatch(number: int) -> str:
-    return f'<span class="swatch" style="background: {curves.colour(number)}"></span>'
+    return f'<span class="swatch" style="background: {svg_curves.curve_color(number)}"></span>'
 
 
-def _runs(runs: Sequence[Shown]) -> Iterator[str]:
+def _runs_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
     yield '<div class="scroll"><table>\n<tr>' + "".join(
         f'<th scope="col">{head}</th>' for head in ("run", "state", "losses", "recipe")
     )
@@ -162,78 +162,88 @@ def _runs(runs: Sequence[Shown]) -> Iterator[str]:
     yield "</table></div>\n"
 
 
-def _section(metric: str) -> str:
+def _metric_section(metric: str) -> str:
     if metric.startswith("eval_"):
         return SECTIONS[0]
-    if metric.startswith(WRITING):
+    if metric.startswith(GENERATION_METRICS):
         return SECTIONS[2]
-    return SECTIONS[3] if metric.startswith(RUNNING) else SECTIONS[1]
+    return SECTIONS[3] if metric.startswith(TRAINING_METRICS) else SECTIONS[1]
 
 
-def metrics_of(runs: Sequence[Shown]) -> list[str]:
+def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the names of all metrics that are curves, in the order in which runs tell them."""
     names = dict.fromkeys(name for run in runs for one in run.metrics for name in one
-                          if name not in CLOCKS and not name.endswith("_error"))  # fmt: skip
+                          if name not in CLOCK_METRICS and not name.endswith("_error"))  # fmt: skip
     found = {name: [value for run in runs for _, value in run.points(name)] for name in names}
     return [name for name, values in found.items() if values and (name != "skipped_steps" or any(values))]
 
 
-def _curves(runs: Sequence[Shown]) -> Iterator[str]:
-    metrics = metrics_of(runs)
+def _curves(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    metrics = curve_metrics(runs)
     for section in SECTIONS:
-        here = [metric for metric in metrics if _section(metric) == section]
+        here = [metric for metric in metrics if _metric_section(metric) == section]
         if not here:
             continue
         yield f'<section>\n<h2>{section}</h2>\n<div class="pictures">\n'
         for metric in here:
-            drawn = [curves.Curve(run.name, at, run.points(metric)) for at, run in enumerate(runs)]
-            yield curves.figure(metric, UNITS.get(metric, ""), [curve for curve in drawn if curve.points])
+            drawn = [svg_curves.MetricCurve(run.name, at, run.points(metric)) for at, run in enumerate(runs)]
+            yield svg_curves.curves_figure(
+                metric, METRIC_UNITS.get(metric, ""), [curve for curve in drawn if curve.points]
+            )
         yield "</div>\n</section>\n"
 
 
-def _numbers(runs: Sequence[Shown]) -> Iterator[str]:
+def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
     """Yield a table of the last values: what a run has more or less than the first one named, and than before."""
-    last = [run.last() for run in runs]
+    last = [run.last_values() for run in runs]
     names = [name for name in dict.fromkeys(name for values in last for name in values) if name != "step"]
     if not names:
         return
     rows = []
     for name in names:
-        cells: list[Cell | None] = []
+        cells: list[ReportCell | None] = []
         for run, values in zip(runs, last, strict=True):
-            before = run.untrained(name)
+            before = run.initial_value(name)
             others = [] if run is runs[0] or name not in last[0] else [(last[0][name], runs[0].name)]
             others += [] if before is None else [(before, "untrained")]
-            cells.append(Cell(values[name], None, others) if name in values else None)
+            cells.append(ReportCell(values[name], None, others) if name in values else None)
         rows.append((name, cells))
     yield "<section>\n<h2>Last metrics</h2>\n"
-    yield _compared([run.name for run in runs], rows)
+    yield _comparison_table([run.name for run in runs], rows)
     yield "</section>\n"
 
 
-def _evaluations(results: Sequence[Result], baselines: Sequence[str]) -> Iterator[str]:
+def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) -> Iterator[str]:
     """Yield a table of results: what each model has more or less than those that it is compared with."""
     if not results:
         return
     models = list(dict.fromkeys(one.model for one in results))
     for name in baselines:
         if name not in models:
-            raise unknown("--baseline", name, models)
+            raise unknown_name_error("--baseline", name, models)
     compared = list(baselines) or models[:1]
-    called = short_names(models)
-    table: list[tuple[str, list[Cell | None]]] = []
-    for row in rows_of(results):
-        cells: list[Cell | None] = []
+    called = shorten_names(models)
+    table: list[tuple[str, list[ReportCell | None]]] = []
+    for row in result_rows(results):
+        cells: list[ReportCell | None] = []
         for model in models:
-            others = [(row.of[other].value, called[other]) for other in compared if other in row.of and other != model]
-            cells.append(Cell(row.of[model].value, row.of[model].error, others) if model in row.of else None)
+            others = [
+                (row.by_model[other].value, called[other])
+                for other in compared
+                if other in row.by_model and other != model
+            ]
+            cells.append(
+                ReportCell(row.by_model[model].value, row.by_model[model].error, others)
+                if model in row.by_model
+                else None
+            )
         table.append((f"{row.data}: {row.metric}" if row.data else row.metric, cells))
     yield "<section>\n<h2>Evaluations</h2>\n"
-    yield _compared([called[model] for model in models], table)
+    yield _comparison_table([called[model] for model in models], table)
     yield "</section>\n"
 
 
-def _compared(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell | None]]]) -> str:
+def _comparison_table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[ReportCell | None]]]) -> str:
     """Return a table of numbers with what they are more or less than others."""
     named = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
     parts = [f'<div class="scroll"><table class="compared">\n<tr><th scope="col"></th>{named}</tr>\n']
@@ -243,24 +253,24 @@ def _compared(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[Cell | No
             if cell is None:
                 parts.append('<td class="number"></td>')
                 continue
-            error = "" if cell.error is None else f" ± {curves.number(cell.error)}"
+            error = "" if cell.standard_error is None else f" ± {svg_curves.format_number(cell.standard_error)}"
             differences = "".join(
                 f" <small>{_signed(cell.value - other)} to {escape(model)}</small>"
-                for other, model in cell.others
+                for other, model in cell.baselines
                 if other != cell.value
             )
-            parts.append(f'<td class="number">{curves.number(cell.value)}{error}{differences}</td>')
+            parts.append(f'<td class="number">{svg_curves.format_number(cell.value)}{error}{differences}</td>')
         parts.append("</tr>\n")
     return "".join([*parts, "</table></div>\n"])
 
 
 def _signed(difference: float) -> str:
-    return ("+" if difference > 0 else "\N{MINUS SIGN}") + curves.number(abs(difference))
+    return ("+" if difference > 0 else "\N{MINUS SIGN}") + svg_curves.format_number(abs(difference))
 
 
-def _recipes(runs: Sequence[Shown]) -> Iterator[str]:
+def _recipes(runs: Sequence[ReportedRun]) -> Iterator[str]:
     """Yield what runs were asked for: what differs first."""
-    flat = [dict(_flat(run.recipe)) for run in runs]
+    flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
     names = sorted({name for one in flat for name in one})
     differing = [name for name in names if len({one.get(name, "") for one in flat}) > 1]
     told = f"{len(differing)} of {len(names)} options differ" if len(runs) > 1 else f"{len(names)} options"
@@ -279,13 +289,13 @@ def _recipes(runs: Sequence[Shown]) -> Iterator[str]:
     yield f"<h3>The same again</h3>\n<pre>{escape(again)}</pre>\n</section>\n" if again else "</section>\n"
 
 
-def _flat(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_recipe(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
     for name, value in content.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flatten_recipe(value, f"{before}{name}.")
         else:
             yield before + name, ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _is_number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

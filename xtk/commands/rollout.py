@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from xtk.rollouts.lines import Figures
     from xtk.rollouts.rollout import Prompt, Rollout
+    from xtk.rollouts.rollout_jsonl import RolloutStatistics
 
-COMPLETIONS_AT_A_TIME = 256
+COMPLETIONS_PER_BATCH = 256
 
 
 def rollout(
@@ -41,10 +41,10 @@ def rollout(
     max_completion_length: Annotated[
         int, typer.Option(help="Tokens that the student draws for a rollout at most.")
     ] = 256,
-    temperature: options.Temperature = 1.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    stop: options.Stop = None,
+    temperature: shared_options.Temperature = 1.0,
+    top_p: shared_options.TopP = 1.0,
+    top_k: shared_options.TopK = 0,
+    stop: shared_options.Stop = None,
     seed: Annotated[int, typer.Option(help="Of the draws: a function of it, the prompt's number and the sample.")] = 0,
     given: Annotated[
         int,
@@ -54,18 +54,18 @@ def rollout(
             metavar="K",
         ),
     ] = 0,
-    reward: options.Rewards = None,
-    scale_rewards: options.ScaleRewards = True,
-    environment: options.Environment = "",
-    max_turns: options.MaxTurns = 8,
-    prompt_template: options.PromptTemplate = "",
-    apply_chat_template: options.ApplyChatTemplate = False,
-    chat_template_kwargs: options.ChatTemplateKwargs = "",
-    columns: options.Columns = "",
-    max_document_bytes: options.MaxDocumentBytes = options.MAX_DOCUMENT_BYTES,
-    weight_column: options.WeightColumn = "",
-    route_column: options.RouteColumn = "",
-    max_prompts: options.MaxPrompts = 0,
+    reward: shared_options.Rewards = None,
+    scale_rewards: shared_options.ScaleRewards = True,
+    environment: shared_options.Environment = "",
+    max_turns: shared_options.MaxTurns = 8,
+    prompt_template: shared_options.PromptTemplate = "",
+    apply_chat_template: shared_options.ApplyChatTemplate = False,
+    chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
+    columns: shared_options.Columns = "",
+    max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
+    weight_column: shared_options.WeightColumn = "",
+    route_column: shared_options.RouteColumn = "",
+    max_prompts: shared_options.MaxPrompts = 0,
     backend: Annotated[
         str,
         typer.Option(
@@ -79,8 +79,8 @@ def rollout(
             help="Of --backend vllm: an option of its engine, such as gpu_memory_utilization=0.5.", metavar="NAME=VALUE"
         ),
     ] = None,
-    server: options.Server = None,
-    concurrency: options.Concurrency = 32,
+    server: shared_options.Server = None,
+    concurrency: shared_options.Concurrency = 32,
     dtype: Annotated[
         str,
         typer.Option(
@@ -90,56 +90,58 @@ def rollout(
     batch_tokens: Annotated[
         int, typer.Option(help="Tokens of prompts and completions that are held at a time, padding among them.")
     ] = 8192,
-    trust_remote_code: options.TrustRemoteCode = False,
-    force: options.Force = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    config: options.Config = "",
+    trust_remote_code: shared_options.TrustRemoteCode = False,
+    force: shared_options.Force = False,
+    as_json: shared_options.Json = False,
+    quiet: shared_options.Quiet = False,
+    config: shared_options.Config = "",
 ) -> None:
     """Write what a student makes of prompts, with the tokens and log-probabilities that it drew.
 
     xtk rollout STUDENT PROMPTS -o r.jsonl | xtk cache-teacher TEACHER - -o cache
     """
-    from xtk.artifacts.corpus import Corpus, columns_option
-    from xtk.artifacts.hub import local_folder, with_adapter
-    from xtk.artifacts.locks import only_writer_of_path
-    from xtk.lookup import unknown
-    from xtk.rollouts import WRITERS
+    from xtk.artifacts.corpus import Corpus, parse_columns_option
+    from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
+    from xtk.artifacts.write_locks import only_writer_of_path
+    from xtk.registry import unknown_name_error
+    from xtk.rollouts import GENERATORS
 
     terminal.set_quiet(quiet)
-    if backend not in WRITERS:
-        raise unknown("backend", backend, WRITERS)
+    if backend not in GENERATORS:
+        raise unknown_name_error("backend", backend, GENERATORS)
     if student == "-" and "-" in prompts:
         raise typer.BadParameter("only one of STUDENT and PROMPTS can come through the pipe")
     student = terminal.path_argument(student)
     path = _checked_output(output, [student, *prompts])
-    corpus = Corpus(prompts, columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
-    folder, adapter = with_adapter(local_folder(student, weights=backend != "server"))
+    corpus = Corpus(
+        prompts, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes
+    )
+    folder, adapter = base_model_and_adapter(resolve_model_folder(student, with_weights=backend != "server"))
 
-    from xtk.lookup import lookup
     from xtk.models.causal_lm import DTYPES
-    from xtk.rewards.specification import Rewards, parse_reward
-    from xtk.rollouts.environments import environment_of
-    from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
-    from xtk.rollouts.writer import Sampling, WriterRequest
-    from xtk.rollouts.writing import write_rollouts
-    from xtk.teachers.engine import backend_options
+    from xtk.registry import load_registered
+    from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+    from xtk.rollouts.environments import load_environment
+    from xtk.rollouts.generator_interface import GeneratorConfig, SamplingConfig
+    from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
+    from xtk.rollouts.rollout_generation import generate_rollouts
+    from xtk.teachers.backend_options import backend_options
     from xtk.tokens.tokenizer import Tokenizer
 
     if engine and backend == "transformers":
         raise typer.BadParameter("--engine is for --backend vllm")
     own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
-    lookup(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    sampling = Sampling(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), given)
-    rewards = Rewards([parse_reward(text) for text in reward or []])
-    played = environment_of(environment) if environment else None
+    load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
+    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), given)
+    rewards = WeightedRewards([parse_reward(text) for text in reward or []])
+    played = load_environment(environment) if environment else None
     template_arguments = read_template_arguments(chat_template_kwargs)
     tokenizer = Tokenizer(folder, name=student)
-    form = PromptForm(read_template(prompt_template), chat=apply_chat_template)
+    form = PromptFormat(read_prompt_template(prompt_template), as_chat=apply_chat_template)
     read = read_prompts(corpus, max_prompts or None, form)
-    request = _fingerprint(
+    request = _request_fingerprint(
         {
-            "student": _identity(folder, adapter, backend, server or [], tokenizer),
+            "student": _student_identity(folder, adapter, backend, server or [], tokenizer),
             "prompts": _prompts_fingerprint(read),
             "sampling": repr(sampling),
             "num_generations": num_generations,
@@ -152,10 +154,10 @@ def rollout(
         }
     )
     with only_writer_of_path(path.resolve(), "file"):
-        figures = None if force else _found(path, request)
+        figures = None if force else _finished_rollouts(path, request)
         if figures is None:
-            writer = lookup(WRITERS, backend, "backend").open(
-                WriterRequest(
+            writer = load_registered(GENERATORS, backend, "backend").open(
+                GeneratorConfig(
                     folder=folder,
                     name=student,
                     tokenizer=tokenizer,
@@ -167,21 +169,21 @@ def rollout(
             )
 
             def written() -> Iterator[tuple[Prompt, list[Rollout]]]:
-                size = max(1, COMPLETIONS_AT_A_TIME // num_generations)
+                size = max(1, COMPLETIONS_PER_BATCH // num_generations)
                 for start in range(0, len(read), size):
                     group = read[start : start + size]
-                    found = write_rollouts(
+                    found = generate_rollouts(
                         group, writer, tokenizer, sampling, num_generations=num_generations, seed=seed,
-                        rewards=rewards if rewards.specifications else None, environment=played, max_turns=max_turns,
+                        rewards=rewards if rewards.specs else None, environment=played, max_turns=max_turns,
                         scale_rewards=scale_rewards, template_arguments=template_arguments,
                     )  # fmt: skip
                     for prompt in group:
                         yield prompt, [one for one in found if one.prompt == prompt.number]
 
-            figures = _write(path, written(), len(read), corpus.columns, request)
-            for name, count in rewards.unjudged.items():
+            figures = _write_rollouts(path, written(), len(read), corpus.columns, request)
+            for name, count in rewards.unscored.items():
                 terminal.note(f"the reward {name} could not judge {count:,} rollouts")
-    told = figures.record()
+    told = figures.summary()
     terminal.note(
         f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, {told['truncated']:.1%} cut off"
         + (f", {told['mean_turns']:.1f} turns, {told['tool_share']:.1%} from tools" if environment else "")
@@ -196,55 +198,55 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
     Raises:
         XtkError: the name is none of a data file of JSON lines, or there is something else.
     """
-    from xtk.artifacts.outputs import check_file
+    from xtk.artifacts.output_checks import check_output_file
     from xtk.errors import XtkError
-    from xtk.rollouts.lines import request_of_rollouts
+    from xtk.rollouts.rollout_jsonl import read_request_fingerprint
 
     path = Path(output)
     if path.suffix != ".jsonl":
         raise XtkError("rollouts are JSON lines, and data is read by its ending", where=output, hint="-o FILE.jsonl")
-    check_file(path, "rollouts", lambda found: request_of_rollouts(found) is not None, inputs)
+    check_output_file(path, "rollouts", lambda found: read_request_fingerprint(found) is not None, inputs)
     return path
 
 
-def _found(path: Path, request: str) -> Figures | None:
+def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
     """Return what is told of finished rollouts; None if there are none.
 
     Raises:
         XtkError: there are those of another request.
     """
     from xtk.errors import XtkError
-    from xtk.rollouts.lines import read_figures, request_of_rollouts
+    from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
     if not path.exists():
         return None
-    if request_of_rollouts(path) != request:
+    if read_request_fingerprint(path) != request:
         raise XtkError(
             "there are rollouts of another request", where=str(path), hint="another -o, or --force to replace them"
         )
-    return read_figures(path)
+    return read_statistics(path)
 
 
-def _write(
+def _write_rollouts(
     path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
-) -> Figures:
-    from xtk.artifacts.files import written_whole
+) -> RolloutStatistics:
+    from xtk.artifacts.atomic_files import atomic_write
     from xtk.errors import XtkError
-    from xtk.rollouts.lines import Figures, json_line, line_of
+    from xtk.rollouts.rollout_jsonl import RolloutStatistics, json_line, rollout_record
 
-    figures = Figures()
+    figures = RolloutStatistics()
     with (
-        written_whole(path, keep_others=True) as temporary,
+        atomic_write(path, keep_others=True) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
         terminal.Progress("rollout", count, "prompts") as progress,
     ):
         for prompt, rollouts in groups:
             for one in rollouts:
-                if one.unusable:
-                    figures.dropped[one.unusable] = figures.dropped.get(one.unusable, 0) + 1
+                if one.unusable_reason:
+                    figures.dropped[one.unusable_reason] = figures.dropped.get(one.unusable_reason, 0) + 1
                     continue
-                record = line_of(one, prompt, columns, request)
-                figures.add(record)
+                record = rollout_record(one, prompt, columns, request)
+                figures.add_record(record)
                 stream.write(json_line(record))
             progress.advance(1, f"{figures.tokens:,} tokens")
         stream.flush()
@@ -255,35 +257,35 @@ def _write(
     return figures
 
 
-def _identity(folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any) -> list[Any]:
+def _student_identity(
+    folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any
+) -> list[Any]:
     """Return what a student is told apart by."""
-    from xtk.artifacts.hub import fingerprint_of_weights
+    from xtk.artifacts.model_resolver import weights_fingerprint
 
-    weights = (
-        servers if backend == "server" else [fingerprint_of_weights(place) for place in (folder, adapter) if place]
-    )
+    weights = servers if backend == "server" else [weights_fingerprint(place) for place in (folder, adapter) if place]
     return [weights, tokenizer.fingerprint, tokenizer.template_fingerprint]
 
 
 def _prompts_fingerprint(prompts: list[Prompt]) -> str:
-    from xtk.rollouts.lines import contents
+    from xtk.rollouts.rollout_jsonl import document_fields
 
     whole = hashlib.sha256()
     for prompt in prompts:
-        found = [dict(prompt.record), contents(prompt.document)]
+        found = [dict(prompt.record), document_fields(prompt.document)]
         whole.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
     return whole.hexdigest()
 
 
 def _file_of(place: str) -> str:
     """Return the fingerprint of the user's own code that an option names; "" where it names none."""
-    from xtk.artifacts.files import sha256_of_file
+    from xtk.artifacts.atomic_files import sha256_of_file
 
     path = Path(place.partition(".py:")[0] + ".py")
     return sha256_of_file(path) if ".py:" in place and path.is_file() else ""
 
 
-def _fingerprint(request: dict[str, Any]) -> str:
-    from xtk.artifacts.files import canonical_json, sha256
+def _request_fingerprint(request: dict[str, Any]) -> str:
+    from xtk.artifacts.atomic_files import canonical_json, sha256
 
     return sha256(canonical_json(request))[: len("sha256:") + 16]

@@ -8,13 +8,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from xtk.commands.alignment_page import direction
+from xtk.commands.alignment_page import text_direction
 from xtk.errors import XtkError
-from xtk.evaluation.results import short_names
+from xtk.evaluation.result_tables import shorten_names
 
-PROMPTS, CHARACTERS = 6, 1200  # that are shown; of each text
+MAX_PROMPTS, MAX_CHARACTERS = 6, 1200  # that are shown; of each text
 
-STYLE = """
+SAMPLES_STYLE = """
 .sample { font: 0.95rem/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
   border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.6rem; margin: 0.3rem 0 1rem; }
 .prompt { border-style: none none none solid; border-radius: 0; border-width: 0.25rem; }
@@ -24,27 +24,27 @@ STYLE = """
 
 
 @dataclass(frozen=True)
-class Written:
+class GeneratedSample:
     """A text that a model wrote.
 
     Attributes:
         model: which one, unlike the others; the name of the file where it does not say.
-        number: of the prompt.
+        prompt_number: of the prompt.
         prompt: what it read; "": nobody says.
         text: what it wrote.
         reward: what that is worth; None: nobody judged.
-        cut_off: whether it had no room for more.
+        is_truncated: whether it had no room for more.
     """
 
     model: str
-    number: int
+    prompt_number: int
     prompt: str
     text: str
     reward: float | None = None
-    cut_off: bool = False
+    is_truncated: bool = False
 
 
-def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[Written]:
+def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[GeneratedSample]:
     """Read what `xtk rollout` wrote, or `xtk evaluate --reward -o`: the first of the texts for each prompt.
 
     Args:
@@ -56,13 +56,16 @@ def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> l
     places = [str(path.resolve()).removesuffix(".jsonl") for path, _ in files]
     if twice := next((at for at, place in enumerate(places) if place in places[:at]), None):
         raise XtkError("this file of samples is named twice", where=str(files[twice][0]))
-    names = short_names(places)
-    read = {names[place]: _read(path, lines, names[place]) for place, (path, lines) in zip(places, files, strict=True)}
+    names = shorten_names(places)
+    read = {
+        names[place]: _read_sample_file(path, lines, names[place])
+        for place, (path, lines) in zip(places, files, strict=True)
+    }
     holders: dict[str, set[str]] = {}
     for name, written in read.items():
         for one in written:
             holders.setdefault(one.model, set()).add(name)
-    called = short_names(holders)  # no folders of a machine
+    called = shorten_names(holders)  # no folders of a machine
     return [
         replace(one, model=called[one.model] + (f", {name}" if len(holders[one.model]) > 1 else ""))
         for name, written in read.items()
@@ -70,11 +73,11 @@ def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> l
     ]
 
 
-def _read(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[Written]:
+def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[GeneratedSample]:
     """Read a file; `name` is that of the model where it does not say."""
-    found: dict[tuple[str, int, str], Written] = {}
+    found: dict[tuple[str, int, str], GeneratedSample] = {}
     for line in lines:
-        number, prompt, text = _texts(line)
+        number, prompt, text = _prompt_and_completion(line)
         if number is None:
             break
         finish = line.get("finish", line.get("finish_reason"))
@@ -82,7 +85,7 @@ def _read(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[Wri
         worth = float(reward) if isinstance(reward, int | float) else None
         model = str(line["model"]) if "problem" in line and line.get("model") else name
         key = (model, number, prompt)
-        found.setdefault(key, Written(model, number, prompt, text, worth, finish == "length"))
+        found.setdefault(key, GeneratedSample(model, number, prompt, text, worth, finish == "length"))
     if not found:
         raise XtkError(
             "there are no rollouts and no answers in this file",
@@ -92,7 +95,7 @@ def _read(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[Wri
     return list(found.values())
 
 
-def _texts(line: Mapping[str, Any]) -> tuple[int | None, str, str]:
+def _prompt_and_completion(line: Mapping[str, Any]) -> tuple[int | None, str, str]:
     """Return the number of the prompt, the prompt and what was written."""
     if isinstance(line.get("problem"), int):
         return line["problem"], str(line.get("prompt", "")), str(line.get("answer", ""))
@@ -111,60 +114,60 @@ def _texts(line: Mapping[str, Any]) -> tuple[int | None, str, str]:
     return line["prompt_number"], read, said
 
 
-def samples(written: Sequence[Written], number: Any) -> Iterator[str]:
+def samples_section(generated: Sequence[GeneratedSample], format_number: Any) -> Iterator[str]:
     """Yield what models wrote for the first prompts, as HTML.
 
     Args:
-        written: of all models.
-        number: how a number is shown.
+        generated: of all models.
+        format_number: how a number is shown.
     """
-    if not written:
+    if not generated:
         return
-    models = list(dict.fromkeys(one.model for one in written))
-    blocks: dict[tuple[int, str], dict[str, Written]] = {}
-    for one in written:
-        blocks.setdefault((one.number, _prompt_of(one, written)), {}).setdefault(one.model, one)
+    models = list(dict.fromkeys(one.model for one in generated))
+    blocks: dict[tuple[int, str], dict[str, GeneratedSample]] = {}
+    for one in generated:
+        blocks.setdefault((one.prompt_number, _prompt_of(one, generated)), {}).setdefault(one.model, one)
     places = sorted(blocks, key=lambda place: place[0])
     yield "<section>\n<h2>Samples</h2>\n"
-    if len(places) > PROMPTS:
-        yield f"<p>Of {len(places):,} prompts, the first {PROMPTS}.</p>\n"
-    for place in places[:PROMPTS]:
+    if len(places) > MAX_PROMPTS:
+        yield f"<p>Of {len(places):,} prompts, the first {MAX_PROMPTS}.</p>\n"
+    for place in places[:MAX_PROMPTS]:
         (at, prompt), here = place, blocks[place]
-        yield f"<h3>Prompt {at:,}</h3>\n" + (_text(prompt, "sample prompt") if prompt else "")
+        yield f"<h3>Prompt {at:,}</h3>\n" + (_sample_html(prompt, "sample prompt") if prompt else "")
         yield '<div class="side">\n'
         for model in models:
             if model in here:
                 one = here[model]
-                facts = [model, *([] if one.reward is None else [f"reward {number(one.reward)}"])]
-                facts += ["cut off"] if one.cut_off else []
-                yield f'<div><p class="facts">{escape(", ".join(facts))}</p>\n{_text(one.text)}</div>\n'
+                facts = [model, *([] if one.reward is None else [f"reward {format_number(one.reward)}"])]
+                facts += ["cut off"] if one.is_truncated else []
+                yield f'<div><p class="facts">{escape(", ".join(facts))}</p>\n{_sample_html(one.text)}</div>\n'
         yield "</div>\n"
     yield "</section>\n"
 
 
-def _prompt_of(one: Written, written: Sequence[Written]) -> str:
+def _prompt_of(one: GeneratedSample, written: Sequence[GeneratedSample]) -> str:
     """Return what a model read: where it does not say, what all others of this number read, if that is one text."""
-    others = {other.prompt for other in written if other.number == one.number and other.prompt}
+    others = {other.prompt for other in written if other.prompt_number == one.prompt_number and other.prompt}
     return one.prompt or (others.pop() if len(others) == 1 else "")
 
 
-def over_time(records: Sequence[Mapping[str, Any]], number: Any) -> Iterator[str]:
+def samples_over_time(records: Sequence[Mapping[str, Any]], format_number: Any) -> Iterator[str]:
     """Yield what a student wrote in an on-policy run, from its first round to its last.
 
     Args:
         records: a line a round.
-        number: how a number is shown.
+        format_number: how a number is shown.
     """
-    places = sorted({round(place * (len(records) - 1) / max(PROMPTS - 1, 1)) for place in range(PROMPTS)})
+    places = sorted({round(place * (len(records) - 1) / max(MAX_PROMPTS - 1, 1)) for place in range(MAX_PROMPTS)})
     for place in places:
         one = records[place]
         facts = [f"before step {one.get('step', 0) + 1:,}", f"prompt {one.get('prompt', '?')}"]
-        facts += [f"reward {number(one['reward'])}"] if isinstance(one.get("reward"), int | float) else []
+        facts += [f"reward {format_number(one['reward'])}"] if isinstance(one.get("reward"), int | float) else []
         facts += ["cut off"] if one.get("finish") == "length" else []
-        yield f'<p class="facts">{escape(", ".join(facts))}</p>\n{_text(str(one.get("text", "")))}'
+        yield f'<p class="facts">{escape(", ".join(facts))}</p>\n{_sample_html(str(one.get("text", "")))}'
 
 
-def _text(text: str, kind: str = "sample") -> str:
-    more = "…" if len(text) > CHARACTERS else ""
-    shown = escape(text[:CHARACTERS]) + more
-    return f'<p class="{kind}" lang="" translate="no" dir="{direction(text)}">{shown or "<i>∅</i>"}</p>\n'
+def _sample_html(text: str, kind: str = "sample") -> str:
+    more = "…" if len(text) > MAX_CHARACTERS else ""
+    shown = escape(text[:MAX_CHARACTERS]) + more
+    return f'<p class="{kind}" lang="" translate="no" dir="{text_direction(text)}">{shown or "<i>∅</i>"}</p>\n'

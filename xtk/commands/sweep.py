@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xtk import terminal
-from xtk.commands import options
+from xtk.commands import shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from xtk.commands.sweep_plan import PlannedRun
 
-LINES_OF_AN_ERROR = 12
+MAX_ERROR_LINES = 12
 
 
 def sweep(
@@ -69,9 +69,9 @@ def sweep(
             min=0,
         ),
     ] = 0,
-    force: options.Force = False,
+    force: shared_options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of the table.")] = False,
-    quiet: options.Quiet = False,
+    quiet: shared_options.Quiet = False,
 ) -> None:
     """Train many students, or one in many ways: every run is an `xtk distill`.
 
@@ -82,11 +82,11 @@ def sweep(
     command goes on where it was stopped or killed, repeats what failed and nothing else, and ends with a table.
     """  # noqa: D301
     started = time.monotonic()
-    from xtk.artifacts.locks import only_writer
-    from xtk.artifacts.outputs import check_folder
-    from xtk.commands.sweep_plan import piped_named, plan, varying
-    from xtk.commands.sweep_table import add_means, record, table
-    from xtk.commands.tables import print_table
+    from xtk.artifacts.output_checks import check_output_folder
+    from xtk.artifacts.write_locks import exclusive_write_lock
+    from xtk.commands.result_tables import print_table
+    from xtk.commands.sweep_plan import plan_runs, replace_piped_arguments, varying_options
+    from xtk.commands.sweep_table import add_seed_means, run_record, sweep_table
     from xtk.errors import XtkError
 
     terminal.set_quiet(quiet)
@@ -95,32 +95,32 @@ def sweep(
     if piped and runs == "-":
         raise typer.BadParameter("only one of --runs and the arguments of all can come through the pipe")
     if piped:
-        common = piped_named(common, terminal.path_argument("-"))
-    planned = plan(common, _lines(runs), vary or [], folder)
+        common = replace_piped_arguments(common, terminal.path_argument("-"))
+    planned = plan_runs(common, _read_run_list(runs), vary or [], folder)
     if dry_run:
         limit = ["--max-seconds", f"{max_seconds:g}"] if max_seconds else []
         again = ["--force"] if force else []
         for run in planned:
-            terminal.result_for_programs(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
+            terminal.result_line_unescaped(shlex.join(["xtk", "distill", *run.arguments, *limit, *again]))
         return
-    check_folder(folder, "a sweep")
+    check_output_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():
         raise XtkError(
             "this folder is a run of xtk distill", where=output, hint="another -o, for the runs of the sweep"
         )
-    from xtk.training.stopping import come_again_when_asked
+    from xtk.training.graceful_stop import exit_resumable_on_signal
 
-    come_again_when_asked()
-    with only_writer(folder, "sweep"):
+    exit_resumable_on_signal()
+    with exclusive_write_lock(folder, "sweep"):
         failed = _run_all(planned, folder, started + max_seconds if max_seconds else None, force=force)
-    varies = varying(planned)
-    told = [record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
+    varies = varying_options(planned)
+    told = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
     if as_json:
-        add_means(told)
+        add_seed_means(told)
         for one in told:
             terminal.result_json(one)
     else:
-        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *table(told))
+        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(told))
     if failed:
         raise XtkError(
             f"{len(failed)} of {len(planned)} runs failed",
@@ -129,7 +129,7 @@ def sweep(
         )
 
 
-def _lines(runs: str) -> list[tuple[str, str]]:
+def _read_run_list(runs: str) -> list[tuple[str, str]]:
     """Return where each line of a list stands, and what it says; comments and empty lines are none.
 
     Raises:
@@ -159,18 +159,18 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
         Stopped: a signal or a time limit ended it.
         KeyboardInterrupt: Ctrl-C did.
     """
-    from xtk.children import HandsOn
-    from xtk.commands.sweep_plan import finished
-    from xtk.commands.sweep_table import LOG_BEGINS, check_log, log_of
+    from xtk.commands.sweep_plan import find_finished_run
+    from xtk.commands.sweep_table import LOG_PREFIX, check_log, run_log_path
+    from xtk.subprocesses import SignalForwarder
 
     for run in planned:
-        check_log(log_of(run))
-    found = {run.name: finished(run, force=force) for run in planned}
+        check_log(run_log_path(run))
+    found = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if found[run.name][0] is None]
     terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} of them finished")
     failed: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with HandsOn() as hands_on:
+    with SignalForwarder() as hands_on:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
             command = ["distill", *run.arguments]
             if deadline is not None:
@@ -180,30 +180,30 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
                 command += ["--max-seconds", f"{seconds:.3f}"]
             if found[run.name][1]:
                 command.append("--force")
-            log, begun = log_of(run), time.monotonic()
+            log, begun = run_log_path(run), time.monotonic()
             terminal.note(f"sweep: {number:,} of {len(planned):,}: {run.name}, told in {log}")
             with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
-                stream.write(f"{LOG_BEGINS}{shlex.join(['xtk', *command])}\n")
+                stream.write(f"{LOG_PREFIX}{shlex.join(['xtk', *command])}\n")
             size = log.stat().st_size
-            code = hands_on.run([sys.executable, "-m", "xtk", *command], log)
-            if hands_on.asked and (code or run is not left[-1]):
-                if hands_on.asked == signal.SIGINT:
+            code = hands_on.run_command([sys.executable, "-m", "xtk", *command], log)
+            if hands_on.received_signal and (code or run is not left[-1]):
+                if hands_on.received_signal == signal.SIGINT:
                     raise KeyboardInterrupt
-                raise _stopped(run, signal.Signals(hands_on.asked).name)
+                raise _stopped(run, signal.Signals(hands_on.received_signal).name)
             if code == os.EX_TEMPFAIL:
                 raise _stopped(run, "it was asked to" if deadline is None else "--max-seconds are over")
             if code:
                 failed[run.name] = code
                 terminal.error(_failure(run, code, log, size))
             else:
-                terminal.note(f"sweep: {run.name}: finished in {terminal.duration(time.monotonic() - begun)}")
+                terminal.note(f"sweep: {run.name}: finished in {terminal.format_duration(time.monotonic() - begun)}")
     return failed
 
 
 def _stopped(run: PlannedRun, why: str) -> Exception:
-    from xtk.errors import Stopped
+    from xtk.errors import ResumableStop
 
-    return Stopped(f"stopped at {run.name}: {why}", where=str(run.folder.parent),
+    return ResumableStop(f"stopped at {run.name}: {why}", where=str(run.folder.parent),
                    hint="run the same command again: it goes on from there")  # fmt: skip
 
 
@@ -222,6 +222,6 @@ def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
         stream.seek(size)
         lines = stream.read().decode("utf-8", "replace").rstrip().split("\n")
     own = next((at for at in reversed(range(len(lines))) if lines[at].startswith("xtk")), 0)
-    last = lines[own:][-LINES_OF_AN_ERROR:]
+    last = lines[own:][-MAX_ERROR_LINES:]
     how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     return XtkError("\n    ".join([f"{run.name} failed with {how}", *last]), where=str(log))

@@ -14,15 +14,15 @@ from typing import Any
 
 import typer
 
-from xtk.commands.distill import distill, read_request
-from xtk.commands.reading import Command, name_of
+from xtk.commands.config_file import ConfigFileCommand, config_name
+from xtk.commands.distill import distill, read_configs
 from xtk.errors import XtkError
-from xtk.lookup import unknown
+from xtk.registry import unknown_name_error
 
 # What the sweep says itself.
-NOT_VARIED = ("output", "help", "json", "quiet", "force", "max-seconds")
+FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
-LONGEST_NAME = 150
+MAX_NAME_LENGTH = 150
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class PlannedRun:
         name: of its folder in that of the sweep.
         folder: where it goes.
         arguments: of `xtk distill`, with `-o`.
-        given: the same as its options, by the names of the parameters of the command.
-        place: "FILE, line N: ", where it is from a list; how errors of it begin.
+        distill_options: the same as its options, by the names of the parameters of the command.
+        source: "FILE, line N: ", where it is from a list; how errors of it begin.
     """
 
     name: str
     folder: Path
     arguments: tuple[str, ...]
-    given: dict[str, Any]
-    place: str = ""
+    distill_options: dict[str, Any]
+    source: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
         """What was given, but for the folder."""
-        return {name: value for name, value in self.given.items() if name != "output"}
+        return {name: value for name, value in self.distill_options.items() if name != "output"}
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class _Part:
     """
 
     name: str = ""
-    front: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
-    where: str = ""
+    words_before: tuple[str, ...] = ()
+    words_after: tuple[str, ...] = ()
+    source: str = ""
 
 
 @functools.cache
@@ -71,16 +71,16 @@ def _command() -> Any:
         return given
 
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command(cls=Command)(read)
+    app.command(cls=ConfigFileCommand)(read)
     return typer.main.get_command(app)
 
 
-def _options() -> dict[str, Any]:
+def _distill_options() -> dict[str, Any]:
     """Return the parameters of `xtk distill`, by what a configuration file calls them."""
-    return {name_of(parameter): parameter for parameter in _command().params}
+    return {config_name(parameter): parameter for parameter in _command().params}
 
 
-def plan(
+def plan_runs(
     arguments: Sequence[str], lines: Sequence[tuple[str, str]], vary: Sequence[str], folder: Path
 ) -> list[PlannedRun]:
     """Return the runs of a sweep: each line with each value of what varies, the last one the fastest.
@@ -101,17 +101,17 @@ def plan(
     parts += [_of_option(name, values) for name, values in _read_vary(vary).items()]
     runs: dict[str, PlannedRun] = {}
     for chosen in itertools.product(*parts):
-        name = _cut(",".join(part.name for part in chosen))
-        place = "".join(f"{part.where}: " for part in chosen if part.where)
-        front = [word for part in chosen for word in part.front]
-        words = [*front, *arguments, *(word for part in chosen for word in part.words), "-o", str(folder / name)]
+        name = _shorten_name(",".join(part.name for part in chosen))
+        place = "".join(f"{part.source}: " for part in chosen if part.source)
+        front = [word for part in chosen for word in part.words_before]
+        words = [*front, *arguments, *(word for part in chosen for word in part.words_after), "-o", str(folder / name)]
         if name in runs:
             raise XtkError(
                 f"two runs are called {name}",
-                where=f"{runs[name].place}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words[:-2])}",
+                where=f"{runs[name].source}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words[:-2])}",
                 hint="each value once; a line of --runs names its run by -o NAME",
             )
-        runs[name] = run = PlannedRun(name, folder / name, tuple(words), _read(f"{place}{name}", words), place)
+        runs[name] = run = PlannedRun(name, folder / name, tuple(words), _parse_run(f"{place}{name}", words), place)
         same = next((one for one in runs.values() if one is not run and one.options == run.options), None)
         if same is not None:
             raise XtkError(
@@ -122,7 +122,7 @@ def plan(
     return list(runs.values())
 
 
-def _read(name: str, words: Sequence[str]) -> dict[str, Any]:
+def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the options of a run as `xtk distill` reads them.
 
     Args:
@@ -135,7 +135,7 @@ def _read(name: str, words: Sequence[str]) -> dict[str, Any]:
     try:
         given = _command().main(args=list(words), prog_name="xtk distill", standalone_mode=False)
     except XtkError as wrong:
-        raise of_run(name, wrong) from None
+        raise name_run_in_error(name, wrong) from None
     except Exception as wrong:
         if not hasattr(wrong, "format_message"):
             raise
@@ -149,16 +149,16 @@ def _read(name: str, words: Sequence[str]) -> dict[str, Any]:
     return given
 
 
-def of_run(name: str, wrong: XtkError) -> XtkError:
+def name_run_in_error(name: str, error: XtkError) -> XtkError:
     """Return an error that says of which run it is, by its name."""
-    told = XtkError(f"{name}: {wrong.what}", where=wrong.where, hint=wrong.hint)
-    told.exit_code = wrong.exit_code
+    told = XtkError(f"{name}: {error.what}", where=error.where, hint=error.hint)
+    told.exit_code = error.exit_code
     return told
 
 
 def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of each option that varies."""
-    known = [name for name in _options() if name not in NOT_VARIED]
+    known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
     found: dict[str, list[str]] = {}
     for text in vary:
         key, equals, values = text.partition("=")
@@ -166,15 +166,15 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
         if not equals:
             raise typer.BadParameter(f"--vary {text}: it is NAME=VALUE, or 'NAME=VALUE VALUE ...'")
         if name not in known:
-            raise unknown("option of distill that can vary", key, known)
-        words = _split(values, f"--vary {text}")
+            raise unknown_name_error("option of distill that can vary", key, known)
+        words = _split_words(values, f"--vary {text}")
         if not words:
             raise typer.BadParameter(f"--vary {text}: {name} has no value")
         found.setdefault(name, []).extend(words)
     return found
 
 
-def _split(text: str, where: str, *, comments: bool = False) -> list[str]:
+def _split_words(text: str, where: str, *, comments: bool = False) -> list[str]:
     """Return the words of a text, as a shell has them."""
     try:
         return shlex.split(text, comments=comments)
@@ -189,11 +189,11 @@ def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
         typer.BadParameter: one of them is several values, and the option has one; or one of a flag is neither true nor
             false.
     """
-    option = _options()[name]
+    option = _distill_options()[name]
     several = getattr(option, "multiple", False) or option.nargs == -1
     parts = []
     for value, short in zip(values, _shortened(values), strict=True):
-        words = _split(value, f"--vary {name}={value}") if several else [value]
+        words = _split_words(value, f"--vary {name}={value}") if several else [value]
         front: tuple[str, ...] = ()
         if getattr(option, "is_flag", False):
             if value not in ("true", "false"):
@@ -213,10 +213,10 @@ def _as_option(name: str, value: str) -> list[str]:
 
 def _of_line(where: str, line: str) -> _Part:
     """Return what a line of `--runs` adds to a command line; its name is told by `-o`, or made of all of it."""
-    words, name, told = _split(line, where, comments=True), "", []
+    words, name, told = _split_words(line, where, comments=True), "", []
     if words[:2] == ["xtk", "distill"]:  # as --dry-run prints it
         del words[:2]
-    options, kept, at = _options(), [], 0
+    options, kept, at = _distill_options(), [], 0
     while at < len(words):
         key, equals, value = words[at].partition("=")
         long = key.startswith("--")
@@ -225,10 +225,10 @@ def _of_line(where: str, line: str) -> _Part:
         if option is not None and option.param_type_name == "option":
             if not equals and not getattr(option, "is_flag", False):
                 value, taken = next(iter(words[at + 1 : at + 2]), ""), 2
-            if name_of(option) == "output":
+            if config_name(option) == "output":
                 name, at = ",".join(map(_safe, Path(value).name.split(","))).lstrip(".-"), at + taken
                 continue
-            told.append(f"{name_of(option)}={_safe(_last(value))}" if value else name_of(option))
+            told.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
         else:
             told.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
         kept += words[at : at + taken]
@@ -236,7 +236,7 @@ def _of_line(where: str, line: str) -> _Part:
     name = name or ",".join(told).lstrip(".-")
     if not name:
         raise XtkError("this line has no arguments", where=where)
-    return _Part(name, words=tuple(kept), where=where)
+    return _Part(name, words_after=tuple(kept), source=where)
 
 
 def _shortened(values: Sequence[str]) -> list[str]:
@@ -257,22 +257,22 @@ def _safe(text: str) -> str:
     return _UNSAFE.sub("-", text.strip("/")).rstrip("-")
 
 
-def _cut(name: str) -> str:
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{_hash(name)}"
+def _shorten_name(name: str) -> str:
+    return name if len(name) <= MAX_NAME_LENGTH else f"{name[:MAX_NAME_LENGTH]}-{_hash(name)}"
 
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def varying(runs: Iterable[PlannedRun]) -> list[dict[str, str]]:
+def varying_options(runs: Iterable[PlannedRun]) -> list[dict[str, str]]:
     """Return the options of each run that are not the same in all, as tables show them."""
-    shown = [{name: _shown(value) for name, value in run.options.items()} for run in runs]
+    shown = [{name: _format_option(value) for name, value in run.options.items()} for run in runs]
     names = [name for name in shown[0] if len({one[name] for one in shown}) > 1]
     return [{name.replace("_", "-"): one[name] for name in names} for one in shown]
 
 
-def _shown(value: Any) -> str:
+def _format_option(value: Any) -> str:
     if isinstance(value, list | tuple):
         return " ".join(map(str, value))
     if isinstance(value, bool):
@@ -280,7 +280,7 @@ def _shown(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def finished(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
+def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
     """Open all that a run reads, and look for the run in its folder.
 
     Args:
@@ -294,29 +294,29 @@ def finished(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bo
     Raises:
         XtkError: inputs do not fit each other, or the folder holds other things, or a run of another recipe.
     """
-    from xtk.commands.rerun import check_rerun, kept_options
+    from xtk.commands.recipe_rerun import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
-    from xtk.training.checkpoint import find_run
-    from xtk.training.distill import identity_of, open_inputs
-    from xtk.training.layout import read_layout
+    from xtk.training.checkpoint import find_existing_run
+    from xtk.training.distill import open_inputs, run_identity
+    from xtk.training.parallel_config import parse_parallel
 
     try:
-        places, recipe, reporting = read_request(run.given)
-        layout = read_layout(recipe.parallel, run.given["num_processes"])
+        places, recipe, reporting = read_configs(run.distill_options)
+        layout = parse_parallel(recipe.parallel, run.distill_options["num_processes"])
         inputs = open_inputs(places, recipe, Tokenizer(places.student))
-        identity = identity_of(recipe, inputs, layout.data_ranks, reporting)
-        check_rerun(run.given["config"], kept_options(run.given), identity)
+        identity = run_identity(recipe, inputs, layout.num_data_shards, reporting)
+        check_rerun(run.distill_options["config"], recipe_options(run.distill_options), identity)
         try:
-            return find_run(run.folder, identity, force=False), False
+            return find_existing_run(run.folder, identity, force=False), False
         except XtkError:
             if not force:
                 raise
-            return find_run(run.folder, identity, force=True), True
+            return find_existing_run(run.folder, identity, force=True), True
     except XtkError as wrong:
-        raise of_run(f"{run.place}{run.name}", wrong) from None
+        raise name_run_in_error(f"{run.source}{run.name}", wrong) from None
 
 
-def piped_named(arguments: Sequence[str], piped: str) -> list[str]:
+def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
     """Return arguments in which what came through the pipe is named: runs have no pipe."""
     named: Mapping[str, str] = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

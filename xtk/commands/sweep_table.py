@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from xtk import terminal
-from xtk.commands.sweep_plan import PlannedRun, of_run
-from xtk.errors import Damaged
+from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
+from xtk.errors import CorruptError
 
-SEED = "seed"
-LOG_BEGINS = "$ "  # then the command of the run
+SEED_OPTION = "seed"
+LOG_PREFIX = "$ "  # then the command of the run
 # Of the metrics of a run, those that are shown, and how.
-HEADS = {
+COLUMN_TITLES = {
     "steps": "steps",
     "loss": "loss",
     "ce": "ce",
@@ -24,11 +24,11 @@ HEADS = {
     "tokens_per_second": "tokens/s",
     "seconds": "seconds",
 }
-SMALLEST = 1e-4  # of errors that four decimals show
-WHOLE = ("steps", "tokens_per_second", "seconds")
+MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
+INTEGER_METRICS = ("steps", "tokens_per_second", "seconds")
 
 
-def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
+def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
     """Return what is told of a run.
 
     Args:
@@ -36,29 +36,29 @@ def record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[s
         varies: its options that others have otherwise.
         exit_code: 0: it is finished.
     """
-    from xtk.artifacts.runs import METRICS, read_manifest
-    from xtk.training.metrics import read_metrics
+    from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
+    from xtk.training.metrics_file import read_metrics
 
     told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}
     if exit_code:
-        return {**told, "state": "failed", "exit_code": exit_code, "log": str(log_of(run))}
-    content = read_manifest(run.folder)
+        return {**told, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
+    content = read_run_manifest(run.folder)
     metrics = dict(content.get("metrics", {}))
     if "best" in content:  # which is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:
-        lines = read_metrics(run.folder / METRICS)
-    except Damaged as wrong:  # the student is there: its speed alone is not known
-        terminal.error(of_run(run.name, wrong))
+        lines = read_metrics(run.folder / METRICS_FILE)
+    except CorruptError as wrong:  # the student is there: its speed alone is not known
+        terminal.error(name_run_in_error(run.name, wrong))
         lines = []
-    metrics |= {"steps": content["steps"], "seconds": trained_for(lines) if lines else math.nan}
+    metrics |= {"steps": content["steps"], "seconds": total_seconds(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
     metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
-    figures = {name: metrics[name] for name in HEADS if math.isfinite(metrics.get(name, math.nan))}
+    figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
     return {**told, "state": "finished", **figures, "metrics": content["metrics"]}
 
 
-def log_of(run: PlannedRun) -> Path:
+def run_log_path(run: PlannedRun) -> Path:
     """Return where a run writes what it has to say."""
     return run.folder.with_name(f"{run.name}.log")
 
@@ -69,25 +69,25 @@ def check_log(path: Path) -> None:
     Raises:
         XtkError: there is another file.
     """
-    from xtk.artifacts.outputs import check_file
+    from xtk.artifacts.output_checks import check_output_file
 
-    check_file(path, "logs", _is_log)
+    check_output_file(path, "logs", _is_log)
 
 
 def _is_log(path: Path) -> bool:
     with path.open("rb") as stream:
-        start = stream.read(len(LOG_BEGINS) + 4)
-    return not start or start == f"{LOG_BEGINS}xtk ".encode()
+        start = stream.read(len(LOG_PREFIX) + 4)
+    return not start or start == f"{LOG_PREFIX}xtk ".encode()
 
 
-def trained_for(metrics: Sequence[Mapping[str, Any]]) -> float:
+def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
     seconds = [one["seconds"] for one in metrics if "seconds" in one]
     ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
     return float(sum(ends))
 
 
-def add_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the records of runs in groups of which only the seed is another one.
 
     Those of a group of more than one run get `over_seeds`: of each figure the mean and its standard error, None of a
@@ -95,12 +95,12 @@ def add_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """
     groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for one in records:
-        key = tuple((name, value) for name, value in one["varies"].items() if name != SEED)
+        key = tuple((name, value) for name, value in one["varies"].items() if name != SEED_OPTION)
         groups.setdefault(key, []).append(one)
     for group in groups.values():
         if len(group) > 1:
             done = [one for one in group if one["state"] == "finished"]
-            figures = {name: _mean([one[name] for one in done if name in one]) for name in HEADS}
+            figures = {name: _mean([one[name] for one in done if name in one]) for name in COLUMN_TITLES}
             means = {"runs": len(done), **{name: figure for name, figure in figures.items() if figure is not None}}
             for one in group:
                 one["over_seeds"] = means
@@ -114,30 +114,31 @@ def _mean(values: Sequence[float]) -> dict[str, float | None] | None:
     return {"mean": statistics.fmean(values), "standard_error": error}
 
 
-def table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
-    names = [name for name in records[0]["varies"] if name != SEED]
+    names = [name for name in records[0]["varies"] if name != SEED_OPTION]
     rows = []
-    for group in add_means(records):
+    for group in add_seed_means(records):
         first = group[0]
         done = [one for one in group if one["state"] == "finished"]
-        seeds = " ".join(one["varies"].get(SEED, "") for one in done)
+        seeds = " ".join(one["varies"].get(SEED_OPTION, "") for one in done)
         failed = len(group) - len(done)
         figures = [
-            _figure(first["over_seeds"].get(name) if len(group) > 1 else first.get(name), name) for name in HEADS
+            _figure(first["over_seeds"].get(name) if len(group) > 1 else first.get(name), name)
+            for name in COLUMN_TITLES
         ]
         rows.append([*(first["varies"][name] for name in names), seeds, *figures, f"{failed} failed" if failed else ""])
-    return [*names, SEED, *HEADS.values(), "state"], rows
+    return [*names, SEED_OPTION, *COLUMN_TITLES.values(), "state"], rows
 
 
 def _figure(value: Any, name: str) -> str:
     """Return a number, or a mean with its standard error, as the table shows it."""
     if value is None:
         return ""
-    shown = ",.0f" if name in WHOLE else ".4f"
+    shown = ",.0f" if name in INTEGER_METRICS else ".4f"
     if not isinstance(value, dict):
         return f"{value:{shown}}"
     error = value["standard_error"]
     if not error:
         return f"{value['mean']:{shown}}"
-    return f"{value['mean']:{shown}} ± " + (f"{error:{shown}}" if error >= SMALLEST else f"{error:.0e}")
+    return f"{value['mean']:{shown}} ± " + (f"{error:{shown}}" if error >= MIN_SHOWN_ERROR else f"{error:.0e}")

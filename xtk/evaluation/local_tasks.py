@@ -10,16 +10,16 @@ from typing import Any
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Answers, Share, answer, check_judges
-from xtk.lookup import unknown
-from xtk.rewards.specification import Rewards, parse_reward
-from xtk.rollouts.prompts import PromptForm, read_prompts
+from xtk.evaluation.generated_answers import AnswerScores, ProcessShare, check_rewards_apply, evaluate_answers
+from xtk.registry import unknown_name_error
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.rollouts.prompts import PromptFormat, read_prompts
 from xtk.rollouts.rollout import Prompt, Rollout
-from xtk.rollouts.writer import Sampling
 from xtk.tokens.tokenizer import Tokenizer
 
 MMLU = "mmlu"
-MAX_TOKENS = 768  # of an answer, as EvalPlus has it
+MAX_ANSWER_TOKENS = 768  # of an answer, as EvalPlus has it
 BATCH_TOKENS = 8192
 
 
@@ -28,35 +28,35 @@ class CodeTask:
     """How the problems of a set are put.
 
     Attributes:
-        plain: template of the prompt that a base model continues; "": the row's own.
-        chat: template of the message of the user.
-        stop: texts that end an answer to the plain prompt.
+        base_template: template of the prompt that a base model continues; "": the row's own.
+        chat_template: template of the message of the user.
+        stop_strings: texts that end an answer to the plain prompt.
     """
 
-    plain: str
-    chat: str
-    stop: tuple[str, ...] = ()
+    base_template: str
+    chat_template: str
+    stop_strings: tuple[str, ...] = ()
 
 
-_COMPLETE = CodeTask("", "Complete this function.\n```python\n{{ prompt }}```")
-_STOP = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as EvalPlus has them
+_COMPLETION_TASK = CodeTask("", "Complete this function.\n```python\n{{ prompt }}```")
+_STOP_STRINGS = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as EvalPlus has them
 
 
-def _from_tests(text: str) -> CodeTask:
+def _tests_task(text: str) -> CodeTask:
     tests = '{{ test_list | join("\n") }}'
     task = f"{{{{ {text} }}}}\n"
-    return CodeTask(f'"""\n{task}{tests}\n"""\n', f"{task}Your code should pass these tests:\n{tests}", _STOP)
+    return CodeTask(f'"""\n{task}{tests}\n"""\n', f"{task}Your code should pass these tests:\n{tests}", _STOP_STRINGS)
 
 
 CODE_TASKS = {
-    "humaneval": _COMPLETE,
-    "humaneval_plus": _COMPLETE,
-    "mbpp": _from_tests("text"),
-    "mbpp_plus": _from_tests("prompt"),
+    "humaneval": _COMPLETION_TASK,
+    "humaneval_plus": _COMPLETION_TASK,
+    "mbpp": _tests_task("text"),
+    "mbpp_plus": _tests_task("prompt"),
 }
 
 
-def read_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
+def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
     """Read `gsm8k,mmlu=FOLDER,humaneval_plus=FOLDER`.
 
     Returns:
@@ -73,7 +73,7 @@ def read_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
         if not is_local:
             continue
         if name not in CODE_TASKS and name.partition("_")[0] != MMLU:
-            raise unknown("task that is read from a folder", name, [MMLU, *CODE_TASKS])
+            raise unknown_name_error("task that is read from a folder", name, [MMLU, *CODE_TASKS])
         if not Path(folder).is_dir():
             raise XtkError("no such folder", where=part, hint=f"{name}=FOLDER, as the hub has it")
         folders[name] = folder
@@ -82,12 +82,12 @@ def read_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
     return tuple(names), folders
 
 
-def write_mmlu_tasks(folders: Mapping[str, str], into: Path) -> list[Path]:
+def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Path]:
     """Write tasks for the harness that read MMLU from a folder, and are otherwise those of the harness.
 
     Args:
         folders: by task: `SUBJECT/test-*.parquet`, `SUBJECT/dev-*.parquet` are in it, as in `cais/mmlu`.
-        into: an empty folder.
+        output_folder: an empty folder.
 
     Returns:
         The folders of tasks for the harness, the later ones first; none if no task of MMLU has a folder.
@@ -114,13 +114,13 @@ def write_mmlu_tasks(folders: Mapping[str, str], into: Path) -> list[Path]:
             continue
         told = {"include": str(path), "task": task["task"], "tag": task.get("tag"), "dataset_path": "parquet",
                 "dataset_name": None, "dataset_kwargs": {"data_files": files}}  # fmt: skip
-        (into / path.name).write_text(json.dumps(told))
+        (output_folder / path.name).write_text(json.dumps(told))
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise XtkError(
             f"no test and dev files of {some}", where=str(root), hint="SUBJECT/test-*.parquet, SUBJECT/dev-*.parquet"
         )
-    return [own, into]
+    return [own, output_folder]
 
 
 class CodeProblems:
@@ -146,16 +146,16 @@ class CodeProblems:
                  for path in sorted(Path(place).glob("test-*.parquet"))]  # fmt: skip
         if not files:
             raise XtkError("no files test-*.parquet", where=f"{name}={folder}", hint="the folder as the hub has it")
-        form = PromptForm(self._task.chat if chat else self._task.plain, chat=chat)
+        form = PromptFormat(self._task.chat_template if chat else self._task.base_template, as_chat=chat)
         self._prompts = read_prompts(Corpus([str(path) for path in files]), limit or None, form)
-        self._rewards = Rewards([parse_reward("tests")])
-        check_judges(self._rewards, self._prompts)
+        self._rewards = WeightedRewards([parse_reward("tests")])
+        check_rewards_apply(self._rewards, self._prompts)
 
-    def ask(
-        self, model: Any, tokenizer: Tokenizer, share: Share, *, keep_samples: bool
-    ) -> tuple[Answers, list[int], list[dict[str, Any]]]:
+    def evaluate(
+        self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare, *, keep_samples: bool
+    ) -> tuple[AnswerScores, list[int], list[dict[str, Any]]]:
         """Return the answers of a model without sampling, the problems' numbers, and what was asked and answered."""
-        from xtk.rollouts.transformers import TransformersWriter
+        from xtk.rollouts.transformers_generator import TransformersGenerator
 
         samples: list[dict[str, Any]] = []
 
@@ -165,10 +165,10 @@ class CodeProblems:
             samples.append({"task": self.name, "problem": prompt.number, "filter": "none", "asked": [asked],
                             "answers": [text], "pass@1": one.reward})  # fmt: skip
 
-        stop: Sequence[str] = () if self._chat else self._task.stop
-        found = answer(
-            self._prompts, TransformersWriter(model, tokenizer, batch_tokens=BATCH_TOKENS), tokenizer,
-            Sampling(0.0, 1.0, 0, MAX_TOKENS, tuple(stop)), self._rewards, share=share,
-            template_arguments=self._template_arguments, show=keep if keep_samples else None,
+        stop: Sequence[str] = () if self._chat else self._task.stop_strings
+        found = evaluate_answers(
+            self._prompts, TransformersGenerator(model, tokenizer, batch_tokens=BATCH_TOKENS), tokenizer,
+            SamplingConfig(0.0, 1.0, 0, MAX_ANSWER_TOKENS, tuple(stop)), self._rewards, process_share=process_share,
+            template_arguments=self._template_arguments, on_answer=keep if keep_samples else None,
         )  # fmt: skip
         return found, [prompt.number for prompt in self._prompts], samples

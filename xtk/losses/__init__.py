@@ -6,16 +6,16 @@ cells and an explicit other cell. docs/explanation/losses.md derives it.
 
 from __future__ import annotations
 
-from xtk.losses.specification import AUTO, LossSpecification, parse_losses
+from xtk.losses.loss_spec import AUTO_LOSS, LossSpec, parse_losses
 
 LOSSES = {
-    "ce": "xtk.losses.ce:CrossEntropy",
-    "forward-kl": "xtk.losses.same_tokenizer:ForwardKL",
-    "reverse-kl": "xtk.losses.same_tokenizer:ReverseKL",
-    "jsd": "xtk.losses.same_tokenizer:JSD",
-    "skew-forward-kl": "xtk.losses.same_tokenizer:SkewForwardKL",
-    "skew-reverse-kl": "xtk.losses.same_tokenizer:SkewReverseKL",
-    "tvd": "xtk.losses.same_tokenizer:TVD",
+    "ce": "xtk.losses.cross_entropy:CrossEntropy",
+    "forward-kl": "xtk.losses.same_tokenizer_losses:ForwardKL",
+    "reverse-kl": "xtk.losses.same_tokenizer_losses:ReverseKL",
+    "jsd": "xtk.losses.same_tokenizer_losses:JSD",
+    "skew-forward-kl": "xtk.losses.same_tokenizer_losses:SkewForwardKL",
+    "skew-reverse-kl": "xtk.losses.same_tokenizer_losses:SkewReverseKL",
+    "tvd": "xtk.losses.same_tokenizer_losses:TVD",
     "boundary-kl": "xtk.losses.boundary_kl:BoundaryKL",
     "p-kl": "xtk.losses.p_kl:PKL",
     "byte-kl": "xtk.losses.byte_kl:ByteKL",
@@ -27,10 +27,10 @@ LOSSES = {
 }
 
 # What learns from documents that the student drew, and has no part in others. Their values are no distances.
-SURROGATES = ("policy-gradient",)
+SURROGATE_LOSSES = ("policy-gradient",)
 
 # What a loss compares on.
-GROUNDS = {
+COMPARISON_SPACES = {
     "text": "the student alone",
     "tokens": "a teacher with the student's own tokenizer",
     "projection": "a teacher with another tokenizer, through a projection",
@@ -40,11 +40,11 @@ GROUNDS = {
 }
 
 # What a loss asks of a teacher; see `SUPPORTS` for what a cache holds.
-ASKS = {
+TEACHER_REQUIREMENTS = {
     "nothing": "nothing",
     "realised": "log-probabilities of the tokens that stand there: any support, `none` too",
     "distribution": "a distribution: any support but `none`; what is not linear in it reads no draws, so not `sample`",
     "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
 }
 
-__all__ = ["ASKS", "AUTO", "GROUNDS", "LOSSES", "SURROGATES", "LossSpecification", "parse_losses"]
+__all__ = ["AUTO_LOSS", "COMPARISON_SPACES", "LOSSES", "SURROGATES", "TEACHER_REQUIREMENTS", "LossSpec", "parse_losses"]

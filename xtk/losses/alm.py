@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.cells import Cells, Example, Ground, span_ranges, spelled_cells, sums_over
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, observed_token_cells, range_sums, span_ranges
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,21 @@ class ALM:
 
     temperature: float = 100.0
 
-    ground = "spans"
-    item = "spans"
+    comparison_space = "spans"
+    averaged_over = "spans"
     unit = "nats"
-    asks = "realised"
+    requires = "realised"
 
     def __post_init__(self) -> None:
         """Refuse what is no temperature."""
         if not 0 < self.temperature < float("inf"):
             raise XtkError(f"temperature of the loss alm is {self.temperature}", hint="a number above 0")
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span: its last token in a cell, those before it as links."""
-        ranges, signal = span_ranges(example), example.signal
+        ranges, signal = span_ranges(example), example.teacher_logprobs
         assert signal is not None
-        said = sums_over(signal.realised_logprobs, ranges.position_start, ranges.position_stop)
+        said = range_sums(signal.observed_logprobs, ranges.position_start, ranges.position_stop)
         log_probs = np.minimum(said, 0) / self.temperature
-        cells = spelled_cells(example, ranges, np.exp(log_probs), self.temperature)
-        return replace(cells, rest_probs=-np.expm1(log_probs), factor=self.temperature)
+        cells = observed_token_cells(example, ranges, np.exp(log_probs), self.temperature)
+        return replace(cells, remainder_probs=-np.expm1(log_probs), factor=self.temperature)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from xtk.losses.cells import Cells, Example, Ground, Ranges, projected_cells, span_ranges
-from xtk.projection.projection import Columns
+from xtk.losses.loss_cells import ComparisonSpace, ItemRanges, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.projection.projection import ProjectionColumns
 
 
 class BoundaryKL:
@@ -12,14 +12,14 @@ class BoundaryKL:
     `A` is the teacher's support at the boundary and the realised token.
     """
 
-    ground = "projection"
-    item = "common boundaries"
+    comparison_space = "projection"
+    averaged_over = "common boundaries"
     unit = "nats"
-    asks = "distribution"
+    requires = "distribution"
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span: its first distributions on both sides."""
-        assert isinstance(ground, Columns)
+        assert isinstance(comparison_space, ProjectionColumns)
         spans = span_ranges(example)
-        first = Ranges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
-        return projected_cells(example, first, ground)
+        first = ItemRanges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
+        return projected_cells(example, first, comparison_space)

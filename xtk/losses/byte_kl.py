@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from xtk.losses.cells import Alternatives, Cells, Example, Ground
-from xtk.projection.next_bytes import NextBytes
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
+from xtk.projection.byte_partition import BytePartition
 
 
 class ByteKL:
@@ -19,30 +19,44 @@ class ByteKL:
     side spells it are in one. Mass that is not known, or that the other side does not name, is in the other cell.
     """
 
-    ground = "bytes"
-    item = "token boundaries of either side"
+    comparison_space = "bytes"
+    averaged_over = "token boundaries of either side"
     unit = "nats"
-    asks = "distribution"
+    requires = "distribution"
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a boundary of the text that both sides spell, in its order."""
-        from xtk.losses.byte_kernels import HERE, PAST, STUDENT, Path, Said, fill_byte_cells, find_items
-        from xtk.losses.sampled_values import exact_stops, mean_surprisals
-
-        signal = example.signal
-        assert isinstance(ground, NextBytes)
-        assert signal is not None
-        student = Path(example.student_ids, _where(len(example.student_ids), example.rows + 1))
-        teacher = Path(example.teacher_ids, _where(len(example.teacher_ids), signal.positions))
-        items = find_items(ground.student, ground.teacher, student, teacher, example.spans)
-        stops = exact_stops(signal)
-        surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
-        said = Said(signal.offsets, stops, signal.ids, signal.logprobs, signal.tail_mass, surprisals)
-        cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
-            ground.student, ground.teacher, ground.continuations, ground.member_offsets, ground.members, said, items
+        from xtk.losses.byte_kl_kernels import (
+            NEXT_DISTRIBUTION,
+            PREVIOUS_DISTRIBUTION,
+            STUDENT_COLUMNS,
+            TeacherArrays,
+            TokenPath,
+            fill_byte_cells,
+            find_boundaries,
         )
-        here, past = items[:, STUDENT + HERE], items[:, STUDENT + PAST]
-        return Cells(
+        from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
+
+        signal = example.teacher_logprobs
+        assert isinstance(comparison_space, BytePartition)
+        assert signal is not None
+        student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
+        teacher = TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), signal.positions))
+        items = find_boundaries(comparison_space.student, comparison_space.teacher, student, teacher, example.spans)
+        stops = exact_entry_stops(signal)
+        surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
+        said = TeacherArrays(signal.offsets, stops, signal.ids, signal.logprobs, signal.remainder_mass, surprisals)
+        cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
+            comparison_space.student,
+            comparison_space.teacher,
+            comparison_space.continuations,
+            comparison_space.cell_token_offsets,
+            comparison_space.cell_tokens,
+            said,
+            items,
+        )
+        here, past = items[:, STUDENT_COLUMNS + NEXT_DISTRIBUTION], items[:, STUDENT_COLUMNS + PREVIOUS_DISTRIBUTION]
+        return LossCells(
             cell_offsets=cell_offsets,
             entry_offsets=entry_offsets,
             teacher_probs=probs,
@@ -50,12 +64,12 @@ class ByteKL:
             tokens=tokens,
             log_weights=np.zeros(len(tokens), np.float32),
             item_rows=np.maximum(here, past).astype(np.int32),
-            alternatives=Alternatives(past.astype(np.int32), here < 0, ground.student.order, *runs),
-            corrections=None if signal.exact is None else corrections,
+            alternatives=PrefixAlternatives(past.astype(np.int32), here < 0, comparison_space.student.token_ids, *runs),
+            corrections=None if signal.exact_counts is None else corrections,
         )
 
 
-def _where(length: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
+def _inverse_index(length: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return int64 [length], where in `positions` each number below `length` stands; -1: nowhere."""
     found = np.full(length, -1, np.int64)
     found[positions] = np.arange(len(positions))

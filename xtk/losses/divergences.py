@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 
 from xtk.errors import XtkError
-from xtk.lookup import lookup
-from xtk.options import filled, names_of
+from xtk.option_specs import from_options, option_names
+from xtk.registry import load_registered
 
 DIVERGENCES = {
-    "forward-kl": "xtk.losses.divergences:ForwardKL",
-    "reverse-kl": "xtk.losses.divergences:ReverseKL",
-    "jsd": "xtk.losses.divergences:JSD",
-    "skew-forward-kl": "xtk.losses.divergences:SkewForwardKL",
-    "skew-reverse-kl": "xtk.losses.divergences:SkewReverseKL",
-    "tvd": "xtk.losses.divergences:TVD",
+    "forward-kl": "xtk.losses.divergences:ForwardKLDivergence",
+    "reverse-kl": "xtk.losses.divergences:ReverseKLDivergence",
+    "jsd": "xtk.losses.divergences:JensenShannonDivergence",
+    "skew-forward-kl": "xtk.losses.divergences:SkewForwardKLDivergence",
+    "skew-reverse-kl": "xtk.losses.divergences:SkewReverseKLDivergence",
+    "tvd": "xtk.losses.divergences:TotalVariationDistance",
 }
 
 # A teacher's probability below this is nothing that fp32 could tell from a rounding error.
-LEAST = 1e-6
-TINY = 1e-37
+MIN_REMAINDER = 1e-6
+MIN_PROB = 1e-37
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Divergence:
     temperature: float = 1.0
 
     @property
-    def linear(self) -> bool:
+    def is_linear_in_teacher(self) -> bool:
         """Whether it is linear in p, but for what does not move the student.
 
         Then estimates of p without bias give gradients without bias, and a cell that p leaves empty costs nothing.
@@ -50,11 +50,11 @@ class Divergence:
         return False
 
     @property
-    def least_rest(self) -> float:
+    def min_remainder(self) -> float:
         """What an empty other cell of the teacher counts as."""
         return 0.0
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return what each cell adds [cells].
 
         Args:
@@ -65,35 +65,35 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class ForwardKL(Divergence):
+class ForwardKLDivergence(Divergence):
     """forward-kl: `p ln(p / q)`."""
 
     @property
-    def linear(self) -> bool:
+    def is_linear_in_teacher(self) -> bool:
         """Say that it is, unless p is raised to a power."""
         return self.temperature == 1
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return `p ln(p / q)`."""
         return torch.xlogy(probs, probs) - probs * log_probs
 
 
 @dataclass(frozen=True)
-class ReverseKL(Divergence):
+class ReverseKLDivergence(Divergence):
     """reverse-kl: `q ln(q / p)`; an other cell of the teacher that is empty counts as 1e-6, what fp32 can tell."""
 
     @property
-    def least_rest(self) -> float:
+    def min_remainder(self) -> float:
         """What fp32 can tell from nothing."""
-        return LEAST
+        return MIN_REMAINDER
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return `q ln(q / p)`."""
-        return log_probs.exp() * (log_probs - probs.clamp_min(TINY).log())
+        return log_probs.exp() * (log_probs - probs.clamp_min(MIN_PROB).log())
 
 
 @dataclass(frozen=True)
-class JSD(Divergence):
+class JensenShannonDivergence(Divergence):
     """jsd: `beta p ln(p / m) + (1 - beta) q ln(q / m)`, `m = beta p + (1 - beta) q`, as TRL has it.
 
     Attributes:
@@ -106,14 +106,14 @@ class JSD(Divergence):
     rescale: bool = False
 
     @property
-    def least_rest(self) -> float:
+    def min_remainder(self) -> float:
         """As that of the reverse divergence, where it is one."""
-        return LEAST if self.beta == 1 else 0.0
+        return MIN_REMAINDER if self.beta == 1 else 0.0
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return the weighted sum of both divergences from the mixture."""
         if self.beta in (0, 1):
-            return (ForwardKL() if self.beta == 0 else ReverseKL()).of_cells(probs, log_probs)
+            return (ForwardKLDivergence() if self.beta == 0 else ReverseKLDivergence()).cell_values(probs, log_probs)
         mixture = _log_mixture(self.beta, probs, log_probs)
         ours = torch.xlogy(probs, probs) - probs * mixture
         value = self.beta * ours + (1 - self.beta) * log_probs.exp() * (log_probs - mixture)
@@ -121,7 +121,7 @@ class JSD(Divergence):
 
 
 @dataclass(frozen=True)
-class SkewForwardKL(Divergence):
+class SkewForwardKLDivergence(Divergence):
     """skew-forward-kl: `p ln(p / (a p + (1 - a) q))`; DistiLLM, arXiv 2402.03898.
 
     Attributes:
@@ -130,13 +130,13 @@ class SkewForwardKL(Divergence):
 
     skew: float = 0.1
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return the divergence from the mixture."""
         return torch.xlogy(probs, probs) - probs * _log_mixture(self.skew, probs, log_probs)
 
 
 @dataclass(frozen=True)
-class SkewReverseKL(Divergence):
+class SkewReverseKLDivergence(Divergence):
     """skew-reverse-kl: `q ln(q / (a q + (1 - a) p))`; DistiLLM, arXiv 2402.03898.
 
     Attributes:
@@ -145,16 +145,16 @@ class SkewReverseKL(Divergence):
 
     skew: float = 0.1
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return the divergence from the mixture."""
         return log_probs.exp() * (log_probs - _log_mixture(1 - self.skew, probs, log_probs))
 
 
 @dataclass(frozen=True)
-class TVD(Divergence):
+class TotalVariationDistance(Divergence):
     """tvd: `|p - q| / 2`, the total variation."""
 
-    def of_cells(self, probs: Tensor, log_probs: Tensor) -> Tensor:
+    def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
         """Return half of the difference."""
         return (probs - log_probs.exp()).abs() / 2
 
@@ -164,33 +164,35 @@ def _log_mixture(share: float, probs: Tensor, log_probs: Tensor) -> Tensor:
     return torch.logaddexp(probs.log() + math.log(share), log_probs + math.log1p(-share))
 
 
-def make_divergence(name: str, options: dict[str, str], place: str) -> Divergence:
+def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Divergence:
     """Return a divergence with its options.
 
     Args:
         name: of the table.
         options: as they were written.
-        place: how the whole was written, for messages.
+        loss_text: how the whole was written, for messages.
 
     Raises:
         XtkError: there is no such divergence or option, or an option's value makes no sense.
     """
-    return _checked(filled(lookup(DIVERGENCES, name, "divergence"), options, place), place)
+    return _check_divergence(
+        from_options(load_registered(DIVERGENCES, name, "divergence"), options, loss_text), loss_text
+    )
 
 
-def options_of(name: str) -> list[str]:
+def divergence_options(name: str) -> list[str]:
     """Return the options of a divergence."""
-    return names_of(lookup(DIVERGENCES, name, "divergence"))
+    return option_names(load_registered(DIVERGENCES, name, "divergence"))
 
 
-def _checked(divergence: Divergence, place: str) -> Divergence:
+def _check_divergence(divergence: Divergence, place: str) -> Divergence:
     if not 0 < divergence.temperature < math.inf:
         raise XtkError(f"temperature of the loss {place} is {divergence.temperature}", hint="a number above 0")
-    if isinstance(divergence, JSD):
+    if isinstance(divergence, JensenShannonDivergence):
         if not 0 <= divergence.beta <= 1:
             raise XtkError(f"beta of the loss {place} is {divergence.beta}", hint="from 0, forward, to 1, reverse")
         if divergence.rescale and divergence.beta in (0, 1):
             raise XtkError(f"the loss {place} cannot be rescaled at its ends", hint="they are the limits already")
-    if isinstance(divergence, SkewForwardKL | SkewReverseKL) and not 0 < divergence.skew < 1:
+    if isinstance(divergence, SkewForwardKLDivergence | SkewReverseKLDivergence) and not 0 < divergence.skew < 1:
         raise XtkError(f"skew of the loss {place} is {divergence.skew}", hint="between 0 and 1; 0 is the KL itself")
     return divergence

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.losses.cells import Cells, Example, Ground, span_ranges
-from xtk.losses.merged import merged_cells
-from xtk.projection.projection import Columns, Pairs
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, span_ranges
+from xtk.losses.pairs_and_ranks import paired_and_ranked_cells
+from xtk.projection.projection import ProjectionColumns, TokenPairs
 
-CAP = 8192  # ranks; X-Token, arXiv 2605.21699
+DEFAULT_MAX_RANKS = 8192  # ranks; X-Token, arXiv 2605.21699
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class GOLD:
 
     common: float | None = None
     uncommon: float | None = None
-    cap: int = CAP
+    cap: int = DEFAULT_MAX_RANKS
     published: bool = False
 
-    ground = "pairs"
-    item = "spans"
+    comparison_space = "pairs"
+    averaged_over = "spans"
     unit = "nats, and probability for the ranks"
-    asks = "ranks"
+    requires = "ranks"
 
     def __post_init__(self) -> None:
         """Refuse weights and caps that make no sense."""
@@ -45,22 +45,28 @@ class GOLD:
         if self.cap < 0:
             raise XtkError(f"cap of this loss is {self.cap}", hint="how many ranks are compared: 0 or more")
 
-    def weights(self, pairs: Pairs) -> tuple[float, float]:
+    def default_weights(self, pairs: TokenPairs) -> tuple[float, float]:
         """Return the weights of both parts where none are given."""
-        share = len(pairs.students) / max(1, len(pairs.partners))
+        share = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
         return share, 1 - share
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span."""
-        assert isinstance(ground, Columns)
-        pairs = ground.pairs
-        common, uncommon = self.weights(pairs)
+        assert isinstance(comparison_space, ProjectionColumns)
+        pairs = comparison_space.pairs
+        common, uncommon = self.default_weights(pairs)
         common = common if self.common is None else self.common
         uncommon = uncommon if self.uncommon is None else self.uncommon
-        cells, tails = merged_cells(example, span_ranges(example), pairs.partners, self.cap, uncommon)
-        assert cells.ranks is not None
-        ranks = replace(cells.ranks, unranked=pairs.students, most=cells.ranks.least + tails)
+        cells, tails = paired_and_ranked_cells(
+            example, span_ranges(example), pairs.student_of_teacher, self.cap, uncommon
+        )
+        assert cells.sorted_probs is not None
+        ranks = replace(
+            cells.sorted_probs,
+            excluded_tokens=pairs.paired_students,
+            max_remainder=cells.sorted_probs.min_remainder + tails,
+        )
         if self.published:
             nothing = np.zeros_like(tails)
-            ranks = replace(ranks, least=nothing, most=nothing + np.inf)
-        return replace(cells, ranks=ranks, factor=common, outside="ignored" if self.published else "other")
+            ranks = replace(ranks, min_remainder=nothing, max_remainder=nothing + np.inf)
+        return replace(cells, sorted_probs=ranks, factor=common, outside_mode="ignored" if self.published else "other")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from xtk.losses.gold import GOLD
-from xtk.projection.projection import Pairs
+from xtk.projection.projection import TokenPairs
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class HKL(GOLD):
     2605.21699, with means of log-probabilities over a span; `published=true` leaves out the other cell, as it does.
     """
 
-    ground = "projection"
+    comparison_space = "projection"
 
-    def weights(self, pairs: Pairs) -> tuple[float, float]:
+    def default_weights(self, pairs: TokenPairs) -> tuple[float, float]:
         """Return 1 and 1, as published."""
         return 1.0, 1.0

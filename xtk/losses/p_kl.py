@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from xtk.losses.cells import Cells, Example, Ground, projected_cells, span_ranges
-from xtk.projection.projection import Columns
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, projected_cells, span_ranges
+from xtk.projection.projection import ProjectionColumns
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class PKL:
 
     published: bool = False
 
-    ground = "projection"
-    item = "spans"
+    comparison_space = "projection"
+    averaged_over = "spans"
     unit = "nats"
-    asks = "distribution"
+    requires = "distribution"
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span."""
-        assert isinstance(ground, Columns)
-        cells = projected_cells(example, span_ranges(example), ground, published=self.published)
-        return replace(cells, outside="renormalised") if self.published else cells
+        assert isinstance(comparison_space, ProjectionColumns)
+        cells = projected_cells(example, span_ranges(example), comparison_space, published=self.published)
+        return replace(cells, outside_mode="renormalised") if self.published else cells

@@ -7,11 +7,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.lookup import unknown
-from xtk.losses.cells import Cells, Example, Ground, Ranges, Surrogate, span_ranges, spelled_cells, sums_over
 from xtk.losses.divergences import DIVERGENCES
+from xtk.losses.loss_cells import (
+    ClippedSurrogate,
+    ComparisonSpace,
+    ItemRanges,
+    LossCells,
+    LossInputs,
+    observed_token_cells,
+    range_sums,
+    span_ranges,
+)
+from xtk.registry import unknown_name_error
 
-REALISED = "realised"
+OBSERVED_ADVANTAGE = "realised"
 
 
 @dataclass(frozen=True)
@@ -34,12 +43,12 @@ class PolicyGradient:
     epsilon_high: float | None = None
     teacher: float = 1.0
     reward: float = 1.0
-    advantage: str = REALISED
+    advantage: str = OBSERVED_ADVANTAGE
 
-    ground = "spans"
-    item = "spans that the student drew"
+    comparison_space = "spans"
+    averaged_over = "spans that the student drew"
     unit = "nats, a surrogate"
-    asks = "realised"
+    requires = "realised"
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense, and advantages that teach nothing."""
@@ -47,46 +56,48 @@ class PolicyGradient:
             raise XtkError(f"clip of the loss policy-gradient is {self.clip}", hint="nats, above 0: clip=5")
         if not 0 < self.epsilon <= 1:
             raise XtkError(f"epsilon of the loss policy-gradient is {self.epsilon}", hint="above 0, and at most 1")
-        if not 0 < self._above < float("inf"):
-            raise XtkError(f"epsilon-high of the loss policy-gradient is {self._above}", hint="a number above 0")
+        if not 0 < self._upper_epsilon < float("inf"):
+            raise XtkError(
+                f"epsilon-high of the loss policy-gradient is {self._upper_epsilon}", hint="a number above 0"
+            )
         for name, factor in (("teacher", self.teacher), ("reward", self.reward)):
             if not 0 <= factor < float("inf"):
                 raise XtkError(f"{name} of the loss policy-gradient is {factor}", hint="0 or a number above it")
         if self.teacher == self.reward == 0:
             raise XtkError("teacher and reward of the loss policy-gradient are both 0", hint="one of them above 0")
-        if self.advantage != REALISED:
-            raise self._refusal()
+        if self.advantage != OBSERVED_ADVANTAGE:
+            raise self._advantage_error()
 
     @property
-    def _above(self) -> float:
+    def _upper_epsilon(self) -> float:
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-    def _refusal(self) -> XtkError:
+    def _advantage_error(self) -> XtkError:
         from xtk.losses import LOSSES
 
         if self.advantage not in {*LOSSES, *DIVERGENCES}:
-            return unknown("advantage", self.advantage, [REALISED])
+            return unknown_name_error("advantage", self.advantage, [OBSERVED_ADVANTAGE])
         return XtkError(
             f"{self.advantage} cannot be an advantage: it is the same whichever token was drawn, so that its gradient, "
             "held constant and times that of ln P, is 0 on average",
             hint=f"--loss {self.advantage} beside --loss policy-gradient, which differentiates it",
         )
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span that the student drew."""
-        ranges, signal = span_ranges(example), example.signal
+        ranges, signal = span_ranges(example), example.teacher_logprobs
         assert signal is not None
-        nothing = np.zeros(len(example.rows), np.float32)
-        logprobs = nothing + np.nan if example.drawn_logprobs is None else example.drawn_logprobs
+        nothing = np.zeros(len(example.positions), np.float32)
+        logprobs = nothing + np.nan if example.sampling_logprobs is None else example.sampling_logprobs
         rewards = nothing if example.advantages is None else example.advantages
-        old = sums_over(logprobs, ranges.row_start, ranges.row_stop)
+        old = range_sums(logprobs, ranges.row_start, ranges.row_stop)
         drawn = np.isfinite(old)
-        old, ranges = old[drawn], Ranges(*(part[drawn] for part in vars(ranges).values()))
-        theirs = sums_over(signal.realised_logprobs, ranges.position_start, ranges.position_stop)
+        old, ranges = old[drawn], ItemRanges(*(part[drawn] for part in vars(ranges).values()))
+        theirs = range_sums(signal.observed_logprobs, ranges.position_start, ranges.position_stop)
         advantages = self.teacher * np.clip(theirs - old, -self.clip, self.clip)
         advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
         return replace(
-            spelled_cells(example, ranges, np.ones(len(old))),
-            surrogate=Surrogate(old, advantages, 1 - self.epsilon, 1 + self._above),
-            outside="ignored",
+            observed_token_cells(example, ranges, np.ones(len(old))),
+            surrogate=ClippedSurrogate(old, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
+            outside_mode="ignored",
         )

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from xtk.losses.cells import Cells, Example, Ground, Ranges, span_ranges
-from xtk.losses.merged import merged_cells
+from xtk.losses.loss_cells import ComparisonSpace, ItemRanges, LossCells, LossInputs, span_ranges
+from xtk.losses.pairs_and_ranks import paired_and_ranked_cells
 
 
 class ULD:
@@ -20,16 +20,20 @@ class ULD:
     arXiv 2402.12030, which compares the n-th token of one side with the n-th of the other.
     """
 
-    ground = "spans"
-    item = "common boundaries"
+    comparison_space = "spans"
+    averaged_over = "common boundaries"
     unit = "probability"
-    asks = "ranks"
+    requires = "ranks"
 
-    def cells(self, example: Example, ground: Ground) -> Cells:
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
         """Return one item a span: the ranks of its first distributions, and no cells."""
         spans = span_ranges(example)
-        first = Ranges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
-        cells, tails = merged_cells(example, first, np.zeros(0, np.int32), np.iinfo(np.int64).max // 2, 1.0)
-        assert cells.ranks is not None
-        behind = cells.ranks.least + tails
-        return replace(cells, chain=None, ranks=replace(cells.ranks, least=behind, most=behind))
+        first = ItemRanges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)
+        cells, tails = paired_and_ranked_cells(example, first, np.zeros(0, np.int32), np.iinfo(np.int64).max // 2, 1.0)
+        assert cells.sorted_probs is not None
+        behind = cells.sorted_probs.min_remainder + tails
+        return replace(
+            cells,
+            prefix_product=None,
+            sorted_probs=replace(cells.sorted_probs, min_remainder=behind, max_remainder=behind),
+        )

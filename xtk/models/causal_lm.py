@@ -17,32 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xtk.errors import Damaged, XtkError
-from xtk.models import attention
-from xtk.models.attention import Row
-from xtk.models.head import Adapter, Head, Shard
-from xtk.models.headers import ADAPTER, weight_files, weight_headers
-from xtk.models.parallel import cut_matrices, local_part
-from xtk.models.stored_weights import (
-    Differences,
-    check_adapter_loaded,
-    check_finite,
-    differences_of_headers,
+from xtk.errors import CorruptError, XtkError
+from xtk.models import packed_attention
+from xtk.models.output_head import HeadAdapter, HeadShard, OutputHead
+from xtk.models.packed_attention import PackedSequence
+from xtk.models.safetensors_headers import ADAPTER_FILE, read_weight_headers, weight_files
+from xtk.models.weight_sharding import apply_tensor_parallel, to_local_tensor
+from xtk.models.weight_validation import (
+    WeightMismatches,
+    check_adapter_weights,
+    check_weights_finite,
+    compare_headers_with_config,
     note_once,
 )
-from xtk.plain_json import parse_json
-from xtk.tokens.model_config import hub_kernels, model_config
+from xtk.safe_json import parse_json
+from xtk.tokens.model_config import hub_kernel_repositories, read_model_config
 from xtk.tokens.tokenizer import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOLERANCE = 1e-3
+RELATIVE_TOLERANCE = 1e-3
 CONFIGURATION_BYTES = 1 << 24
 LARGEST_RANK = 1024  # of adapters, that peft may allocate whatever their weights are
 # Arguments of `from_pretrained` that say where weights go.
-PLACES = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
+PLACEMENT_OPTIONS = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
 
 
-def quieten_transformers() -> None:
+def silence_transformers() -> None:
     """Silence transformers' advice and progress bars; its errors stay."""
     import transformers
 
@@ -83,9 +83,9 @@ def load_causal_lm(
     import transformers
 
     options = dict(options or {})
-    load_configuration(folder, trust_remote_code=trust_remote_code)
-    _check_files(folder)
-    _refuse_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
+    load_model_config(folder, trust_remote_code=trust_remote_code)
+    _check_weight_files(folder)
+    _reject_hub_kernels([str(options.get("attn_implementation", ""))], "attn_implementation", trust_remote_code)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -101,21 +101,21 @@ def load_causal_lm(
             )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
-    Differences.of(told).check(folder)
+    WeightMismatches.from_loading_info(told).check(folder)
     for module in model.modules():
         # On CPUs with AVX512-BF16, bitsandbytes 0.50 packs a matrix anew at its first pass in eval mode: for inference
         # alone, since no gradient comes through it from then on, and not at all below 64 columns.
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
-    check_finite(model, folder)
-    _settle_head(model, folder)
-    placed = PLACES.intersection(options) or getattr(model, "quantization_method", None)
+    check_weights_finite(model, folder)
+    _fix_tied_head_flag(model, folder)
+    placed = PLACEMENT_OPTIONS.intersection(options) or getattr(model, "quantization_method", None)
     if device is not None and not placed:
         model = model.to(device)
-    return model if adapter is None else _with_adapter(model, adapter)
+    return model if adapter is None else _load_adapter(model, adapter)
 
 
-def _settle_head(model: Any, folder: Path) -> None:
+def _fix_tied_head_flag(model: Any, folder: Path) -> None:
     """Correct a configuration that says that the output head is the embedding, where the files hold another head.
 
     transformers uses the head of the files then; vLLM, which reads the configuration, would use the embedding.
@@ -134,7 +134,7 @@ def _settle_head(model: Any, folder: Path) -> None:
             part.tie_word_embeddings = False
 
 
-def check_causal_lm(
+def check_loadable(
     folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False, adapter: Path | None = None
 ) -> None:
     """Find out what can be known without reading a model's weights, before hours of other work: it can be loaded.
@@ -149,20 +149,20 @@ def check_causal_lm(
         XtkError: there is no model, its files are damaged, weights of it are missing or of another shape, or it has
             fewer rows than its tokenizer has tokens.
     """
-    configuration = load_configuration(folder, trust_remote_code=trust_remote_code)
-    _check_files(folder)
-    headers = {folder: weight_headers(folder)}
+    configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
+    _check_weight_files(folder)
+    headers = {folder: read_weight_headers(folder)}
     if adapter is not None:
         check_adapter(adapter)
-        headers[adapter] = weight_headers(adapter)
+        headers[adapter] = read_weight_headers(adapter)
     rows = getattr(configuration.get_text_config(), "vocab_size", None)
     if isinstance(rows, int):
-        _check_rows(rows, tokenizer)
-    for place, differences in differences_of_headers(configuration, headers).items():
+        _check_row_count(rows, tokenizer)
+    for place, differences in compare_headers_with_config(configuration, headers).items():
         differences.check(place, quiet=True)
 
 
-def load_configuration(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the configuration of a model, as transformers has it.
 
     Args:
@@ -174,11 +174,11 @@ def load_configuration(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """
     import transformers
 
-    quieten_transformers()
-    content = model_config(folder)
+    silence_transformers()
+    content = read_model_config(folder)
     if not content:
         raise XtkError("there is no model in this folder (config.json)", where=str(folder))
-    _refuse_kernels(hub_kernels(content), str(folder / "config.json"), trust_remote_code)
+    _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), trust_remote_code)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -189,7 +189,7 @@ def load_configuration(folder: Path, *, trust_remote_code: bool = False) -> Any:
         raise loading_error(folder, wrong) from wrong
 
 
-def _refuse_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
+def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
     """Refuse to download and run code of a hub.
 
     Raises:
@@ -203,7 +203,7 @@ def _refuse_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -
         )
 
 
-def _check_files(folder: Path) -> None:
+def _check_weight_files(folder: Path) -> None:
     """Refuse a folder without weights.
 
     Raises:
@@ -218,7 +218,7 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def _with_adapter(model: Any, adapter: Path) -> Any:
+def _load_adapter(model: Any, adapter: Path) -> Any:
     """Put an adapter into a model.
 
     Raises:
@@ -232,10 +232,10 @@ def _with_adapter(model: Any, adapter: Path) -> Any:
             warnings.simplefilter("ignore")
             if getattr(model, "quantization_method", None):
                 told = model.load_adapter(str(adapter))
-                Differences.of(told.to_dict()).check(adapter)
+                WeightMismatches.from_loading_info(told.to_dict()).check(adapter)
                 return model
             adapted = PeftModel.from_pretrained(model, str(adapter))
-            check_adapter_loaded(adapted, adapter)
+            check_adapter_weights(adapted, adapter)
             return adapted.merge_and_unload()
     except Exception as wrong:
         raise loading_error(adapter, wrong) from wrong
@@ -249,21 +249,23 @@ def check_adapter(adapter: Path) -> None:
         Damaged: its configuration states a rank that its weights do not have.
     """
     configuration = adapter / "adapter_config.json"
-    for path in (configuration, adapter / ADAPTER):
+    for path in (configuration, adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
             raise XtkError(f"there are no weights in this adapter ({path.name})", where=str(adapter))
     with configuration.open("rb") as stream:
         content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
     described = parse_json(content, what="this file", where=str(configuration))
     if not isinstance(described, dict):
-        raise Damaged("this file is no JSON object", where=str(configuration))
+        raise CorruptError("this file is no JSON object", where=str(configuration))
     patterns = described.get("rank_pattern")
     stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
-    largest = max((shape[0] for name, (_, shape) in weight_headers(adapter).items() if ".lora_A." in name), default=0)
+    largest = max(
+        (shape[0] for name, (_, shape) in read_weight_headers(adapter).items() if ".lora_A." in name), default=0
+    )
     for rank in stated:
         if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
             what = f"this adapter states the rank {rank:,}, and the largest of its weights is {largest:,}"
-            raise Damaged(what, where=str(configuration), hint="copy or download the adapter again")
+            raise CorruptError(what, where=str(configuration), hint="copy or download the adapter again")
     if importlib.util.find_spec("peft") is None:
         raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'")
 
@@ -278,7 +280,7 @@ def loading_error(folder: Path, wrong: Exception) -> XtkError:
             "this model runs Python code of its own", where=str(folder), hint="--trust-remote-code, if you trust it"
         )
     if type(wrong).__name__ == "SafetensorError" or "safetensors" in text.lower():
-        return Damaged(
+        return CorruptError(
             f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
     if not isinstance(wrong, ValueError | OSError | RuntimeError | ImportError) or isinstance(wrong, RecursionError):
@@ -286,7 +288,7 @@ def loading_error(folder: Path, wrong: Exception) -> XtkError:
     return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
 
 
-def context_length(configuration: Any) -> int | None:
+def max_context_length(configuration: Any) -> int | None:
     """Return the most tokens that a model was made to read; None if its configuration does not say."""
     configuration = configuration.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "seq_length"):
@@ -296,16 +298,16 @@ def context_length(configuration: Any) -> int | None:
     return None
 
 
-def check_rows(model: Any, tokenizer: Tokenizer) -> None:
+def check_embedding_rows(model: Any, tokenizer: Tokenizer) -> None:
     """Refuse a model that has no embedding row for a token of its tokenizer.
 
     Raises:
         XtkError: tells how many rows and tokens there are.
     """
-    _check_rows(model.get_input_embeddings().weight.shape[0], tokenizer)
+    _check_row_count(model.get_input_embeddings().weight.shape[0], tokenizer)
 
 
-def _check_rows(rows: int, tokenizer: Tokenizer) -> None:
+def _check_row_count(rows: int, tokenizer: Tokenizer) -> None:
     if rows < len(tokenizer):
         raise XtkError(
             f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
@@ -314,7 +316,7 @@ def _check_rows(rows: int, tokenizer: Tokenizer) -> None:
         )
 
 
-class Cut(nn.Module):
+class BackboneWithHead(nn.Module):
     """A causal language model that gives hidden states, with its head apart.
 
     What the model makes of its head's output is tried once: a scale, a soft cap, nothing. Where it is something else,
@@ -327,29 +329,29 @@ class Cut(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.model = model
-        self._after = self._after_the_head()
-        self._shard: Shard | None = None
+        self._logit_transform = self._find_logit_transform()
+        self._shard: HeadShard | None = None
         self._packing: str | None = None  # the attention with which rows of documents are read, once it was found
 
     @property
-    def _inner(self) -> Any:
+    def _base_model(self) -> Any:
         """The model itself, inside of what peft puts around it."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
-    def _body(self) -> Any:
+    def _backbone(self) -> Any:
         """What makes hidden states; the whole model, if it does not say."""
-        inner = self._inner
+        inner = self._base_model
         body = inner.base_model
         # Llama 4 calls its body otherwise than it says.
         return getattr(inner, "model", inner) if body is inner else body
 
     @torch.no_grad()
-    def _after_the_head(self) -> _After | None:
+    def _find_logit_transform(self) -> LogitTransform | None:
         """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
-        inner = self._inner
-        head, body = inner.get_output_embeddings(), self._body
-        if head is None or body is inner or _parts_of(head) is None:
+        inner = self._base_model
+        head, body = inner.get_output_embeddings(), self._backbone
+        if head is None or body is inner or _split_head(head) is None:
             return None
         training = self.model.training
         self.model.eval()
@@ -375,63 +377,67 @@ class Cut(nn.Module):
         finally:
             watch.remove()
         self.model.train(training)
-        if len(read) != 1 or not _near(states.to(read[0].device), read[0]):
+        if len(read) != 1 or not _is_close(states.to(read[0].device), read[0]):
             return None
         ramp = torch.linspace(-90, 90, made.shape[-1], dtype=torch.float64, device=made.device)
         ramp = ramp.to(read[0].dtype).expand_as(made).float()
-        return next((after for after in _afters(inner.config) if _near(after.of(ramp), made.float())), None)
+        return next(
+            (after for after in _candidate_transforms(inner.config) if _is_close(after.apply(ramp), made.float())), None
+        )
 
     @property
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """The head, as parameters."""
-        if self._after is None:
-            return Head(None)
-        found = _parts_of(self._inner.get_output_embeddings(), shared=True)
+        if self._logit_transform is None:
+            return OutputHead(None)
+        found = _split_head(self._base_model.get_output_embeddings(), shared=True)
         assert found is not None
         linear, adapters = found
-        bias = None if linear.bias is None else local_part(linear.bias)
-        weight = local_part(linear.weight)
-        return Head(weight, bias, self._after.scale, self._after.softcap, adapters, self._shard)
+        bias = None if linear.bias is None else to_local_tensor(linear.bias)
+        weight = to_local_tensor(linear.weight)
+        return OutputHead(
+            weight, bias, self._logit_transform.scale, self._logit_transform.softcap, adapters, self._shard
+        )
 
-    def compile_body(self, backend: str = "inductor") -> None:
+    def compile_backbone(self, backend: str = "inductor") -> None:
         """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are.
 
         Args:
             backend: torch.compile's.
         """
-        (self.model if self._after is None else self._body).compile(dynamic=True, backend=backend)
+        (self.model if self._logit_transform is None else self._backbone).compile(dynamic=True, backend=backend)
 
-    def cut_matrices(self, mesh: Any) -> None:
+    def apply_tensor_parallel(self, mesh: Any) -> None:
         """Cut matrices, and the vocabulary of the head, over the processes of a mesh of one dimension.
 
         Raises:
             XtkError: this model cannot be cut so.
         """
-        if self._after is None:
+        if self._logit_transform is None:
             raise XtkError(
                 "a head that cannot be told from its model is not cut by its vocabulary",
-                where=type(self._inner).__name__,
+                where=type(self._base_model).__name__,
                 hint="--parallel fsdp instead of tp",
             )
-        cut_matrices(self.model, mesh)
+        apply_tensor_parallel(self.model, mesh)
         weight = self.head.weight
         assert weight is not None
-        self._shard = Shard.of(len(weight), mesh.get_group())
+        self._shard = HeadShard.from_group(len(weight), mesh.get_group())
 
     @torch.no_grad()
-    def pack(self) -> bool:
+    def enable_packing(self) -> bool:
         """Find how the model reads documents that stand in one row, each by itself; return whether it can.
 
         It is tried: with attention by document, then with the model's own, which learns of documents by positions.
         """
         if self._packing is None:
-            own, training = self._inner.config._attn_implementation, self.model.training
+            own, training = self._base_model.config._attn_implementation, self.model.training
             self.model.eval()
-            attention.register()
+            packed_attention.register_attention()
             ids = torch.arange(1, 13, device=self.model.device)
             ids = ids.remainder(self.model.get_input_embeddings().weight.shape[0])[None]
             alone = torch.cat([self(ids[:, :5]), self(ids[:, 5:])], dim=1)
-            for packing in (attention.NAME, own):
+            for packing in (packed_attention.ATTENTION_NAME, own):
                 self._packing = packing
                 if self._is_packed(ids, alone):
                     break
@@ -441,81 +447,81 @@ class Cut(nn.Module):
         return self._packing is not None
 
     @property
-    def shares_rows(self) -> bool:
+    def supports_context_parallel(self) -> bool:
         """Whether several processes can share a row, once `pack` was called: attention is by document, and is ours."""
-        return self._packing == attention.NAME
+        return self._packing == packed_attention.ATTENTION_NAME
 
     def _is_packed(self, ids: Tensor, alone: Tensor) -> bool:
         """Say whether two documents, of 5 and of 7 tokens, are read in one row as they are alone."""
-        row = Row((5, 7))
+        row = PackedSequence((5, 7))
         try:
             self.model.set_attn_implementation(self._packing)
             together = self(ids, row)
         except (XtkError, TypeError, ValueError, RuntimeError, AttributeError, NotImplementedError, KeyError):
             return False
-        configuration = self._inner.config.get_text_config()
-        if self._packing == attention.NAME and (
+        configuration = self._base_model.config.get_text_config()
+        if self._packing == packed_attention.ATTENTION_NAME and (
             getattr(configuration, "attention_chunk_size", None)
-            or (getattr(configuration, "sliding_window", None) and row.windows == {None})
+            or (getattr(configuration, "sliding_window", None) and row.seen_windows == {None})
         ):
             return False  # layers look back less far than they say
-        return _near(together, alone)
+        return _is_close(together, alone)
 
-    def forward(self, input_ids: Tensor, row: Row | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, packed: PackedSequence | None = None) -> Tensor:
         """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).
 
         Args:
             input_ids: [B, T], padded on the right: what stands after a token never changes it, so no mask is needed.
                 With `row` [1, T], what this process has of a row of documents.
-            row: the documents, for a model that reads them so (`pack`).
+            packed: the documents, for a model that reads them so (`pack`).
         """
         more: dict[str, Any] = {}
-        if row is not None:
-            positions = row.positions()[row.held(row.rank)]
+        if packed is not None:
+            positions = packed.position_ids()[packed.token_indices(packed.rank)]
             more["position_ids"] = torch.from_numpy(positions).to(input_ids.device)[None]
-            if self._packing == attention.NAME:
-                more["row"] = row
-        if self._after is not None:
-            inner = self._inner
-            states: Tensor = self._body(input_ids=input_ids, use_cache=False, **more).last_hidden_state
+            if self._packing == packed_attention.ATTENTION_NAME:
+                more["row"] = packed
+        if self._logit_transform is not None:
+            inner = self._base_model
+            states: Tensor = self._backbone(input_ids=input_ids, use_cache=False, **more).last_hidden_state
             return states.to(inner.get_output_embeddings().weight.device)
         logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **more).logits
         return logits
 
 
 @dataclass(frozen=True)
-class _After:
+class LogitTransform:
     """What a model does to its head's output x: `cap tanh(scale x / cap)`, or `scale x`."""
 
     scale: float = 1.0
     softcap: float | None = None
 
-    def of(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor) -> Tensor:
         logits = self.scale * logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
 # How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
 # (Granite) is found out by trying.
-SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+LOGIT_SCALE_KEYS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
-def _afters(configuration: Any) -> list[_After]:
+def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
     configuration = configuration.get_text_config()
-    said = [getattr(configuration, name, None) for name in SCALES]
+    said = [getattr(configuration, name, None) for name in LOGIT_SCALE_KEYS]
     numbers = [float(number) for number in said if isinstance(number, int | float) and number]
     scales = [1.0, *numbers, *(1 / number for number in numbers)]
-    caps = [None, *(float(cap) for name in CAPS if (cap := getattr(configuration, name, None)))]
-    return [_After(scale, softcap) for scale in scales for softcap in caps]
+    caps = [None, *(float(cap) for name in SOFTCAP_KEYS if (cap := getattr(configuration, name, None)))]
+    return [LogitTransform(scale, softcap) for scale in scales for softcap in caps]
 
 
-def _near(found: Tensor, expected: Tensor) -> bool:
+def _is_close(found: Tensor, expected: Tensor) -> bool:
     scale = expected.abs().max().clamp_min(1)
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= TOLERANCE * scale)
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= RELATIVE_TOLERANCE * scale)
 
 
-def _parts_of(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Adapter]] | None:
+def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:
     """Take a head apart, into its matrix and what LoRA adds to it; None for what is neither.
 
     A matrix that is offloaded, quantised or sharded is none, nor is LoRA in one of its variants.
@@ -526,14 +532,16 @@ def _parts_of(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[Adapt
     """
     if type(head).__name__ == "ModulesToSaveWrapper":
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    adapters: list[Adapter] = []
+    adapters: list[HeadAdapter] = []
     if hasattr(head, "lora_A") and hasattr(head, "base_layer"):
         if not (head.disable_adapters or head.merged):
             names = [name for name in head.active_adapters if name in head.lora_A]
             if head.lora_variant or any(head.lora_B[name].bias is not None for name in names):
                 return None
             adapters = [
-                Adapter(head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name])
+                HeadAdapter(
+                    head.lora_A[name].weight, head.lora_B[name].weight, head.scaling[name], head.lora_dropout[name]
+                )
                 for name in names
             ]
         head = head.base_layer

@@ -10,36 +10,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.lookup import lookup
-from xtk.projection.audit import audit
-from xtk.projection.pair import Entries, Pair, joined
+from xtk.projection.coverage_audit import audit_projection
 from xtk.projection.projection import Projection
-from xtk.projection.special import ROLE, SpecialTokens, match_special_tokens
+from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, match_special_tokens
+from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
+from xtk.registry import load_registered
 from xtk.tokens.tokenizer import Tokenizer
 
 METHODS = {
-    "exact": "xtk.projection.methods.exact:Exact",
-    "first": "xtk.projection.methods.first:First",
-    "multitoken": "xtk.projection.methods.multitoken:Multitoken",
-    "cells": "xtk.projection.methods.cells:Cells",
-    "counts": "xtk.projection.methods.counts:Counts",
-    "embedding": "xtk.projection.methods.embedding:Embedding",
+    "exact": "xtk.projection.methods.exact_match:ExactMatchMethod",
+    "first": "xtk.projection.methods.first_token:FirstTokenMethod",
+    "multitoken": "xtk.projection.methods.multitoken:MultitokenMethod",
+    "cells": "xtk.projection.methods.partition:PartitionMethod",
+    "counts": "xtk.projection.methods.cooccurrence:CooccurrenceMethod",
+    "embedding": "xtk.projection.methods.embedding_similarity:EmbeddingSimilarityMethod",
 }
 
 # Raised when the same request gives other numbers, so that nothing built before is taken for it.
-RULES = 3
+ALGORITHM_VERSION = 3
 
 
-class Method(Protocol):
+class ProjectionMethod(Protocol):
     """A way to fill the rows of ordinary tokens. A dataclass; its fields are its options.
 
     Attributes:
-        partitions: whether the cells of both vocabularies are stored too.
+        stores_cells: whether the cells of both vocabularies are stored too.
     """
 
-    partitions: bool
+    stores_cells: bool
 
-    def entries(self, pair: Pair) -> Entries:
+    def build_entries(self, pair: VocabularyPair) -> SparseEntries:
         """Return the entries of all ordinary rows, those of equal bytes among them."""
 
 
@@ -48,7 +48,7 @@ def build_projection(
     teacher: Tokenizer,
     method: str = "multitoken",
     *,
-    special_tokens: SpecialTokens = ROLE,
+    special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> Projection:
     """Build W from both vocabularies.
@@ -73,28 +73,30 @@ def build_projection(
         XtkError: no such method or option, or the two vocabularies have nothing in common.
     """
     made = make_method(method, options)
-    pair = Pair(student, teacher)
-    if not len(pair.exact.rows):
+    pair = VocabularyPair(student, teacher)
+    if not len(pair.exact_entries.rows):
         raise XtkError("the two vocabularies share no token", where=f"{student.name} and {teacher.name}")
     rows, columns = match_special_tokens(student, teacher, special_tokens)
-    special = Entries(rows, columns, np.ones(len(rows), np.float32))
-    projection = assemble(*joined(made.entries(pair), special), pair.shape, {})
-    if made.partitions:
-        from xtk.projection.methods.cells import partition
+    special = SparseEntries(rows, columns, np.ones(len(rows), np.float32))
+    projection = assemble_projection(*concatenate_entries(made.build_entries(pair), special), pair.shape, {})
+    if made.stores_cells:
+        from xtk.projection.methods.partition import partition_vocabularies
 
-        cells = partition(pair, rows, columns)
+        cells = partition_vocabularies(pair, rows, columns)
         projection = dataclasses.replace(projection, student_cells=cells[0], teacher_cells=cells[1])
-    header = request(student, teacher, method, special_tokens, **options)
-    return dataclasses.replace(projection, header={**header, "audit": audit(projection, pair, rows, columns)})
+    header = projection_header(student, teacher, method, special_tokens, **options)
+    return dataclasses.replace(
+        projection, header={**header, "audit": audit_projection(projection, pair, rows, columns)}
+    )
 
 
-def check_options(method: str, options: Iterable[str]) -> Any:
+def check_method_options(method: str, options: Iterable[str]) -> Any:
     """Return the class of a method that reads these options.
 
     Raises:
         XtkError: no such method, or an option that it does not read.
     """
-    kind = lookup(METHODS, method, "method")
+    kind = load_registered(METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(kind)}
     for name in options:
         if name not in known:
@@ -105,58 +107,58 @@ def check_options(method: str, options: Iterable[str]) -> Any:
     return kind
 
 
-def make_method(method: str, options: Mapping[str, Any]) -> Method:
+def make_method(method: str, options: Mapping[str, Any]) -> ProjectionMethod:
     """Return a method with its options.
 
     Raises:
         XtkError: no such method, an option that it does not read, or a value without meaning.
     """
-    kind = check_options(method, options)
+    kind = check_method_options(method, options)
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
         raise XtkError(f"--method {method} needs more than two tokenizers: {', '.join(lacking)}")
-    made: Method = kind(**options)
+    made: ProjectionMethod = kind(**options)
     return made
 
 
-def request(
+def projection_header(
     student: Tokenizer,
     teacher: Tokenizer,
     method: str = "multitoken",
-    special_tokens: SpecialTokens = ROLE,
+    special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> dict[str, Any]:
     """Return the header of what `build_projection` gives for the same arguments, but for the audit."""
     made: Any = make_method(method, options)
-    told = made.told() if hasattr(made, "told") else dataclasses.asdict(made)
+    told = made.header_options() if hasattr(made, "header_options") else dataclasses.asdict(made)
     return {
         "kind": "projection",
-        "rules": RULES,
+        "rules": ALGORITHM_VERSION,
         "method": method,
         "options": told,
         "special_tokens": special_tokens if isinstance(special_tokens, str) else dict(special_tokens),
-        "student": identity(student),
-        "teacher": identity(teacher),
+        "student": tokenizer_identity(student),
+        "teacher": tokenizer_identity(teacher),
         "prunings": [],
         "merges": [],
     }
 
 
-def identity(tokenizer: Tokenizer) -> dict[str, Any]:
+def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, Any]:
     """Return all that W depends on of a side, and nothing else: neither where it lies nor its chat template.
 
     The roles come from a configuration that the tokenizer's fingerprint does not cover.
     """
     return {
         "tokenizer": tokenizer.fingerprint,
-        "roles": dict(tokenizer.roles),
+        "roles": dict(tokenizer.special_token_ids),
         "tokens": len(tokenizer),
-        "width": tokenizer.width,
+        "width": tokenizer.embedding_rows,
     }
 
 
-def assemble(
+def assemble_projection(
     rows: NDArray[np.int32],
     columns: NDArray[np.int32],
     weights: NDArray[np.floating[Any]],

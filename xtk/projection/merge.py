@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from xtk.errors import Mismatch, XtkError
-from xtk.projection.audit import audit_again
-from xtk.projection.projection import SIDE, Projection, named
+from xtk.errors import MismatchError, XtkError
+from xtk.projection.coverage_audit import refresh_audit
+from xtk.projection.projection import IDENTITY_KEYS, Projection, format_tokenizer
 
-_TOLD = ("method", "options", "special_tokens", "prunings", "merges")
+_HEADER_KEYS = ("method", "options", "special_tokens", "prunings", "merges")
 
 
 def merge_projections(first: Projection, others: Sequence[tuple[Projection, float]]) -> Projection:
@@ -38,7 +38,7 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
     for other, _ in others:
         _check_same_pair(first, other)
     parts = [(first, rest), *others]
-    merged = _sum(parts)
+    merged = _weighted_sum(parts)
     same = all(np.array_equal(getattr(first, side), getattr(other, side))
                for other, _ in others for side in ("student_cells", "teacher_cells"))  # fmt: skip
     if not same:
@@ -47,16 +47,16 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
             student_cells=np.full_like(first.student_cells, -1),
             teacher_cells=np.full_like(first.teacher_cells, -1),
         )
-    told = [{"weight": round(weight, 12), **_told(part)} for part, weight in parts]
+    told = [{"weight": round(weight, 12), **_merge_record(part)} for part, weight in parts]
     header = {**first.header, "method": "merge", "options": {}, "prunings": [], "merges": told}
     merged = dataclasses.replace(merged, header=header)
-    return dataclasses.replace(merged, header={**header, "audit": audit_again(merged)})
+    return dataclasses.replace(merged, header={**header, "audit": refresh_audit(merged)})
 
 
-def _sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
+def _weighted_sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
     first = parts[0][0]
     width = first.teacher_width
-    keys = np.concatenate([part.rows_of_entries.astype(np.int64) * width + part.teacher_ids for part, _ in parts])
+    keys = np.concatenate([part.entry_rows.astype(np.int64) * width + part.teacher_ids for part, _ in parts])
     weights = np.concatenate([part.weights.astype(np.float64) * weight for part, weight in parts])
     places, inverse = np.unique(keys, return_inverse=True)
     summed = np.minimum(np.bincount(inverse, weights, minlength=len(places)), 1).astype(np.float32)
@@ -70,21 +70,21 @@ def _sum(parts: Sequence[tuple[Projection, float]]) -> Projection:
     )
 
 
-def _told(projection: Projection) -> dict[str, Any]:
-    return {key: projection.header[key] for key in _TOLD if key in projection.header}
+def _merge_record(projection: Projection) -> dict[str, Any]:
+    return {key: projection.header[key] for key in _HEADER_KEYS if key in projection.header}
 
 
 def _check_same_pair(first: Projection, other: Projection) -> None:
     for side in ("student", "teacher"):
         one, two = first.header.get(side, {}), other.header.get(side, {})
-        if any(one.get(key) != two.get(key) for key in SIDE):
-            raise Mismatch(
+        if any(one.get(key) != two.get(key) for key in IDENTITY_KEYS):
+            raise MismatchError(
                 f"these projections have different {side}s",
-                where=f"{named(one)} and {named(two)}",
+                where=f"{format_tokenizer(one)} and {format_tokenizer(two)}",
                 hint="xtk build-projection for the same two folders",
             )
     if (first.student_width, first.teacher_width) != (other.student_width, other.teacher_width):
-        raise Mismatch(
+        raise MismatchError(
             "these projections have different shapes",
             where=f"{first.student_width:,} x {first.teacher_width:,} and "
             f"{other.student_width:,} x {other.teacher_width:,}",

@@ -13,33 +13,33 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 
 # Of a side in a header, what W depends on.
-SIDE = ("tokenizer", "roles", "width")
+IDENTITY_KEYS = ("tokenizer", "roles", "width")
 
 
-def named(side: Mapping[str, Any]) -> str:
+def format_tokenizer(side: Mapping[str, Any]) -> str:
     """Return how messages call a side of a projection, whose header knows no folder."""
     roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
     return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
 
 
 # An entry of a row of W that is heavier than this makes a pair; X-Token, arXiv 2605.21699.
-PAIRED = 0.6
+PAIR_MIN_WEIGHT = 0.6
 
 
-class Pairs(NamedTuple):
+class TokenPairs(NamedTuple):
     """Tokens that stand for each other: at most one of either side for one of the other.
 
     Attributes:
-        partners: int32 [U], the student's token for each of the teacher's; -1: none.
-        students: int32 [n], rising, the student's tokens that have a partner.
+        student_of_teacher: int32 [U], the student's token for each of the teacher's; -1: none.
+        paired_students: int32 [n], rising, the student's tokens that have a partner.
     """
 
-    partners: NDArray[np.int32]
-    students: NDArray[np.int32]
+    student_of_teacher: NDArray[np.int32]
+    paired_students: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class Columns:
+class ProjectionColumns:
     """W by teacher token: which student tokens land on it, and how much of each.
 
     Attributes:
@@ -52,14 +52,14 @@ class Columns:
     student_ids: NDArray[np.int32]
     log_weights: NDArray[np.float32]
 
-    def widened(self, width: int) -> Columns:
+    def pad_columns(self, width: int) -> ProjectionColumns:
         """Return the same with at least `width` columns: a teacher's padded rows are reached by nothing."""
         missing = max(0, width + 1 - len(self.offsets))
         offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
-        return Columns(offsets, self.student_ids, self.log_weights)
+        return ProjectionColumns(offsets, self.student_ids, self.log_weights)
 
     @cached_property
-    def pairs(self) -> Pairs:
+    def pairs(self) -> TokenPairs:
         """Each student token with the heaviest entry of its row, if that is at least 0.6.
 
         A teacher token that several student tokens claim goes to the heaviest of them, the lowest id on ties; between
@@ -67,7 +67,7 @@ class Columns:
         """
         width = len(self.offsets) - 1
         teachers = np.repeat(np.arange(width, dtype=np.int32), np.diff(self.offsets))
-        heavy = self.log_weights > np.float32(np.log(PAIRED) - 1e-6)
+        heavy = self.log_weights > np.float32(np.log(PAIR_MIN_WEIGHT) - 1e-6)
         students, teachers, weights = self.student_ids[heavy], teachers[heavy], self.log_weights[heavy]
         order = np.lexsort((teachers, -weights, students))
         order = order[np.unique(students[order], return_index=True)[1]]  # the heaviest entry of each row
@@ -76,7 +76,7 @@ class Columns:
         order = order[np.unique(teachers[order], return_index=True)[1]]
         partners = np.full(width, -1, np.int32)
         partners[teachers[order]] = students[order]
-        return Pairs(partners, np.sort(students[order]).astype(np.int32))
+        return TokenPairs(partners, np.sort(students[order]).astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Projection:
         return len(self.teacher_cells)
 
     @property
-    def rows_of_entries(self) -> NDArray[np.int32]:
+    def entry_rows(self) -> NDArray[np.int32]:
         """int32 [nnz], the student token of each entry."""
         return np.repeat(np.arange(self.student_width, dtype=np.int32), np.diff(self.row_offsets))
 
@@ -119,16 +119,16 @@ class Projection:
     def row_masses(self) -> NDArray[np.float64]:
         """float64 [V], how much of each row lands anywhere."""
         weights = self.weights.astype(np.float64)
-        return np.bincount(self.rows_of_entries, weights, minlength=self.student_width).astype(np.float64)
+        return np.bincount(self.entry_rows, weights, minlength=self.student_width).astype(np.float64)
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> ProjectionColumns:
         """W by teacher token."""
         order = np.argsort(self.teacher_ids, kind="stable")
         counts = np.bincount(self.teacher_ids, minlength=self.teacher_width)
-        return Columns(
+        return ProjectionColumns(
             offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]).astype(np.int64),
-            student_ids=self.rows_of_entries[order],
+            student_ids=self.entry_rows[order],
             log_weights=np.log(self.weights[order]),
         )
 
@@ -138,7 +138,7 @@ class Projection:
         tokens = np.arange(width, dtype=np.int32)
         return cls(np.arange(width + 1, dtype=np.int64), tokens, np.ones(width, np.float32), tokens, tokens)
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Refuse a matrix that is no projection.
 
         Raises:
@@ -173,7 +173,7 @@ class Projection:
         """Return what has no counterpart, averaged over the first `tokens` rows."""
         return max(0.0, round(float(1 - self.row_masses[:tokens].mean()), 6)) if tokens else 0.0
 
-    def figures(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         """Return rows, entries and the missing mass of the tokens that the student has."""
         masses = self.row_masses[: self.student_tokens]
         return {

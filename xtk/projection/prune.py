@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.projection.audit import audit_again
+from xtk.projection.coverage_audit import refresh_audit
 from xtk.projection.projection import Projection
 
 
@@ -18,7 +18,7 @@ def prune_projection(
     top_k: int | None = None,
     min_weight: float = 0.0,
     mass: float = 1.0,
-    renormalise: bool = False,
+    renormalize: bool = False,
 ) -> Projection:
     """Keep the heaviest entries of each row.
 
@@ -30,7 +30,7 @@ def prune_projection(
         top_k: entries a row at most; of equal weights the lower teacher id stays. None: all.
         min_weight: entries lighter than this go.
         mass: the heaviest entries that carry this share of the row stay. 1: all.
-        renormalise: scale what is left of a row to the mass that it had. Else the mass is missing, and shown.
+        renormalize: scale what is left of a row to the mass that it had. Else the mass is missing, and shown.
 
     Returns:
         A new projection; pruning it again in the same way changes nothing.
@@ -44,26 +44,26 @@ def prune_projection(
         raise XtkError(f"--min-weight is {min_weight}; weights lie between 0 and 1")
     if not 0 < mass <= 1:
         raise XtkError(f"--mass is {mass}; a share of a row is above 0 and at most 1")
-    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalise}
+    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalize}
     earlier = list(projection.header.get("prunings", []))
     if step in earlier[-1:]:
         return projection
     keep = projection.weights >= np.float32(min_weight)
     if top_k is not None or mass < 1:
-        rank, before = _from_the_heaviest(projection)
+        rank, before = _order_by_weight(projection)
         keep &= rank < (top_k or len(rank) + 1)
         # A rounding above what is carried already is no reason to keep another entry.
-        keep &= (before < mass * projection.row_masses[projection.rows_of_entries] * (1 - 1e-9)) | (mass == 1)
-    pruned = _kept(projection, keep, renormalise)
+        keep &= (before < mass * projection.row_masses[projection.entry_rows] * (1 - 1e-9)) | (mass == 1)
+    pruned = _keep_entries(projection, keep, renormalize)
     pruned = dataclasses.replace(pruned, header={**projection.header, "prunings": [*earlier, step]})
     if keep.all() and "audit" in pruned.header:  # nothing went, so what was told is true
         return pruned
-    return dataclasses.replace(pruned, header={**pruned.header, "audit": audit_again(pruned)})
+    return dataclasses.replace(pruned, header={**pruned.header, "audit": refresh_audit(pruned)})
 
 
-def _from_the_heaviest(projection: Projection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return for each entry how many of its row are heavier, and what those weigh together."""
-    rows, weights = projection.rows_of_entries, projection.weights.astype(np.float64)
+    rows, weights = projection.entry_rows, projection.weights.astype(np.float64)
     order = np.lexsort((projection.teacher_ids, -weights, rows))
     starts = np.repeat(projection.row_offsets[:-1], np.diff(projection.row_offsets))
     sums = np.cumsum(weights[order]) - weights[order]
@@ -73,8 +73,8 @@ def _from_the_heaviest(projection: Projection) -> tuple[NDArray[np.int64], NDArr
     return rank, before
 
 
-def _kept(projection: Projection, keep: NDArray[np.bool_], renormalise: bool) -> Projection:
-    rows = projection.rows_of_entries[keep]
+def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalise: bool) -> Projection:
+    rows = projection.entry_rows[keep]
     weights = projection.weights[keep]
     counts = np.bincount(rows, minlength=projection.student_width)
     if renormalise:

@@ -8,9 +8,9 @@ it needs.
 from __future__ import annotations
 
 REWARDS = {
-    "exact": "xtk.rewards.exact:Exact",
-    "boxed": "xtk.rewards.boxed:Boxed",
-    "regex": "xtk.rewards.formats:Regex",
-    "json": "xtk.rewards.formats:Json",
-    "tests": "xtk.rewards.tests:Tests",
+    "exact": "xtk.rewards.exact_answer:ExactReward",
+    "boxed": "xtk.rewards.boxed_answer:BoxedReward",
+    "regex": "xtk.rewards.regex_and_json:RegexReward",
+    "json": "xtk.rewards.regex_and_json:JsonReward",
+    "tests": "xtk.rewards.code_tests:CodeTestsReward",
 }

@@ -23,12 +23,12 @@ from xtk.errors import XtkError
 
 _START = (
     "import json, sys; package, control, setup = sys.argv[1:]; sys.path.insert(0, package); "
-    "from xtk.rewards.inside import serve; serve(int(control), json.loads(setup))"
+    "from xtk.rewards.sandbox_server import serve; serve(int(control), json.loads(setup))"
 )
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run may use.
 
     Attributes:
@@ -49,7 +49,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended.
 
     Attributes:
@@ -66,20 +66,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TestVerdict:
     """What tests say of code.
 
     Attributes:
-        passed: how many asserts held.
-        asserts: how many there are: those that were evaluated, or those in the text where that is more.
-        good: all were run and all held. None: the tests are broken, or call nothing.
-        code: how the process of the code ended.
+        num_passed: how many asserts held.
+        num_asserts: how many there are: those that were evaluated, or those in the text where that is more.
+        all_passed: all were run and all held. None: the tests are broken, or call nothing.
+        code_outcome: how the process of the code ended.
     """
 
-    passed: int
-    asserts: int
-    good: bool | None
-    code: Outcome
+    num_passed: int
+    num_asserts: int
+    all_passed: bool | None
+    code_outcome: RunOutcome
 
 
 class Sandbox:
@@ -94,15 +94,15 @@ class Sandbox:
         XtkError: this machine cannot build the walls, and `weaker` was not asked for or does not help.
     """
 
-    def __init__(self, limits: Limits | None = None, weaker: bool = False) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: SandboxLimits | None = None, allow_weak_isolation: bool = False) -> None:
+        self.limits = limits or SandboxLimits()
         if sys.platform != "linux":
             raise XtkError("the sandbox needs Linux", hint="run it in a container or a virtual machine with Linux")
         why = self._start(walled=True)
-        self.walled = why is None
+        self.isolated = why is None
         if why is None:
             return
-        if not weaker:
+        if not allow_weak_isolation:
             raise XtkError(
                 "this machine does not let xtk shut code in: no namespaces",
                 where=why,
@@ -121,7 +121,7 @@ class Sandbox:
         here = str(Path(__file__).parent.parent.parent)
         packages = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
         with tempfile.TemporaryDirectory() as folder, theirs:
-            setup = {"walled": walled, "folder": folder, "readable": _readable(packages), "packages": packages}
+            setup = {"walled": walled, "folder": folder, "readable": _readable_folders(packages), "packages": packages}
             arguments = [here, str(theirs.fileno()), json.dumps({**setup, "package": here})]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", _START, *arguments],
@@ -140,13 +140,13 @@ class Sandbox:
         self.close()
         return said or "the process inside ended at once"
 
-    def run(self, code: str) -> Outcome:
+    def run(self, code: str) -> RunOutcome:
         """Run a Python program by itself."""
         return self._outcome(self._send({"role": "program", "code": code}, []))
 
     def test(
         self, code: Sequence[str], tests: str, setup: Sequence[str] = (), entry_point: str = "", partial: bool = False
-    ) -> Verdict:
+    ) -> TestVerdict:
         """Run code in one process and its tests in another, where the code cannot reach them.
 
         Functions that the tests do not define are those of the code. They are called with copies of plain values
@@ -171,7 +171,7 @@ class Sandbox:
         self._outcome(asks)
         passed, failed = said.count(b"+"), said.count(b"-")
         good = None if b"?" in said else said.endswith(b".") and not failed
-        return Verdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(answers))
+        return TestVerdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(answers))
 
     def _send(self, job: dict[str, Any], files: list[int], more_seconds: float = 0) -> int:
         """Have a job started. Return the end of a pipe that will tell its outcome."""
@@ -192,12 +192,12 @@ class Sandbox:
             os.close(written)
         return report
 
-    def _outcome(self, report: int) -> Outcome:
+    def _outcome(self, report: int) -> RunOutcome:
         with os.fdopen(report, "rb") as file:
             text = file.read()
         if not text:
             raise XtkError("the sandbox has ended, or could not start a process")
-        return Outcome(**json.loads(text))
+        return RunOutcome(**json.loads(text))
 
     def close(self) -> None:
         """End it, with all that still runs in it."""
@@ -221,7 +221,7 @@ class Sandbox:
             self.close()
 
 
-def _readable(packages: Sequence[str]) -> list[str]:
+def _readable_folders(packages: Sequence[str]) -> list[str]:
     """Return the folders that Python needs: its library, the packages, the libraries of the system."""
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix) / "lib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-WRITERS = {
-    "transformers": "xtk.rollouts.transformers:TransformersWriter",
-    "vllm": "xtk.rollouts.vllm:VllmWriter",
-    "server": "xtk.rollouts.server:ServerWriter",
+GENERATORS = {
+    "transformers": "xtk.rollouts.transformers_generator:TransformersGenerator",
+    "vllm": "xtk.rollouts.vllm_generator:VllmGenerator",
+    "server": "xtk.rollouts.server_generator:ServerGenerator",
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-EPSILON = 1e-4  # TRL, GRPOTrainer
+STD_EPSILON = 1e-4  # TRL, GRPOTrainer
 
 
 def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray[np.float64]:
@@ -29,4 +29,4 @@ def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray
     if judged.sum() < 2 or np.ptp(values[judged]) == 0:
         return found
     found[judged] = values[judged] - values[judged].mean()
-    return found / (values[judged].std(ddof=1) + EPSILON) if scale else found
+    return found / (values[judged].std(ddof=1) + STD_EPSILON) if scale else found

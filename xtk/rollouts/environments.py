@@ -27,9 +27,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from xtk.errors import XtkError
-from xtk.rewards.specification import LARGEST
-from xtk.tokens.document import readable
-from xtk.user_code import calling, own_object
+from xtk.rewards.reward_spec import LARGEST
+from xtk.tokens.document import replace_surrogates
+from xtk.user_code import load_user_object, user_code_errors
 
 USAGE = "--environment FILE.py:CLASS"
 Answer = TypeVar("Answer")
@@ -45,20 +45,20 @@ class Environment(Protocol):
         """Read a turn of the student's; return what it is answered, and whether the episode is over."""
 
 
-def environment_of(place: str) -> Callable[[], Environment]:
+def load_environment(spec: str) -> Callable[[], Environment]:
     """Return the class of `FILE.py:CLASS`.
 
     Raises:
         XtkError: there is none, or it has no `reset` and `step`.
     """
-    found: Callable[[], Environment] = own_object(place, USAGE, "class")
+    found: Callable[[], Environment] = load_user_object(spec, USAGE, "class")
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
     if missing:
-        raise XtkError(f"{place} has no {' and no '.join(missing)}", hint="docs/how-to/tools.md tells what it needs")
+        raise XtkError(f"{spec} has no {' and no '.join(missing)}", hint="docs/how-to/tools.md tells what it needs")
     return found
 
 
-class Played:
+class CheckedEnvironment:
     """An environment of the user's, its answers checked.
 
     Args:
@@ -70,12 +70,12 @@ class Played:
     """
 
     def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
-        self._own = self._try("__init__", environment)
-        self.role = self._try("role", lambda: str(getattr(self._own, "role", "tool")))
-        self.beginning = self._try("reset", lambda: self._own.reset(copy.deepcopy(record)))
-        if not isinstance(self.beginning, str | None):
-            raise self._wrong("reset", self.beginning, "a text or None")
-        self.beginning = self.beginning and readable(self.beginning)
+        self._environment = self._try("__init__", environment)
+        self.role = self._try("role", lambda: str(getattr(self._environment, "role", "tool")))
+        self.initial_text = self._try("reset", lambda: self._environment.reset(copy.deepcopy(record)))
+        if not isinstance(self.initial_text, str | None):
+            raise self._wrong("reset", self.initial_text, "a text or None")
+        self.initial_text = self.initial_text and replace_surrogates(self.initial_text)
 
     def step(self, text: str) -> tuple[str, bool]:
         """Answer a turn.
@@ -83,12 +83,12 @@ class Played:
         Raises:
             XtkError: it fails, or answers something else than a text and yes or no.
         """
-        found: Any = self._try("step", lambda: self._own.step(text))
+        found: Any = self._try("step", lambda: self._environment.step(text))
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], str):
             raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
         if not isinstance(found[1], bool | np.bool_ | int):
             raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
-        return readable(found[0]), bool(found[1])
+        return replace_surrogates(found[0]), bool(found[1])
 
     def reward(self) -> float | None:
         """Return what the episode is worth: nan if it cannot say, None if environments of its kind say nothing.
@@ -96,7 +96,7 @@ class Played:
         Raises:
             XtkError: it fails, or returns what is no number.
         """
-        judge = self._try("reward", lambda: getattr(self._own, "reward", None))
+        judge = self._try("reward", lambda: getattr(self._environment, "reward", None))
         if judge is None:
             return None
         value = self._try("reward", judge)
@@ -107,7 +107,7 @@ class Played:
         return float(value)
 
     def _try(self, name: str, call: Callable[[], Answer]) -> Answer:
-        with calling(f"{name} of the environment", hint=USAGE):
+        with user_code_errors(f"{name} of the environment", hint=USAGE):
             return call()
 
     def _wrong(self, name: str, value: Any, wanted: str) -> XtkError:

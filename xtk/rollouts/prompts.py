@@ -12,17 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.artifacts.corpus import Corpus
-from xtk.artifacts.records import Record, document_of, prompt_of
+from xtk.artifacts.dataset_records import Record, record_to_document, record_to_prompt
 from xtk.errors import XtkError
 from xtk.rollouts.rollout import Prompt
 from xtk.tokens.document import Conversation, Document
-from xtk.tokens.rendering import PROMPT, Template
+from xtk.tokens.template_rendering import PROMPT_TEMPLATE, SandboxedTemplate
 from xtk.tokens.tokenizer import Tokenizer
 
-OWN_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates
+RESERVED_TEMPLATE_ARGUMENTS = {"messages", "conversation", "tools", "add_generation_prompt"}  # of chat templates
 
 
-class PromptForm:
+class PromptFormat:
     """How a record is put to a model.
 
     Args:
@@ -33,27 +33,27 @@ class PromptForm:
         XtkError: it is no template.
     """
 
-    def __init__(self, template: str = "", *, chat: bool = False) -> None:
-        self._chat = chat
-        self._template = Template(template, PROMPT, template[:200]) if template else None
+    def __init__(self, template: str = "", *, as_chat: bool = False) -> None:
+        self._chat = as_chat
+        self._template = SandboxedTemplate(template, PROMPT_TEMPLATE, template[:200]) if template else None
 
-    def document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
+    def prompt_document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
         """Return what a model is to go on from.
 
         Raises:
             XtkError: the record lacks a field that the template names, or has no prompt.
         """
-        return prompt_of(*self._asked(record, columns, where), where)
+        return record_to_prompt(*self._with_prompt(record, columns, where), where)
 
-    def answered(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
+    def document_with_completion(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
         """Return the same, and behind it the completion that the record has.
 
         Raises:
             XtkError: as `document`; or the record has no completion.
         """
-        own, named = self._asked(record, columns, where)
+        own, named = self._with_prompt(record, columns, where)
         if own is record:
-            return document_of(record, columns, where)
+            return record_to_document(record, columns, where)
         column = columns.get("completion", "completion")
         said = record.get(column)
         if not isinstance(said, str):
@@ -64,31 +64,33 @@ class PromptForm:
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
             said = [{"role": "assistant", "content": said}]
-        return document_of(*_put(own, named, "completion", said), where)
+        return record_to_document(*_set_field(own, named, "completion", said), where)
 
-    def _asked(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
+    def _with_prompt(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
         """Return a record with the prompt as it is put, and the names of its columns; the same if that is its own."""
         if self._template is not None:
-            record, columns = _put(record, columns, "prompt", self._rendered(record, where))
+            record, columns = _set_field(record, columns, "prompt", self._rendered(record, where))
         if self._chat:
             teachers = columns.get("teacher_prompt", "teacher_prompt")
-            alone = prompt_of({**record, teachers: None}, columns, where)  # what only the teacher reads is no text yet
+            alone = record_to_prompt(
+                {**record, teachers: None}, columns, where
+            )  # what only the teacher reads is no text yet
             if alone.conversation is None:
-                record, columns = _put(record, columns, "prompt", _of_user(alone.text))
+                record, columns = _set_field(record, columns, "prompt", _of_user(alone.text))
                 if isinstance(told := record.get(teachers), str):
-                    record, columns = _put(record, columns, "teacher_prompt", _of_user(told))
+                    record, columns = _set_field(record, columns, "teacher_prompt", _of_user(told))
         return record, columns
 
     def _rendered(self, record: Record, where: str) -> str:
         assert self._template is not None
         try:
-            (text,) = self._template.render_all([{str(key): value for key, value in record.items()}])
+            (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
         except XtkError as wrong:
             raise XtkError(wrong.what, where=where, hint=f"fields: {', '.join(map(str, record))}") from None
         return text
 
 
-def _put(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
+def _set_field(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
     """Return a record that has this in a field, in a column that no other field may mean, and the names of columns."""
     column = field
     while column in record:
@@ -102,7 +104,7 @@ def _of_user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def read_template(text: str) -> str:
+def read_prompt_template(text: str) -> str:
     """Return a template of prompts: what a file FILE.jinja holds, without the line feed at its end, or the text itself.
 
     Raises:
@@ -135,32 +137,34 @@ def read_template_arguments(text: str) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise XtkError(f"--chat-template-kwargs is {text!r}, and no JSON object", hint="'{\"enable_thinking\": false}'")
-    if named := OWN_ARGUMENTS & found.keys():
+    if named := RESERVED_TEMPLATE_ARGUMENTS & found.keys():
         raise XtkError(f"--chat-template-kwargs has {', '.join(sorted(named))}, which the data or the command tells")
     return found
 
 
-def read_prompts(corpus: Corpus, limit: int | None = None, form: PromptForm | None = None) -> list[Prompt]:
+def read_prompts(
+    corpus: Corpus, max_prompts: int | None = None, prompt_format: PromptFormat | None = None
+) -> list[Prompt]:
     """Read prompts: `prompt` (text or messages), or `messages` before the last answer, or `text`.
 
     Args:
         corpus: records, with `tools` and `teacher_prompt` if they have them, and the columns of weight and route that
             are asked for.
-        limit: of so many records at most; None: of all.
-        form: how they are put; None: as they stand there.
+        max_prompts: of so many records at most; None: of all.
+        prompt_format: how they are put; None: as they stand there.
 
     Raises:
         XtkError: a record has none of these, or something else in their place.
     """
-    form = form or PromptForm()
+    prompt_format = prompt_format or PromptFormat()
     found: Iterator[Prompt] = (
-        Prompt(number, form.document(record, corpus.columns, where), record)
+        Prompt(number, prompt_format.prompt_document(record, corpus.columns, where), record)
         for number, (record, where) in enumerate(corpus.records())
     )
-    return list(islice(found, limit))
+    return list(islice(found, max_prompts))
 
 
-def prompt_ids(
+def tokenize_prompts(
     tokenizer: Tokenizer, documents: Sequence[Document], template_arguments: Mapping[str, Any] | None = None
 ) -> list[NDArray[np.int32]]:
     """Return the tokens that a student reads before it writes.
@@ -178,12 +182,17 @@ def prompt_ids(
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
     talks = [document.conversation for document in documents if document.conversation is not None]
-    renderings = tokenizer.chat_template.place_all(talks, **arguments) if talks else []
+    renderings = tokenizer.chat_template.render_batch_with_positions(talks, **arguments) if talks else []
     rendered = iter(
         tokenizer.encode_rendered(
             [rendering.text for rendering in renderings],
             [
-                [(at, at + size) for place in rendering.places if place is not None for _, at, size in place.runs]
+                [
+                    (at, at + size)
+                    for place in rendering.content_positions
+                    if place is not None
+                    for _, at, size in place.runs
+                ]
                 for rendering in renderings
             ],
         )
@@ -194,7 +203,7 @@ def prompt_ids(
     ]
 
 
-def ids_between_turns(
+def tokenize_between_turns(
     tokenizer: Tokenizer,
     conversation: Conversation,
     message: Mapping[str, Any],
@@ -208,23 +217,29 @@ def ids_between_turns(
         conversation: its last message is what the student said.
         message: what it is answered.
         ended: whether it drew a token that ends its turn; the template's own is left out then.
-        template_arguments: as in `prompt_ids`.
+        template_arguments: as in `tokenize_prompts`.
 
     Raises:
         XtkError: the template refuses it.
     """
-    text, (start, stop) = tokenizer.chat_template.between_turns(conversation, message, **(template_arguments or {}))
+    text, (start, stop) = tokenizer.chat_template.text_between_turns(
+        conversation, message, **(template_arguments or {})
+    )
     if ended:
-        names = [tokenizer.control_names[token] for token in tokenizer.end_ids if token in tokenizer.control_names]
+        names = [
+            tokenizer.special_token_names[token]
+            for token in tokenizer.end_ids
+            if token in tokenizer.special_token_names
+        ]
         closer = next((name for name in names if text.startswith(name)), "")
         text, start, stop = text[len(closer) :], start - len(closer), stop - len(closer)
     (encoded,) = tokenizer.encode_rendered([text], [[(max(start, 0), stop)] if stop > start else []])
     return encoded.ids
 
 
-def ids_of_text(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
+def tokenize_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
     """Return the tokens of a text that stands behind another one, tokenised by itself."""
     (encoded,) = tokenizer.encode([text])
     ids = encoded.ids
-    own_space = tokenizer.puts_space and len(ids) and tokenizer.vocabulary.spelling(int(ids[0])) == b" "
+    own_space = tokenizer.adds_prefix_space and len(ids) and tokenizer.vocabulary.bytes_of(int(ids[0])) == b" "
     return ids[1:] if own_space and not text.startswith(" ") else ids

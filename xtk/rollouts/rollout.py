@@ -35,8 +35,8 @@ class Rollout:
         document: prompt and completion, with the tokens as they were drawn (`Document.drawn`, with the advantage).
         prompt: the number of the prompt.
         sample: which of its completions this is.
-        finish: how the last turn ended, of `FINISHES`; "turns" where an environment had no more of them to give.
-        turns: how often the student spoke.
+        finish_reason: how the last turn ended, of `FINISHES`; "turns" where an environment had no more of them to give.
+        num_turns: how often the student spoke.
         reward: what it is worth; nan where there are no rewards, or none could judge it.
         rewards: each of them.
         top_ids: for each drawn token, the likeliest tokens in its place, the likeliest first, where they were asked
@@ -46,16 +46,16 @@ class Rollout:
     document: Document
     prompt: int
     sample: int
-    finish: str
-    turns: int = 1
+    finish_reason: str
+    num_turns: int = 1
     reward: float = float("nan")
     rewards: Mapping[str, float] = field(default_factory=dict)
     top_ids: Any = None
 
     @property
-    def unusable(self) -> str:
+    def unusable_reason(self) -> str:
         """Why nothing is learnt from it: it is "empty", or a log-probability is "not finite"; "" if it can be used."""
-        drawn = self.document.drawn
+        drawn = self.document.sampled_tokens
         assert drawn is not None
         if not np.isfinite(drawn.logprobs).all():
             return "not finite"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xtk.tokens.tokenizer import Tokenizer
 
 
-class Watch:
+class StopStringDetector:
     """Reads the tokens of one completion as they are drawn.
 
     Args:
@@ -21,11 +21,11 @@ class Watch:
         self._kept = max(map(len, self._stops), default=1) - 1
         self._tail = b""
 
-    def ends(self, token: int) -> bool:
+    def add_token(self, token: int) -> bool:
         """Read one more token; say whether it completes one of the texts. No text goes on past a control token."""
-        if self._vocabulary.special[token]:
+        if self._vocabulary.special_mask[token]:
             self._tail = b""
             return False
-        text = self._tail + self._vocabulary.spellings[token]
+        text = self._tail + self._vocabulary.bytes_by_id[token]
         self._tail = text[max(0, len(text) - self._kept) :]
         return any(stop in text for stop in self._stops)

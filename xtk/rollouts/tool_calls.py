@@ -31,7 +31,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class MalformedCall:
+class MalformedToolCall:
     """A call that cannot be read.
 
     Attributes:
@@ -41,34 +41,36 @@ class MalformedCall:
     reason: str
 
 
-def tool_calls(text: str, form: str = "tags") -> list[ToolCall | MalformedCall]:
+def parse_tool_calls(text: str, call_format: str = "tags") -> list[ToolCall | MalformedToolCall]:
     """Return the calls in a turn of a model, in order; an empty list if there are none.
 
     Reasoning before the last `</think>` is skipped. Never fails, whatever the text is: a call that cannot be read, is
-    longer than `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or comes after `MAX_CALLS` others is a `MalformedCall`.
+    longer than `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or comes after `MAX_CALLS` others is a
+    `MalformedToolCall`.
 
     Args:
         text: the turn.
-        form: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a turn
+        call_format: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a
+            turn
             that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
 
     Raises:
         ValueError: another form.
     """
-    if form not in ("tags", "json"):
-        raise ValueError(f"no form of tool calls called {form!r}: tags, json")
+    if call_format not in ("tags", "json"):
+        raise ValueError(f"no form of tool calls called {call_format!r}: tags, json")
     text = text.rpartition("</think>")[2]
-    found: list[ToolCall | MalformedCall] = []
-    for content in _tagged(text) if form == "tags" else _separated(text):
+    found: list[ToolCall | MalformedToolCall] = []
+    for content in _tagged(text) if call_format == "tags" else _separated(text):
         if len(found) == MAX_CALLS:
-            return [*found, MalformedCall(f"more than {MAX_CALLS} calls in one turn; the others were not made")]
-        found.append(MalformedCall(content.reason) if isinstance(content, MalformedCall) else _call(content))
+            return [*found, MalformedToolCall(f"more than {MAX_CALLS} calls in one turn; the others were not made")]
+        found.append(MalformedToolCall(content.reason) if isinstance(content, MalformedToolCall) else _call(content))
     return found
 
 
-def _tagged(text: str) -> list[str | MalformedCall]:
+def _tagged(text: str) -> list[str | MalformedToolCall]:
     """Return what is between tags; a tag inside a JSON string is part of the string."""
-    found: list[str | MalformedCall] = []
+    found: list[str | MalformedToolCall] = []
     place = text.find(OPEN)
     while place >= 0 and len(found) <= MAX_CALLS:
         start = place + len(OPEN)
@@ -80,7 +82,7 @@ def _tagged(text: str) -> list[str | MalformedCall]:
                 break
             end = later
         if end < 0 or (0 <= inner < end and not _in_string(text[start:inner])):
-            found.append(MalformedCall(f"the call is not closed with {CLOSE}"))
+            found.append(MalformedToolCall(f"the call is not closed with {CLOSE}"))
             place = inner
             continue
         found.append(text[start:end])
@@ -98,12 +100,12 @@ def _is_closed(string: str) -> bool:
     return len(string) > 1 and re.fullmatch(r'"(?:[^"\\]|\\.)*"', string, re.DOTALL) is not None
 
 
-def _separated(text: str) -> list[str | MalformedCall]:
+def _separated(text: str) -> list[str | MalformedToolCall]:
     """Return the JSON objects that a turn consists of; none if it does not begin with one."""
     text = text.strip().removeprefix(PYTHON_TAG).strip()
     if not text.startswith("{"):
         return []
-    found: list[str | MalformedCall] = []
+    found: list[str | MalformedToolCall] = []
     start = depth = 0
     for match in _BRACKETS.finditer(text):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
@@ -116,24 +118,24 @@ def _separated(text: str) -> list[str | MalformedCall]:
     return [*found, rest] if rest else found
 
 
-def _call(content: str) -> ToolCall | MalformedCall:
+def _call(content: str) -> ToolCall | MalformedToolCall:
     if len(content) > MAX_CHARACTERS:
-        return MalformedCall(f"the call is longer than {MAX_CHARACTERS} characters")
+        return MalformedToolCall(f"the call is longer than {MAX_CHARACTERS} characters")
     depth = deepest = 0
     for match in _BRACKETS.finditer(content):
         depth += {"{": 1, "[": 1, "}": -1, "]": -1}.get(match[0], 0)
         deepest = max(deepest, depth)
     if deepest > MAX_DEPTH:
-        return MalformedCall(f"the call is nested deeper than {MAX_DEPTH} levels")
+        return MalformedToolCall(f"the call is nested deeper than {MAX_DEPTH} levels")
     try:
         read = json.loads(content, parse_constant=_refuse_constant)
     except ValueError as wrong:
-        return MalformedCall(f"the call is not valid JSON: {wrong}")
+        return MalformedToolCall(f"the call is not valid JSON: {wrong}")
     if not isinstance(read, dict) or not isinstance(read.get("name"), str):
-        return MalformedCall('the call is not an object with a "name" and "arguments"')
+        return MalformedToolCall('the call is not an object with a "name" and "arguments"')
     arguments = read.get("arguments", read.get("parameters", {}))
     if not isinstance(arguments, dict):
-        return MalformedCall(f'the "arguments" of {read["name"][:80]} are not an object')
+        return MalformedToolCall(f'the "arguments" of {read["name"][:80]} are not an object')
     return ToolCall(read["name"], arguments)
 
 
@@ -150,7 +152,7 @@ class ToolEnvironment:
 
     Attributes:
         tools: functions by the names that the model calls; called with the arguments by name.
-        form: of the calls, as in `tool_calls`.
+        form: of the calls, as in `parse_tool_calls`.
         max_characters: of an answer; the rest is cut off.
     """
 
@@ -165,7 +167,7 @@ class ToolEnvironment:
 
     def step(self, text: str) -> tuple[str, bool]:
         """Return the answers to the calls in a turn, and whether the episode is over: there was no call."""
-        calls = tool_calls(text, self.form)
+        calls = parse_tool_calls(text, self.form)
         answers = [self._answer(call) for call in calls]
         if len(answers) > 1:
             names = [call.name if isinstance(call, ToolCall) else None for call in calls]
@@ -173,8 +175,8 @@ class ToolEnvironment:
             answers = ["\n".join(json.dumps(line, ensure_ascii=False) for line in lines)]
         return "".join(answers)[: self.max_characters], not calls
 
-    def _answer(self, call: ToolCall | MalformedCall) -> str:
-        if isinstance(call, MalformedCall):
+    def _answer(self, call: ToolCall | MalformedToolCall) -> str:
+        if isinstance(call, MalformedToolCall):
             return f"error: {call.reason}"
         tool = self.tools.get(call.name)
         if tool is None:

@@ -3,5 +3,5 @@
 BACKENDS = {
     "transformers": "xtk.teachers.transformers:TransformersTeacher",
     "vllm": "xtk.teachers.vllm:VllmTeacher",
-    "server": "xtk.teachers.server:ServerTeacher",
+    "server": "xtk.teachers.vllm_server_client:ServerTeacher",
 }

@@ -9,36 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from xtk.errors import XtkError
-from xtk.plain_json import parse_json
-from xtk.tokens.tokenizer_limits import MAX_TOKENS
+from xtk.safe_json import parse_json
+from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
-FILE = "config.json"
-BYTES = 16 << 20
+CONFIG_FILE = "config.json"
+MAX_BYTES = 16 << 20
 # The most that a number may be whose name ends so. The largest models of 2026 have some 130 layers, 262,144 tokens.
-LIMITS = (
+MAX_VALUES = (
     (re.compile(r"vocab_size$"), MAX_TOKENS),
     (re.compile(r"(_layers?|_blocks?)$"), 10_000),
     (re.compile(r"(_size|_dim|_embd|_heads?|_experts?|_rank|d_model|d_ff)$"), 10_000_000),
 )
 # Without these in the right type not even a tokenizer's rows are known.
-WHOLE = re.compile(r"^(vocab_size|num_hidden_layers)$")
+NON_NEGATIVE_INTEGER_KEYS = re.compile(r"^(vocab_size|num_hidden_layers)$")
 # Under these names transformers looks for the code of attention and of experts.
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 _KERNEL = re.compile(r"[^/:\s]+/[^/:\s]+")
 _HINT = "copy or download the model again"
 
 
-def model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """Return the object in a folder's config.json; empty if there is no such file.
 
     Raises:
         XtkError: it is no JSON object, is nested too deeply, or has a number that no model has.
     """
-    path = folder / FILE
+    path = folder / CONFIG_FILE
     if not path.is_file():
         return {}
-    if path.stat().st_size > BYTES:
-        what = f"this configuration has {path.stat().st_size:,} bytes; the limit is {BYTES:,}"
+    if path.stat().st_size > MAX_BYTES:
+        what = f"this configuration has {path.stat().st_size:,} bytes; the limit is {MAX_BYTES:,}"
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
         text = path.read_text(encoding="utf-8")
@@ -48,33 +48,33 @@ def model_config(folder: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         what = f"a configuration is a JSON object, and this is a JSON {type(content).__name__}"
         raise XtkError(what, where=str(path), hint=_HINT)
-    for name, value in _entries(content):
-        _check(name, value, path)
+    for name, value in _walk_config(content):
+        _check_value(name, value, path)
     return content
 
 
-def _entries(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _walk_config(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of everything in a configuration; elements of a list have its name."""
     yield name, content
     if isinstance(content, dict):
         for key, value in content.items():
-            yield from _entries(value, str(key))
+            yield from _walk_config(value, str(key))
     elif isinstance(content, list):
         for value in content:
-            yield from _entries(value, name)
+            yield from _walk_config(value, name)
 
 
-def _check(name: str, value: Any, path: Path) -> None:
+def _check_value(name: str, value: Any, path: Path) -> None:
     if (
-        WHOLE.search(name)
+        NON_NEGATIVE_INTEGER_KEYS.search(name)
         and value is not None
         and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
     ):
-        what = f"{name} is {_short(value)}; it must be a whole number from 0 on"
+        what = f"{name} is {_abbreviated_json(value)}; it must be a whole number from 0 on"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
-    for pattern, limit in LIMITS:
+    for pattern, limit in MAX_VALUES:
         if pattern.search(name):
             if not value <= limit:
                 what = f"{name} is {value:,}; xtk loads models of at most {limit:,}"
@@ -82,15 +82,15 @@ def _check(name: str, value: Any, path: Path) -> None:
             return
 
 
-def _short(value: Any) -> str:
+def _abbreviated_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=True)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def hub_kernels(content: dict[str, Any]) -> list[str]:
+def hub_kernel_repositories(content: dict[str, Any]) -> list[str]:
     """Return the repositories of a hub from which a configuration would have code loaded for attention or experts."""
     found = []
-    for name, value in _entries(content):
+    for name, value in _walk_config(content):
         if _IMPLEMENTATIONS.search(name):
-            found += [one for _, one in _entries(value) if isinstance(one, str) and _KERNEL.search(one)]
+            found += [one for _, one in _walk_config(value) if isinstance(one, str) and _KERNEL.search(one)]
     return sorted(set(found))

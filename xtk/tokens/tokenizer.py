@@ -21,30 +21,30 @@ from numpy.typing import NDArray
 
 from xtk import terminal
 from xtk.errors import XtkError
-from xtk.plain_json import parse_json
-from xtk.tokens.model_config import model_config
-from xtk.tokens.offsets import ends_by_offsets, kept_characters
-from xtk.tokens.tokenizer_limits import backend_errors, check_content, dropout_of
+from xtk.safe_json import parse_json
+from xtk.tokens.model_config import read_model_config
+from xtk.tokens.token_offsets import byte_ends_from_offsets, characters_kept_by_normalizer
+from xtk.tokens.tokenizer_validation import bpe_dropout, check_tokenizer_json, wrap_backend_errors
 from xtk.tokens.vocabulary import (
     BYTE_LEVEL,
-    LETTER_OF_BYTE,
+    BYTE_LEVEL_ENCODER,
     LITERAL,
     METASPACE,
-    METASPACE_LETTER,
+    METASPACE_CHARACTER,
     WORD_PIECE,
-    Vocabulary,
-    read_vocabulary,
+    ByteVocabulary,
+    decode_vocabulary,
 )
 
 if TYPE_CHECKING:
-    from xtk.tokens.chat import ChatTemplate
+    from xtk.tokens.chat_template import ChatTemplate
 
-_told_dropout: set[str] = set()  # fingerprints of tokenizers, in this process
+_dropout_warned: set[str] = set()  # fingerprints of tokenizers, in this process
 
-ROLES = ("bos", "eos", "pad", "unk")
+SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
 
 # What ends a turn of a conversation, as the publishers of the formats write it.
-TURN_ENDS = (
+END_OF_TURN_TOKENS = (
     "<|im_end|>",  # ChatML: openai-python, chatml.md; Qwen
     "<|eot_id|>",  # Llama 3: meta-llama/llama-models, prompt format
     "<|eot|>",  # Llama 4: the same
@@ -55,12 +55,12 @@ TURN_ENDS = (
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedText:
     """The tokens of one text.
 
     Attributes:
         ids: int32 [n].
-        ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
+        byte_ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
             spells nothing of it (a prefix that the tokenizer added) ends where the one before it does;
             of tokens that share a character which a normaliser rewrote, only the last has its end.
         exact: whether the tokens' bytes spell the text, perhaps after a space that the tokenizer put in front.
@@ -68,7 +68,7 @@ class Encoded:
     """
 
     ids: NDArray[np.int32]
-    ends: NDArray[np.int32]
+    byte_ends: NDArray[np.int32]
     exact: bool = True
 
 
@@ -79,35 +79,35 @@ class Tokenizer:
         folder: holds `tokenizer.json`, and beside it the configuration that names the special tokens; or else a file
             of tiktoken, mistral-common or SentencePiece.
         name: how messages call it; the folder if left out.
-        width: rows of the model's embedding, where no configuration in the folder says it.
+        embedding_rows: rows of the model's embedding, where no configuration in the folder says it.
 
     Attributes:
         vocabulary: what each token spells.
         fingerprint: names the tokenizer, whatever folder it lies in: hash of its JSON without `truncation`
             and `padding`, which ordinary calls switch on.
         template_fingerprint: the same for its chat template; None without one.
-        roles: {"bos", "eos", "pad", "unk": id}, as far as it has them.
+        special_token_ids: {"bos", "eos", "pad", "unk": id}, as far as it has them.
         unknown_id: the token that stands for what the tokenizer cannot write; None if it has a token for every text.
-        width: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
+        embedding_rows: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
 
     Raises:
         XtkError: there is no fast tokenizer in the folder, or it cannot be read.
     """
 
-    def __init__(self, folder: str | Path, *, name: str | None = None, width: int | None = None) -> None:
+    def __init__(self, folder: str | Path, *, name: str | None = None, embedding_rows: int | None = None) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
         raw, configuration = self._read_files()
-        with backend_errors("this tokenizer.json cannot be read", str(self.folder)), _no_garbage_collection():
-            content = json.loads(raw, parse_float=_rounded)
-            check_content(content, str(self.folder))
+        with wrap_backend_errors("this tokenizer.json cannot be read", str(self.folder)), _no_garbage_collection():
+            content = json.loads(raw, parse_float=_round_score)
+            check_tokenizer_json(content, str(self.folder))
             self._backend = tokenizers.Tokenizer.from_buffer(raw)
-            self.fingerprint = _fingerprint_of(content)
+            self.fingerprint = _tokenizer_fingerprint(content)
         # Where numbers of added tokens leave a gap, the backend (and so transformers) counts on without it.
         content["added_tokens"] = [
             {**token, "id": self._backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
         ]
-        self._without_dropout(dropout_of(content))
+        self._disable_dropout(bpe_dropout(content))
         self._backend.no_truncation()
         self._backend.no_padding()
         # It adds special tokens, which are not asked for here, and cuts white space off the offsets.
@@ -116,22 +116,22 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self._lock = threading.Lock()  # of that setting, which conversations change for a moment
         self._template = self._read_template(configuration)
-        self.template_fingerprint = _template_fingerprint_of(self._template)
+        self.template_fingerprint = _template_fingerprint(self._template)
         self.vocabulary = self._read_vocabulary(content)
-        self._has_charsmap = "Precompiled" in _types(content.get("normalizer"))
+        self._has_precompiled_charsmap = "Precompiled" in _component_types(content.get("normalizer"))
         self.unknown_id = self._read_unknown_id(content["model"])
-        self._strips = {
+        self._whitespace_stripping = {
             token["id"]: (bool(token.get("lstrip")), bool(token.get("rstrip"))) for token in content["added_tokens"]
         }
         self._role_contents = self._read_role_contents(configuration)
         numbers = {role: self._backend.token_to_id(token) for role, token in self._role_contents.items()}
-        self.roles = {role: int(number) for role, number in numbers.items() if number is not None}
-        self.width = max(len(self.vocabulary), width or _embedding_rows(self.folder))
+        self.special_token_ids = {role: int(number) for role, number in numbers.items() if number is not None}
+        self.embedding_rows = max(len(self.vocabulary), embedding_rows or _configured_vocab_size(self.folder))
         self._raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel to another process as a folder, and be read there."""
-        return partial(Tokenizer, self.folder, name=self.name, width=self.width), ()
+        return partial(Tokenizer, self.folder, name=self.name, embedding_rows=self.embedding_rows), ()
 
     def __len__(self) -> int:
         return len(self.vocabulary)
@@ -139,75 +139,75 @@ class Tokenizer:
     @property
     def start_id(self) -> int | None:
         """The token before the text: bos, or else eos, as models without a bos were trained; or none."""
-        return self.roles.get("bos", self.roles.get("eos"))
+        return self.special_token_ids.get("bos", self.special_token_ids.get("eos"))
 
     @property
     def end_id(self) -> int | None:
         """The token after the text: eos, or none."""
-        return self.roles.get("eos")
+        return self.special_token_ids.get("eos")
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
         """The tokens that end a text or a turn: eos, and whichever of TURN_ENDS it has."""
         special = self.vocabulary.special_tokens
-        turns = {special[name] for name in TURN_ENDS if name in special}
+        turns = {special[name] for name in END_OF_TURN_TOKENS if name in special}
         return frozenset(turns if self.end_id is None else {self.end_id, *turns})
 
     @cached_property
-    def puts_space(self) -> bool:
+    def adds_prefix_space(self) -> bool:
         """Whether it puts a space in front of a text that has none."""
         (letter,) = self.encode(["a"])
-        return b"".join(map(self.vocabulary.spelling, letter.ids.tolist())) == b" a"
+        return b"".join(map(self.vocabulary.bytes_of, letter.ids.tolist())) == b" a"
 
-    def encode(self, texts: Sequence[str]) -> list[Encoded]:
+    def encode(self, texts: Sequence[str]) -> list[EncodedText]:
         """Tokenise texts, without special tokens, and find the byte where each token ends.
 
         Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
-        Where the tokenizer rewrote the text, its own character offsets are used: see `ends_by_offsets`.
+        Where the tokenizer rewrote the text, its own character offsets are used: see `byte_ends_from_offsets`.
         """
-        with self._told(), self._lock:
+        with self._backend_errors(), self._lock:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        results = self._all_by_bytes(texts, [encoding.ids for encoding in encodings])
+        results = self._encode_by_bytes(texts, [encoding.ids for encoding in encodings])
         rewritten = [at for at, encoded in enumerate(results) if not encoded.exact]
         if rewritten:
             some = [texts[at] for at in rewritten]
-            with self._told(), self._lock:
+            with self._backend_errors(), self._lock:
                 encodings = self._backend.encode_batch(some, add_special_tokens=False)
             for at, text, encoding in zip(rewritten, some, encodings, strict=True):
-                results[at] = self._by_offsets(text, encoding)
+                results[at] = self._encode_by_offsets(text, encoding)
         return results
 
     def _encode_one(self, backend: Any, text: str) -> Any:
-        with self._told(), self._lock:
+        with self._backend_errors(), self._lock:
             return backend.encode(text, add_special_tokens=False)
 
-    def _told(self) -> contextlib.AbstractContextManager[None]:
+    def _backend_errors(self) -> contextlib.AbstractContextManager[None]:
         """Return what tells errors of the backend: an unknown token that its model lacks, say."""
-        return backend_errors("this tokenizer cannot encode a text", self.name)
+        return wrap_backend_errors("this tokenizer cannot encode a text", self.name)
 
-    def _without_dropout(self, share: float) -> None:
+    def _disable_dropout(self, share: float) -> None:
         """Switch off merges that are left out at random: the same text has the same tokens, always."""
         if not share:
             return
         self._backend.model.dropout = None
-        if self.fingerprint not in _told_dropout:
-            _told_dropout.add(self.fingerprint)
+        if self.fingerprint not in _dropout_warned:
+            _dropout_warned.add(self.fingerprint)
             terminal.note(f"{self.name}: this tokenizer has a BPE dropout of {share:g}; xtk tokenizes without it")
 
-    def normalise(self, text: str) -> str:
+    def normalize(self, text: str) -> str:
         """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
         normalizer = self._backend.normalizer
-        with self._told():
+        with self._backend_errors():
             return text if normalizer is None else str(normalizer.normalize_str(text))
 
-    def _all_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[Encoded]:
-        from xtk.tokens.kernels import byte_ends_of_all  # numba takes half a second to import
+    def _encode_by_bytes(self, texts: Sequence[str], ids: Sequence[list[int]]) -> list[EncodedText]:
+        from xtk.tokens.alignment_kernels import batch_token_byte_ends  # numba takes half a second to import
 
         raw = [text.encode() for text in texts]
         edges, text_edges = (np.cumsum([0, *map(len, parts)]) for parts in (ids, raw))
         flat = np.fromiter(itertools.chain.from_iterable(ids), np.int32, int(edges[-1]))
-        ends, exact = byte_ends_of_all(
-            self.vocabulary.pool,
+        ends, exact = batch_token_byte_ends(
+            self.vocabulary.token_bytes,
             self.vocabulary.offsets,
             flat,
             edges,
@@ -215,29 +215,31 @@ class Tokenizer:
             text_edges,
         )
         return [
-            Encoded(flat[first:stop], ends[first:stop], spelled)
+            EncodedText(flat[first:stop], ends[first:stop], spelled)
             for (first, stop), spelled in zip(itertools.pairwise(edges.tolist()), exact.tolist(), strict=True)
         ]
 
-    def _by_offsets(self, text: str, encoding: Any) -> Encoded:
+    def _encode_by_offsets(self, text: str, encoding: Any) -> EncodedText:
         backend = self._backend
-        if not self._controls.isdisjoint(encoding.ids):
+        if not self._control_ids.isdisjoint(encoding.ids):
             backend = self._backend_without_controls
             encoding = self._encode_one(backend, text)
-            (encoded,) = self._all_by_bytes([text], [encoding.ids])
+            (encoded,) = self._encode_by_bytes([text], [encoding.ids])
             if encoded.exact:
                 return encoded
-        offsets = self._offsets_past_dropped(backend, text, encoding) if self._has_charsmap else encoding.offsets
-        spellings = [self.vocabulary.spelling(token) for token in encoding.ids]
-        ends = ends_by_offsets(text, offsets, spellings, self.normalise if backend.normalizer else None)
-        return Encoded(np.array(encoding.ids, np.int32), ends, exact=False)
+        offsets = (
+            self._offsets_past_dropped(backend, text, encoding) if self._has_precompiled_charsmap else encoding.offsets
+        )
+        spellings = [self.vocabulary.bytes_of(token) for token in encoding.ids]
+        ends = byte_ends_from_offsets(text, offsets, spellings, self.normalize if backend.normalizer else None)
+        return EncodedText(np.array(encoding.ids, np.int32), ends, exact=False)
 
     def _offsets_past_dropped(self, backend: Any, text: str, encoding: Any) -> Sequence[tuple[int, int]]:
         """Return the tokens' offsets where a charsmap drops characters: the backend's are too low after the first one.
 
         They are those of the text without these characters; or, if that text has other tokens, all tokens together.
         """
-        kept = kept_characters(text, self.normalise)
+        kept = characters_kept_by_normalizer(text, self.normalize)
         if len(kept) == len(text):
             return list(encoding.offsets)
         shorter = self._encode_one(backend, "".join(text[at] for at in kept))
@@ -246,7 +248,7 @@ class Tokenizer:
         return [(kept[start], kept[stop - 1] + 1) if stop > start else (0, 0) for start, stop in shorter.offsets]
 
     @cached_property
-    def _controls(self) -> set[int]:
+    def _control_ids(self) -> set[int]:
         return set(self.vocabulary.special_tokens.values()) - {self.unknown_id}
 
     @cached_property
@@ -260,7 +262,7 @@ class Tokenizer:
         content = json.loads(self._backend.to_str())
         model = content["model"]
         # Those past the model's own pieces stay: the ids of other added tokens are counted on from them.
-        controls = {token for token in self._controls if token < len(model.get("vocab") or [])}
+        controls = {token for token in self._control_ids if token < len(model.get("vocab") or [])}
         if model["type"] == "Unigram":
             for token in controls:
                 model["vocab"][token][0] += self.fingerprint
@@ -271,7 +273,7 @@ class Tokenizer:
         else:
             return self._backend
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
-        with backend_errors("this tokenizer.json cannot be read without its control tokens", self.name):
+        with wrap_backend_errors("this tokenizer.json cannot be read without its control tokens", self.name):
             backend = tokenizers.Tokenizer.from_str(json.dumps(content))
         backend.encode_special_tokens = True
         return backend
@@ -283,7 +285,7 @@ class Tokenizer:
         Raises:
             XtkError: the tokenizer has none.
         """
-        from xtk.tokens.chat import ChatTemplate
+        from xtk.tokens.chat_template import ChatTemplate
 
         if self._template is None:
             raise XtkError(
@@ -294,12 +296,14 @@ class Tokenizer:
         tokens = {f"{role}_token": content for role, content in self._role_contents.items()}
         return ChatTemplate(self._template, tokens, self.name)
 
-    def encode_rendered(self, texts: Sequence[str], contents: Sequence[Sequence[tuple[int, int]]]) -> list[Encoded]:
+    def encode_rendered(
+        self, texts: Sequence[str], content_ranges: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[EncodedText]:
         """Tokenise rendered conversations.
 
         Args:
             texts: conversations in this tokenizer's template.
-            contents: for each the characters `[start, stop)` of it that were written by people and models, in
+            content_ranges: for each the characters `[start, stop)` of it that were written by people and models, in
                 order. A special token that is spelled there is text, and is a token where the template spells it.
 
         Returns:
@@ -308,17 +312,17 @@ class Tokenizer:
         controls = self._control_spellings
         spelled = [
             controls is not None and any(controls.search(text, start, stop) for start, stop in regions)
-            for text, regions in zip(texts, contents, strict=True)
+            for text, regions in zip(texts, content_ranges, strict=True)
         ]
-        with self._told(), self._as_written():
+        with self._backend_errors(), self._parse_special_tokens():
             plain = [text for text, special in zip(texts, spelled, strict=True) if not special]
             encodings = iter(self._backend.encode_batch_fast(plain, add_special_tokens=False))
         return [
             self._around_contents(text, regions) if special else self._between_controls(text, next(encodings))
-            for text, regions, special in zip(texts, contents, spelled, strict=True)
+            for text, regions, special in zip(texts, content_ranges, spelled, strict=True)
         ]
 
-    def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> Encoded:
+    def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> EncodedText:
         """Tokenise a text in which only the control tokens outside of the contents are meant.
 
         What lies between them is tokenised by itself, so a tokenizer that puts a space in front does so each time.
@@ -329,10 +333,12 @@ class Tokenizer:
             for found in self._control_spellings.finditer(text)
             if not any(start < found.end() and found.start() < stop for start, stop in contents)
         ]
-        parts, spelled = self._apart(text, controls)
-        return self._joined(parts, spelled, self.encode(parts))
+        parts, spelled = self._split_at_special_tokens(text, controls)
+        return self._join_parts(parts, spelled, self.encode(parts))
 
-    def _apart(self, text: str, controls: Sequence[tuple[int, int]]) -> tuple[list[str], list[tuple[int, str]]]:
+    def _split_at_special_tokens(
+        self, text: str, controls: Sequence[tuple[int, int]]
+    ) -> tuple[list[str], list[tuple[int, str]]]:
         """Cut a text at its control tokens.
 
         Args:
@@ -345,8 +351,8 @@ class Tokenizer:
         """
         parts, spelled, at = [], [], 0
         for place, token in controls:
-            left, right = self._strips.get(token, (False, False))
-            start, stop = place, place + len(self.control_names[token])
+            left, right = self._whitespace_stripping.get(token, (False, False))
+            start, stop = place, place + len(self.special_token_names[token])
             while left and start > at and text[start - 1].isspace():
                 start -= 1
             while right and stop < len(text) and text[stop].isspace():
@@ -356,12 +362,12 @@ class Tokenizer:
             at = stop
         return [*parts, text[at:]], spelled
 
-    def _joined(self, texts: list[str], controls: list[tuple[int, str]], encoded: list[Encoded]) -> Encoded:
+    def _join_parts(self, texts: list[str], controls: list[tuple[int, str]], encoded: list[EncodedText]) -> EncodedText:
         """Put texts with control tokens between them one after the other."""
         ids, ends, byte = [], [], 0
         for number, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
             ids.append(tokens.ids)
-            ends.append(tokens.ends + byte)
+            ends.append(tokens.byte_ends + byte)
             byte += len(text.encode())
             if number < len(controls):
                 token, spelled = controls[number]
@@ -369,30 +375,30 @@ class Tokenizer:
                 ids.append(np.array([token], np.int32))
                 ends.append(np.array([byte], np.int32))
         exact = all(tokens.exact for tokens in encoded)
-        return Encoded(np.concatenate(ids), np.concatenate(ends).astype(np.int32), exact)
+        return EncodedText(np.concatenate(ids), np.concatenate(ends).astype(np.int32), exact)
 
-    def _between_controls(self, text: str, encoding: Any) -> Encoded:
+    def _between_controls(self, text: str, encoding: Any) -> EncodedText:
         """Find the ends of tokens of a text in which every spelling of a control token is that token."""
         ids = np.array(encoding.ids, np.int32)
-        places = [at for at, token in enumerate(encoding.ids) if token in self._controls]
+        places = [at for at, token in enumerate(encoding.ids) if token in self._control_ids]
         controls, at = [], 0
         for place in places:
             token = int(ids[place])
-            found = text.find(self.control_names[token], at)
+            found = text.find(self.special_token_names[token], at)
             if found < 0:  # a control token that the model found in another spelling: nothing of it can be told apart
-                return Encoded(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
+                return EncodedText(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
             controls.append((found, token))
-            at = found + len(self.control_names[token])
-        parts, spelled = self._apart(text, controls)
+            at = found + len(self.special_token_names[token])
+        parts, spelled = self._split_at_special_tokens(text, controls)
         edges = [-1, *places, len(ids)]
         tokens = [encoding.ids[first + 1 : stop] for first, stop in itertools.pairwise(edges)]
         encoded = [
-            found if found.exact else self._part_alone(part, found.ids)
-            for part, found in zip(parts, self._all_by_bytes(parts, tokens), strict=True)
+            found if found.exact else self._encode_part(part, found.ids)
+            for part, found in zip(parts, self._encode_by_bytes(parts, tokens), strict=True)
         ]
-        return self._joined(parts, spelled, encoded)
+        return self._join_parts(parts, spelled, encoded)
 
-    def _part_alone(self, text: str, ids: NDArray[np.int32]) -> Encoded:
+    def _encode_part(self, text: str, ids: NDArray[np.int32]) -> EncodedText:
         """Find the ends of tokens between control tokens where a normaliser rewrote them: those of the part alone.
 
         A part that has other tokens alone is one stretch, whose tokens all end with it.
@@ -402,10 +408,10 @@ class Tokenizer:
             return alone
         ends = np.zeros(len(ids), np.int32)
         ends[-1:] = len(text.encode())
-        return Encoded(ids, ends, exact=False)
+        return EncodedText(ids, ends, exact=False)
 
     @contextlib.contextmanager
-    def _as_written(self) -> Iterator[None]:
+    def _parse_special_tokens(self) -> Iterator[None]:
         """Take spellings of special tokens for those tokens."""
         with self._lock:
             self._backend.encode_special_tokens = False
@@ -420,11 +426,11 @@ class Tokenizer:
         return re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @cached_property
-    def control_names(self) -> dict[int, str]:
+    def special_token_names(self) -> dict[int, str]:
         """{id: content} of the control tokens, which spell nothing."""
         return {token: content for content, token in self.vocabulary.special_tokens.items()}
 
-    def files(self) -> dict[str, bytes]:
+    def to_files(self) -> dict[str, bytes]:
         """Return {file name: content} of all that it takes to read this tokenizer again."""
         roles = {f"{role}_token": content for role, content in self._role_contents.items()}
         files = {
@@ -433,20 +439,20 @@ class Tokenizer:
         }
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 
-    def spell(self, spellings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
+    def encode_bytes(self, byte_strings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
         """Spell byte strings with this tokenizer's tokens, as it would inside a text.
 
         Args:
-            spellings: whatever a foreign token spells; need not be UTF-8.
+            byte_strings: whatever a foreign token spells; need not be UTF-8.
 
         Returns:
             One array of ids for each; their bytes are exactly the ones asked for. None where this
             tokenizer cannot write them.
         """
-        results: list[NDArray[np.int32] | None] = [None] * len(spellings)
-        if self.vocabulary.family == BYTE_LEVEL:
-            texts = [(at, text) for at, text in enumerate(map(_decoded, spellings)) if text is not None]
-            with self._told(), self._lock:
+        results: list[NDArray[np.int32] | None] = [None] * len(byte_strings)
+        if self.vocabulary.alphabet == BYTE_LEVEL:
+            texts = [(at, text) for at, text in enumerate(map(_decode_or_none, byte_strings)) if text is not None]
+            with self._backend_errors(), self._lock:
                 normalizer = self._backend.normalizer
                 self._backend.normalizer = None  # what a token spells is normalised already
                 try:
@@ -455,29 +461,29 @@ class Tokenizer:
                     self._backend.normalizer = normalizer
             for (at, _), encoding in zip(texts, encodings, strict=True):
                 ids = encoding.ids
-                if self._spells(ids, spellings[at]):
+                if self._spells(ids, byte_strings[at]):
                     results[at] = np.array(ids, np.int32)
-        for at, spelling in enumerate(spellings):
+        for at, spelling in enumerate(byte_strings):
             if results[at] is None:
-                results[at] = self._spell_with_model(spelling)
+                results[at] = self._encode_bytes_with_model(spelling)
         return results
 
     def _spells(self, ids: list[int], spelling: bytes) -> bool:
-        return b"".join(map(self.vocabulary.spellings.__getitem__, ids)) == spelling
+        return b"".join(map(self.vocabulary.bytes_by_id.__getitem__, ids)) == spelling
 
-    def _spell_with_model(self, spelling: bytes) -> NDArray[np.int32] | None:
+    def _encode_bytes_with_model(self, spelling: bytes) -> NDArray[np.int32] | None:
         """Spell with the merges alone, past the pre-tokenizer; byte by byte where even that fails."""
-        family = self.vocabulary.family
-        text = _decoded(spelling)
+        family = self.vocabulary.alphabet
+        text = _decode_or_none(spelling)
         written: str | None
         if family == BYTE_LEVEL:
-            written = "".join(LETTER_OF_BYTE[byte] for byte in spelling)
+            written = "".join(BYTE_LEVEL_ENCODER[byte] for byte in spelling)
         elif text is None:
             written = None
         else:
-            written = text.replace(" ", METASPACE_LETTER) if family == METASPACE else text
+            written = text.replace(" ", METASPACE_CHARACTER) if family == METASPACE else text
         if written:
-            with self._told():
+            with self._backend_errors():
                 ids = [token.id for token in self._backend.model.tokenize(written)]
             if ids and self._spells(ids, spelling):
                 return np.array(ids, np.int32)
@@ -490,7 +496,7 @@ class Tokenizer:
     def _read_files(self) -> tuple[bytes, dict[str, Any]]:
         """Return tokenizer.json and the configuration beside it, made from another format where there is none."""
         path = self.folder / "tokenizer.json"
-        configuration = _json_of(self.folder / "tokenizer_config.json")
+        configuration = _read_json(self.folder / "tokenizer_config.json")
         if path.is_file():
             return path.read_bytes(), configuration
         if not self.folder.is_dir():
@@ -499,9 +505,9 @@ class Tokenizer:
                 where=str(self.folder),
                 hint="a folder that holds tokenizer.json; check the spelling",
             )
-        from xtk.tokens.formats import files_of_other_formats
+        from xtk.tokens.tokenizer_formats import convert_tokenizer_files
 
-        files = files_of_other_formats(self.folder)
+        files = convert_tokenizer_files(self.folder)
         if files is not None:
             return files["tokenizer.json"], {**json.loads(files["tokenizer_config.json"]), **configuration}
         slow = [name for name in ("vocab.json", "vocab.txt")
@@ -519,16 +525,16 @@ class Tokenizer:
             hint="copy tokenizer.json and tokenizer_config.json of the model into it",
         )
 
-    def _read_vocabulary(self, content: dict[str, Any]) -> Vocabulary:
+    def _read_vocabulary(self, content: dict[str, Any]) -> ByteVocabulary:
         added, model = content["added_tokens"], content["model"]
-        return read_vocabulary(
-            _family(content),
+        return decode_vocabulary(
+            _token_alphabet(content),
             self._tokens_in_order(content, added),
-            literal={token["id"]: token["content"] for token in added},
-            special={token["content"]: token["id"] for token in added if token.get("special")},
+            added_tokens={token["id"]: token["content"] for token in added},
+            special_tokens={token["content"]: token["id"] for token in added if token.get("special")},
             byte_fallback=bool(model.get("byte_fallback")),
-            word_mark=model.get("continuing_subword_prefix") or "",
-            end_mark=model.get("end_of_word_suffix") or "",
+            subword_prefix=model.get("continuing_subword_prefix") or "",
+            word_suffix=model.get("end_of_word_suffix") or "",
         )
 
     def _read_unknown_id(self, model: dict[str, Any]) -> int | None:
@@ -541,18 +547,18 @@ class Tokenizer:
         table: dict[str, int] = content["model"].get("vocab")
         added_ids = {token["content"]: token["id"] for token in added}
         if isinstance(table, dict):
-            told = list(table) if list(table.values()) == list(range(len(table))) else _by_number(table)
+            told = list(table) if list(table.values()) == list(range(len(table))) else _tokens_by_id(table)
             told += [None] * (max(added_ids.values(), default=-1) + 1 - len(told))
             for token, number in added_ids.items():
                 told[number] = token
             if len(told) - told.count(None) == self._backend.get_vocab_size(with_added_tokens=True):
                 return told
-        return _by_number(self._backend.get_vocab(with_added_tokens=True))
+        return _tokens_by_id(self._backend.get_vocab(with_added_tokens=True))
 
     def _read_role_contents(self, configuration: dict[str, Any]) -> dict[str, str]:
-        fallback = _json_of(self.folder / "special_tokens_map.json")
+        fallback = _read_json(self.folder / "special_tokens_map.json")
         roles = {}
-        for role in ROLES:
+        for role in SPECIAL_TOKEN_ROLES:
             value = configuration.get(f"{role}_token", fallback.get(f"{role}_token"))
             token = value.get("content") if isinstance(value, dict) else value
             if isinstance(token, str) and self._backend.token_to_id(token) is not None:
@@ -585,26 +591,26 @@ def _no_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _by_number(table: dict[str, int]) -> list[str | None]:
+def _tokens_by_id(table: dict[str, int]) -> list[str | None]:
     token_of_id: list[str | None] = [None] * (max(table.values(), default=-1) + 1)
     for token, number in table.items():
         token_of_id[number] = token
     return token_of_id
 
 
-def _decoded(spelling: bytes) -> str | None:
+def _decode_or_none(spelling: bytes) -> str | None:
     try:
         return spelling.decode()
     except UnicodeDecodeError:
         return None
 
 
-def _rounded(number: str) -> float:
+def _round_score(number: str) -> float:
     # The scores of Unigram pieces lose their last digits whenever a tokenizer is read and saved; its name must not.
     return float(f"{float(number):.6g}")
 
 
-def _fingerprint_of(content: dict[str, Any]) -> str:
+def _tokenizer_fingerprint(content: dict[str, Any]) -> str:
     identity = {key: value for key, value in content.items() if key not in ("truncation", "padding")}
     return "sha256:" + hashlib.sha256(_canonical_json(identity).encode()).hexdigest()
 
@@ -618,11 +624,11 @@ def _canonical_json(content: Any) -> str:
     return "{" + ",".join(f"{json.dumps(key)}:{_canonical_json(content[key])}" for key in sorted(content)) + "}"
 
 
-def _template_fingerprint_of(template: str | None) -> str | None:
+def _template_fingerprint(template: str | None) -> str | None:
     return None if template is None else "sha256:" + hashlib.sha256(json.dumps(template).encode()).hexdigest()
 
 
-def _json_of(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
@@ -635,22 +641,22 @@ def _json_of(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _embedding_rows(folder: Path) -> int:
-    configuration = model_config(folder)
+def _configured_vocab_size(folder: Path) -> int:
+    configuration = read_model_config(folder)
     text = configuration.get("text_config")
     rows = configuration.get("vocab_size") or (text.get("vocab_size") if isinstance(text, dict) else None)
     return int(rows or 0)
 
 
-def _family(content: dict[str, Any]) -> str:
+def _token_alphabet(content: dict[str, Any]) -> str:
     parts = [content.get("pre_tokenizer"), content.get("decoder"), content.get("normalizer")]
-    kinds = {kind for part in parts for kind in _types(part)}
+    kinds = {kind for part in parts for kind in _component_types(part)}
     if "ByteLevel" in kinds:
         return BYTE_LEVEL
     if (
         "Metaspace" in kinds
         or content.get("model", {}).get("byte_fallback")
-        or METASPACE_LETTER in json.dumps(parts, ensure_ascii=False)
+        or METASPACE_CHARACTER in json.dumps(parts, ensure_ascii=False)
     ):
         return METASPACE
     if "WordPiece" in kinds or content.get("model", {}).get("type") == "WordPiece":
@@ -658,12 +664,12 @@ def _family(content: dict[str, Any]) -> str:
     return LITERAL
 
 
-def _types(part: Any) -> Iterator[str]:
+def _component_types(part: Any) -> Iterator[str]:
     if isinstance(part, dict):
         if isinstance(part.get("type"), str):
             yield part["type"]
         for value in part.values():
-            yield from _types(value)
+            yield from _component_types(value)
     elif isinstance(part, list):
         for value in part:
-            yield from _types(value)
+            yield from _component_types(value)

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 BYTE_LEVEL, METASPACE, WORD_PIECE, LITERAL = "byte-level", "metaspace", "word-piece", "literal"
-METASPACE_LETTER = "▁"
-_LONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+METASPACE_CHARACTER = "▁"
+_BYTE_FALLBACK_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[int, int]:
@@ -31,99 +31,102 @@ def _byte_level_alphabet() -> dict[int, int]:
     return letters
 
 
-BYTE_OF_LETTER = _byte_level_alphabet()
-LETTER_OF_BYTE = {byte: chr(letter) for letter, byte in BYTE_OF_LETTER.items()}
+BYTE_LEVEL_DECODER = _byte_level_alphabet()
+BYTE_LEVEL_ENCODER = {byte: chr(letter) for letter, byte in BYTE_LEVEL_DECODER.items()}
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class ByteVocabulary:
     """The bytes of every token, as one pool.
 
     Attributes:
-        family: the alphabet that the tokens are written in.
-        pool: uint8, the bytes of all tokens one after the other, in the order of ids.
+        alphabet: the alphabet that the tokens are written in.
+        token_bytes: uint8, the bytes of all tokens one after the other, in the order of ids.
         offsets: int64 [V+1], token i spells `pool[offsets[i]:offsets[i + 1]]`.
-        special: bool [V], control tokens (bos, eos, turn markers): they spell no text.
+        special_mask: bool [V], control tokens (bos, eos, turn markers): they spell no text.
         special_tokens: {content: id} of the control tokens.
-        lone_byte: bool [V], byte-fallback tokens such as "<0xE6>".
+        byte_fallback_mask: bool [V], byte-fallback tokens such as "<0xE6>".
     """
 
-    family: str
-    pool: NDArray[np.uint8]
+    alphabet: str
+    token_bytes: NDArray[np.uint8]
     offsets: NDArray[np.int64]
-    special: NDArray[np.bool_]
+    special_mask: NDArray[np.bool_]
     special_tokens: Mapping[str, int]
-    lone_byte: NDArray[np.bool_]
+    byte_fallback_mask: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @cached_property
-    def lengths(self) -> NDArray[np.int32]:
+    def byte_lengths(self) -> NDArray[np.int32]:
         """int32 [V], how many bytes each token spells."""
         return np.diff(self.offsets).astype(np.int32)
 
-    def spelling(self, token: int) -> bytes:
+    def bytes_of(self, token: int) -> bytes:
         """Return the bytes that one token spells; none for a control token."""
-        return self.pool[self.offsets[token] : self.offsets[token + 1]].tobytes()
+        return self.token_bytes[self.offsets[token] : self.offsets[token + 1]].tobytes()
 
     @cached_property
-    def spellings(self) -> list[bytes]:
+    def bytes_by_id(self) -> list[bytes]:
         """The bytes of every token, in the order of ids."""
-        whole = self.pool.tobytes()
+        whole = self.token_bytes.tobytes()
         ends = self.offsets.tolist()
         return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
     @cached_property
-    def spells_texts(self) -> bool:
+    def is_text_decodable(self) -> bool:
         """Whether tokens put one behind the other spell a text: those of vocabularies without spaces do not."""
-        return self.family != WORD_PIECE and bool((self.pool == ord(" ")).any())
+        return self.alphabet != WORD_PIECE and bool((self.token_bytes == ord(" ")).any())
 
     @cached_property
     def token_of_bytes(self) -> dict[bytes, int]:
         """{bytes: id}: of tokens that spell the same, an ordinary one before a byte-fallback one, then the lowest."""
-        spellings = self.spellings
-        last_first = [*np.flatnonzero(self.lone_byte)[::-1].tolist(), *np.flatnonzero(~self.lone_byte)[::-1].tolist()]
+        spellings = self.bytes_by_id
+        last_first = [
+            *np.flatnonzero(self.byte_fallback_mask)[::-1].tolist(),
+            *np.flatnonzero(~self.byte_fallback_mask)[::-1].tolist(),
+        ]
         table = dict(zip(map(spellings.__getitem__, last_first), last_first, strict=True))
         table.pop(b"", None)
         return table
 
 
-def read_vocabulary(
-    family: str,
+def decode_vocabulary(
+    alphabet: str,
     token_of_id: Sequence[str | None],
-    literal: Mapping[int, str],
-    special: Mapping[str, int],
+    added_tokens: Mapping[int, str],
+    special_tokens: Mapping[str, int],
     *,
     byte_fallback: bool = True,
-    word_mark: str = "##",
-    end_mark: str = "",
-) -> Vocabulary:
+    subword_prefix: str = "##",
+    word_suffix: str = "",
+) -> ByteVocabulary:
     """Decode a vocabulary into bytes.
 
     Args:
-        family: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
+        alphabet: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
         token_of_id: each token as its tokenizer writes it; None where an id has no token.
-        literal: {id: text} of added tokens, which stand for themselves in every family.
-        special: {content: id} of control tokens.
+        added_tokens: {id: text} of added tokens, which stand for themselves in every family.
+        special_tokens: {content: id} of control tokens.
         byte_fallback: whether METASPACE writes a lone byte as "<0x41>". To a model without, that is ordinary text.
-        word_mark: what WORD_PIECE writes in front of a piece that goes on inside a word.
-        end_mark: what the model writes behind the last piece of a word, in any family: "</w>", say.
+        subword_prefix: what WORD_PIECE writes in front of a piece that goes on inside a word.
+        word_suffix: what the model writes behind the last piece of a word, in any family: "</w>", say.
     """
     written = [token or "" for token in token_of_id]
-    if end_mark:
-        written = [token.removesuffix(end_mark) for token in written]
-    for token in literal:
+    if word_suffix:
+        written = [token.removesuffix(word_suffix) for token in written]
+    for token in added_tokens:
         written[token] = ""
-    if family == BYTE_LEVEL:
+    if alphabet == BYTE_LEVEL:
         pieces = _decode_byte_level(written)
-    elif family == METASPACE:
+    elif alphabet == METASPACE:
         pieces = _decode_metaspace(written, byte_fallback)
     else:
-        mark = word_mark if family == WORD_PIECE else ""
+        mark = subword_prefix if alphabet == WORD_PIECE else ""
         pieces = [token.removeprefix(mark).encode("utf-8", "replace") for token in written]
-    controls = set(special.values())
-    for token, text in literal.items():
+    controls = set(special_tokens.values())
+    for token, text in added_tokens.items():
         pieces[token] = b"" if token in controls else text.encode("utf-8", "replace")
     for token in controls:
         pieces[token] = b""
@@ -131,23 +134,25 @@ def read_vocabulary(
     mask = np.zeros(len(pieces), np.bool_)
     mask[list(controls)] = True
     lone = np.zeros(len(pieces), np.bool_)
-    if family == METASPACE and byte_fallback:
-        lone[[at for at, token in enumerate(written) if len(token) == 6 and _LONE_BYTE.fullmatch(token)]] = True
-    vocabulary = Vocabulary(
-        family=family,
-        pool=np.frombuffer(b"".join(pieces), np.uint8),
+    if alphabet == METASPACE and byte_fallback:
+        lone[[at for at, token in enumerate(written) if len(token) == 6 and _BYTE_FALLBACK_TOKEN.fullmatch(token)]] = (
+            True
+        )
+    vocabulary = ByteVocabulary(
+        alphabet=alphabet,
+        token_bytes=np.frombuffer(b"".join(pieces), np.uint8),
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]),
-        special=mask,
-        special_tokens=dict(special),
-        lone_byte=lone,
+        special_mask=mask,
+        special_tokens=dict(special_tokens),
+        byte_fallback_mask=lone,
     )
-    vocabulary.__dict__["spellings"] = pieces  # what the cached property would cut out of the pool again
+    vocabulary.__dict__["bytes_by_id"] = pieces  # what the cached property would cut out of the pool again
     return vocabulary
 
 
 def _decode_byte_level(written: list[str]) -> list[bytes]:
     try:  # one letter is one byte, so the whole vocabulary is translated at once
-        whole = "".join(written).translate(BYTE_OF_LETTER).encode("latin-1")
+        whole = "".join(written).translate(BYTE_LEVEL_DECODER).encode("latin-1")
     except UnicodeEncodeError:
         return [_byte_level_or_literal(token) for token in written]
     ends = [0, *itertools.accumulate(map(len, written))]
@@ -155,14 +160,14 @@ def _decode_byte_level(written: list[str]) -> list[bytes]:
 
 
 def _byte_level_or_literal(token: str) -> bytes:
-    if all(ord(letter) in BYTE_OF_LETTER for letter in token):
-        return token.translate(BYTE_OF_LETTER).encode("latin-1")
+    if all(ord(letter) in BYTE_LEVEL_DECODER for letter in token):
+        return token.translate(BYTE_LEVEL_DECODER).encode("latin-1")
     return token.encode("utf-8", "replace")
 
 
 def _decode_metaspace(written: list[str], byte_fallback: bool) -> list[bytes]:
     pieces = []
     for token in written:
-        lone = _LONE_BYTE.fullmatch(token) if byte_fallback and len(token) == 6 else None
-        pieces.append(bytes([int(lone[1], 16)]) if lone else token.replace(METASPACE_LETTER, " ").encode())
+        lone = _BYTE_FALLBACK_TOKEN.fullmatch(token) if byte_fallback and len(token) == 6 else None
+        pieces.append(bytes([int(lone[1], 16)]) if lone else token.replace(METASPACE_CHARACTER, " ").encode())
     return pieces

@@ -13,22 +13,22 @@ import torch
 
 from xtk.artifacts.corpus import Corpus
 from xtk.errors import XtkError
-from xtk.evaluation.answers import Share, answer, check_judges
-from xtk.evaluation.harness import BATCH_SIZE, Asking, Harness, kept_random_states
-from xtk.evaluation.local_tasks import read_tasks
-from xtk.lookup import unknown
-from xtk.models.causal_lm import Cut
-from xtk.options import filled, names_of
-from xtk.rewards.specification import Rewards, parse_reward
-from xtk.rollouts.prompts import PromptForm, read_prompts, read_template, read_template_arguments
-from xtk.rollouts.transformers import TransformersWriter
-from xtk.rollouts.writer import Sampling
+from xtk.evaluation.generated_answers import ProcessShare, check_rewards_apply, evaluate_answers
+from xtk.evaluation.lm_eval_harness import BATCH_SIZE, Harness, HarnessConfig, preserve_random_states
+from xtk.evaluation.local_tasks import parse_tasks
+from xtk.models.causal_lm import BackboneWithHead
+from xtk.option_specs import from_options, option_names
+from xtk.registry import unknown_name_error
+from xtk.rewards.reward_spec import WeightedRewards, parse_reward
+from xtk.rollouts.generator_interface import SamplingConfig
+from xtk.rollouts.prompts import PromptFormat, read_prompt_template, read_prompts, read_template_arguments
+from xtk.rollouts.transformers_generator import TransformersGenerator
 from xtk.tokens.tokenizer import Tokenizer
-from xtk.training import processes
-from xtk.training.layout import Layout
-from xtk.training.student_writer import precision
+from xtk.training import distributed
+from xtk.training.parallel_config import ParallelConfig
+from xtk.training.student_generator import autocast
 
-FIGURES = ("avg@", "pass@", "truncated", "mean_length")
+LOGGED_METRICS = ("avg@", "pass@", "truncated", "mean_length")
 
 
 class EvalTask(Protocol):
@@ -36,7 +36,7 @@ class EvalTask(Protocol):
 
     names: tuple[str, ...]
 
-    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+    def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Return figures by their names; every process of a run gets all of them."""
 
 
@@ -74,7 +74,7 @@ class HarnessOptions:
     seed: int = 0
 
 
-class Problems:
+class RewardProblems:
     """Problems, read and ready to be asked.
 
     Args:
@@ -95,26 +95,27 @@ class Problems:
         self.names: tuple[str, ...] = (options.name or Path(data).name.partition(".")[0],)
         self._options = options
         corpus = Corpus([data], {"prompt": options.prompt} if options.prompt else {})
-        form = PromptForm(read_template(options.prompt_template), chat=options.apply_chat_template)
+        form = PromptFormat(read_prompt_template(options.prompt_template), as_chat=options.apply_chat_template)
         self._prompts = read_prompts(corpus, options.max_prompts or None, form)
-        self._sampling = Sampling(options.temperature, options.top_p, options.top_k, options.max_completion_length,
+        self._sampling = SamplingConfig(options.temperature, options.top_p, options.top_k,
+            options.max_completion_length,
                                   (options.stop,) if options.stop else ())  # fmt: skip
         self._template_arguments = read_template_arguments(options.chat_template_kwargs)
-        self._rewards = Rewards([parse_reward(options.reward)])
-        check_judges(self._rewards, self._prompts)
+        self._rewards = WeightedRewards([parse_reward(options.reward)])
+        check_rewards_apply(self._rewards, self._prompts)
 
-    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+    def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Let the student answer, each process its share, and judge that."""
         options = self._options
-        writer = TransformersWriter(model, tokenizer, batch_tokens=options.batch_tokens)
-        found = answer(self._prompts, writer, tokenizer, self._sampling, self._rewards, seed=options.seed,
+        writer = TransformersGenerator(model, tokenizer, batch_tokens=options.batch_tokens)
+        found = evaluate_answers(self._prompts, writer, tokenizer, self._sampling, self._rewards, seed=options.seed,
                        num_generations=options.num_generations, template_arguments=self._template_arguments,
-                       share=share)  # fmt: skip
-        record = {key: value for key, value in found.record().items() if key.startswith(FIGURES)}
+                       process_share=process_share)  # fmt: skip
+        record = {key: value for key, value in found.to_json().items() if key.startswith(LOGGED_METRICS)}
         return {f"{self.names[0]}/{key}": float(value) for key, value in record.items() if value is not None}
 
 
-class HarnessTasks:
+class HarnessEvalTasks:
     """Tasks of the harness, read and ready to be asked.
 
     Args:
@@ -122,15 +123,15 @@ class HarnessTasks:
         options: how they are asked.
 
     Raises:
-        XtkError: as `Harness` and `read_tasks`.
+        XtkError: as `Harness` and `parse_tasks`.
     """
 
     def __init__(self, tasks: str, options: HarnessOptions) -> None:
-        self.names, folders = read_tasks(tasks)
+        self.names, folders = parse_tasks(tasks)
         self._harness = Harness(
-            Asking(
+            HarnessConfig(
                 tasks=self.names,
-                folders=folders,
+                task_folders=folders,
                 include_path=options.include_path,
                 num_fewshot=options.num_fewshot if options.num_fewshot >= 0 else None,
                 limit=options.max_prompts,
@@ -141,17 +142,17 @@ class HarnessTasks:
             )
         )
 
-    def ask(self, model: Any, tokenizer: Tokenizer, share: Share) -> dict[str, float]:
+    def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
         """Ask the student, each process its share of the requests."""
-        scores = self._harness.ask(model, tokenizer, keep_samples=False, share=share)
+        scores = self._harness.evaluate(model, tokenizer, keep_samples=False, process_share=process_share)
         found: dict[str, float] = {}
-        for task in scores.top:
-            for metric, (value, error) in scores.values[task].items():
+        for task in scores.top_level_tasks:
+            for metric, (value, error) in scores.metrics[task].items():
                 found |= {f"{task}/{metric}": value, f"{task}/{metric}_error": error}
         return {name: value for name, value in found.items() if math.isfinite(value)}
 
 
-def read_eval_task(text: str) -> EvalTask:
+def parse_eval_task(text: str) -> EvalTask:
     """Read `gsm8k,mmlu=FOLDER:num_fewshot=5`, tasks, or `FILE.jsonl:reward=exact`, problems.
 
     A comma begins another option only before the name of one and `=`, so that rewards and templates may have commas.
@@ -159,35 +160,35 @@ def read_eval_task(text: str) -> EvalTask:
     Raises:
         XtkError: there is no such option, or what it names cannot be read.
     """
-    known = sorted({*names_of(ProblemOptions), *names_of(HarnessOptions)})
+    known = sorted({*option_names(ProblemOptions), *option_names(HarnessOptions)})
     one = "|".join(name.replace("-", "[-_]") for name in known)
     found = re.search(rf":(?=(?:{one})=)", text)
     place, told = (text[: found.start()], text[found.end() :]) if found else (text, "")
     stray = re.search(r":([a-z][a-z_-]*)=", place)
     if stray is not None:
-        raise unknown("option of --eval-tasks", stray[1], known)
+        raise unknown_name_error("option of --eval-tasks", stray[1], known)
     pairs = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", told) if option)
     options = {key.replace("_", "-"): value for key, value in pairs.items()}
     kind: type[ProblemOptions | HarnessOptions] = ProblemOptions if "reward" in options else HarnessOptions
     for key in options:
-        if key not in names_of(kind):
+        if key not in option_names(kind):
             others = "problems, which have a reward" if kind is HarnessOptions else "tasks of lm-evaluation-harness"
             raise XtkError(f"the option {key} is of {others}", where=f"--eval-tasks {text}")
-    own = filled(kind, options, text, "task")
+    own = from_options(kind, options, text, "task")
     if isinstance(own, ProblemOptions):
-        return Problems(place, own)
+        return RewardProblems(place, own)
     if Path(place).is_file():
         raise XtkError("nothing judges these answers", where=place, hint=f"--eval-tasks {place}:reward=exact")
-    return HarnessTasks(place, own)
+    return HarnessEvalTasks(place, own)
 
 
-def read_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
+def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     """Read several.
 
     Raises:
-        XtkError: as `read_eval_task`; or two have one name.
+        XtkError: as `parse_eval_task`; or two have one name.
     """
-    tasks = tuple(map(read_eval_task, texts))
+    tasks = tuple(map(parse_eval_task, texts))
     names = [name for task in tasks for name in task.names]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -195,21 +196,21 @@ def read_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
     return tasks
 
 
-def check_asked(tasks: Sequence[EvalTask], layout: Layout) -> None:
+def check_supports_eval_tasks(tasks: Sequence[EvalTask], parallel: ParallelConfig) -> None:
     """Refuse a student that cannot answer in the way in which it is cut.
 
     Raises:
         XtkError: it is cut over processes.
     """
-    if tasks and layout.sharded:
+    if tasks and parallel.is_sharded:
         raise XtkError(
-            f"a student that is cut over processes ({layout}) answers no --eval-tasks: all would have to take each "
+            f"a student that is cut over processes ({parallel}) answers no --eval-tasks: all would have to take each "
             "token together",
             hint="xtk evaluate, on the student or its checkpoints; or replicas, --parallel dp=N",
         )
 
 
-class Examination:
+class TaskEvaluator:
     """Asks a student, as it is; every process of the run has to make one, and to call it as often.
 
     Args:
@@ -219,15 +220,17 @@ class Examination:
         mixed_precision: of the run.
     """
 
-    def __init__(self, tasks: Sequence[EvalTask], cut: Cut, tokenizer: Tokenizer, mixed_precision: str) -> None:
-        self._tasks, self._model, self._tokenizer, self._precision = tasks, cut.model, tokenizer, mixed_precision
+    def __init__(
+        self, tasks: Sequence[EvalTask], student: BackboneWithHead, tokenizer: Tokenizer, mixed_precision: str
+    ) -> None:
+        self._tasks, self._model, self._tokenizer, self._precision = tasks, student.model, tokenizer, mixed_precision
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return what metrics are called, and what they are; the same in every process."""
-        share = Share(processes.rank(), processes.number(), processes.told_by_all)
+        share = ProcessShare(distributed.rank(), distributed.world_size(), distributed.all_gather_object)
         found: dict[str, float] = {}
-        with kept_random_states(), precision(self._precision, self._model.device):
+        with preserve_random_states(), autocast(self._precision, self._model.device):
             for task in self._tasks:
-                found |= task.ask(self._model, self._tokenizer, share)
+                found |= task.evaluate(self._model, self._tokenizer, share)
         return {f"eval_{name}": value for name, value in found.items()}

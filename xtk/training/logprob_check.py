@@ -11,28 +11,30 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from xtk.errors import Mismatch, XtkError
-from xtk.evaluation.rows import read_rows
-from xtk.models.head import Head
+from xtk.errors import MismatchError, XtkError
+from xtk.evaluation.token_logprobs import compute_token_logprobs
+from xtk.models.output_head import OutputHead
 from xtk.rollouts.rollout import Rollout
-from xtk.training.batches import laid_out
-from xtk.training.layout import Layout
-from xtk.training.student import read_student, reshard
+from xtk.training.micro_batches import pad_or_pack
+from xtk.training.parallel_config import ParallelConfig
+from xtk.training.student_module import forward_student, reshard_weights
 
-ROLLOUTS_COMPARED = 4
+ROLLOUTS_TO_COMPARE = 4
 # Mean absolute differences, nats a token. Measured with equal weights: float32 1e-7 to 1e-6, an engine in bfloat16
 # 0.034 on small models with random weights. The output head of one step before: 0.004 to 0.01 there, up to 2 later.
-BOUND, BOUND_FLOAT32 = 0.1, 0.001
-LIKE_FLOAT32 = 1e-4  # an engine that was as close as this computes in float32, from then on the second bound holds
+MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32 = 0.1, 0.001
+FLOAT32_DIFFERENCE = (
+    1e-4  # an engine that was as close as this computes in float32, from then on the second bound holds
+)
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A rollout as the student reads it; as `xtk.training.student.Rows`."""
+    """A rollout as the student reads it; as `xtk.training.student_module.TokenBatch`."""
 
     input_ids: NDArray[np.int64]
-    lengths: tuple[int, ...] | None
-    places: NDArray[np.int64]
+    document_lengths: tuple[int, ...] | None
+    loss_positions: NDArray[np.int64]
 
 
 class LogprobCheck:
@@ -45,9 +47,9 @@ class LogprobCheck:
         device: of this process.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout, packing: int, device: torch.device) -> None:
-        self._model, self._layout, self._packing, self._device = model, layout, packing, device
-        self.bound = BOUND
+    def __init__(self, model: nn.Module, parallel: ParallelConfig, packing_multiple: int, device: torch.device) -> None:
+        self._model, self._layout, self._packing, self._device = model, parallel, packing_multiple, device
+        self.max_difference = MAX_DIFFERENCE
 
     def __call__(self, rollouts: Sequence[Rollout]) -> float | None:
         """Return the mean absolute difference in nats over the sampled tokens of a few rollouts; None: no tokens.
@@ -59,9 +61,9 @@ class LogprobCheck:
             Mismatch: it is above the bound, so that the engine does not have the student's weights.
             XtkError: the student's log-probabilities are not finite.
         """
-        usable = [one for one in rollouts if one.unusable != "not finite"]
-        step = max(1, (len(usable) - 1) // (ROLLOUTS_COMPARED - 1))
-        some = usable[::step][:ROLLOUTS_COMPARED]
+        usable = [one for one in rollouts if one.unusable_reason != "not finite"]
+        step = max(1, (len(usable) - 1) // (ROLLOUTS_TO_COMPARE - 1))
+        some = usable[::step][:ROLLOUTS_TO_COMPARE]
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         total, count = 0.0, 0.0
@@ -71,9 +73,9 @@ class LogprobCheck:
                 total, count = total + of_one, count + tokens
         for module, mode in modes.items():
             module.training = mode
-        reshard(self._model)
+        reshard_weights(self._model)
         sums = torch.tensor([total, count], dtype=torch.float64, device=self._device)
-        total, count = self._layout.add(sums, "copies").tolist()
+        total, count = self._layout.all_reduce_sum(sums, "copies").tolist()
         if not count:
             return None
         difference: float = total / count
@@ -83,32 +85,33 @@ class LogprobCheck:
                 where=f"{len(some)} rollouts of this rollout batch, before a step was taken on them",
                 hint="a smaller --learning-rate, or --mixed-precision no",
             )
-        if not difference <= self.bound:
-            raise Mismatch(
+        if not difference <= self.max_difference:
+            raise MismatchError(
                 f"the generation engine's log-probabilities differ from the student's by {difference:.3g} nats a token "
-                f"on average, more than {self.bound:g}: the engine does not generate with the student's weights",
+                f"on average, more than {self.max_difference:g}: the engine does not generate with the student's "
+                f"weights",
                 where=f"{len(some)} rollouts of this rollout batch, before a step was taken on them",
                 hint="check that no other run sends weights to this server, and that --rollout-dtype and "
                 "--rollout-engine (quantization, LoRA) leave the model as it is; or --rollout-backend transformers",
             )
-        if difference <= LIKE_FLOAT32:
-            self.bound = BOUND_FLOAT32
+        if difference <= FLOAT32_DIFFERENCE:
+            self.max_difference = MAX_DIFFERENCE_FLOAT32
         return difference
 
     def _difference(self, rollout: Rollout) -> tuple[float, int]:
         """Return the sum of absolute differences over the sampled tokens that this process reads, and their number."""
-        drawn = rollout.document.drawn
+        drawn = rollout.document.sampled_tokens
         assert drawn is not None
-        sampled = np.flatnonzero(drawn.drawn)
+        sampled = np.flatnonzero(drawn.sampled_mask)
         sampled = sampled[sampled > 0]
-        ids, (start,), lengths = laid_out([drawn.ids], self._packing)
+        ids, (start,), lengths = pad_or_pack([drawn.ids], self._packing)
         expected = drawn.logprobs[sampled].astype(np.float64)
         targets = drawn.ids[sampled].astype(np.int64)
         found: list[float] = []
 
-        def look(states: Tensor, here: NDArray[np.int64], head: Head) -> None:
-            logprobs, _ = read_rows(states, head, torch.from_numpy(targets[here]).to(states.device))
+        def look(states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
+            logprobs, _ = compute_token_logprobs(states, head, torch.from_numpy(targets[here]).to(states.device))
             found.extend(np.abs(logprobs.cpu().numpy() - expected[here]).tolist())
 
-        read_student(self._model, _Tokens(ids, lengths, sampled - 1 + start), (), self._layout, self._device, look)
+        forward_student(self._model, _Tokens(ids, lengths, sampled - 1 + start), (), self._layout, self._device, look)
         return float(np.sum(found)), len(found)

@@ -18,8 +18,8 @@ def main() -> None:
     from safetensors.torch import load_file
 
     from xtk.errors import XtkError
-    from xtk.rollouts.vllm import VllmWriter
-    from xtk.rollouts.writer import Ask, Completion, Sampling
+    from xtk.rollouts.generator_interface import Completion, GenerationRequest, SamplingConfig
+    from xtk.rollouts.vllm_generator import VllmGenerator
 
     old, new, out = map(Path, sys.argv[1:4])
     told: dict[str, Any] = {}
@@ -29,7 +29,12 @@ def main() -> None:
 
     def words(completions: list[Completion]) -> list[Any]:
         return [
-            (one.ids.tolist(), one.logprobs.tolist(), one.finish, None if one.top_ids is None else one.top_ids.tolist())
+            (
+                one.ids.tolist(),
+                one.logprobs.tolist(),
+                one.finish_reason,
+                None if one.top_ids is None else one.top_ids.tolist(),
+            )
             for one in completions
         ]
 
@@ -42,27 +47,27 @@ def main() -> None:
 
     random.seed(4)
     before = states()
-    writer = VllmWriter.open(request_of(old, engine=sys.argv[4:]))
+    writer = VllmGenerator.open(request_of(old, engine=sys.argv[4:]))
     told["draws are untouched"] = states() == before
-    told["context"] = writer.context
+    told["context"] = writer.context_length
     asks = asks_of()
-    told["sampled"] = words(writer.write(asks, SAMPLED))
-    told["backwards"] = words(writer.write(asks[::-1], SAMPLED)[::-1])
-    told["greedy"] = words(writer.write(asks, GREEDY))
-    told["nothing"] = writer.write([], SAMPLED)
-    told["too long"] = error(writer.write, [Ask(np.ones(CONTEXT, np.int32), (1,))], SAMPLED)
-    told["too hot"] = error(writer.write, asks, Sampling(temperature=2.5))
+    told["sampled"] = words(writer.generate(asks, SAMPLED))
+    told["backwards"] = words(writer.generate(asks[::-1], SAMPLED)[::-1])
+    told["greedy"] = words(writer.generate(asks, GREEDY))
+    told["nothing"] = writer.generate([], SAMPLED)
+    told["too long"] = error(writer.generate, [GenerationRequest(np.ones(CONTEXT, np.int32), (1,))], SAMPLED)
+    told["too hot"] = error(writer.generate, asks, SamplingConfig(temperature=2.5))
     writer._reload(weights_path=str(new))  # as `update` does, without the end
-    told["stale"] = words(writer.write(asks, SAMPLED))
-    writer.update(new)
-    told["updated"] = words(writer.write(asks, SAMPLED))
+    told["stale"] = words(writer.generate(asks, SAMPLED))
+    writer.update_weights(new)
+    told["updated"] = words(writer.generate(asks, SAMPLED))
     weights = load_file(old / "model.safetensors")
-    writer.update(weights.items())
-    told["told back"] = words(writer.write(asks, SAMPLED))
-    writer.rest()
-    writer.wake()
-    told["rested"] = words(writer.write(asks, SAMPLED))
-    told["missing"] = error(writer.update, list(weights.items())[1:])
+    writer.update_weights(weights.items())
+    told["told back"] = words(writer.generate(asks, SAMPLED))
+    writer.sleep()
+    writer.wake_up()
+    told["rested"] = words(writer.generate(asks, SAMPLED))
+    told["missing"] = error(writer.update_weights, list(weights.items())[1:])
     out.write_text(json.dumps(told))
     writer.close()
 

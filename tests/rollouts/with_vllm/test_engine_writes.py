@@ -12,8 +12,8 @@ import pytest
 from vllm_on_cpu import ENGINE, SURROUNDINGS
 
 from xtk.errors import XtkError
-from xtk.rollouts.apart import Apart
-from xtk.rollouts.writer import Completion
+from xtk.rollouts.generator_interface import Completion
+from xtk.rollouts.subprocess_generator import SubprocessGenerator
 
 from .asked import CONTEXT, GREEDY, SAMPLED, asks_of, assert_same, error_of, greedily, request_of
 
@@ -81,26 +81,26 @@ def test_apart_it_writes_the_same_and_takes_weights_through_a_folder(students, w
 
     old, new = students
     environment = {**SURROUNDINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": workers}
-    with Apart(request_of(old, engine=ENGINE), "vllm", environment) as apart:
-        assert_same(apart.write(asks_of(), GREEDY), greedily(old))
-        apart.update(load_file(new / "model.safetensors").items())
-        assert error_of(new, apart.write(asks_of(), SAMPLED)) < 1e-4
-        assert_same(apart.write(asks_of(), GREEDY), greedily(new))
+    with SubprocessGenerator(request_of(old, engine=ENGINE), "vllm", environment) as apart:
+        assert_same(apart.generate(asks_of(), GREEDY), greedily(old))
+        apart.update_weights(load_file(new / "model.safetensors").items())
+        assert error_of(new, apart.generate(asks_of(), SAMPLED)) < 1e-4
+        assert_same(apart.generate(asks_of(), GREEDY), greedily(new))
 
 
 def test_an_engine_option_that_is_none_is_told_from_another_process(students):
     for option, said in (("tensor_paralel_size=2", "did you mean"), ("logprobs_mode=raw_logits", "is set by xtk")):
         with pytest.raises(XtkError, match=said):
-            Apart(request_of(students[0], engine=[option]), "vllm", SURROUNDINGS)
+            SubprocessGenerator(request_of(students[0], engine=[option]), "vllm", SURROUNDINGS)
 
 
 def test_prompts_that_are_read_in_parts_are_told_with_what_helps(students):
     """On a CPU vLLM 0.32 fails where it draws with seeds; where it does not any more, it writes."""
     small, enough = ([*ENGINE, f"max_num_batched_tokens={size}"] for size in (CONTEXT, 8 * CONTEXT))
-    with Apart(request_of(students[0], engine=small), "vllm", SURROUNDINGS) as apart:
+    with SubprocessGenerator(request_of(students[0], engine=small), "vllm", SURROUNDINGS) as apart:
         try:
-            assert error_of(students[0], apart.write(asks_of(), SAMPLED)) < 1e-4
+            assert error_of(students[0], apart.generate(asks_of(), SAMPLED)) < 1e-4
         except XtkError as told:
             assert "max_num_batched_tokens" in (told.hint or "")  # noqa: PT017 (of a later vLLM there is none)
-    with Apart(request_of(students[0], engine=enough), "vllm", SURROUNDINGS) as apart:
-        assert error_of(students[0], apart.write(asks_of(), SAMPLED)) < 1e-4
+    with SubprocessGenerator(request_of(students[0], engine=enough), "vllm", SURROUNDINGS) as apart:
+        assert error_of(students[0], apart.generate(asks_of(), SAMPLED)) < 1e-4

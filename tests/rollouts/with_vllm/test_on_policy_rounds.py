@@ -16,18 +16,18 @@ import torch
 from transformers import AutoModelForCausalLM
 from vllm_on_cpu import ENGINE, SURROUNDINGS, make_llama
 
-from xtk.tokens.ids import DrawnTokens
-from xtk.training.metrics import read_metrics
+from xtk.tokens.pretokenized import SampledTokens
+from xtk.training.metrics_file import read_metrics
 
 CONTEXT = 512
 
 
-def said_by(folder: Path, drawn: DrawnTokens) -> np.ndarray:
+def said_by(folder: Path, drawn: SampledTokens) -> np.ndarray:
     """What a model of transformers says of the tokens that were drawn."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.from_numpy(drawn.ids.astype(np.int64))[None]).logits[0]
-    places = np.flatnonzero(drawn.drawn)
+    places = np.flatnonzero(drawn.sampled_mask)
     return logits.log_softmax(-1)[places - 1, drawn.ids[places]].numpy()
 
 
@@ -76,10 +76,10 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
     for number, lines in found.items():
         weights = output / f"checkpoint-{number}" if number else student
         for line in lines.splitlines():
-            drawn = DrawnTokens.of_bytes(b64decode(json.loads(line)["drawn"]))
-            assert drawn.drawn.argmax() >= 300
+            drawn = SampledTokens.from_bytes(b64decode(json.loads(line)["drawn"]))
+            assert drawn.sampled_mask.argmax() >= 300
             expected = said_by(weights, drawn)
-            np.testing.assert_allclose(drawn.logprobs[drawn.drawn], expected, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(drawn.logprobs[drawn.sampled_mask], expected, rtol=0, atol=1e-4)
             if number:  # the weights of the round before would be noticed
                 before = said_by(output / f"checkpoint-{number - 1}" if number > 1 else student, drawn)
                 assert np.abs(before - expected).max() > 1e-2
@@ -87,7 +87,7 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
 
 
 BROKEN = """
-import xtk.rollouts.weights as weights
+import xtk.rollouts.weight_sync as weights
 weights.add_head = lambda folder: None
 weights.Names.check = lambda *_: None
 """

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from vllm_on_cpu import Server
 
-from xtk.engines.endpoints import Patience
-from xtk.rollouts.server import ServerWriter
+from xtk.engines.http_endpoints import RetryPolicy
+from xtk.rollouts.server_generator import ServerGenerator
 
 from .asked import CONTEXT, GREEDY, asks_of, assert_same, error_of, greedily, request_of
 
-PATIENT = Patience(attempts=400, seconds=600, answer=120, connect=20, first_pause=0.1, longest_pause=1.0)
+PATIENT = RetryPolicy(
+    max_attempts=400, total_seconds=600, attempt_seconds=120, connect_seconds=20, initial_backoff=0.1, max_backoff=1.0
+)
 
 
 def start(folder: Path, log: Path, port: int = 0) -> Server:
@@ -26,14 +28,14 @@ def test_a_server_that_was_restarted_gets_the_weights_again(students, tmp_path, 
     running = [start(old, tmp_path / "log")]
     try:
         running[0].wait(600)
-        writer = ServerWriter.open(request_of(old, servers=[running[0].url], patience=PATIENT))
-        writer.update(new)
-        assert error_of(new, writer.write(asks_of(), GREEDY)) < 1e-4
+        writer = ServerGenerator.open(request_of(old, servers=[running[0].url], patience=PATIENT))
+        writer.update_weights(new)
+        assert error_of(new, writer.generate(asks_of(), GREEDY)) < 1e-4
 
         running[0].kill()  # while nothing is asked of it
         running.append(start(old, tmp_path / "log-2", running[0].port))
         running[1].wait(600)
-        assert_same(writer.write(asks_of(), GREEDY), greedily(new))
+        assert_same(writer.generate(asks_of(), GREEDY), greedily(new))
         assert "was restarted without the student's weights; sent them again" in capsys.readouterr().err
 
         def die_and_come_back() -> None:
@@ -46,12 +48,12 @@ def test_a_server_that_was_restarted_gets_the_weights_again(students, tmp_path, 
         fate.start()
         end = time.monotonic() + 300
         while fate.is_alive() or time.monotonic() < end:
-            assert error_of(new, writer.write(asks_of(), GREEDY)) < 1e-4
+            assert error_of(new, writer.generate(asks_of(), GREEDY)) < 1e-4
             if not fate.is_alive() and "answers again" in (said := capsys.readouterr().err):
                 break
         assert "; trying again" in said
         assert "no answer for 3" in said, "a line every 30 seconds"
-        assert error_of(old, writer.write(asks_of(), GREEDY)) > 0.1
+        assert error_of(old, writer.generate(asks_of(), GREEDY)) > 0.1
     finally:
         for server in running:
             server.stop()

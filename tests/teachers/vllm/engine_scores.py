@@ -19,19 +19,21 @@ def main() -> None:
     import numpy as np
     from said import documents_of
 
-    from xtk.engines.options import engine_options
-    from xtk.teachers.teacher import TeacherRequest
+    from xtk.engines.engine_options import parse_engine_options
+    from xtk.teachers.backend import BackendConfig
     from xtk.teachers.vllm import VllmTeacher
-    from xtk.tokens.signal import Scores, Support
+    from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
     from xtk.tokens.tokenizer import Tokenizer
 
     folder, support, out = Path(sys.argv[1]), Support(**json.loads(sys.argv[2])), sys.argv[3]
-    options = {"engine": engine_options(sys.argv[4:]), "longest": CONTEXT}
-    teacher = VllmTeacher(TeacherRequest(folder, "teacher", Tokenizer(folder), support, options=options))
-    assert (teacher.limit, teacher.width) == (CONTEXT, 496)
+    options = {"engine": parse_engine_options(sys.argv[4:]), "longest": CONTEXT}
+    teacher = VllmTeacher(BackendConfig(folder, "teacher", Tokenizer(folder), support, backend_options=options))
+    assert (teacher.max_document_tokens, teacher.vocab_size) == (CONTEXT, 496)
     found = teacher.score(documents_of(folder, CONTEXT))
     arrays = {
-        f"{at} {field.name}": getattr(one, field.name) for at, one in enumerate(found) for field in fields(Scores)
+        f"{at} {field.name}": getattr(one, field.name)
+        for at, one in enumerate(found)
+        for field in fields(StoredLogprobs)
     }
     np.savez(out, **arrays)
     if "THEN_WAIT" in os.environ:

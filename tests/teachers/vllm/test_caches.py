@@ -43,10 +43,12 @@ def assert_holds_the_same(folder: Path, plain: Path) -> None:
     assert len(ours) == len(theirs) == 40
     for one, two in zip(ours, theirs, strict=True):
         assert np.array_equal(one.tokens.ids, two.tokens.ids)
-        assert np.array_equal(one.scores.ids, two.scores.ids)
+        assert np.array_equal(one.stored_logprobs.ids, two.stored_logprobs.ids)
         for name in ("logprobs", "tail_mass", "realised_logprobs"):
-            np.testing.assert_allclose(getattr(one.scores, name), getattr(two.scores, name), atol=1e-4, rtol=0)
-        assert (one.scores.entropy <= two.scores.entropy + 1e-4).all()
+            np.testing.assert_allclose(
+                getattr(one.stored_logprobs, name), getattr(two.stored_logprobs, name), atol=1e-4, rtol=0
+            )
+        assert (one.stored_logprobs.entropy <= two.stored_logprobs.entropy + 1e-4).all()
 
 
 def test_a_cache_of_a_server_holds_what_one_of_transformers_holds(teacher, corpus, server, plain, tmp_path):

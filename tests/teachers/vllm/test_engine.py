@@ -15,7 +15,7 @@ import pytest
 from said import assert_is_the_truth, documents_of, said_plainly
 from vllm_on_cpu import ENGINE, SURROUNDINGS
 
-from xtk.tokens.signal import Scores, Support
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
 from .conftest import CONTEXT
 
@@ -51,10 +51,13 @@ def runs(process: int) -> bool:
         return False
 
 
-def scores_in(path: Path) -> list[Scores]:
+def scores_in(path: Path) -> list[StoredLogprobs]:
     arrays = np.load(path)
     count = len({name.split()[0] for name in arrays})
-    return [Scores(**{field.name: arrays[f"{at} {field.name}"] for field in fields(Scores)}) for at in range(count)]
+    return [
+        StoredLogprobs(**{field.name: arrays[f"{at} {field.name}"] for field in fields(StoredLogprobs)})
+        for at in range(count)
+    ]
 
 
 @pytest.mark.parametrize(

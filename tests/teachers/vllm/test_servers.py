@@ -14,21 +14,27 @@ from processes_that_serve import SPOIL, answer_as_vllm, get_in_the_way, served
 from said import assert_is_the_truth, documents_of, said_plainly
 from vllm_on_cpu import MOST
 
-from xtk.engines.endpoints import Patience
+from xtk.engines.http_endpoints import RetryPolicy
 from xtk.errors import XtkError
-from xtk.teachers.server import ServerTeacher
-from xtk.teachers.teacher import TeacherRequest
-from xtk.tokens.signal import Support
+from xtk.teachers.backend import BackendConfig
+from xtk.teachers.vllm_server_client import ServerTeacher
+from xtk.tokens.teacher_logprobs import Support
 from xtk.tokens.tokenizer import Tokenizer
 
 from .conftest import CONTEXT
 
-HASTY = Patience(attempts=5, seconds=600, answer=120, connect=20, first_pause=0.02, longest_pause=0.1)
+HASTY = RetryPolicy(
+    max_attempts=5, total_seconds=600, attempt_seconds=120, connect_seconds=20, initial_backoff=0.02, max_backoff=0.1
+)
 
 
-def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> TeacherRequest:
-    return TeacherRequest(
-        folder, "teacher", Tokenizer(folder), support, options={"servers": servers, "patience": HASTY, **options}
+def request_of(folder: Path, servers: list[str], support: Support, **options: object) -> BackendConfig:
+    return BackendConfig(
+        folder,
+        "teacher",
+        Tokenizer(folder),
+        support,
+        backend_options={"servers": servers, "patience": HASTY, **options},
     )
 
 
@@ -39,7 +45,7 @@ def request_of(folder: Path, servers: list[str], support: Support, **options: ob
 )
 def test_the_server_says_what_transformers_says(teacher, server, support):
     found = ServerTeacher(request_of(teacher, [server.url], support))
-    assert (found.limit, found.width, found.model) == (CONTEXT, 496, "teacher")
+    assert (found.max_document_tokens, found.vocab_size, found.model) == (CONTEXT, 496, "teacher")
     documents = documents_of(teacher, CONTEXT)
     assert max(map(len, documents)) == CONTEXT, "a document as long as the context is among them"
     truth = said_plainly(teacher, documents)

@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xtk.errors import XtkError
-from xtk.projection.pair import Entries, Pair, Spelled, joined
+from xtk.projection.vocabulary_pair import SparseEntries, TokenSpellings, VocabularyPair, concatenate_entries
 
 # X-Token, arXiv 2605.21699: a token of up to 4 pieces, each a tenth of the one before, rows normalised.
-MAX_PIECES = 4
-DECAY = 0.1
+DEFAULT_MAX_TOKENS = 4
+DEFAULT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
-class Multitoken:
+class MultitokenMethod:
     """X-Token, arXiv 2605.21699: equal bytes first; any other token is spread over its pieces.
 
     Attributes:
@@ -26,11 +26,11 @@ class Multitoken:
             of those pieces. Rows of tokens that the teacher has stay as they are.
     """
 
-    max_pieces: int = MAX_PIECES
-    decay: float = DECAY
+    max_pieces: int = DEFAULT_MAX_TOKENS
+    decay: float = DEFAULT_DECAY
     reverse_pass: bool = False
 
-    partitions = False
+    stores_cells = False
 
     def __post_init__(self) -> None:
         if self.max_pieces < 1:
@@ -38,30 +38,30 @@ class Multitoken:
         if not 0 <= self.decay <= 1:
             raise XtkError(f"--decay is {self.decay}; a share lies between 0 and 1")
 
-    def entries(self, pair: Pair) -> Entries:
+    def build_entries(self, pair: VocabularyPair) -> SparseEntries:
         """Return the entries of all ordinary rows."""
-        at, pieces, weights = self._spread(pair.spelled)
-        spread = Entries(pair.spelled.tokens[at], pieces, weights)
+        at, pieces, weights = self._spread(pair.spellings)
+        spread = SparseEntries(pair.spellings.token_ids[at], pieces, weights)
         if self.reverse_pass:
-            at, pieces, weights = self._spread(pair.swapped.spelled)
-            teachers = pair.swapped.spelled.tokens[at]
-            open_rows = pair.equal[pieces] < 0
-            more = Entries(pieces[open_rows], teachers[open_rows], weights[open_rows])
-            spread = at_most_one(joined(spread, more))
-        return joined(pair.exact, spread)
+            at, pieces, weights = self._spread(pair.swapped.spellings)
+            teachers = pair.swapped.spellings.token_ids[at]
+            open_rows = pair.equal_ids[pieces] < 0
+            more = SparseEntries(pieces[open_rows], teachers[open_rows], weights[open_rows])
+            spread = cap_row_sums(concatenate_entries(spread, more))
+        return concatenate_entries(pair.exact_entries, spread)
 
-    def _spread(self, spelled: Spelled) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
+    def _spread(self, spelled: TokenSpellings) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
         """Return entries: which spelling, piece, weight."""
-        short = spelled.sizes <= self.max_pieces
-        at = np.repeat(np.arange(len(spelled.tokens)), spelled.sizes)
-        place = np.arange(len(spelled.pieces)) - spelled.offsets[at]
+        short = spelled.lengths <= self.max_pieces
+        at = np.repeat(np.arange(len(spelled.token_ids)), spelled.lengths)
+        place = np.arange(len(spelled.spelling_ids)) - spelled.offsets[at]
         raw = np.power(float(self.decay), place)
         weights = raw / np.bincount(at, raw, minlength=1)[at]
         kept = short[at] & (weights > 0)
-        return at[kept], spelled.pieces[kept], weights[kept].astype(np.float32)
+        return at[kept], spelled.spelling_ids[kept], weights[kept].astype(np.float32)
 
 
-def at_most_one(entries: Entries) -> Entries:
+def cap_row_sums(entries: SparseEntries) -> SparseEntries:
     """Scale rows that sum to more than 1 down to 1."""
     masses = np.bincount(entries.rows, entries.weights.astype(np.float64), minlength=1)
     scaled = entries.weights / np.maximum(masses, 1)[entries.rows]

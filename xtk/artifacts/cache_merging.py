@@ -1,0 +1,314 @@
+"""Many caches of one teacher as one cache, and stretches of them: manifests are read, shards are linked or copied.
+
+docs/reference/artifacts.md describes what comes out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.artifacts.atomic_files import canonical_json
+from xtk.artifacts.cache_manifest import CODEC_FILE_KEYS, SHARD_NAME, TOKENIZER_FILES, shard_file_name
+from xtk.artifacts.cache_shard import CacheShard
+from xtk.artifacts.output_checks import check_output_folder
+from xtk.artifacts.storage import StorageFolder, is_remote, open_folder
+from xtk.artifacts.teacher_cache import (
+    TeacherCache,
+    _header_identity,
+    _manifest_entry,
+    cache_totals,
+    codec_files,
+    open_verified_shard,
+    read_finished_cache,
+    refuse_foreign_cache_folder,
+    remove_cache,
+    source_headers,
+    start_cache,
+    write_cache_manifest,
+    write_file,
+)
+from xtk.errors import CorruptError, MismatchError, XtkError
+
+# They choose which text is read, and in which batches and files: a row's signal is the same.
+OPTIONS_THAT_MAY_DIFFER = frozenset({"shard_tokens", "batch_tokens", "long_documents", "max_length"})
+MANIFEST_THREADS = 16
+_ROW_RANGE = re.compile(r"(\d*):(\d*)")
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """Rows `[start, stop)` of a shard of an input, which become a shard of the output.
+
+    Attributes:
+        source: the input.
+        manifest_entry: what its manifest tells of the shard.
+        start, stop: among the shard's rows.
+        header_index: which of the output's headers is the shard's.
+    """
+
+    source: TeacherCache
+    manifest_entry: dict[str, Any]
+    start: int
+    stop: int
+    header_index: int
+
+    @property
+    def is_full_shard(self) -> bool:
+        """Whether the file can be taken as it is."""
+        return self.stop - self.start == int(self.manifest_entry["rows"])
+
+
+def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force: bool = False) -> dict[str, int]:
+    """Make one cache of several, in their order, or of a stretch of their rows. No row is packed anew.
+
+    Args:
+        locations: finished caches.
+        output: where the cache goes.
+        rows: "START:STOP" of the rows of all of them, one after the other; either may be left out. "": all.
+        force: replace whatever cache is there.
+
+    Returns:
+        `documents`, `positions`, `tokens`, `bytes`.
+
+    Raises:
+        Mismatch: the caches are of different teachers, or hold different signals.
+        XtkError: one is unfinished, there are no such rows, or another cache is at the output.
+    """
+    _refuse_output_among(locations, output)
+    if not is_remote(output):
+        check_output_folder(Path(output), "a cache", [place for place in locations if not is_remote(place)])
+    sources = _open_caches(locations)
+    _refuse_incompatible(sources)
+    start, stop = _parse_row_range(rows, sum(map(len, sources)))
+    parts, taken = _plan_slices(sources, start, stop)
+    header = _merged_header(sources, parts, start, stop)
+    folder = open_folder(output)
+    if force:
+        remove_cache(folder)
+    if finished := read_finished_cache(folder, header):
+        return cache_totals(finished)
+    _refuse_other_unfinished_cache(folder, taken, parts)
+    start_cache(folder, header)
+    _report_duplicates(header["data"]["sources"])
+    entries = _write_slices(folder, taken)
+    files = _copy_shared_files(folder, sources, parts)
+    return cache_totals(
+        write_cache_manifest(folder, {"header": header, "source_headers": parts, "files": files, "shards": entries})
+    )
+
+
+def _open_caches(places: Sequence[str]) -> list[TeacherCache]:
+    if not any(map(is_remote, places)):
+        return [TeacherCache(place) for place in places]
+    with ThreadPoolExecutor(MANIFEST_THREADS) as threads:
+        return list(threads.map(TeacherCache, places))
+
+
+def _plan_slices(
+    sources: Sequence[TeacherCache], start: int, stop: int
+) -> tuple[list[dict[str, Any]], list[ShardSlice]]:
+    """Return the headers that shards of the output have, and where each shard is from."""
+    parts: list[dict[str, Any]] = []
+    known: dict[str, int] = {}
+    taken = []
+    at = 0
+    for source in sources:
+        theirs = source_headers(source.manifest)
+        keys = [canonical_json(_header_identity(part)) for part in theirs]
+        for entry in source.manifest["shards"]:
+            size = int(entry["rows"])
+            first, last = max(start, at), min(stop, at + size)
+            if first < last:
+                number = int(entry.get("source_header", 0))
+                if keys[number] not in known:
+                    known[keys[number]] = len(parts)
+                    parts.append(theirs[number])
+                taken.append(ShardSlice(source, entry, first - at, last - at, known[keys[number]]))
+            at += size
+    return parts, taken
+
+
+def _write_slices(folder: StorageFolder, taken: Sequence[ShardSlice]) -> list[dict[str, Any]]:
+    """Link, copy or cut the shards; return what the manifest tells of them."""
+    entries: list[dict[str, Any]] = [{}] * len(taken)
+    whole: dict[int, dict[str, str]] = {}
+    with terminal.Progress("cache-teacher", len(taken), "shards") as progress:
+        for number, piece in enumerate(taken):
+            file = shard_file_name(number)
+            if piece.is_full_shard:
+                whole.setdefault(id(piece.source), {})[piece.manifest_entry["file"]] = file
+                entries[number] = {**piece.manifest_entry, "file": file, "source_header": piece.header_index}
+            else:
+                entries[number] = {**_write_partial_shard(folder, piece, file), "source_header": piece.header_index}
+                progress.advance(1)
+        for source in {id(piece.source): piece.source for piece in taken}.values():
+            files = whole.get(id(source), {})
+            folder.copy_from(source.folder, files)
+            progress.advance(len(files))
+    return entries
+
+
+def _write_partial_shard(folder: StorageFolder, piece: ShardSlice, file: str) -> dict[str, Any]:
+    shard = piece.source.open_shard(piece.manifest_entry)
+    with folder.write(file) as temporary:
+        shard.write_slice(temporary, piece.start, piece.stop)
+        return _manifest_entry(file, CacheShard(temporary))
+
+
+def _copy_shared_files(
+    folder: StorageFolder, sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]]
+) -> dict[str, str]:
+    """Bring the tokenizer, and what the headers name; return the checksum of each file."""
+    checksums = {
+        file: sources[0].manifest["files"][file] for file in TOKENIZER_FILES if file in sources[0].manifest["files"]
+    }
+    for file in checksums:
+        write_file(folder, file, sources[0].folder.read(file))
+    wanted = {file for part in parts for file in codec_files(part)}
+    for source in sources:
+        here = wanted & {file for part in source_headers(source.manifest) for file in codec_files(part)}
+        if here:
+            folder.copy_from(source.folder, {file: file for file in sorted(here)})
+            checksums |= {file: source.manifest["files"][file] for file in here}
+        wanted -= here
+    return checksums
+
+
+def _merged_header(
+    sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]], start: int, stop: int
+) -> dict[str, Any]:
+    """Return the header of the output: what all parts say alike, and the stretches of data, one after the other."""
+    first = parts[0]
+    stretches = []
+    at = 0
+    for source in sources:
+        for stretch in _data_ranges(source):
+            size = stretch["stop"] - stretch["first"]
+            low, high = max(start, at) - at, min(stop, at + size) - at
+            if low < high:
+                stretches.append({**stretch, "first": stretch["first"] + low, "stop": stretch["first"] + high})
+            at += size
+    return {
+        **first,
+        "codec": _common_entries([part["codec"] for part in parts]),
+        "options": _common_entries([part["options"] for part in parts]),
+        "data": {"rows": stop - start, "sources": stretches},
+    }
+
+
+def _data_ranges(source: TeacherCache) -> list[dict[str, Any]]:
+    """Return the data of a cache: one stretch, or those that it was merged of."""
+    header = source.header
+    if "sources" in header["data"]:
+        return list(header["data"]["sources"])
+    own = {key: value for key, value in header["options"].items() if key in OPTIONS_THAT_MAY_DIFFER}
+    return [{**header["data"], "rows": len(source), "first": 0, "stop": len(source), "options": own}]
+
+
+def _common_entries(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        key: value
+        for key, value in sections[0].items()
+        if all(section.get(key) == value and key in section for section in sections)
+    }
+
+
+def _refuse_incompatible(sources: Sequence[TeacherCache]) -> None:
+    """Refuse caches that cannot be one: of other teachers, other supports, other codecs."""
+    first = _scoring_options(source_headers(sources[0].manifest)[0])
+    for source in sources:
+        for part in source_headers(source.manifest):
+            other = _scoring_options(part)
+            if other != first:
+                names = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
+                differences = "; ".join(f"{key} is {first.get(key)} and {other.get(key)}" for key in names[:3])
+                raise MismatchError(
+                    "these caches cannot be one: they do not hold the same teacher's word in the same form",
+                    where=f"{sources[0].folder.name} and {source.folder.name}: {differences}",
+                    hint="caches of one teacher, support, dtype and codec; the data may differ",
+                )
+
+
+def _scoring_options(header: dict[str, Any]) -> dict[str, Any]:
+    """Return all of a header on which the signal of a row depends, flat: `options.top_k` and so on."""
+    leave = {"data": None, "teacher": {"name"}, "options": OPTIONS_THAT_MAY_DIFFER, "codec": frozenset(CODEC_FILE_KEYS)}
+    flat = {}
+    for section, content in header.items():
+        without = leave.get(section, set())
+        if without is None:
+            continue
+        if not isinstance(content, dict):
+            flat[section] = content
+            continue
+        flat |= {f"{section}.{key}": value for key, value in content.items() if key not in without}
+    return flat
+
+
+def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
+    match = _ROW_RANGE.fullmatch(rows) if rows else None
+    if rows and match is None:
+        raise XtkError(f"--rows is {rows!r}; it is START:STOP", hint="--rows 100:200, --rows :200, --rows 100:")
+    start = int(match[1] or 0) if match else 0
+    stop = int(match[2] or total) if match else total
+    if not 0 <= start < stop <= total:
+        raise XtkError(f"--rows is {rows or ':'}; there are {total:,} rows, and at least one is to be taken")
+    return start, stop
+
+
+def _refuse_output_among(places: Sequence[str], output: str) -> None:
+    def key(place: str) -> str:
+        return place.rstrip("/") if is_remote(place) else str(Path(place).resolve())
+
+    if key(output) in map(key, places):
+        raise XtkError("the output is one of the inputs", where=output, hint="another -o")
+
+
+def _refuse_other_unfinished_cache(
+    folder: StorageFolder, taken: Sequence[ShardSlice], parts: Sequence[dict[str, Any]]
+) -> None:
+    """Refuse a folder with the unfinished cache of another request; what an earlier run brought is brought again."""
+    refuse_foreign_cache_folder(folder)
+    folder.remove_stale_temporary_files()
+    held = {file: size for file, size in folder.file_sizes().items() if SHARD_NAME.fullmatch(file)}
+    wanted = {
+        shard_file_name(number): int(piece.manifest_entry["bytes"]) if piece.is_full_shard else None
+        for number, piece in enumerate(taken)
+    }
+    strange = [file for file, size in held.items() if file not in wanted or wanted[file] not in (None, size)]
+    if not strange and held:
+        first = min(held)
+        number = list(wanted).index(first)
+        with contextlib.suppress(CorruptError):  # it is brought again, whatever it is
+            found = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
+            if _header_identity(found) != _header_identity(parts[taken[number].header_index]):
+                strange = [first]
+    if strange:
+        raise XtkError(
+            "there is an unfinished cache of another request",
+            where=folder.path_of(min(strange)),
+            hint="another -o, or --force to replace it",
+        )
+
+
+def _report_duplicates(stretches: Sequence[dict[str, Any]]) -> None:
+    """Tell which documents come twice: stretches of the same data that overlap."""
+    by_data: dict[str, list[tuple[int, int, int]]] = {}
+    for number, stretch in enumerate(stretches, start=1):
+        by_data.setdefault(stretch["fingerprint"], []).append((stretch["first"], stretch["stop"], number))
+    for same in by_data.values():
+        same.sort()
+        for (_, stop, one), (first, _, other) in itertools.pairwise(same):
+            if first < stop:
+                terminal.note(
+                    f"cache-teacher: part {max(one, other)} and part {min(one, other)} of what is merged are of the "
+                    f"same data: {min(stop, same[-1][1]) - first:,} or more of its documents come twice"
+                )
+                break

@@ -1,0 +1,171 @@
+"""The entropy coder: asymmetric numeral systems (Duda 2013) with tables of frequencies, compiled by numba.
+
+A state is a whole number below 2^63. What it no longer holds lies in words of 32 bits: they are written from the last
+symbol to the first, and read from the last word to the first, so that symbols come in their order.
+
+All numbers are signed, since numba makes floats of signed and unsigned together; indices that cannot be negative are
+made unsigned, so that none is tested for counting from the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, NUM_DIRECT_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.symbol_frequencies import (
+    FIRST_SLOT_SHIFT,
+    FREQUENCY_BITS,
+    FREQUENCY_TOTAL,
+    SYMBOL_BITS,
+    DecodingTables,
+)
+
+SLOT_MASK, FREQUENCY_MASK = FREQUENCY_TOTAL - 1, 2 * FREQUENCY_TOTAL - 1
+STATE_BITS, WORD_BITS = 63, 32
+MIN_STATE = 1 << STATE_BITS - WORD_BITS  # a state below takes in another word
+WORD_MASK = (1 << WORD_BITS) - 1
+Index = np.uint64
+
+# A record: a symbol on its way to a stream, as context * 64 + symbol, how many raw bits follow it, and those bits.
+RAW_COUNT_SHIFT, RAW_SHIFT = 24, 32
+SYMBOL_MASK = (1 << RAW_COUNT_SHIFT) - 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def append_number(records: NDArray[np.int64], size: int, context: int, number: int) -> int:
+    """Add a number to records, and return how many there are then."""
+    if number < NUM_DIRECT_SYMBOLS:
+        records[size] = context << SYMBOL_BITS | number
+        return size + 1
+    octave = 5
+    while number >> (octave + 1):
+        octave += 1
+    symbol = NUM_DIRECT_SYMBOLS + 2 * (octave - 5) + (number >> (octave - 1) & 1)
+    raw = number & ((1 << (octave - 1)) - 1)
+    records[size] = (context << SYMBOL_BITS | symbol) | (octave - 1) << RAW_COUNT_SHIFT | raw << RAW_SHIFT
+    return size + 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def append_symbol(records: NDArray[np.int64], size: int, context: int, symbol: int) -> int:
+    """Add a symbol that stands for no number to records, and return how many there are then."""
+    records[size] = context << SYMBOL_BITS | symbol
+    return size + 1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def encode_words(
+    records: NDArray[np.int64], frequencies: NDArray[np.int64], before: NDArray[np.int64], words: NDArray[np.uint32]
+) -> int:
+    """Write records into words, last record first, and return how many words there are.
+
+    Args:
+        records: [n].
+        frequencies: int64 [contexts * 64], of each symbol.
+        before: int64 [contexts * 64], the sum of the frequencies of the lower symbols of its context.
+        words: [2 n + 2].
+    """
+    state = np.int64(0)
+    size = 0
+    for at in range(len(records) - 1, -1, -1):
+        record = records[at]
+        raw_bits = record >> RAW_COUNT_SHIFT & 63
+        if raw_bits:
+            if state >> (STATE_BITS - raw_bits):
+                words[size] = state & WORD_MASK
+                size += 1
+                state >>= WORD_BITS
+            state = state << raw_bits | record >> RAW_SHIFT
+        symbol = record & SYMBOL_MASK
+        frequency = frequencies[symbol]
+        if state >> (STATE_BITS - FREQUENCY_BITS) >= frequency:
+            words[size] = state & WORD_MASK
+            size += 1
+            state >>= WORD_BITS
+        state = (state // frequency << FREQUENCY_BITS) + state % frequency + before[symbol]
+    while state:
+        words[size] = state & WORD_MASK
+        size += 1
+        state >>= WORD_BITS
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
+    """Return the first state of a stream, and how many words are left."""
+    state, left = np.int64(0), len(words)
+    while state < MIN_STATE and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def slot_index(context: int, state: int) -> Any:
+    """Return the index of the slot in which a state stands in a context."""
+    return Index(context << FREQUENCY_BITS | state & SLOT_MASK)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def symbol_info_index(context: int, symbol: int) -> Any:
+    """Return the index of the fact of a symbol in a context."""
+    return Index(context << SYMBOL_BITS | symbol)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def next_state(state: Any, info: Any) -> Any:
+    """Return the state after a symbol, by its fact."""
+    return (
+        (info & FREQUENCY_MASK) * (state >> FREQUENCY_BITS)
+        + (state & SLOT_MASK)
+        - (info >> FIRST_SLOT_SHIFT & SLOT_MASK)
+    )
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decode_symbol(
+    slots: DecodingTables, context: int, state: Any, words: NDArray[np.uint32], left: int
+) -> tuple[Any, Any, Any]:
+    """Return the next symbol, the state after it, and how many words are left.
+
+    Nothing is ever read from before the first word: a stream that was altered ends in zeros.
+    """
+    symbol = np.int64(slots.symbols[slot_index(context, state)])
+    state = next_state(state, np.int64(slots.symbol_info[symbol_info_index(context, symbol)]))
+    if state < MIN_STATE and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return symbol, state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decode_raw_bits(symbol: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
+    """Return the number that a symbol and the raw bits after it make, the state after them, and the words left.
+
+    A symbol that stands for no number gives its negative.
+    """
+    if symbol < NUM_DIRECT_SYMBOLS:
+        return symbol, state, left
+    if symbol >= SPECIAL_SYMBOL:
+        return -symbol, state, left
+    bits: Any = RAW_BITS[symbol]
+    number: Any = FIRST_NUMBER[symbol] + (state & ((1 << bits) - 1))
+    state >>= bits
+    if state < MIN_STATE and left > 0:
+        left -= 1
+        state = state << WORD_BITS | np.int64(words[Index(left)])
+    return number, state, left
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decode_number(
+    slots: DecodingTables, context: int, state: int, words: NDArray[np.uint32], left: int
+) -> tuple[Any, Any, Any]:
+    """Return the next number, the state after it, and how many words are left, as `take` and `decode_raw_bits` do."""
+    symbol, state, left = decode_symbol(slots, context, state, words, left)
+    found: tuple[Any, Any, Any] = decode_raw_bits(symbol, state, words, left)
+    return found

@@ -1,0 +1,108 @@
+"""The codec that packs: tokens and signals in bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.artifacts.codec.ans_streams import decode_varints, encode_varints, split_bytes
+from xtk.artifacts.codec.logprob_packing import pack_logprobs
+from xtk.artifacts.codec.logprob_unpacking import LogprobDecoder
+from xtk.artifacts.codec.quantization_levels import QUANTIZATION_STEPS
+from xtk.artifacts.codec.token_packing import TokenDecoder, pack_tokens
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.tokens.teacher_logprobs import StoredLogprobs, TeacherLogprobs
+from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+
+
+class PackedCodec:
+    """Ids as ranks and log-probabilities as levels, in an entropy code; docs/reference/codec.md tells of each bit.
+
+    Args:
+        options: of the header's codec: "precision", "num_sample_sets" R, "num_samples" n.
+        tables: of the shard.
+        ranks: of the cache.
+
+    Raises:
+        Damaged: the tables are not what was written.
+    """
+
+    needs_vocabulary_order: ClassVar[bool] = True
+
+    def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None:
+        assert vocabulary_order is not None
+        (size,), at = decode_varints(tables, 1)
+        of_tokens, of_signals = split_bytes(memoryview(tables), at, [size])
+        self._token_decoder = TokenDecoder(of_tokens, vocabulary_order.ids_by_frequency, vocabulary_order.token_bytes)
+        self._logprob_decoder = LogprobDecoder(
+            of_signals,
+            vocabulary_order.ids_by_frequency,
+            options["precision"],
+            int(options["num_sample_sets"]),
+            int(options["num_samples"]),
+        )
+
+    @classmethod
+    def max_logprob_error(cls, options: dict[str, Any]) -> float:
+        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
+        precision = QUANTIZATION_STEPS[options["precision"]]
+        # Half a step where it lies, at most as much again that makes its position add up, half a step of odds.
+        return precision.largest_step + precision.odds_step / 2
+
+    @classmethod
+    def pack(
+        cls,
+        documents: Sequence[tuple[TokenSequence, StoredLogprobs]],
+        options: dict[str, Any],
+        vocabulary_order: VocabularyOrder | None,
+    ) -> tuple[bytes, list[bytes], list[bytes]]:
+        """Return the shard's tables, and for each row the bytes of its tokens and of its signal.
+
+        Raises:
+            ValueError: scores that are not what they should be.
+        """
+        assert vocabulary_order is not None
+        token_tables, tokens = pack_tokens(
+            [(row.ids, row.byte_ends) for row, _ in documents],
+            vocabulary_order.ids_by_frequency,
+            vocabulary_order.token_bytes,
+        )
+        signal_tables, signals = pack_logprobs(
+            [(scores, row.ids[scores.positions]) for row, scores in documents],
+            vocabulary_order.ids_by_frequency,
+            options["precision"],
+            int(options["num_sample_sets"]),
+            int(options["num_samples"]),
+        )
+        return encode_varints([len(token_tables)]) + token_tables + signal_tables, tokens, signals
+
+    def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return ids and byte ends of a document.
+
+        Raises:
+            Damaged: the bytes are not what was written.
+        """
+        return self._token_decoder.decode(packed, length)
+
+    def unpack_stored_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
+    ) -> StoredLogprobs:
+        """Return everything that was kept of a document, as exactly as it was.
+
+        Raises:
+            Damaged: the bytes are not what was written.
+        """
+        return self._logprob_decoder.decode_stored_logprobs(packed, ids[positions], positions)
+
+    def unpack_teacher_logprobs(
+        self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
+    ) -> TeacherLogprobs:
+        """Return a document's signal with one set of draws.
+
+        Raises:
+            Damaged: the bytes are not what was written.
+        """
+        return self._logprob_decoder.decode_teacher_logprobs(packed, ids[positions], positions, sample_set)

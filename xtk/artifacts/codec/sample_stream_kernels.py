@@ -1,0 +1,184 @@
+"""Ids that were drawn, between arrays and the symbols of a stream; compiled by numba, without the GIL.
+
+Each function has a slow, readable twin in the tests. docs/reference/codec.md tells what the symbols mean.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.artifacts.codec.ans_coder import (
+    MIN_STATE,
+    WORD_BITS,
+    Index,
+    append_number,
+    append_symbol,
+    initial_state,
+    next_state,
+    slot_index,
+    symbol_info_index,
+)
+from xtk.artifacts.codec.ans_streams import bytes_to_words
+from xtk.artifacts.codec.coding_contexts import NEXT_GAP_STATE, SAMPLED_COUNT, SAMPLED_GAP
+from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, RAW_BITS, SPECIAL_SYMBOL
+from xtk.artifacts.codec.logprob_stream_kernels import ID_MASK, ShardTables
+from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def encode_samples(
+    context_offsets: NDArray[np.int64],
+    num_samples: int,
+    offsets: NDArray[np.int64],
+    ranks: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    out: NDArray[np.int64],
+) -> int:
+    """Turn a set of draws of a document into the records of its stream; return how many they are.
+
+    Args:
+        context_offsets: of the families of contexts.
+        num_samples: n, the sum of the counts of a position that has any.
+        offsets: [P + 1], of the drawn ids.
+        ranks: [D], rising within a position, among the ids of its kind.
+        counts: [D].
+        out: [P + 2 D], filled.
+    """
+    size = 0
+    for position in range(len(offsets) - 1):
+        if offsets[position] == offsets[position + 1]:
+            size = append_symbol(out, size, context_offsets[SAMPLED_GAP], SPECIAL_SYMBOL)
+        place, gap_state, left = 0, 0, num_samples
+        for entry in range(offsets[position], offsets[position + 1]):
+            size = append_number(out, size, context_offsets[SAMPLED_GAP] + gap_state, ranks[entry] - place)
+            gap_state = NEXT_GAP_STATE[gap_state, out[size - 1] & 63]
+            place = ranks[entry] + 1
+            if left > 1:
+                size = append_number(out, size, context_offsets[SAMPLED_COUNT] + gap_state, counts[entry] - 1)
+            left -= counts[entry]
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decode_samples(
+    packed: NDArray[np.uint8],
+    start_at: int,
+    stop_at: int,
+    tables: ShardTables,
+    clusters: NDArray[np.int64],
+    num_samples: int,
+    entries: int,
+) -> tuple[Any, Any, Any, bool]:
+    """Read the stream of a set of draws.
+
+    Args:
+        packed: the bytes of the signal.
+        start_at: where the stream begins in them.
+        stop_at: where it ends.
+        tables: of the shard.
+        clusters: [P], of positions.
+        num_samples: n.
+        entries: D, ids that were drawn.
+
+    Returns:
+        offsets int64 [P + 1], ids int32 [D], by rank, counts int32 [D], and whether the stream is whole.
+    """
+    (symbols, facts), starts, order = tables.decoding_tables, tables.context_offsets, tables.ids_by_frequency
+    favourites, favourite_starts = tables.frequent_ids, tables.frequent_id_starts
+    words = bytes_to_words(packed, start_at, stop_at)
+    state, left = initial_state(words)
+    offsets = np.zeros(len(clusters) + 1, np.int64)
+    ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
+    at = np.int64(0)
+    for position in range(len(clusters)):
+        first = favourite_starts[clusters[position]]
+        listed = favourite_starts[clusters[position] + 1] - first
+        rank, gap_state, to_come, is_gap = np.int64(0), np.int64(0), np.int64(num_samples), True
+        while to_come > 0:
+            # `take` and `decode_raw_bits`, written out: numba counts references to the arrays of a call each time.
+            context = starts[SAMPLED_GAP if is_gap else SAMPLED_COUNT] + gap_state
+            symbol = np.int64(symbols[slot_index(context, state)])
+            fact = np.int64(facts[symbol_info_index(context, symbol)])
+            state = next_state(state, fact)
+            if state < MIN_STATE and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if symbol >= SPECIAL_SYMBOL:
+                if symbol == SPECIAL_SYMBOL and is_gap and to_come == num_samples:
+                    break
+                return offsets, ids, counts, False
+            bits = RAW_BITS[Index(symbol)]
+            number = FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1))
+            state >>= bits
+            if state < MIN_STATE and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if is_gap:
+                rank += number
+                if at >= entries or rank - listed >= len(order):
+                    return offsets, ids, counts, False
+                if rank < listed:
+                    ids[Index(at)] = favourites[Index(first + rank)] & ID_MASK
+                else:
+                    ids[Index(at)] = order[Index(rank - listed)]
+                gap_state, is_gap = fact >> NEXT_GAP_STATE_SHIFT, False
+                rank += 1
+                if to_come > 1:
+                    continue
+                number = 0
+            if number >= to_come:
+                return offsets, ids, counts, False
+            counts[Index(at)] = number + 1
+            to_come -= number + 1
+            is_gap = True
+            at += 1
+        offsets[position + 1] = at
+    return offsets, ids, counts, at == entries and state == 0 and left == 0
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def append_samples(
+    offsets: NDArray[np.int64],
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    sampled_offsets: NDArray[np.int64],
+    sampled_ids: NDArray[np.int32],
+    sample_counts: NDArray[np.int32],
+    logs: NDArray[np.float64],
+    tail_mass: NDArray[np.float32],
+) -> tuple[Any, Any, Any]:
+    """Put the ids that were drawn behind the exact ones of their positions, with the estimates that they are.
+
+    Args:
+        offsets: [P + 1], of what is exact.
+        ids: [E].
+        logprobs: [E].
+        sampled_offsets: [P + 1].
+        sampled_ids: [D].
+        sample_counts: [D].
+        logs: [n + 1], of 0 to n.
+        tail_mass: [P]; set to 0 where anything was drawn.
+
+    Returns:
+        Offsets int64 [P + 1], ids int32 [E + D] and logprobs float32 [E + D].
+    """
+    joint_ids = np.empty(len(ids) + len(sampled_ids), np.int32)
+    joint_logprobs = np.empty(len(joint_ids), np.float32)
+    at = np.int64(0)
+    for position in range(len(tail_mass)):
+        for entry in range(offsets[position], offsets[position + 1]):
+            joint_ids[at], joint_logprobs[at] = ids[entry], logprobs[entry]
+            at += 1
+        first, stop = sampled_offsets[position], sampled_offsets[position + 1]
+        if first < stop:
+            share = (math.log(tail_mass[position]) if tail_mass[position] > 0 else -np.inf) - logs[len(logs) - 1]
+            for entry in range(first, stop):
+                joint_ids[at], joint_logprobs[at] = sampled_ids[entry], logs[sample_counts[entry]] + share
+                at += 1
+            tail_mass[position] = 0
+    return offsets + sampled_offsets, joint_ids, joint_logprobs

@@ -1,0 +1,167 @@
+"""A document's tokens as bits: the rank of each, and by how much its bytes differ from what the vocabulary says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.artifacts.codec.ans_coder import (
+    MIN_STATE,
+    WORD_BITS,
+    Index,
+    append_number,
+    initial_state,
+    next_state,
+    slot_index,
+    symbol_info_index,
+)
+from xtk.artifacts.codec.ans_streams import StreamEncoder, bytes_to_words
+from xtk.artifacts.codec.coding_contexts import LENGTH, NUM_TOKEN_CONTEXTS, TOKEN, TOKEN_FAMILIES, first_contexts
+from xtk.artifacts.codec.integer_symbols import FIRST_NUMBER, NUM_SYMBOLS, RAW_BITS, SPECIAL_SYMBOL, zigzag
+from xtk.artifacts.codec.symbol_frequencies import (
+    DecodingTables,
+    make_decoding_tables,
+    pack_frequencies,
+    unpack_frequencies,
+)
+from xtk.errors import CorruptError
+
+FIRST_CONTEXTS = first_contexts(TOKEN_FAMILIES)
+
+
+def pack_tokens(
+    documents: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]],
+    ids_by_frequency: NDArray[np.int32],
+    token_bytes: NDArray[np.int32],
+) -> tuple[bytes, list[bytes]]:
+    """Return the tables of a shard, and the bytes of the tokens of each of its documents.
+
+    Args:
+        documents: ids int32 [T] and byte ends int32 [T] of each.
+        ids_by_frequency: int32 [U], all ids, those that come most often first.
+        token_bytes: int32 [U], how many bytes each token has, mostly; zeros where that is not known.
+    """
+    ranks = np.empty(len(ids_by_frequency), np.int64)
+    ranks[ids_by_frequency] = np.arange(len(ids_by_frequency))
+    records = []
+    for ids, ends in documents:
+        lengths = ends.astype(np.int64)
+        lengths[1:] -= ends[:-1]
+        lengths -= token_bytes[ids]
+        out = np.empty(2 * len(ids), np.int64)
+        encode_tokens(FIRST_CONTEXTS, ranks[ids], zigzag(lengths), out)
+        records.append(out)
+    writer = StreamEncoder(records, int(FIRST_CONTEXTS[-1]))
+    return pack_frequencies(writer.frequencies), [writer.encode(part) for part in records]
+
+
+class TokenDecoder:
+    """Reads the tokens of the documents of a shard.
+
+    Args:
+        tables: of the shard.
+        order: int32 [U], as for `pack_tokens`.
+        token_bytes: int32 [U], likewise.
+
+    Raises:
+        Damaged: the tables are not what was written.
+    """
+
+    def __init__(
+        self, tables: bytes | memoryview, ids_by_frequency: NDArray[np.int32], token_bytes: NDArray[np.int32]
+    ) -> None:
+        self._order, self._token_bytes = ids_by_frequency, token_bytes
+        contexts = int(FIRST_CONTEXTS[-1])
+        self._slots = make_decoding_tables(
+            unpack_frequencies(tables, contexts), np.zeros((contexts, NUM_SYMBOLS), np.int64)
+        )
+
+    def decode(self, packed: bytes | memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return ids and byte ends of a document of `length` tokens.
+
+        Raises:
+            Damaged: the bytes are not what was written.
+        """
+        ids, ends, whole = decode_tokens(
+            np.frombuffer(packed, np.uint8), self._slots, FIRST_CONTEXTS, self._order, self._token_bytes, length
+        )
+        if not whole:
+            raise CorruptError("corrupt data: the tokens cannot be decoded")
+        return ids, ends
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def encode_tokens(
+    starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
+) -> int:
+    """Turn the tokens of a document into records; return how many they are.
+
+    Args:
+        starts: of the families of contexts.
+        ranks: [T].
+        lengths: [T], by how many bytes each is longer than its token in the vocabulary, zigzag.
+        out: [2 T], filled.
+    """
+    size = before = 0
+    for token in range(len(ranks)):
+        size = append_number(out, size, starts[TOKEN] + before, ranks[token])
+        before = min(out[size - 1] & 63, NUM_TOKEN_CONTEXTS - 1)
+        size = append_number(out, size, starts[LENGTH], lengths[token])
+    return size
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def decode_tokens(
+    stream: NDArray[np.uint8],
+    slots: DecodingTables,
+    starts: NDArray[np.int64],
+    order: NDArray[np.int32],
+    token_bytes: NDArray[np.int32],
+    length: int,
+) -> tuple[Any, Any, bool]:
+    """Read the stream of a document's tokens.
+
+    Args:
+        stream: its bytes.
+        slots: of all contexts.
+        starts: of the families of contexts.
+        order: [U], ids by rank.
+        token_bytes: [U], how many bytes each token of the vocabulary has.
+        length: T.
+
+    Returns:
+        ids int32 [T], byte ends int32 [T], and whether the stream is whole.
+    """
+    symbols, facts = slots
+    words = bytes_to_words(stream, 0, len(stream))
+    state, left = initial_state(words)
+    ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
+    before: Any = np.int64(0)
+    end: Any = np.int64(0)
+    for token in range(length):
+        for family in (TOKEN, LENGTH):
+            # `take` and `decode_raw_bits`, written out: numba counts references to the arrays of a call each time.
+            context = starts[family] + (before if family == TOKEN else 0)
+            symbol = np.int64(symbols[slot_index(context, state)])
+            state = next_state(state, np.int64(facts[symbol_info_index(context, symbol)]))
+            if state < MIN_STATE and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            bits = RAW_BITS[Index(symbol)]
+            number = FIRST_NUMBER[Index(symbol)] + (state & ((1 << bits) - 1))
+            state >>= bits
+            if state < MIN_STATE and left > 0:
+                left -= 1
+                state = state << WORD_BITS | np.int64(words[Index(left)])
+            if symbol >= SPECIAL_SYMBOL or (family == TOKEN and number >= len(order)):
+                return ids, ends, False
+            if family == TOKEN:
+                before, ids[token] = min(symbol, NUM_TOKEN_CONTEXTS - 1), order[Index(number)]
+            else:
+                end += token_bytes[Index(ids[token])] + (number >> 1 ^ -(number & 1))
+        ends[token] = end
+    return ids, ends, state == 0 and left == 0

@@ -1,0 +1,184 @@
+"""Checks of JSON that artifacts contain: types, ranges and names, stated once per kind of file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from xtk.errors import CorruptError
+
+# A check takes a value and its place ("shards[3].rows"), and raises Invalid.
+Validator = Callable[[Any, str], None]
+MAX_SAFE_INTEGER = 2**53  # integers above it are not the same in every reader of JSON
+MAX_SHOWN_CHARACTERS = 60
+
+
+class SchemaViolation(ValueError):
+    """A value that its schema does not allow."""
+
+    def __init__(self, path: str, value: object, expected: str) -> None:
+        shown = repr(value)
+        shown = shown if len(shown) <= MAX_SHOWN_CHARACTERS else shown[: MAX_SHOWN_CHARACTERS - 3] + "..."
+        super().__init__(f"{path or 'the content'} is {shown}; must be {expected}")
+
+
+class CheckedObject(dict[str, Any]):
+    """An object of an artifact; a key that it lacks is damage of its file, wherever the key is read.
+
+    Args:
+        content: the object.
+        place: its place in the file.
+        where: the file, for the error.
+    """
+
+    def __init__(self, content: Mapping[str, Any], path: str, where: str) -> None:
+        super().__init__(content)
+        self._place, self._where = path, where
+
+    def __missing__(self, key: str) -> Any:
+        raise CorruptError(f"this file does not state {_child_path(self._place, key)}", where=self._where)
+
+    def __reduce__(self) -> tuple[type[CheckedObject], tuple[dict[str, Any], str, str]]:
+        """Travel to another process."""
+        return CheckedObject, (dict(self), self._place, self._where)
+
+
+def check_schema(content: object, schema: Validator, where: str, hint: str | None = None) -> None:
+    """Check the content of a file.
+
+    Raises:
+        Damaged: names the first value that the schema does not allow.
+    """
+    try:
+        schema(content, "")
+    except SchemaViolation as wrong:
+        raise CorruptError(f"this file cannot be as xtk wrote it: {wrong}", where=where, hint=hint) from None
+
+
+def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:
+    """Accept integers from `low` to `high`."""
+
+    def checked(value: Any, place: str) -> None:
+        if type(value) is not int or not minimum <= value <= maximum:
+            raise SchemaViolation(place, value, f"an integer from {minimum:,} to {maximum:,}")
+
+    return checked
+
+
+def number(minimum: float = -math.inf, maximum: float = math.inf) -> Validator:
+    """Accept finite numbers from `low` to `high`."""
+
+    def checked(value: Any, place: str) -> None:
+        if type(value) not in (int, float) or not math.isfinite(value) or not minimum <= value <= maximum:
+            raise SchemaViolation(place, value, f"a finite number from {minimum:g} to {maximum:g}")
+
+    return checked
+
+
+def text(pattern: str = "", max_length: int = 4096) -> Validator:
+    """Accept text, of a pattern if one is given."""
+    matching = re.compile(pattern) if pattern else None
+
+    def checked(value: Any, place: str) -> None:
+        if not isinstance(value, str) or len(value) > max_length or (matching and not matching.fullmatch(value)):
+            raise SchemaViolation(place, value, f"text of the form {pattern}" if pattern else "text")
+
+    return checked
+
+
+def one_of(values: Collection[str]) -> Validator:
+    """Accept some texts."""
+
+    def checked(value: Any, place: str) -> None:
+        if not isinstance(value, str) or value not in values:
+            raise SchemaViolation(place, value, f"one of {', '.join(values)}")
+
+    return checked
+
+
+def optional(content: Validator) -> Validator:
+    """Accept null too."""
+
+    def checked(value: Any, place: str) -> None:
+        if value is not None:
+            content(value, place)
+
+    return checked
+
+
+def list_of(items: Validator, max_length: int = MAX_SAFE_INTEGER) -> Validator:
+    """Accept lists."""
+
+    def checked(value: Any, place: str) -> None:
+        if not isinstance(value, list) or len(value) > max_length:
+            raise SchemaViolation(
+                place, value, "a list" if max_length == MAX_SAFE_INTEGER else f"a list of at most {max_length:,}"
+            )
+        for at, one in enumerate(value):
+            items(one, f"{place}[{at}]")
+
+    return checked
+
+
+def map_of(values: Validator) -> Validator:
+    """Accept objects with any keys."""
+
+    def checked(value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise SchemaViolation(place, value, "an object")
+        for key, one in value.items():
+            values(one, _child_path(place, key))
+
+    return checked
+
+
+def any_json(max_depth: int = 6, *, finite: bool = True) -> Validator:
+    """Accept any JSON value that is at most `depth` deep, with finite numbers if asked for."""
+
+    def checked(value: Any, place: str, left: int = max_depth) -> None:
+        if isinstance(value, dict | list):
+            if not left:
+                raise SchemaViolation(place, "...", f"nested at most {max_depth} deep")
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, one in parts:
+                checked(one, _child_path(place, key), left - 1)
+        elif finite and isinstance(value, float) and not math.isfinite(value):
+            raise SchemaViolation(place, value, "finite")
+        elif isinstance(value, int) and abs(value) >= 2**64:
+            raise SchemaViolation(place, "...", "an integer of at most 64 bits")
+
+    return checked
+
+
+def json_object(
+    required: Mapping[str, Validator],
+    optional_keys: Mapping[str, Validator] | None = None,
+    other_keys: Validator | None = None,
+) -> Validator:
+    """Accept objects.
+
+    Args:
+        required: keys that have to be there.
+        optional_keys: keys that may be there.
+        other_keys: for all other keys; left out: anything plain.
+    """
+    optional_keys = {**required, **(optional_keys or {})}
+    other_keys = other_keys or any_json()
+
+    def checked(value: Any, place: str) -> None:
+        if not isinstance(value, dict):
+            raise SchemaViolation(place, value, "an object")
+        for key in required:
+            if key not in value:
+                raise SchemaViolation(_child_path(place, key), None, "there")
+        for key, one in value.items():
+            optional_keys.get(key, other_keys)(one, _child_path(place, key))
+
+    return checked
+
+
+def _child_path(place: str, key: object) -> str:
+    shown = str(key)[:MAX_SHOWN_CHARACTERS]
+    return f"{place}.{shown}" if place else shown

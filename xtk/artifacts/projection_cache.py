@@ -1,0 +1,160 @@
+"""What was made of a pair of tokenizers on the way, kept in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
+from xtk.artifacts.projection_file import VERSION, read_projection, write_projection
+from xtk.errors import XtkError
+from xtk.projection.build import build_projection, projection_header, tokenizer_identity
+from xtk.projection.byte_partition import (
+    ALGORITHM_VERSION,
+    BytePartition,
+    PrefixContinuations,
+    SortedVocabulary,
+    build_byte_partition,
+)
+from xtk.projection.projection import Projection
+from xtk.projection.prune import prune_projection
+from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching
+from xtk.tokens.tokenizer import Tokenizer
+
+NEXT_BYTES_PARTS: dict[str, Any] = {
+    "student": SortedVocabulary,
+    "teacher": SortedVocabulary,
+    "continuations": PrefixContinuations,
+}
+
+
+def cached_projection(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    method: str = "multitoken",
+    *,
+    top_k: int | None = None,
+    special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
+    **options: Any,
+) -> Projection:
+    """Return the projection of a pair, built once and kept in the user's cache folder.
+
+    The folder is `XTK_CACHE`, else `~/.cache/xtk`, and `projections` in it. A file there is named after all that the
+    projection depends on; a damaged one is built again. Several processes may ask at once: each writes the same
+    bytes under a name of its own and renames it. Where the folder cannot be
+    named, read or written, nothing is kept.
+
+    Args:
+        student: its tokens are the rows.
+        teacher: its tokens are the columns.
+        method: one of METHODS that needs no more than the tokenizers: not `counts`, not `embedding`.
+        top_k: pruned to so many entries a row. None: all.
+        special_tokens: as in build_projection.
+        options: the method's own.
+    """
+    path = cached_projection_path(student, teacher, method, top_k=top_k, special_tokens=special_tokens, **options)
+    projection = None if path is None else _read_valid_projection(path)
+    if projection is None:
+        projection = build_projection(student, teacher, method, special_tokens=special_tokens, **options)
+        if top_k is not None:
+            projection = prune_projection(projection, top_k=top_k)
+        if path is not None:
+            with contextlib.suppress(OSError, XtkError):
+                write_projection(projection, path, keep_others=False)
+    return projection
+
+
+def cached_projection_path(
+    student: Tokenizer,
+    teacher: Tokenizer,
+    method: str,
+    *,
+    top_k: int | None = None,
+    special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
+    **options: Any,
+) -> Path | None:
+    """Return where `cached_projection` keeps the projection of the same arguments; None where there is no such folder."""
+    header = projection_header(student, teacher, method, special_tokens, **options)
+    with contextlib.suppress(RuntimeError):  # this user has no home
+        return user_cache_folder() / "projections" / f"{_cache_key(header, top_k)}.safetensors"
+    return None
+
+
+def cached_next_bytes(
+    student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokenMatching = MATCH_BY_ROLE
+) -> BytePartition:
+    """Return what `build_byte_partition` makes of a pair, made once and kept in `next-bytes` of the same folder.
+
+    It takes seconds for real vocabularies, and every process of a run needs it. A damaged file is made again.
+    """
+    told = special_tokens if isinstance(special_tokens, str) else dict(special_tokens)
+    key = sha256(
+        canonical_json([ALGORITHM_VERSION, told, tokenizer_identity(student), tokenizer_identity(teacher)])
+    ).removeprefix("sha256:")
+    path = None
+    with contextlib.suppress(RuntimeError):  # nobody knows a home
+        path = user_cache_folder() / "next-bytes" / f"{key}.safetensors"
+    found = None if path is None else _read_next_bytes(path)
+    if found is not None:
+        return found
+    made = build_byte_partition(student, teacher, special_tokens)
+    if path is not None:
+        with contextlib.suppress(OSError, XtkError):
+            _write_next_bytes(made, path)
+    return made
+
+
+def _write_next_bytes(made: BytePartition, path: Path) -> None:
+    tensors: dict[str, NDArray[Any]] = {"member_offsets": made.cell_token_offsets, "members": made.cell_tokens}
+    for name in NEXT_BYTES_PARTS:
+        tensors |= {f"{name}.{field}": array for field, array in getattr(made, name)._asdict().items()}
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(safetensors.numpy.save(tensors, metadata={"checksum": _checksum(tensors)}))
+
+
+def _read_next_bytes(path: Path) -> BytePartition | None:
+    try:
+        with safetensors.safe_open(path, "numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+            told = (file.metadata() or {}).get("checksum")
+        if told != _checksum(tensors):
+            return None
+        parts = {
+            name: kind(*(tensors[f"{name}.{field}"] for field in kind._fields))
+            for name, kind in NEXT_BYTES_PARTS.items()
+        }
+        return BytePartition(**parts, cell_token_offsets=tensors["member_offsets"], cell_tokens=tensors["members"])
+    except Exception:  # safetensors has an exception of its own that is no public name; what is damaged is made again
+        return None
+
+
+def _checksum(tensors: dict[str, NDArray[Any]]) -> str:
+    named = [(name.encode(), np.ascontiguousarray(tensors[name]).tobytes()) for name in sorted(tensors)]
+    return sha256(b"".join(part for pair in named for part in pair))
+
+
+def user_cache_folder() -> Path:
+    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`.
+
+    Raises:
+        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home.
+    """
+    given = os.environ.get("XTK_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"
+
+
+def _cache_key(header: dict[str, Any], top_k: int | None) -> str:
+    return sha256(canonical_json([VERSION, header, top_k])).removeprefix("sha256:")
+
+
+def _read_valid_projection(path: Path) -> Projection | None:
+    try:
+        return read_projection(path) if path.is_file() else None
+    except (XtkError, OSError):
+        return None

@@ -1,0 +1,327 @@
+"""Folders in object stores and on other machines: s3://, gs://, hf://, sftp://, whatever fsspec knows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import inspect
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.atomic_files import is_stale_temporary_file, temporary_name
+from xtk.artifacts.download_cache import DownloadCache
+from xtk.artifacts.storage import MAX_FILE_BYTES
+from xtk.errors import CorruptError, XtkError
+
+# There an object is seen when it is whole, and not before. Elsewhere a file grows under the eyes of its readers.
+ATOMIC_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "hf", "memory"})
+BUCKET_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
+# What tells one content of a name from another, in the words of one store or another.
+VERSION_TAG_KEYS = (
+    "ETag",
+    "etag",
+    "md5Hash",
+    "generation",
+    "content_md5",
+    "blob_id",
+    "oid",
+    "LastModified",
+    "mtime",
+    "created",
+)
+TRANSFER_THREADS = 16
+
+
+class RemoteFolder:
+    """A folder that fsspec reaches. Files come and go whole; what is mapped into memory is a copy on this machine.
+
+    Args:
+        place: its URL.
+
+    Raises:
+        XtkError: nobody knows its protocol, or the package for it is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._name = url.rstrip("/")
+        self.protocol = url.partition("://")[0]
+        self._download_cache = DownloadCache(self._name)
+        self._listing: dict[str, dict[str, Any]] = {}
+        self._fs, self._root = _file_system(self._name)
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return self._name
+
+    def path_of(self, file: str) -> str:
+        """Return how messages call a file in it."""
+        return f"{self._name}/{file}"
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of each file, as they are now; none if there is no folder.
+
+        Raises:
+            XtkError: there is a file of this name, no bucket, no permission, no network.
+        """
+        with self._store_errors("the store does not tell what is there"):
+            self._fs.invalidate_cache(self._root)
+            try:
+                found = self._fs.ls(self._root, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                found = []
+                self._refuse_missing_bucket()
+        # Some stores list a folder among its own files, as an object of no bytes.
+        itself = [entry for entry in found if str(entry["name"]).rstrip("/") == self._root]
+        if any(entry["type"] == "file" and entry.get("size") for entry in itself):
+            raise XtkError("a cache is a folder, and there is a file of this name", where=self._name)
+        self._listing = {_listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
+        return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
+
+    def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
+        """Return what a file holds.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: it has more than `limit` bytes.
+        """
+        with self._store_errors("the store does not give a file", file, missing=True):
+            size = int(self._fs.size(self._path(file)) or 0)
+            if size <= max_bytes:
+                content: bytes = self._fs.cat_file(self._path(file))
+                size = len(content)
+        if size > max_bytes:
+            raise CorruptError(
+                f"this file has {size:,} bytes; at most {max_bytes:,} are expected", where=self.path_of(file)
+            )
+        return content
+
+    def local_path(self, file: str) -> Path:
+        """Return a copy on this machine, made now if there is none of what the store holds.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: it did not come whole.
+        """
+        entry = self._listing.get(file)
+        if entry is None:
+            self.file_sizes()
+            entry = self._listing.get(file)
+        if entry is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path_of(file))
+        tag = next((f"{key} {entry[key]}" for key in VERSION_TAG_KEYS if entry.get(key) is not None), "")
+
+        def fetch(path: Path) -> None:
+            with self._store_errors("the store does not give a file", file, missing=True):
+                self._fs.get_file(self._path(file), str(path))
+
+        return self._download_cache.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
+
+    def prefetch(self, files: Sequence[str]) -> None:
+        """Have copies of files on this machine, several fetched at once.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            Damaged: one did not come whole.
+        """
+        with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
+            for _ in threads.map(self.local_path, files):
+                pass
+
+    @contextlib.contextmanager
+    def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
+        """Give a path on this machine; sent whole when the block ends well.
+
+        Args:
+            file: its name.
+            exclusive: refuse to replace what another writer has put there.
+
+        Raises:
+            XtkError: there is such a file already, or it cannot be sent.
+        """
+        with self._download_cache.upload_path(file) as temporary:
+            yield temporary
+            self._listing.pop(file, None)
+            with self._store_errors("the store does not take a file", file):
+                if exclusive and self._exists(file):
+                    raise self._already_exists_error(file)
+                if self.protocol in ATOMIC_PROTOCOLS:
+                    self._upload(temporary, file, exclusive=exclusive)
+                else:
+                    self._upload_and_rename(temporary, file)
+
+    def copy_from(self, source: object, files: Mapping[str, str]) -> None:
+        """Copy files of another folder, on the store where it can, else through this machine.
+
+        Args:
+            source: the other folder.
+            files: their names there, and the names that they get.
+        """
+
+        def copy(pair: tuple[str, str]) -> None:
+            theirs, ours = pair
+            if isinstance(source, RemoteFolder) and source._fs is self._fs:
+                with self._store_errors("the store does not copy a file", ours):
+                    self._fs.cp_file(source._path(theirs), self._path(ours))
+            else:
+                with self._store_errors("the store does not take a file", ours):
+                    self._upload(source.local(theirs), ours, exclusive=False)  # type: ignore[attr-defined]
+
+        if self.protocol not in ATOMIC_PROTOCOLS:
+            with self._store_errors("the store makes no folder"):
+                self._fs.makedirs(self._root, exist_ok=True)
+        with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
+            for _ in threads.map(copy, files.items()):
+                pass
+
+    def remove(self, *files: str) -> None:
+        """Remove files, those that are there."""
+        for file in files:
+            self._listing.pop(file, None)
+        with self._store_errors("the store does not remove files"):
+            if len(files) > 1:
+                # Some stores take a thousand names in a request.
+                self._fs.rm([self._path(file) for file in files])
+            else:
+                for file in files:
+                    with contextlib.suppress(FileNotFoundError):
+                        self._fs.rm_file(self._path(file))
+
+    def remove_stale_temporary_files(self) -> None:
+        """Remove what killed writers on this machine left; of others nobody here knows whether they live."""
+        if self.protocol in ATOMIC_PROTOCOLS:
+            return
+        self.remove(*filter(is_stale_temporary_file, self.file_sizes()))
+
+    def remove_stale_locks(self) -> None:
+        """Do nothing: stores have no locks."""
+
+    def _path(self, file: str) -> str:
+        return f"{self._root}/{file}"
+
+    def _exists(self, file: str) -> bool:
+        self._fs.invalidate_cache(self._root)
+        return bool(self._fs.exists(self._path(file)))
+
+    @cached_property
+    def _supports_exclusive_create(self) -> bool:
+        """Whether the store itself refuses a second object of a name."""
+        put = getattr(self._fs, "_put_file", None) or self._fs.put_file
+        return "mode" in inspect.signature(put).parameters
+
+    def _upload(self, path: Path, file: str, *, exclusive: bool) -> None:
+        try:
+            self._fs.put_file(
+                str(path),
+                self._path(file),
+                **({"mode": "create"} if exclusive and self._supports_exclusive_create else {}),
+            )
+        except FileExistsError:
+            # It was not there a moment ago: another writer's, or our own, whose answer was lost and which was sent
+            # again.
+            if self._fs.cat_file(self._path(file)) != path.read_bytes():
+                raise self._already_exists_error(file) from None
+        except OSError as wrong:
+            if not exclusive or wrong.errno != errno.ENOSYS:
+                raise
+            self._upload(path, file, exclusive=False)  # a store that knows no such condition
+
+    def _upload_and_rename(self, path: Path, file: str) -> None:
+        self._fs.makedirs(self._root, exist_ok=True)
+        temporary = self._path(temporary_name(file))
+        try:
+            self._fs.put_file(str(path), temporary)
+            self._fs.mv(temporary, self._path(file))
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._fs.rm_file(temporary)
+            raise
+
+    def _already_exists_error(self, file: str) -> XtkError:
+        return XtkError(
+            "another process writes this cache too: what was to be written now is there already",
+            where=self.path_of(file),
+            hint="let the other one go on, or end it and run the same command again; nothing was replaced",
+        )
+
+    def _refuse_missing_bucket(self) -> None:
+        bucket, slash, _ = self._root.partition("/")
+        if self.protocol in BUCKET_PROTOCOLS and slash and not self._fs.exists(bucket):
+            raise XtkError(
+                f"there is no bucket {bucket}, or none that these credentials see",
+                where=self._name,
+                hint="make it with the tools of the store; xtk makes none",
+            )
+
+    @contextlib.contextmanager
+    def _store_errors(self, what: str, file: str | None = None, *, missing: bool = False) -> Iterator[None]:
+        """Tell the errors of stores, which have a hundred classes, in xtk's form."""
+        try:
+            yield
+        except XtkError:
+            raise
+        except Exception as wrong:
+            if missing and isinstance(wrong, FileNotFoundError):
+                raise
+            where = self._name if file is None else self.path_of(file)
+            raise XtkError(
+                f"{what}: {_error_line(wrong)}", where=where, hint=_error_hint(wrong, self.protocol)
+            ) from wrong
+
+
+def _file_system(place: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the path in it.
+
+    Raises:
+        XtkError: nobody knows its protocol, or the package for it is missing.
+    """
+    from fsspec.core import url_to_fs
+
+    protocol = place.partition("://")[0]
+    try:
+        fs, root = url_to_fs(place)
+    except ImportError as wrong:
+        cause = wrong.__cause__ or wrong
+        package = getattr(cause, "name", None) or protocol
+        raise XtkError(
+            f"the package for {protocol}:// is not installed ({package})", where=place, hint=f"pip install {package}"
+        ) from None
+    except Exception as wrong:  # of the store's own kind, or ValueError for a protocol that nobody knows
+        raise XtkError(
+            f"this folder cannot be reached: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
+        ) from None
+    return fs, str(root).rstrip("/")
+
+
+def _listed_name(path: object, root: str) -> str:
+    """Return the name of a file that a store lists.
+
+    Raises:
+        Damaged: it cannot be the name of a file in this folder.
+    """
+    name = str(path).rstrip("/").rpartition("/")[2]
+    if name in ("", ".", "..") or "\\" in name or "\0" in name:
+        raise CorruptError(f"the store lists {name!r}, which cannot be a file of this folder", where=root)
+    return name
+
+
+def _error_line(wrong: BaseException) -> str:
+    text = str(wrong).strip()
+    return text.splitlines()[0] if text else type(wrong).__name__
+
+
+def _error_hint(wrong: BaseException, protocol: str) -> str:
+    name = type(wrong).__name__
+    if isinstance(wrong, PermissionError) or "Credential" in name or "Token" in name or "Forbidden" in str(wrong):
+        return {
+            "s3": "credentials with permission: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+            "gs": "credentials with permission: gcloud auth application-default login",
+            "hf": "hf auth login, with a token that may write",
+        }.get(protocol, "credentials with permission, as the store's own tools read them")
+    if isinstance(wrong, FileNotFoundError):
+        return "check the spelling; what is missing, the bucket say, is made with the tools of the store"
+    return "check the network and the address, and run the same command again; finished parts are kept"

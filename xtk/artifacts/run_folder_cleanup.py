@@ -1,0 +1,158 @@
+"""Which files in the folder of a run or an export xtk wrote: `--force` removes these, and refuses all others."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, has_same_content, next_free_path, read_json
+from xtk.artifacts.output_checks import foreign_files_error
+from xtk.artifacts.write_locks import LOCK_PREFIX
+from xtk.errors import CorruptError
+
+MANIFEST, CARD = "xtk.json", "README.md"
+_CARD_BEGINNING = 96  # bytes: up to the tag xtk
+# What xtk, transformers and peft write into the folder of a model.
+_MODEL_FILE_NAMES = re.compile(
+    r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)"
+    r"\.json|(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model\.gguf|merges\.txt"
+    r"|chat_template\.jinja|(tokenizer|spiece|sentencepiece\.bpe)\.model|[\w.-]+\.tiktoken|xtk\.json|README\.md"
+)
+_RECIPE, _ROLLOUTS = "recipe.json", "rollouts.jsonl"
+_RUN_FILE_NAMES = re.compile(r"recipe\.json|metrics\.jsonl")
+_TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
+_MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
+_STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
+_ROUNDS, _TRACKERS = "rounds", "trackers"
+# `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
+# write below the folder of trackers.
+_OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")
+
+
+def refuse_foreign_files_in_run(folder: Path, *, is_export: bool = False) -> None:
+    """Refuse the folder of a run or an export that holds files which xtk did not write.
+
+    Args:
+        folder: of the run.
+        is_export: an export: a folder of a model, and nothing of a run.
+
+    Raises:
+        XtkError: names them.
+    """
+    if foreign := _foreign_files(folder, run=not is_export):
+        raise foreign_files_error(foreign, str(folder))
+
+
+def remove_run(folder: Path) -> None:
+    """Remove what xtk wrote into the folder of a run; the recipe, by which it is known, goes last.
+
+    Raises:
+        XtkError: it holds other files; nothing is removed.
+    """
+    refuse_foreign_files_in_run(folder)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == _RECIPE):
+        if path.name.startswith(LOCK_PREFIX):  # its holder removes it
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def remove_run_subfolder(folder: Path) -> None:
+    """Remove a checkpoint, best weights or an adapter of a run; one that holds other files is renamed and stays.
+
+    A checkpoint, or best weights, that xtk wrote has a manifest, since it gets its name when it is whole.
+    """
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    foreign = _foreign_files(folder, run=False)
+    if not foreign and (folder.name == "adapter" or (folder / MANIFEST).is_file()):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    _keep(folder, f"holds files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
+
+
+def _keep(path: Path, what: str) -> None:
+    kept = next_free_path(path, ".kept-")
+    path.replace(kept)
+    terminal.note(f"{path} {what}; it is renamed to {kept.name} and stays")
+
+
+def keep_file_of_user(path: Path, new: Path) -> None:
+    """Rename a file of the user that stands where a run is about to put one of the student.
+
+    A run that was killed while it put them there left some, which are equal to the new ones; of a model card, which
+    has clocks, the beginning is.
+
+    Args:
+        path: where the file goes; most often nothing is there.
+        new: the file of the student.
+    """
+    if not path.exists() and not path.is_symlink():
+        return
+    if has_same_content(new, path):
+        return
+    if new.name == CARD and path.is_file() and not path.is_symlink():
+        with path.open("rb") as there, new.open("rb") as here:
+            if there.read(_CARD_BEGINNING) == here.read(_CARD_BEGINNING):
+                return
+    _keep(path, "was not written by xtk")
+
+
+def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
+    """Return the names in a folder, and in the folders in it, of files that xtk did not write."""
+    listed = _manifest_files(folder)
+    code = _auto_map(folder)
+    on_policy = run and _is_on_policy(folder)
+    found = []
+    for path in sorted(folder.iterdir()):
+        name, is_folder = path.name, path.is_dir() and not path.is_symlink()
+        if name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)):
+            continue
+        if (is_folder and run and _STEP_FOLDER_NAMES.fullmatch(name)) or (is_folder and name in ("trainer", "adapter")):
+            found += _foreign_files(path, run=False, prefix=f"{prefix}{name}/")
+        elif is_folder and run and name == _TRACKERS:
+            files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
+            found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
+        elif on_policy and name == (_ROUNDS if is_folder else _ROLLOUTS):
+            continue
+        elif is_folder or path.is_symlink() or not _is_xtk_file(name, listed, code, run=run):
+            found.append(prefix + name)
+    return found
+
+
+def _is_xtk_file(name: str, listed: dict[str, Any] | None, code: str, *, run: bool) -> bool:
+    if name == MANIFEST or (run and _RUN_FILE_NAMES.fullmatch(name)) or _TRAINER_FILE_NAMES.fullmatch(name):
+        return True
+    if listed is not None:
+        return name in listed or name == "README.md"
+    return bool(_MODEL_FILE_NAMES.fullmatch(name)) or (
+        bool(_MODEL_CODE_NAMES.fullmatch(name)) and Path(name).stem in code
+    )
+
+
+def _is_on_policy(run: Path) -> bool:
+    """Return whether the recipe of a run states that it writes rollouts."""
+    with contextlib.suppress(OSError, CorruptError):
+        return read_json(run / _RECIPE).get("on_policy") is True
+    return False
+
+
+def _manifest_files(folder: Path) -> dict[str, Any] | None:
+    """Return the files that the manifest of a folder lists; None if there is no manifest, or it lists none."""
+    with contextlib.suppress(OSError, CorruptError):
+        files = read_json(folder / MANIFEST).get("files")
+        return files if isinstance(files, dict) else None
+    return None
+
+
+def _auto_map(folder: Path) -> str:
+    """Return what the configuration of a model states of Python code in the folder."""
+    with contextlib.suppress(OSError, CorruptError):
+        return str(read_json(folder / "config.json").get("auto_map"))
+    return ""

@@ -1,0 +1,368 @@
+"""Folders of `xtk distill`: the recipe, numbered folders, and the manifest with sizes and checksums of all files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from xtk.artifacts.atomic_files import canonical_json, sha256, write_json
+from xtk.artifacts.safe_file_access import check_file_name, open_regular_file, read_regular_file
+from xtk.errors import CorruptError, XtkError
+
+RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (
+    "recipe.json",
+    "xtk.json",
+    "metrics.jsonl",
+    "README.md",
+    "rollouts.jsonl",
+)
+TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
+CHECKPOINT, BEST = "checkpoint", "best"
+VERSION, RECIPE_KIND, RECIPE_VERSION = 3, "recipe", 2
+RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
+# Files that transformers, peft or vLLM read from a model folder by their names alone.
+MODEL_FILE_NAMES = re.compile(
+    r".+\.(safetensors|safetensors\.index\.json|bin|model|tiktoken|jinja|py)|(config|generation_config|adapter_config|"
+    r"tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken|chat_template)\.json|merges\.txt"
+)
+_LISTED_FILE_NAMES = re.compile(r".+\.(safetensors|json|jsonl|jinja|model|tiktoken|txt|py|md|gguf)")
+_TRAINER_FILE_NAMES = re.compile(r"rank-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _LISTED_FILE_NAMES}
+_NUMBER = re.compile(r"[1-9][0-9]*")
+_MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
+_BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
+_ALTERED_FILE_HINT = "copy it again from where it is whole; xtk export makes a copy of a student that may be edited"
+
+
+def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Path]]:
+    """Return (step, folder) of the checkpoints of a run, oldest first.
+
+    Only real folders named `checkpoint-N` count: no links, no files, no other names.
+
+    Args:
+        folder: of the run; it may be missing.
+        kind: CHECKPOINT, or BEST for the weights that early stopping keeps.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        name, _, number = path.name.partition("-")
+        if name == kind and _NUMBER.fullmatch(number) and path.is_dir() and not path.is_symlink():
+            found.append((int(number), path))
+    return sorted(found)
+
+
+def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
+    """Return the run and the step of a checkpoint's folder; None if a folder is not a checkpoint of a run."""
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 (a link to a checkpoint is none)
+    step = next((step for step, one in list_checkpoints(path.parent) if one == path), None)
+    return (folder.parent, step) if step is not None and (path.parent / RECIPE_FILE).is_file() else None
+
+
+# --- the recipe
+
+
+def write_recipe(folder: Path, options: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Write `recipe.json`: the options of a run as `--config` takes them, and its identity.
+
+    Args:
+        folder: of the run.
+        options: by their names in a configuration file.
+        identity: the values and fingerprints that make two runs the same run; no paths.
+    """
+    write_json(folder / RECIPE_FILE, {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": identity})
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Return the identity that a recipe states.
+
+    Args:
+        path: of the run, or of the file.
+
+    Raises:
+        XtkError: there is no recipe, or another version wrote it.
+        Damaged: it cannot be read.
+    """
+    file = path / RECIPE_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise XtkError("this is no run of xtk distill (recipe.json)", where=str(path))
+    content = _read_json_object(file)
+    version = recipe_version(content)
+    if version is None:
+        raise XtkError("this recipe is none of xtk distill", where=str(file))
+    if version != RECIPE_VERSION:
+        raise XtkError(
+            f"this recipe has version {version}; this xtk reads version {RECIPE_VERSION}",
+            where=str(file),
+            hint="use the xtk that began the run, or train it again into another folder",
+        )
+    identity = content.get("identity")
+    if not isinstance(identity, dict) or not _is_identity(identity):
+        raise CorruptError("this recipe does not state which run it is of", where=str(file))
+    return identity
+
+
+def recipe_version(content: Mapping[str, Any]) -> object:
+    """Return the version of a recipe; None of what is no recipe."""
+    if {"losses", "inputs"} <= set(content):
+        return 1
+    return content.get("version", 0) if content.get("kind") == RECIPE_KIND else None
+
+
+def _is_identity(content: Mapping[str, Any]) -> bool:
+    losses, inputs = content.get("losses"), content.get("inputs")
+    student = inputs.get("student") if isinstance(inputs, dict) else None
+    return (
+        isinstance(losses, list)
+        and all(isinstance(one, str) for one in losses)
+        and isinstance(student, dict)
+        and all(isinstance(one, str) for one in student.values())
+        and {"weights", "tokenizer"} <= set(student)
+        and all(_is_count(content.get(name, 0)) for name in ("max_steps", "documents_per_step"))
+        and all(isinstance(content.get(name, {}), dict) for name in ("preparation", "on_policy"))
+    )
+
+
+def run_fingerprint(identity: Mapping[str, Any]) -> str:
+    """Return "sha256:..." of what makes a run the same run."""
+    return sha256(canonical_json(identity))
+
+
+# --- the manifest
+
+
+def file_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of files directly inside a folder, by name, read by several threads.
+
+    Raises:
+        Damaged: one of them is not a regular file.
+    """
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        listed = sorted(names)
+        return dict(zip(listed, threads.map(lambda name: _file_entry(folder, name), listed), strict=True))
+
+
+def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) -> list[str]:
+    """Return the names of the files in a folder that a manifest lists."""
+    found = []
+    for path in folder.iterdir():
+        if path.name != RUN_MANIFEST and path.is_file():
+            try:
+                found.append(check_file_name(path.name, [kind], where=""))
+            except CorruptError:
+                continue
+    return found
+
+
+def prefix_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any] | None:
+    """Return size and checksum of a file, or of its first bytes; None if there is no such file."""
+    try:
+        return _file_entry(folder, name, size)
+    except FileNotFoundError:
+        return None
+
+
+def _file_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any]:
+    checksum, count = xxhash.xxh3_64(), 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with os.fdopen(open_regular_file(folder, name), "rb", buffering=0) as stream:
+        left = os.fstat(stream.fileno()).st_size if size is None else size
+        while left > 0 and (found := stream.readinto(block[: min(left, _BLOCK_BYTES)])):
+            checksum.update(block[:found])
+            count += found
+            left -= found
+    return {"bytes": count, "checksum": f"xxh3:{checksum.hexdigest()}"}
+
+
+def write_run_manifest(
+    folder: Path,
+    content: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    folders: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
+) -> dict[str, Any]:
+    """Write `xtk.json`, the last file of a folder: one without it is unfinished.
+
+    Args:
+        folder: the files lie in it.
+        content: `kind` and what else is stated of it.
+        files: size and checksum of each file of the folder, of `entries`.
+        folders: the same of its subfolders.
+
+    Returns:
+        What was written.
+    """
+    whole = {**content, "version": VERSION, "files": files, "folders": folders or {}}
+    whole["checksum"] = sha256(canonical_json(whole))
+    write_json(folder / RUN_MANIFEST, whole)
+    return whole
+
+
+def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, Any]:
+    """Read `xtk.json` and check that it is as it was written, in every part that is used.
+
+    Args:
+        folder: of a student, a checkpoint, best weights or an export.
+        kinds: what it may be; empty: any of these.
+
+    Raises:
+        XtkError: another version wrote it.
+        Damaged: it is missing, was altered, or is of another kind.
+    """
+    path = folder / RUN_MANIFEST
+    try:
+        content = _read_json_object(path)
+    except FileNotFoundError:
+        raise CorruptError("this folder has no manifest", where=str(path)) from None
+    version = content.get("version", 1)
+    if version != VERSION:
+        shown = version if _is_count(version) else "unknown"
+        raise XtkError(
+            f"this {content.get('kind') or 'folder'!s:.40} has version {shown}; this xtk reads version {VERSION}",
+            where=str(path),
+            hint="use the xtk that wrote it, or run the command that made it again, with --force",
+        )
+    stated = {key: value for key, value in content.items() if key != "checksum"}
+    if content.get("checksum") != sha256(canonical_json(stated)):
+        raise CorruptError("this manifest does not match its own checksum", where=str(path))
+    if not isinstance(content.get("kind"), str) or (kinds and content["kind"] not in kinds):
+        raise CorruptError(f"this is not the manifest of a {' or '.join(kinds) or 'run'}", where=str(path))
+    if not _is_valid_manifest(content, str(path)):
+        raise CorruptError("a value in this manifest has the wrong type", where=str(path))
+    return content
+
+
+def _is_valid_manifest(content: Mapping[str, Any], where: str) -> bool:
+    folders = content.get("folders")
+    if not isinstance(folders, dict) or not set(folders) <= set(_SUBFOLDER_FILE_NAMES):
+        return False
+    for files, kind in (
+        (content.get("files"), _LISTED_FILE_NAMES),
+        *((folders[name], _SUBFOLDER_FILE_NAMES[name]) for name in folders),
+    ):
+        if not isinstance(files, dict):
+            return False
+        for name, entry in files.items():
+            check_file_name(name, [kind], where=where)
+            if name == RUN_MANIFEST or not _is_file_entry(entry):
+                return False
+    types: dict[str, type] = {"run": str, "parallel": str}
+    counts = ("step", "steps", "processes")
+    if "best" in content and not (isinstance(content["best"], dict) and _is_count(content["best"].get("step"))):
+        return False
+    if "recipe" in content and not (isinstance(content["recipe"], dict) and _is_identity(content["recipe"])):
+        return False
+    metrics = content.get("metrics", {})
+    if not isinstance(metrics, dict) or not all(isinstance(value, int | float) for value in metrics.values()):
+        return False
+    if content["kind"] == "student" and not {"steps", "recipe", "metrics"} <= set(content):
+        return False
+    return all(isinstance(content[name], kind) for name, kind in types.items() if name in content) and all(
+        _is_count(content[name]) for name in counts if name in content
+    )
+
+
+def _is_file_entry(entry: object) -> bool:
+    return isinstance(entry, dict) and _is_count(entry.get("bytes")) and isinstance(entry.get("checksum"), str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def verify_files(
+    folder: Path, content: Mapping[str, Any], *, excluded: Collection[str] = (), subset: tuple[int, int] = (0, 1)
+) -> None:
+    """Compare every file of a folder with its manifest: that it is there, its size, its checksum, and no other.
+
+    Args:
+        folder: the files lie in it.
+        content: of `read_manifest`.
+        excluded: names of files that are left out.
+        subset: (n, of): check only each `of`-th file, from the n-th; the largest first.
+
+    Raises:
+        Damaged: names the file.
+    """
+    listed = [(folder, name, entry) for name, entry in content["files"].items() if name not in excluded]
+    for name, files in content["folders"].items():
+        if (folder / name).is_symlink() or not (folder / name).is_dir():
+            raise CorruptError("a folder that the manifest lists is missing", where=str(folder / name))
+        listed += [(folder / name, file, entry) for file, entry in files.items()]
+    for place, name, entry in listed:
+        _check_size(place, name, entry)
+    for path in _unlisted_files(folder, content):
+        raise CorruptError(
+            "this file is not in the manifest of its folder, and would be read with it",
+            where=str(path),
+            hint="move it to another folder",
+        )
+    listed.sort(key=lambda one: (-one[2]["bytes"], str(one[0]), one[1]))
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        list(threads.map(lambda one: _check_checksum(*one), listed[subset[0] :: subset[1]]))
+
+
+def check_weight_sizes(folder: Path, content: Mapping[str, Any]) -> None:
+    """Compare the sizes of the weights in a folder with its manifest, without reading them.
+
+    Raises:
+        Damaged: names the file.
+    """
+    for name, entry in content["files"].items():
+        if name.endswith(".safetensors"):
+            _check_size(folder, name, entry)
+
+
+def _unlisted_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield files that are read with a model, or with a trainer's state, and are not listed."""
+    places: Sequence[tuple[str, Mapping[str, Any]]] = [("", content["files"]), *content["folders"].items()]
+    for name, files in places:
+        for path in sorted((folder / name).iterdir()):
+            read = name == TRAINER_FOLDER or MODEL_FILE_NAMES.fullmatch(path.name)
+            if read and path.name not in files and not path.name.startswith("."):
+                yield path
+    if TRAINER_FOLDER not in content["folders"] and content["kind"] == CHECKPOINT:
+        yield folder / TRAINER_FOLDER
+
+
+def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+    try:
+        descriptor = open_regular_file(folder, name)
+    except FileNotFoundError:
+        raise CorruptError(
+            "this file is missing, and the manifest lists it", where=str(folder / name), hint=_ALTERED_FILE_HINT
+        ) from None
+    with os.fdopen(descriptor, "rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
+    if size != entry["bytes"]:
+        raise CorruptError(
+            f"this file has {size:,} bytes, and the manifest states {entry['bytes']:,}",
+            where=str(folder / name),
+            hint=_ALTERED_FILE_HINT,
+        )
+
+
+def _check_checksum(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
+    if _file_entry(folder, name) != {key: entry[key] for key in ("bytes", "checksum")}:
+        raise CorruptError("this file does not match its checksum", where=str(folder / name), hint=_ALTERED_FILE_HINT)
+
+
+def _read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Damaged: it is none.
+    """
+    try:
+        content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
+    except (ValueError, RecursionError) as wrong:
+        raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path)) from None
+    if not isinstance(content, dict):
+        raise CorruptError("this file does not hold a JSON object", where=str(path))
+    return content

@@ -1,0 +1,198 @@
+"""Folders for caches of libraries and of xtk: private temporary ones where HOME cannot be written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from pathlib import Path
+
+from xtk.errors import XtkError
+
+# Variables of libraries, and where in the cache folder of the user a library writes without them.
+USER_CACHE_VARIABLES = {
+    "XTK_CACHE": "xtk", "HF_HOME": "huggingface", "TORCH_HOME": "torch", "VLLM_CACHE_ROOT": "vllm",
+}  # fmt: skip
+HOME_VARIABLES = {
+    "TRITON_CACHE_DIR": ".triton/cache", "MPLCONFIGDIR": ".config/matplotlib", "VLLM_CONFIG_ROOT": ".config/vllm",
+}  # fmt: skip
+HF_HOME_VARIABLES = {
+    "HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules", "HF_ASSETS_CACHE": "assets", "HF_XET_CACHE": "xet",
+}  # fmt: skip
+READABLE_HF_VARIABLES = {"HF_HUB_CACHE": "hub", "HF_TOKEN_PATH": "token"}
+INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # in the folder of temporary files, under the user's name
+SHARED_MEMORY = Path("/dev/shm")
+TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", str(SHARED_MEMORY))
+
+
+def use_writable_cache_folders(*, quiet: bool) -> None:
+    """Point libraries that would write to a folder that cannot be written to a temporary one, before their import.
+
+    The folder is private: of this user, mode 700 (numba and others run what is in their caches). The next command finds
+    it again. Models of Hugging Face in a folder that can only be read are still read.
+
+    Args:
+        quiet: print no note.
+
+    Raises:
+        XtkError: no temporary folder can be written either.
+    """
+    before, home = (
+        dict(os.environ),
+        _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache") or "~/.cache",
+    )
+    changed = _changes()
+    if not changed:
+        return
+    folder: Path | None = None
+    for name, wanted in changed.items():
+        if isinstance(wanted, Path):
+            os.environ[name] = str(wanted)
+            continue
+        folder = folder or _temporary_folder()
+        os.environ[name] = str(folder / wanted)
+    named = [name for name, wanted in changed.items() if isinstance(wanted, str) and name != INDUCTOR_CACHE_VARIABLE]
+    if not named or quiet or os.environ.get("RANK", "0") != "0":
+        return
+    wrong = next((value for name in named if (value := before.get(name))), None) or home
+    sys.stderr.write(
+        f"xtk: cannot write to {wrong}; caches are in {folder} (set XDG_CACHE_HOME or TMPDIR to keep them elsewhere)\n"
+    )
+    sys.stderr.flush()
+
+
+def shared_memory_is_writable() -> bool:
+    """Return whether locks and queues between processes can be made: Linux keeps them in /dev/shm."""
+    return sys.platform != "linux" or _can_write(SHARED_MEMORY / "xtk")
+
+
+def _home_folder() -> Path | None:
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises where there is none
+    return home if home.is_absolute() else None
+
+
+def _changes() -> dict[str, str | Path]:
+    """Return variables and their values: a path, or a name in a temporary folder."""
+    caches, found = _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache"), dict[str, str | Path]()
+    for base, table in ((caches, USER_CACHE_VARIABLES), (_home_folder(), HOME_VARIABLES)):
+        for name, below in table.items():
+            if not _can_write(_cache_path(os.environ.get(name), base, below)):
+                found[name] = below
+    if not _can_write(caches and caches / "any"):
+        found["XDG_CACHE_HOME"] = "caches"
+    numba = os.environ.get("NUMBA_CACHE_DIR")
+    if (numba or not _package_cache_is_writable()) and not _can_write(_cache_path(numba, caches, "numba")):
+        found["NUMBA_CACHE_DIR"] = "numba"
+    if "HF_HOME" in found:
+        home = _cache_path(os.environ.get("HF_HOME"), caches, USER_CACHE_VARIABLES["HF_HOME"])
+        for name, below in READABLE_HF_VARIABLES.items():
+            place = _cache_path(os.environ.get(name), home, below)
+            if (
+                place is not None
+                and _is_readable(place)
+                and not (below == "hub" and "HUGGINGFACE_HUB_CACHE" in os.environ)
+            ):
+                found[name] = place
+    for name, below in HF_HOME_VARIABLES.items():
+        if os.environ.get(name) and not _can_write(_cache_path(os.environ.get(name), None, "")):
+            found[name] = f"huggingface/{below}"
+    if _has_no_name() and INDUCTOR_CACHE_VARIABLE not in os.environ:
+        found[INDUCTOR_CACHE_VARIABLE] = "torchinductor"
+    return found
+
+
+def _cache_path(given: str | None, base: Path | None, below: str) -> Path | None:
+    """Return where a library writes: the value of its variable, else a place below a folder; None: unknown."""
+    if given:
+        path = Path(os.path.expanduser(given))  # noqa: PTH111
+        return path if path.parts[:1] != ("~",) else None
+    return None if base is None else base / below
+
+
+def _is_readable(path: Path) -> bool:
+    try:
+        return os.access(path, os.R_OK) and path.exists()
+    except OSError:
+        return False
+
+
+def _has_no_name() -> bool:
+    """Return whether the system does not know what this user is called, which torch asks for."""
+    if any(os.environ.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
+        return False
+    import pwd
+
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        return True
+    return False
+
+
+def _package_cache_is_writable() -> bool:
+    """Return whether numba can write next to the modules of xtk, where it looks first."""
+    folders = {Path(__file__).parent}
+    for folder, _, _ in os.walk(Path(__file__).parent):
+        if not folder.endswith("__pycache__"):
+            folders.add(Path(folder))
+    return all(_can_write(folder / "__pycache__" / "any", probe=False) for folder in folders)
+
+
+def _can_write(path: Path | None, *, probe: bool = True) -> bool:
+    """Return whether a folder can be written, or be made with those above it.
+
+    Args:
+        path: the folder; None: unknown.
+        probe: make a folder there and remove it, since permissions alone do not tell of all file systems.
+    """
+    if path is None:
+        return False
+    folder = path
+    try:
+        while not folder.exists():
+            if folder.is_symlink() or folder == folder.parent:
+                return False
+            folder = folder.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            return False
+        if probe:
+            trial = folder / f".xtk-{os.getpid()}-{os.urandom(4).hex()}"
+            trial.mkdir()
+            trial.rmdir()
+    except OSError:
+        return False
+    return True
+
+
+def _temporary_folder() -> Path:
+    """Return a private folder that the next command finds again, if there can be one.
+
+    Raises:
+        XtkError: there is no place for one.
+    """
+    import tempfile
+
+    name = f"xtk-caches-{os.getuid()}"
+    places = [os.environ.get("TMPDIR", ""), *TEMPORARY_FOLDERS]
+    for place in filter(None, dict.fromkeys(places)):
+        path = Path(place).absolute() / name
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except OSError:
+            continue
+        if _is_private(path) and _can_write(path):
+            return path
+        try:  # another user made a folder or a link of this name
+            return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place)).absolute()
+        except OSError:
+            continue
+    raise XtkError(
+        "no folder for caches can be written", where=", ".join(filter(None, places)), hint="TMPDIR=FOLDER xtk ..."
+    )
+
+
+def _is_private(path: Path) -> bool:
+    found = path.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077

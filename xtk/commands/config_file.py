@@ -1,0 +1,116 @@
+"""How options are read: in kebab-case or snake_case, from the command line or from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+from xtk.errors import XtkError
+from xtk.registry import unknown_name_error
+
+MAX_CONFIG_BYTES = 1 << 24  # of a configuration file: a recipe lists each file that a run read
+
+
+class ConfigFileCommand(TyperCommand):
+    """A command whose options are also read in snake_case and, if it has one, from `--config FILE`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read a configuration file, if one is named, under the flags."""
+        known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
+        args = [_kebab(argument, known) for argument in args]
+        config = _value_of(args, "--config") if "--config" in known else None
+        if config is not None:
+            ctx.default_map = {**(ctx.default_map or {}), **self._read(Path(config))}
+        return super().parse_args(ctx, args)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        import yaml
+
+        with path.open("rb") as stream:
+            content = stream.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise XtkError(f"this configuration file has more than {MAX_CONFIG_BYTES:,} bytes", where=str(path))
+        try:
+            root = yaml.compose(content.decode())
+        except (yaml.YAMLError, RecursionError) as wrong:
+            raise XtkError(f"this is no YAML: {wrong}", where=str(path)) from None
+        except UnicodeDecodeError:
+            raise XtkError("a configuration file is text in UTF-8", where=str(path)) from None
+        if root is None:
+            return {}
+        if not isinstance(root, yaml.MappingNode):
+            raise XtkError("a configuration file holds `option: value` lines", where=str(path))
+        options = {config_name(parameter): parameter for parameter in self.params}
+        options = {name: option for name, option in options.items() if name not in ("config", "help")}
+        values: dict[str, Any] = {}
+        of_a_recipe = _check_recipe(root, path) if "cache" in options and "student" in options else ()
+        for key, value in root.value:
+            name = str(key.value).replace("_", "-")
+            if name in of_a_recipe:
+                continue
+            if name not in options:
+                wrong_name = unknown_name_error("option", str(key.value), options)
+                raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
+            option = options[name]
+            if option.name in values:
+                raise XtkError(f"{name} stands twice in this file", where=str(path))
+            several = getattr(option, "multiple", False) or option.nargs != 1
+            values[option.name] = _value_in_file(value, name, several, f"{path}, line {value.start_mark.line + 1}")
+        return values
+
+
+def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
+    """Return what a configuration file has besides options if it is the recipe of a run; nothing if it is not one.
+
+    Raises:
+        XtkError: it is a recipe of another version.
+    """
+    from xtk.artifacts.run_folders import RECIPE_KEYS, read_recipe, recipe_version
+
+    content = {str(key.value): value.value for key, value in root.value}
+    if recipe_version(content) is None:
+        return ()
+    read_recipe(path)
+    return RECIPE_KEYS
+
+
+def config_name(parameter: Any) -> str:
+    """Return what a parameter is called in a configuration file: its long option, or an argument's name."""
+    long = [option for option in parameter.opts if option.startswith("--")]
+    return long[0].removeprefix("--") if long else str(parameter.name).replace("_", "-")
+
+
+def _value_in_file(node: Any, name: str, several: bool, where: str) -> Any:
+    """Return a value as it is written, as on the command line: `no` is a word before it is a YAML truth value.
+
+    Raises:
+        XtkError: it is a list, a mapping or null where one value is asked for.
+    """
+    if several and node.id == "sequence":
+        return [_value_in_file(part, name, False, where) for part in node.value]
+    if node.id != "scalar":
+        raise XtkError(
+            f"{name} has {'a list' if node.id == 'sequence' else 'a mapping'} for a value",
+            where=where,
+            hint=f"{name}: VALUE" + (f", or {name}: [VALUE, ...]" if several else ""),
+        )
+    if node.tag == "tag:yaml.org,2002:null":
+        raise XtkError(f"{name} has no value", where=where, hint="leave the line out, or write what it is")
+    return [node.value] if several else node.value
+
+
+def _kebab(argument: str, known: set[str]) -> str:
+    name, equals, value = argument.partition("=")
+    kebab = name.replace("_", "-")
+    return kebab + equals + value if name.startswith("--") and kebab in known else argument
+
+
+def _value_of(args: list[str], option: str) -> str | None:
+    for at, argument in enumerate(args):
+        if argument == option and at + 1 < len(args):
+            return args[at + 1]
+        if argument.startswith(option + "="):
+            return argument.partition("=")[2]
+    return None

@@ -1,0 +1,245 @@
+"""`xtk evaluate` without --reward: bits per byte, and how near models are to a teacher, side by side."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xtk import terminal
+from xtk.artifacts.corpus import Corpus, parse_columns_option
+from xtk.artifacts.teacher_cache import TeacherCache, is_cache
+from xtk.commands.load_models import load_model_and_tokenizer
+from xtk.commands.result_tables import format_with_error, print_table
+from xtk.errors import XtkError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from xtk.evaluation.bits_per_byte import BitsPerByteResult
+    from xtk.evaluation.standard_errors import Ratio
+    from xtk.losses.loss_term import LossTerm
+    from xtk.tokens.document import Document
+    from xtk.training.loss_assignment import DistillationTeacher
+
+BITS_METRIC = "bits_per_byte"
+NAN_TEXT = "not a number"
+# What says how far a model is from a teacher: with the teacher's own tokenizer, with any, and where the cache holds no
+# exact part of distributions. Losses, under their names.
+SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, OBSERVED_TOKEN_LOSS = "forward-kl", "byte-kl", "alm"
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was found of one model.
+
+    Attributes:
+        bits: of the text.
+        teacher_measures: by name, what was found against the teacher; empty without one.
+    """
+
+    bits: BitsPerByteResult
+    teacher_measures: dict[str, Ratio]
+
+    def measures(self) -> dict[str, Ratio]:
+        """Return everything that has an error, bits per byte first."""
+        return {BITS_METRIC: self.bits.per_document, **self.teacher_measures}
+
+
+def evaluate_bits_per_byte(
+    folders: dict[str, tuple[Path, Path | None]], data: list[str], options: dict[str, Any], *, as_json: bool
+) -> None:
+    """Measure models one after the other, and tell them side by side.
+
+    Args:
+        folders: by its name, where each model lies, and its adapter.
+        data: as it was given.
+        options: the options of the command.
+        as_json: print an object a model.
+    """
+    from xtk.evaluation.teacher_comparison import CachedDocuments
+
+    cached = [place for place in data if place != "-" and is_cache(place)]
+    if cached and (len(data) > 1 or options["teacher"]):
+        raise XtkError(
+            "a cache is all of the data, and its teacher the only one", where=cached[0],
+            hint="xtk evaluate MODEL CACHE; or --teacher MODEL with the documents themselves",
+        )  # fmt: skip
+    with contextlib.ExitStack() as held:
+        documents: Iterable[Document]
+        cache: TeacherCache | None = None
+        if cached:
+            if options["columns"]:
+                raise XtkError("a cache has no columns", where=cached[0], hint="no --columns")
+            cache = TeacherCache(cached[0])
+            documents = CachedDocuments(cache)
+        else:
+            documents = corpus = Corpus(data, parse_columns_option(options["columns"]), options["max_document_bytes"])
+            if options["teacher"]:
+                place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="xtk-"))) / "cache"
+                cache = _score_with_teacher(options["teacher"], corpus, place, options)
+        results = {name: _measured(name, places, documents, cache, options) for name, places in folders.items()}
+        teacher = "" if cache is None else str(cache.header["teacher"]["name"])
+        lines = list(_result_records(results, data, teacher))
+    if as_json:
+        for line in lines:
+            terminal.result_json(line)
+    else:
+        _print_bits_results(results, lines, data, teacher)
+
+
+def _score_with_teacher(text: str, corpus: Corpus, place: Path, given: dict[str, Any]) -> TeacherCache:
+    """Have a teacher score the data."""
+    from xtk.teachers.cache_building import cache_teacher
+    from xtk.teachers.online_teacher import parse_online_teacher
+    from xtk.tokens.teacher_logprobs import make_support
+
+    request = parse_online_teacher(
+        text, long_documents="truncate", trust_remote_code=given["trust_remote_code"]
+    ).request
+    if request.support.num_samples:  # the default; with the teacher at hand, more exact ids cost nothing that is kept
+        request = replace(request, support=make_support("top-k"))
+    cache_teacher(request, corpus, place)
+    return TeacherCache(place)
+
+
+def _measured(
+    name: str,
+    places: tuple[Path, Path | None],
+    documents: Iterable[Document],
+    cache: TeacherCache | None,
+    given: dict[str, Any],
+) -> _Found:
+    """Measure one model."""
+    from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
+    from xtk.evaluation.teacher_comparison import compare_with_teacher
+    from xtk.models.causal_lm import BackboneWithHead
+    from xtk.training.loss_assignment import DistillationTeacher
+
+    network, tokenizer = load_model_and_tokenizer(name, places, given)
+    model = BackboneWithHead(network)
+    sizes = {"batch_tokens": given["batch_tokens"], "max_length": given["max_length"] or None}
+    bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=given["by_category"], **sizes)
+    if math.isnan(bits.bits_per_byte):
+        terminal.note(
+            f"evaluate: {name} says what is not a number: its weights hold such ones, or --dtype {given['dtype']} "
+            "is too narrow for it"
+        )
+    if cache is None:
+        return _Found(bits, {})
+    teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
+    meeting = teacher.token_matching(()) if teacher.has_exact_top1 else None
+    return _Found(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), meeting, **sizes))
+
+
+def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
+    """Return the losses that say how far a model is from a teacher."""
+    from xtk.losses import LossSpec
+    from xtk.losses.loss_term import LossTerm
+
+    names = [ANY_TOKENIZER_LOSS]
+    if teacher.support == "none":
+        names = [OBSERVED_TOKEN_LOSS]
+    elif teacher.has_students_tokenizer:
+        names = [SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS]
+    losses = [LossSpec(name, 1.0, ()) for name in names]
+    return [
+        LossTerm(
+            loss.make_loss(),
+            loss.make_divergence(),
+            teacher.comparison_space(loss.make_loss().comparison_space),
+            loss.name,
+        )
+        for loss in losses
+    ]
+
+
+def _result_records(results: dict[str, _Found], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
+    """Yield what JSON holds of each model."""
+    first = next(iter(results.values()))
+    for name, found in results.items():
+        line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else list(data)}
+        if teacher:
+            line["teacher"] = teacher
+        for measure, ratio in found.measures().items():
+            line |= _measure_with_error(measure, ratio, None if found is first else first.measures().get(measure))
+        bits = found.bits
+        line |= {
+            "bytes": bits.bytes,
+            "documents": bits.num_documents,
+            "tokens": bits.num_tokens,
+            "windows": bits.num_windows,
+        }
+        line |= {"window": bits.window_tokens, "stride": bits.stride}
+        if bits.per_category:
+            line["categories"] = {
+                kind: _measure_with_error(
+                    BITS_METRIC, ratio, None if found is first else first.bits.per_category.get(kind)
+                )
+                | {"bytes": int(ratio.counts.sum()), "bits": _nan_to_none(float(ratio.sums.sum()))}
+                for kind, ratio in bits.per_category.items()
+            }
+        yield line
+
+
+def _measure_with_error(measure: str, ratio: Ratio, beside: Ratio | None) -> dict[str, Any]:
+    """Return a measure with its error, and by how much that of the first model is above it."""
+    found: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
+    if beside is not None:
+        gain = beside.difference(ratio)
+        name = "difference" if measure == BITS_METRIC else f"{measure}_difference"
+        found |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
+    return found
+
+
+def _nan_to_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _print_bits_results(
+    results: dict[str, _Found], lines: Sequence[dict[str, Any]], data: Sequence[str], teacher: str
+) -> None:
+    """Print a line of one model, or a table of several, or of several measures; then one by category."""
+    first = next(iter(results))
+    bits = results[first].bits
+    of_data = f"{bits.bytes:,} bytes, {bits.num_documents:,} documents of {', '.join(data)}"
+    if len(results) == 1 and not teacher:
+        told = _table_cell(lines[0], BITS_METRIC)
+        terminal.result_line(f"{told} bits per byte  {first}  ({of_data}{_windows(bits)})")
+    else:
+        measures = list(dict.fromkeys(measure for found in results.values() for measure in found.measures()))
+        heads = ["model"]
+        rows = [[name] for name in results]
+        for measure in measures:
+            heads += [measure.replace("_", " "), f"{first} minus it"]
+            for row, line in zip(rows, lines, strict=True):
+                gain = "difference" if measure == BITS_METRIC else f"{measure}_difference"
+                row += [_table_cell(line, measure), _table_cell(line, gain, "+")]
+        heads += ["windows"]
+        for row, found in zip(rows, results.values(), strict=True):
+            row.append(_windows(found.bits).removeprefix("; "))
+        print_table(of_data + (f"; teacher: {teacher}" if teacher else ""), heads, rows)
+    if bits.per_category:
+        kinds = sorted(bits.per_category, key=lambda kind: -bits.per_category[kind].counts.sum())
+        rows = [
+            [kind, f"{bits.per_category[kind].counts.sum() / bits.bytes:.1%}",
+             *(_table_cell(line["categories"].get(kind, {}), BITS_METRIC) for line in lines)]
+            for kind in kinds
+        ]  # fmt: skip
+        print_table("bits per byte by category", ["category", "bytes", *results], rows)
+
+
+def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
+    if measure not in line:
+        return ""
+    return NAN_TEXT if line[measure] is None else format_with_error(line[measure], line[f"{measure}_error"], sign)
+
+
+def _windows(bits: BitsPerByteResult) -> str:
+    """Say how long documents were read; nothing if none was."""
+    if bits.num_windows <= (bits.per_document.sums != 0).sum():
+        return ""
+    return f"; windows of {bits.window_tokens:,} tokens, {bits.stride:,} apart"

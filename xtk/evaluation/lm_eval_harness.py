@@ -1,0 +1,386 @@
+"""Tasks of lm-evaluation-harness: which, how they are asked, and what a model scores.
+
+Tasks that run what a model writes are refused: the harness runs it in its own process, and xtk runs code in its sandbox
+(the reward `tests`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import math
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import torch
+
+from xtk.errors import XtkError
+from xtk.evaluation.generated_answers import AnswerScores, ProcessShare
+from xtk.evaluation.local_tasks import CODE_TASKS, CodeProblems, write_mmlu_tasks
+from xtk.evaluation.standard_errors import Estimate
+from xtk.registry import nearest_name
+from xtk.tokens.tokenizer import Tokenizer
+
+BATCH_SIZE = 8
+BOOTSTRAP_SAMPLES = 1000  # of metrics that are no means: F1, BLEU, perplexity
+# The harness's own: examples are drawn with it, so that figures are those that others publish.
+HARNESS_SEED = 1234
+_NOT_SCORES = frozenset({"name", "alias", "sample_len", "sample_count"})
+
+
+@dataclass(frozen=True)
+class HarnessConfig:
+    """How tasks are asked.
+
+    Attributes:
+        tasks: names of tasks, groups or tags.
+        include_path: a folder with tasks of one's own (YAML); "": there is none.
+        task_folders: {task: folder}, of tasks that are read from a folder of this machine; of MMLU and sets of code.
+        num_fewshot: examples before each problem; None: as the task says.
+        limit: problems of each task at most, the first ones; 0: all.
+        batch_size: requests in a forward pass.
+        apply_chat_template: requests are put into the model's chat template, examples as turns.
+        template_arguments: what the template is told beside them.
+        seed: of the choice of examples, and of draws; 0: the harness's own.
+    """
+
+    tasks: tuple[str, ...]
+    include_path: str = ""
+    task_folders: Mapping[str, str] = field(default_factory=dict)
+    num_fewshot: int | None = None
+    limit: int = 0
+    batch_size: int = BATCH_SIZE
+    apply_chat_template: bool = False
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class HarnessResults:
+    """What a model scores.
+
+    Attributes:
+        metrics: {task: {metric: (value, standard error)}}; the error is nan where there is none. Of groups too. A
+            metric
+            is named as the harness names it, with its filter behind a comma where that is not "none".
+        num_problems: {task: how many}.
+        num_fewshot: {task: how many examples stand before a problem}.
+        top_level_tasks: of these, groups and the tasks that are in no group.
+        per_problem: {(task, metric): {problem: value}}, of metrics that are means; empty where it was not asked for.
+        samples: what was asked and answered, one record a problem and filter.
+    """
+
+    metrics: Mapping[str, Mapping[str, tuple[float, float]]]
+    num_problems: Mapping[str, int]
+    num_fewshot: Mapping[str, int]
+    top_level_tasks: Sequence[str]
+    per_problem: Mapping[tuple[str, str], Mapping[int, float]]
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    def difference(self, other: HarnessResults, task: str, metric: str) -> Estimate | None:
+        """Return by how much a metric is above that of another model, problem by problem; None if that is not known."""
+        mine, theirs = self.per_problem.get((task, metric), {}), other.per_problem.get((task, metric), {})
+        both = sorted(mine.keys() & theirs.keys())
+        if not both:
+            return None
+        return Estimate.mean_of(np.array([mine[at] - theirs[at] for at in both]))
+
+    def to_json(self, compared_to: HarnessResults | None = None) -> dict[str, dict[str, Any]]:
+        """Return figures, as JSON holds them.
+
+        Args:
+            compared_to: of the model that this one is compared with, whose differences to this one are told.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for task, values in self.metrics.items():
+            line = found[task] = {}
+            for metric, (value, error) in values.items():
+                line[metric] = value
+                line[f"{metric}_error"] = error if math.isfinite(error) else None
+                gain = None if compared_to is None else compared_to.difference(self, task, metric)
+                if gain is not None:
+                    line[f"{metric}_difference"] = gain.value
+                    line[f"{metric}_difference_error"] = gain.error if math.isfinite(gain.error) else None
+            if task in self.num_problems:
+                line["problems"] = self.num_problems[task]
+            if task in self.num_fewshot:
+                line["num_fewshot"] = self.num_fewshot[task]
+        return found
+
+
+class Harness:
+    """Tasks, read and ready to be asked of one model after the other.
+
+    Args:
+        config: which, and how.
+
+    Raises:
+        XtkError: the package is missing, there is no such task, its data cannot be read, or it runs code.
+    """
+
+    def __init__(self, config: HarnessConfig) -> None:
+        code = [name for name in config.tasks if name in CODE_TASKS and name in config.task_folders]
+        self._code_problems = [
+            CodeProblems(name, config.task_folders[name], config.limit, chat=config.apply_chat_template,
+                         template_arguments=config.template_arguments)
+            for name in code
+        ]  # fmt: skip
+        config = replace(config, tasks=tuple(name for name in config.tasks if name not in code))
+        self.config = config
+        self._loaded: Any = None
+        if not config.tasks:
+            return
+        if importlib.util.find_spec("lm_eval") is None:
+            raise XtkError("tasks need lm-evaluation-harness", hint="pip install 'xtk[evaluation]'")
+        if config.include_path and not Path(config.include_path).is_dir():
+            raise XtkError("no such folder of tasks", where=config.include_path, hint="--include-path FOLDER")
+        with _silence_output(), preserve_random_states(), tempfile.TemporaryDirectory() as folder:
+            self._loaded = self._load(write_mmlu_tasks(config.task_folders, Path(folder)))
+            for name, task in self._loaded["tasks"].items():
+                self._prepare(name, task)
+
+    def _load(self, paths: list[Path]) -> Any:
+        from lm_eval.tasks import TaskManager
+
+        asking = self.config
+        known: list[str] = []
+        paths = [*([Path(asking.include_path)] if asking.include_path else []), *paths]
+        # To read the names of all of the harness's own tasks takes ten seconds.
+        for with_own in (False, True) if paths else (True,):
+            manager = TaskManager(include_path=paths or None, include_defaults=with_own)
+            known = manager.all_tasks
+            if set(asking.tasks) <= set(known):
+                for name in asking.tasks:  # before anything of theirs is loaded
+                    _refuse_code(name, (manager.task_index[name].cfg or {}).get("unsafe_code"))
+                try:
+                    return manager.load(list(asking.tasks))
+                except Exception as wrong:
+                    raise _harness_error("tasks cannot be read", asking, wrong) from wrong
+        missing = next(name for name in asking.tasks if name not in known)
+        near = nearest_name(missing, known)
+        raise XtkError(
+            f"lm-evaluation-harness has no task called {missing!r}" + (f"; did you mean {near}?" if near else ""),
+            hint="lm-eval ls tasks lists them; --include-path FOLDER has your own",
+        )
+
+    def _prepare(self, name: str, task: Any) -> None:
+        asking = self.config
+        _refuse_code(name, getattr(task, "UNSAFE_CODE", False))  # of groups
+        own = task.get_config("num_fewshot")
+        if own is None or (asking.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=asking.num_fewshot or 0)
+
+    def evaluate(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int | None = None,
+        keep_samples: bool = True,
+        process_share: ProcessShare | None = None,
+    ) -> HarnessResults:
+        """Ask a model; torch's, numpy's and Python's random numbers are afterwards as they were.
+
+        Args:
+            model: of transformers; its modes are as they were afterwards.
+            tokenizer: its.
+            max_length: tokens that it reads; None: what its configuration says.
+            keep_samples: keep what was asked and answered, and single values, which differences need.
+            process_share: of this process, if several share the work; each of them has to call this, and gets all.
+
+        Raises:
+            XtkError: the harness, or a task's own code, fails.
+        """
+        process_share = process_share or ProcessShare()
+        with preserve_random_states():
+            parts = [
+                _code_results(one, *one.evaluate(model, tokenizer, process_share, keep_samples=keep_samples))
+                for one in self._code_problems
+            ]
+        if self._loaded is not None:
+            parts.append(self._evaluate_harness(model, tokenizer, max_length, process_share, keep_samples=keep_samples))
+        return _merge_results(parts)
+
+    def _evaluate_harness(
+        self, model: Any, tokenizer: Tokenizer, max_length: int | None, share: ProcessShare, *, keep_samples: bool
+    ) -> HarnessResults:
+        from lm_eval import evaluator
+
+        from xtk.evaluation.lm_eval_model import HarnessModel
+        from xtk.rollouts.transformers_generator import generation_mode
+
+        asking = self.config
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if asking.apply_chat_template:
+            tokenizer.chat_template  # noqa: B018 - which tells that there is none
+        try:
+            with _silence_output() as stderr, preserve_random_states(), generation_mode(inner):
+                self._seed()
+                lm = HarnessModel(inner, tokenizer, batch_size=asking.batch_size, max_length=max_length,
+                                  template_arguments=dict(asking.template_arguments), process_share=share,
+                                  stderr=stderr)  # fmt: skip
+                found = evaluator.evaluate(
+                    lm, self._loaded, limit=asking.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
+                        log_samples=keep_samples,
+                    apply_chat_template=asking.apply_chat_template, fewshot_as_multiturn=asking.apply_chat_template,
+                )  # fmt: skip
+        except XtkError:
+            raise
+        except Exception as wrong:
+            raise _harness_error("lm-evaluation-harness stopped", asking, wrong) from wrong
+        return _parse_results(found)
+
+    def _seed(self) -> None:
+        """Seed as the harness does, if no other seed is asked for; each model has the same examples."""
+        seed = self.config.seed
+        random.seed(seed)
+        np.random.seed(seed or HARNESS_SEED)
+        torch.manual_seed(seed or HARNESS_SEED)
+        for task in self._loaded["tasks"].values():
+            task.set_fewshot_seed(seed=seed or HARNESS_SEED)
+
+
+def _refuse_code(name: str, unsafe: object) -> None:
+    if unsafe:
+        local = f"--tasks {name}=FOLDER or " if name in CODE_TASKS else ""
+        raise XtkError(
+            f"the task {name} runs what the model writes, in the process of the harness",
+            hint=f"{local}xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
+        )
+
+
+def _code_results(
+    task: CodeProblems, answers: AnswerScores, numbers: Sequence[int], samples: Sequence[Mapping[str, Any]]
+) -> HarnessResults:
+    name, metric, judged = task.name, "pass@1", answers.is_scored
+    estimate = answers.pass_at(1)
+    single = {
+        number: float(score) for number, score, one in zip(numbers, answers.scores[:, 0], judged, strict=True) if one
+    }
+    error = math.nan if estimate.finite_error is None else estimate.finite_error
+    return HarnessResults({name: {metric: (estimate.value, error)}}, {name: int(judged.sum())}, {name: 0}, [name],
+                  {(name, metric): single}, samples)  # fmt: skip
+
+
+def _merge_results(parts: Sequence[HarnessResults]) -> HarnessResults:
+    return HarnessResults(
+        {task: values for part in parts for task, values in part.metrics.items()},
+        {task: number for part in parts for task, number in part.num_problems.items()},
+        {task: number for part in parts for task, number in part.num_fewshot.items()},
+        [task for part in parts for task in part.top_level_tasks],
+        {key: values for part in parts for key, values in part.per_problem.items()},
+        [sample for part in parts for sample in part.samples],
+    )
+
+
+def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
+    """Read what the harness returns."""
+    values = {
+        task: _parse_metrics(figures) for task, figures in {**found["results"], **found.get("groups", {})}.items()
+    }
+    single: dict[tuple[str, str], dict[int, float]] = {}
+    samples: list[dict[str, Any]] = []
+    for task, records in (found.get("samples") or {}).items():
+        for record in records:
+            scores = {_metric_name(metric, record["filter"]): record[metric] for metric in record["metrics"]}
+            scores = {name: float(value) for name, value in scores.items() if _is_number(value)}
+            for name, value in scores.items():
+                single.setdefault((task, name), {})[int(record["doc_id"])] = value
+            samples.append({"task": task, "problem": int(record["doc_id"]), "filter": record["filter"],
+                            "asked": [_to_json_value(one) for one in record["arguments"]],
+                            "answers": _to_json_value(record["filtered_resps"]),
+                                "target": _to_json_value(record["target"]),
+                            **scores})  # fmt: skip
+    for (task, name), of_problems in list(single.items()):
+        value = values.get(task, {}).get(name, (math.nan, math.nan))[0]
+        if not math.isclose(float(np.mean(list(of_problems.values()))), value, abs_tol=1e-9):  # no mean over problems
+            del single[task, name]
+    problems = {task: int(count["effective"]) for task, count in found["n-samples"].items()}
+    shots = {task: int(number) for task, number in found["n-shot"].items()}
+    within = {child for children in found["group_subtasks"].values() for child in children}
+    return HarnessResults(values, problems, shots, [task for task in values if task not in within], single, samples)
+
+
+def _parse_metrics(figures: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    found: dict[str, tuple[float, float]] = {}
+    for key, value in figures.items():
+        metric, _, chosen = key.partition(",")
+        if key in _NOT_SCORES or metric.endswith("_stderr") or not _is_number(value):
+            continue
+        error = figures.get(f"{metric}_stderr,{chosen}")
+        found[_metric_name(metric, chosen)] = (
+            float(value),
+            float(error) if error is not None and _is_number(error) else math.nan,
+        )
+    return found
+
+
+def _metric_name(metric: str, chosen: str) -> str:
+    return metric if chosen in ("", "none") else f"{metric},{chosen}"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and math.isfinite(float(value))
+
+
+def _to_json_value(value: Any) -> Any:
+    """Return a value as JSON holds it."""
+    if isinstance(value, dict):
+        return {str(key): _to_json_value(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json_value(part) for part in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _harness_error(what: str, asking: HarnessConfig, wrong: Exception) -> XtkError:
+    told = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
+    return XtkError(f"{what}: {type(wrong).__name__}: {told}", where=", ".join(asking.tasks))
+
+
+@contextlib.contextmanager
+def preserve_random_states() -> Iterator[None]:
+    """Leave Python's, numpy's and torch's random numbers as they were."""
+    own, arrays = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(arrays)
+
+
+@contextlib.contextmanager
+def _silence_output() -> Iterator[TextIO]:
+    """Keep what the harness prints, its bars and its log from the terminal, which is returned."""
+    import datasets
+
+    terminal = sys.stderr
+    log = logging.getLogger("lm_eval")
+    level, apart = log.level, os.environ.get("DISABLE_MULTIPROC")
+    bars = datasets.are_progress_bars_disabled()
+    log.setLevel(logging.CRITICAL)
+    datasets.disable_progress_bars()
+    os.environ["DISABLE_MULTIPROC"] = "1"  # a pool of processes, for standard errors, beside a model
+    nowhere = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield terminal
+    finally:
+        log.setLevel(level)
+        if not bars:
+            datasets.enable_progress_bars()
+        os.environ.pop("DISABLE_MULTIPROC")
+        if apart is not None:
+            os.environ["DISABLE_MULTIPROC"] = apart

@@ -1,0 +1,31 @@
+"""Cross-entropy on the student's own tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs
+
+
+class CrossEntropy:
+    """ce: `-ln s(x_i)`, averaged over the trained student tokens `x_i`.
+
+    One cell a token, which holds all of the data's probability.
+    """
+
+    comparison_space = "text"
+    averaged_over = "student tokens"
+    unit = "nats"
+    requires = "nothing"
+
+    def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
+        """Return one item a trained token."""
+        size = len(example.positions)
+        return LossCells(
+            cell_offsets=np.arange(size + 1, dtype=np.int64),
+            entry_offsets=np.arange(size + 1, dtype=np.int64),
+            teacher_probs=np.ones(size, np.float32),
+            rows=np.arange(size, dtype=np.int32),
+            tokens=example.student_ids[example.positions + 1],
+            log_weights=np.zeros(size, np.float32),
+        )

@@ -1,0 +1,99 @@
+"""`--loss NAME:key=value,...`: which losses, with which weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xtk.errors import XtkError
+from xtk.option_specs import OptionSpec, from_options, option_names, parse_weight
+from xtk.registry import load_registered, unknown_name_error
+
+if TYPE_CHECKING:
+    from xtk.losses.divergences import Divergence
+    from xtk.losses.loss_cells import Loss
+
+# The divergence from a teacher who is certain, a sum of differences, and what is none: nothing can take their place.
+WITHOUT_DIVERGENCE = ("ce", "uld", "policy-gradient")
+
+
+AUTO_LOSS = "auto"  # in the place of a loss: one that suits the pair and the cache
+
+
+@dataclass(frozen=True)
+class LossSpec(OptionSpec):
+    """One term of the total.
+
+    Attributes:
+        name: a name of the table, or `AUTO`.
+        weight: its factor in the sum.
+        options: its own, those of its divergence, and the divergence's name where the loss is not called after it.
+    """
+
+    def make_loss(self) -> Loss:
+        """Return the loss, with its own options.
+
+        Raises:
+            XtkError: an option's value makes no sense.
+        """
+        from xtk.losses import LOSSES
+
+        rule = load_registered(LOSSES, self.name, "loss")
+        loss: Loss = from_options(
+            rule, {key: text for key, text in self.options if key in option_names(rule)}, str(self)
+        )
+        return loss
+
+    def make_divergence(self) -> Divergence:
+        """Return what the loss takes between both sides.
+
+        Raises:
+            XtkError: an unknown divergence, or an option that it does not have, or whose value makes no sense.
+        """
+        from xtk.losses import LOSSES
+        from xtk.losses.divergences import DIVERGENCES, divergence_options, make_divergence
+
+        options = dict(self.options)
+        own = option_names(load_registered(LOSSES, self.name, "loss"))
+        name, known = "forward-kl", own
+        if self.name in DIVERGENCES:
+            name, known = self.name, divergence_options(self.name)
+        elif self.name not in WITHOUT_DIVERGENCE:
+            name = options.get("divergence", name)
+            known = list(dict.fromkeys(["divergence", *own, *divergence_options(name)]))
+        for key in options:
+            if key not in known:
+                raise unknown_name_error(f"option of the loss {self.name}", key, ["weight", *known])
+        return make_divergence(
+            name, {key: text for key, text in options.items() if key not in ("divergence", *own)}, str(self)
+        )
+
+
+def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
+    """Read `p-kl`, `ce:weight=0.5`, ....
+
+    Raises:
+        XtkError: an unknown loss or option, a weight that is no positive number, a loss named twice.
+    """
+    from xtk.losses import LOSSES
+
+    results: list[LossSpec] = []
+    for text in texts:
+        name, _, options = text.partition(":")
+        if name == AUTO_LOSS and options:
+            raise XtkError(f"the loss {AUTO_LOSS} has no options", hint="name the loss: --loss byte-kl:weight=0.5")
+        if name not in LOSSES and name != AUTO_LOSS:
+            raise unknown_name_error("loss", name, LOSSES)
+        if name in [result.name for result in results]:
+            raise XtkError(f"the loss {name} is asked for twice", hint="one --loss for each, with its weight")
+        pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
+        weights = [value for key, value in pairs if key == "weight"]
+        others = {key.replace("_", "-"): value for key, value in pairs if key != "weight"}
+        weight = parse_weight(weights[-1], name, "loss") if weights else 1.0
+        loss = LossSpec(name, weight, tuple(sorted(others.items())))
+        if others:
+            loss.make_divergence()  # what is wrong with it is told now
+            loss.make_loss()
+        results.append(loss)
+    return results

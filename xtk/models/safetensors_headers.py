@@ -1,0 +1,98 @@
+"""The weights of a model as the headers of its files describe them, without reading the weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from xtk.errors import CorruptError
+
+SINGLE_FILE, INDEX_FILE, ADAPTER_FILE = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
+_HINT = "copy or download the model again"
+
+
+def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
+    """Return the files of safetensors from which transformers or peft loads the weights in a folder; none if none is.
+
+    That is `model.safetensors`, else the shards that the index names, else an adapter's file, else all there are.
+
+    Args:
+        folder: of a model or of an adapter.
+        allow_missing: leave out files that the index names and that do not exist.
+
+    Raises:
+        Damaged: the index cannot be read, names a file of another folder, or names files that do not exist.
+    """
+    for name in (SINGLE_FILE,) if (folder / INDEX_FILE).is_file() else (SINGLE_FILE, ADAPTER_FILE):
+        if (folder / name).is_file():
+            return [folder / name]
+    if not (folder / INDEX_FILE).is_file():
+        return sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+    names = sorted(set(read_weight_index(folder).values()))
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing and allow_missing:
+        return [folder / name for name in names if name not in missing]
+    if missing:
+        what = f"missing files of weights: {len(missing):,} of {len(names):,} ({format_names(missing)})"
+        raise CorruptError(what, where=str(folder / INDEX_FILE), hint=_HINT)
+    return [folder / name for name in names]
+
+
+def read_weight_index(folder: Path) -> dict[str, str]:
+    """Return {tensor: file} of the index of sharded weights.
+
+    Raises:
+        Damaged: it cannot be read, or names a file of another folder.
+    """
+    path = folder / INDEX_FILE
+    try:
+        named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        pairs = {str(name): str(file) for name, file in named.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CorruptError("the index of the weights cannot be read", where=str(path), hint=_HINT) from None
+    for file in pairs.values():
+        if Path(file).name != file or "\0" in file:
+            raise CorruptError(f"the index of the weights names a file of another folder: {file!r}", where=str(path))
+    return pairs
+
+
+def read_weight_headers(folder: Path, *, allow_missing: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return {name: (dtype as safetensors calls it, shape)} of the weights in a folder.
+
+    Args:
+        folder: of a model or of an adapter.
+        allow_missing: leave out files that the index names and that do not exist.
+
+    Raises:
+        Damaged: a file is missing, is no safetensors, or is cut short.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for path in weight_files(folder, allow_missing=allow_missing):
+        tensors |= _read_header(path)
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    with path.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        try:
+            header = json.loads(stream.read(size)) if 0 < size < 1 << 30 else None
+        except (ValueError, RecursionError):
+            header = None
+    try:
+        header.pop("__metadata__", None)  # type: ignore[union-attr]
+        end = max((int(tensor["data_offsets"][1]) for tensor in header.values()), default=0)  # type: ignore[union-attr]
+        found = {
+            str(name): (str(tensor["dtype"]), tuple(int(one) for one in tensor["shape"]))
+            for name, tensor in header.items()  # type: ignore[union-attr]
+        }
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        raise CorruptError("the weights cannot be read", where=str(path), hint=_HINT) from None
+    if path.stat().st_size != 8 + size + end:
+        raise CorruptError("the weights are cut short", where=str(path), hint=_HINT)
+    return found
+
+
+def format_names(names: list[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

@@ -1,0 +1,102 @@
+"""Models whose weights no process has whole: matrices cut for tensor parallelism, and weights shared out (FSDP2)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xtk.errors import XtkError
+
+
+def to_local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this process has of a tensor that processes share; gradients go where they belong."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def apply_tensor_parallel(model: Any, mesh: Any) -> None:
+    """Cut a model's matrices over the processes of a mesh, by the plan that transformers has for it.
+
+    The head keeps its rows where they are: its logits are never gathered. A head that is the embedding stays it.
+
+    Args:
+        model: of transformers, loaded, on the CPU or a device; the same in every process.
+        mesh: of one dimension.
+
+    Raises:
+        XtkError: transformers has no plan for it, or cannot cut it into so many.
+    """
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if getattr(model, "peft_config", None) or getattr(model, "quantization_method", None):
+        raise XtkError("adapters and quantised weights are not cut by matrices", hint="--parallel fsdp instead of tp")
+    configuration = model.config.get_text_config()
+    heads = [getattr(configuration, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
+    if any(count % mesh.size() for count in heads):
+        raise XtkError(
+            f"{heads[0]} heads and {heads[1]} key-value heads are not cut into {mesh.size()}",
+            where=f"{type(model).__name__}, tp={mesh.size()}",
+            hint="a smaller tp, or --parallel fsdp",
+        )
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    tied = head is not None and head.weight is embedding.weight
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            rules = None if tied else {name: "colwise"}
+            plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan=rules))
+            if tied:
+                plan = {key: style for key, style in plan.items() if key.removesuffix(".weight") != name}
+            apply_tensor_parallelism(model, mesh, plan)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as wrong:
+        raise XtkError(
+            f"this model cannot be cut by matrices: {' '.join(str(wrong).split())[:200]}",
+            where=f"{type(model).__name__}, tp={mesh.size()}",
+            hint="--parallel fsdp instead of tp",
+        ) from None
+    if tied:
+        head.weight = embedding.weight
+
+
+def decoder_layers(model: Any) -> Iterator[nn.Module]:
+    """Yield the decoder layers of a model: those modules that transformers never splits over devices."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    names = set(getattr(inner, "_no_split_modules", None) or ())
+    for module in inner.modules():
+        if type(module).__name__ in names:
+            yield module
+
+
+def apply_fsdp(student: nn.Module, model: Any, mesh: Any, *, bf16: bool, cpu_offload: bool) -> None:
+    """Share out the weights of a model over processes, layer by layer (FSDP2).
+
+    Gradients are averaged over the mesh, in fp32.
+
+    Args:
+        student: the module whose forward pass is called; what is in no layer is gathered for all of it.
+        model: the language model in it.
+        mesh: of one dimension, or of replicas and shards.
+        bf16: compute in bf16; weights that are kept and updated stay in fp32.
+        cpu_offload: keep weights and optimizer in the memory of the CPU.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        # torch would cast what stands in the arguments too, within dataclasses: the teacher's probabilities.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        if bf16
+        else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if cpu_offload else OffloadPolicy(),
+    }
+    for layer in decoder_layers(model):
+        fully_shard(layer, **settings)
+    fully_shard(student, **settings)

@@ -1,0 +1,190 @@
+"""What a model's files of weights hold, compared with what the model needs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from xtk import terminal
+from xtk.errors import CorruptError
+from xtk.models.safetensors_headers import format_names, read_weight_headers
+from xtk.models.weight_sharding import to_local_tensor
+
+_HINT = "copy or download the model again"
+# How safetensors calls numbers that were packed after training; their names are those of a library.
+QUANTIZED_DTYPES = ("U8", "I8", "I4", "F8_E4M3", "F8_E5M2", "I32")
+_printed_lines: set[str] = set()
+
+
+@dataclass(frozen=True)
+class WeightMismatches:
+    """Names of weights that differ between files and model; all sorted.
+
+    Attributes:
+        missing: those that the model has and the files do not: transformers fills them with random numbers.
+        unexpected: those that the files have and the model does not.
+        reshaped: those of another shape, with both shapes.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    reshaped: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @classmethod
+    def from_loading_info(cls, loading_info: Mapping[str, Any]) -> Self:
+        """Return what the loading info of transformers contains: tied heads and known buffers are left out there."""
+        reshaped = {(str(name), tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
+        return cls(
+            tuple(sorted(loading_info["missing_keys"])),
+            tuple(sorted(loading_info["unexpected_keys"])),
+            tuple(sorted(reshaped)),
+        )
+
+    def check(self, folder: Path, *, quiet: bool = False) -> None:
+        """Refuse weights that are missing or of another shape; note those that are not used, once a folder.
+
+        Raises:
+            Damaged: names the first of them.
+        """
+        if self.missing:
+            what = f"missing weights: {len(self.missing):,} ({format_names(list(self.missing))})"
+            raise CorruptError(what, where=str(folder), hint=_HINT)
+        if self.reshaped:
+            shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
+            what = f"weights of another shape than the configuration states: {len(shapes):,} ({format_names(shapes)})"
+            raise CorruptError(what, where=str(folder), hint="the configuration that belongs to these weights")
+        if self.unexpected and not quiet:
+            names = list(self.unexpected)
+            note_once(f"warning: {folder}: {len(names):,} weights that the model does not use ({format_names(names)})")
+
+
+def note_once(line: str) -> None:
+    """Print a line, unless this process printed it before."""
+    if line not in _printed_lines:
+        _printed_lines.add(line)
+        terminal.note(line)
+
+
+def check_adapter_weights(model: Any, adapter: Path) -> None:
+    """Refuse an adapter whose files do not hold all weights of the one that peft made of its configuration.
+
+    Args:
+        model: of peft, with the adapter in it.
+        adapter: the folder it was loaded from.
+
+    Raises:
+        Damaged: weights are missing, of another shape, or not finite.
+    """
+    _compare_adapter_weights(model, {name: shape for name, (_, shape) in read_weight_headers(adapter).items()}).check(
+        adapter
+    )
+    check_weights_finite(model, adapter)
+
+
+def _compare_adapter_weights(model: Any, stored: Mapping[str, tuple[int, ...]]) -> WeightMismatches:
+    from peft import get_peft_model_state_dict
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        needed = get_peft_model_state_dict(model, save_embedding_layers=False)
+    # An adapter may hold the embeddings too, which peft loads into the model itself.
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return WeightMismatches(
+        tuple(sorted(needed.keys() - stored.keys())),
+        tuple(sorted(name for name in stored if name not in needed and name not in own)),
+        tuple(
+            (name, stored[name], tuple(needed[name].shape))
+            for name in sorted(needed.keys() & stored.keys())
+            if stored[name] != tuple(needed[name].shape)
+        ),
+    )
+
+
+def compare_headers_with_config(
+    configuration: Any, headers: Mapping[Path, Mapping[str, tuple[str, tuple[int, ...]]]]
+) -> dict[Path, WeightMismatches]:
+    """Compare the headers of files with the model that a configuration describes; no weight is read or made.
+
+    transformers itself loads them, without content: it knows which are tied, and what older files call them. Packed
+    weights, and models that need code of their own, are left out.
+
+    Args:
+        configuration: of transformers.
+        headers: by its folder, what `read_weight_headers` returned of the model, and then of an adapter of it.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    name = NAMES.get(getattr(configuration, "model_type", ""))
+    known = getattr(transformers, name, None) if isinstance(name, str) else None
+    (folder, stored), *adapters = headers.items()
+    packed = getattr(configuration, "quantization_config", None) or any(
+        kind in QUANTIZED_DTYPES for kind, _ in stored.values()
+    )
+    if known is None or packed:
+        return {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, told = known.from_pretrained(
+                None,
+                config=configuration,
+                state_dict={name: torch.empty(shape, device="meta") for name, (_, shape) in stored.items()},
+                dtype=torch.float32,
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            found = {folder: WeightMismatches.from_loading_info(told)}
+            for adapter, of_adapter in adapters:
+                found[adapter] = _compare_adapter_header(model, adapter, of_adapter)
+    except Exception:  # whatever a model does that tensors without content cannot
+        return {}
+    return found
+
+
+def _compare_adapter_header(
+    model: Any, adapter: Path, stored: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> WeightMismatches:
+    from peft import PeftConfig, PeftModel
+
+    with torch.device("meta"):
+        adapted = PeftModel(model, PeftConfig.from_pretrained(str(adapter)), low_cpu_mem_usage=True)
+    return _compare_adapter_weights(adapted, {name: shape for name, (_, shape) in stored.items()})
+
+
+def non_finite_parameters(model: Any) -> list[str]:
+    """Return the names of a model's parameters that hold NaN or infinity, of what this process has of them.
+
+    One pass over memory, without a copy; packed weights and those that are on no device are left out.
+    """
+    return [name for name, parameter in model.named_parameters() if not _is_finite(to_local_tensor(parameter))]
+
+
+@torch.no_grad()
+def _is_finite(tensor: Tensor) -> bool:
+    if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
+        return True
+    return all(bool(torch.isfinite(one)) for one in torch.aminmax(tensor.detach()))  # NaN comes through both
+
+
+def check_weights_finite(model: Any, folder: Path) -> None:
+    """Refuse weights with NaN or infinity, as they are in memory.
+
+    Raises:
+        Damaged: names them, and the dtype.
+    """
+    names = non_finite_parameters(model)
+    if names:
+        dtype = str(model.get_parameter(names[0]).dtype).removeprefix("torch.")
+        raise CorruptError(
+            f"weights are not finite (NaN or infinity) in {dtype}: {len(names):,} ({format_names(names)})",
+            where=str(folder),
+            hint="--dtype bfloat16 or float32" if dtype == "float16" else _HINT,
+        )

@@ -1,0 +1,119 @@
+"""The inner loop over aligned spans, compiled by numba, without the GIL. It has a slow, readable twin in the tests."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+EMPTY_SLOT = -1
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def count_first_token_pairs(
+    keys: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    num_used: int,
+    width: int,
+    texts: tuple[NDArray[np.uint8], NDArray[np.int64]],
+    spans: tuple[NDArray[np.int32], NDArray[np.int64]],
+    student: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]],
+    teacher: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]],
+    student_vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
+    teacher_vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
+) -> int:
+    """Count, for each span of some documents, its first student token together with its first teacher token.
+
+    Tokens that spell nothing of the text (an added prefix) are passed over. A pair counts only if both tokens
+    spell the text's own bytes from the start of the span on: then one is the beginning of the other.
+
+    Args:
+        keys: int64 [2^k], an open hash table of `student token * width + teacher token`, EMPTY where it is free.
+        counts: int64 [2^k], how often each was seen.
+        num_used: places that are taken; at least as many as there are spans are free.
+        width: above every teacher token.
+        texts: uint8, the bytes of D documents one after the other, and int64 [D+1], where each begins.
+        spans: int32 [C, 4], and [D+1].
+        student: int32, its tokens; int32, their ends; and [D+1].
+        teacher: likewise.
+        student_vocabulary: pool and offsets.
+        teacher_vocabulary: likewise.
+
+    Returns:
+        Places that are taken now.
+    """
+    mask = len(keys) - 1
+    for document in range(len(texts[1]) - 1):
+        text = texts[0][texts[1][document] : texts[1][document + 1]]
+        one_ids, one_ends = _document_tokens(student, document)
+        other_ids, other_ends = _document_tokens(teacher, document)
+        start = 0
+        for at in range(spans[1][document], spans[1][document + 1]):
+            span = spans[0][at]
+            one = _first_token(text, start, span[0], span[1], one_ids, one_ends, student_vocabulary)
+            other = _first_token(text, start, span[2], span[3], other_ids, other_ends, teacher_vocabulary)
+            start = one_ends[span[1] - 1]
+            if one < 0 or other < 0:
+                continue
+            key = np.int64(one) * width + other
+            place = _find_slot(keys, mask, key)
+            if keys[place] == EMPTY_SLOT:
+                keys[place] = key
+                num_used += 1
+            counts[place] += 1
+    return num_used
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _document_tokens(
+    side: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int64]], document: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    ids, ends, offsets = side
+    first, stop = offsets[document], offsets[document + 1]
+    return ids[first:stop], ends[first:stop]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def insert_counts(
+    keys: NDArray[np.int64], counts: NDArray[np.int64], new_keys: NDArray[np.int64], new_counts: NDArray[np.int64]
+) -> None:
+    """Put different keys into an empty table that is larger."""
+    mask = len(keys) - 1
+    for at in range(len(new_keys)):
+        place = _find_slot(keys, mask, new_keys[at])
+        keys[place] = new_keys[at]
+        counts[place] = new_counts[at]
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _find_slot(keys: NDArray[np.int64], mask: int, key: int) -> int:
+    """Return where a key stands, or is to stand."""
+    # Fibonacci hashing: the upper bits of a product with 2^64 / golden ratio.
+    place = ((key * np.int64(-7046029254386353131)) >> 20) & mask
+    while keys[place] != EMPTY_SLOT and keys[place] != key:
+        place = (place + 1) & mask
+    return int(place)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _first_token(
+    text: NDArray[np.uint8],
+    start: int,
+    first: int,
+    stop: int,
+    ids: NDArray[np.int32],
+    ends: NDArray[np.int32],
+    vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
+) -> int:
+    """Return the first token of a span that spells something, -1 if its bytes are not the text's."""
+    pool, offsets = vocabulary
+    while first < stop - 1 and ends[first] <= start:
+        first += 1
+    token = ids[first]
+    size = offsets[token + 1] - offsets[token]
+    if size == 0 or start + size > len(text):
+        return -1
+    for byte in range(size):
+        if pool[offsets[token] + byte] != text[start + byte]:
+            return -1
+    return int(token)

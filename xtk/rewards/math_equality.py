@@ -1,0 +1,102 @@
+"""Equality of formulas, in a process that may be killed: a computer algebra can think for hours."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import resource
+import select
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+_MEMORY = 4 << 30
+_START = "import sys; sys.path.insert(0, sys.argv[1]); from xtk.rewards.math_equality import answer; answer()"
+_FIRST = 120.0  # seconds until the library is imported
+
+
+class MathComparer:
+    """Compares formulas in LaTeX by math-verify.
+
+    Args:
+        seconds: for one comparison.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def equal(self, answer: str, reference: str) -> float:
+        """Return 1 if two formulas are the same, 0 if not or not found so in time, nan if the reference is none."""
+        with self._lock:
+            process = self._process
+            if process is None or process.poll() is not None:
+                process = self._process = self._start()
+                self._compare_in_process(process, "1", "1", _FIRST)
+            said = self._compare_in_process(process, answer, reference, self.seconds)
+            return 0.0 if said is None else said
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        here = str(Path(__file__).parent.parent.parent)
+        return subprocess.Popen(
+            [sys.executable, "-c", _START, here, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def _compare_in_process(
+        self, process: subprocess.Popen[bytes], answer: str, reference: str, seconds: float
+    ) -> float | None:
+        """Return what the process says; None if it says nothing in time, and is killed."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(json.dumps([answer, reference]).encode() + b"\n")
+            process.stdin.flush()
+            if select.select([process.stdout], [], [], seconds)[0] and (line := process.stdout.readline()):
+                return float(json.loads(line))
+        self.close()
+        return None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def compare_formulas() -> None:
+    """Read pairs of formulas, a line each, and write what math-verify says of them."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    from xtk.subprocesses import die_with_parent
+
+    die_with_parent(int(sys.argv[2]))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+
+    def read(text: str) -> list[object]:
+        found: list[object] = parse(f"${text}$", extraction_config=[LatexExtractionConfig()], parsing_timeout=None)
+        return found
+
+    for line in sys.stdin:
+        said = math.nan
+        try:
+            left, right = json.loads(line)
+            gold = read(right)
+            if gold:
+                said = 0.0
+                said = float(verify(gold, read(left), timeout_seconds=None))
+        except Exception:
+            pass
+        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.flush()

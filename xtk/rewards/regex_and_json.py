@@ -1,0 +1,122 @@
+"""regex and json: the form of a completion."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+
+MATCH_MODES = ("search", "full")
+
+
+@dataclass(frozen=True)
+class RegexReward:
+    """regex: 1 if the completion has the pattern, else 0.
+
+    With `match=full` the pattern must cover the whole completion, without the space around it. With `column`, the group
+    `group` (a number or a name) must be equal to that field of the row, without the space around it. A dot is every
+    sign, line feeds too.
+    """
+
+    pattern: str = ""
+    match: str = "search"
+    group: str = "0"
+    column: str = ""
+    _compiled: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.pattern:
+            raise XtkError("the reward regex has no pattern", hint="--reward 'regex:pattern=<answer>.*</answer>'")
+        if self.match not in MATCH_MODES:
+            raise XtkError(f"no match called {self.match!r}", hint=f"one of: {', '.join(MATCH_MODES)}")
+        try:
+            compiled = re.compile(self.pattern, re.DOTALL)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise XtkError(f"the pattern of the reward regex is none: {error}", where=self.pattern) from error
+        if self._key not in (*range(compiled.groups + 1), *compiled.groupindex):
+            raise XtkError(f"the pattern has no group {self.group!r}", where=self.pattern)
+        object.__setattr__(self, "_compiled", compiled)
+
+    @property
+    def _key(self) -> int | str:
+        return int(self.group) if self.group.isdecimal() else self.group
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
+        """Judge one completion; nan if the row lacks the field."""
+        text = completion.strip()
+        found = self._compiled.fullmatch(text) if self.match == "full" else self._compiled.search(text)
+        if not self.column:
+            return float(found is not None)
+        if row.get(self.column) is None:
+            return math.nan
+        return float(found is not None and (found[self._key] or "").strip() == str(row[self.column]).strip())
+
+
+@dataclass(frozen=True)
+class JsonReward:
+    """json: 1 if the completion is valid JSON, else 0; around it only space and one pair of code fences may stand.
+
+    With `schema`, a file, or `column`, a field of the row, it must fit that JSON schema as well
+    (`pip install 'xtk[schemas]'`).
+    """
+
+    schema: str = ""
+    column: str = ""
+    _schema: Any = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.schema:
+            try:
+                schema = json.loads(Path(self.schema).read_text(encoding="utf-8"))
+            except OSError as error:
+                raise XtkError("the schema cannot be read", where=f"{self.schema}: {error.strerror}") from error
+            except ValueError as error:
+                raise XtkError(f"the schema is no JSON: {error}", where=self.schema) from error
+            object.__setattr__(self, "_schema", _validator(schema, self.schema))
+        elif self.column:
+            _validator({}, self.column)
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
+        """Judge one completion; nan if the row lacks its schema, or has one that is none."""
+        schema = self._schema
+        if self.column:
+            given = row.get(self.column)
+            try:
+                schema = _validator(json.loads(given) if isinstance(given, str) else given, self.column)
+            except (XtkError, ValueError):
+                return math.nan
+        try:
+            value = json.loads(_without_fences(completion), parse_constant=_refuse_nan_constant)
+            return float(schema is None or schema.is_valid(value))
+        except (ValueError, RecursionError):
+            return 0.0
+
+
+def _refuse_nan_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _without_fences(text: str) -> str:
+    fenced = re.fullmatch(r"\s*```(?:json|JSON)?\s*\n(.*)```\s*", text, re.DOTALL)
+    return fenced[1] if fenced else text
+
+
+def _validator(schema: Any, place: str) -> Any:
+    if not isinstance(schema, dict | bool):
+        raise XtkError("this is no JSON schema: it is no object", where=place)
+    try:
+        import jsonschema
+    except ImportError as error:
+        raise XtkError("a schema needs jsonschema", hint="pip install 'xtk[schemas]'") from error
+    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        kind.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise XtkError(f"this is no JSON schema: {error.message}", where=place) from error
+    return kind(schema)

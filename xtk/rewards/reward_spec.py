@@ -1,0 +1,149 @@
+"""`--reward NAME:key=value,...` or `--reward FILE.py:FUNCTION`: which rewards, with which weights."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.option_specs import OptionSpec, from_options, option_names, parse_weight
+from xtk.registry import load_registered, unknown_name_error
+from xtk.rewards import REWARDS
+from xtk.user_code import load_user_object, user_code_errors
+
+RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
+
+LARGEST = 3.4e38  # of a reward: what float32 holds
+_FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RewardSpec(OptionSpec):
+    """One reward.
+
+    Attributes:
+        name: a name of the table, or `FILE.py:FUNCTION`.
+        weight: its factor in the sum.
+        options: its own.
+    """
+
+    def load_reward(self) -> RewardFunction:
+        """Return what judges. A function of the user's is imported here.
+
+        Raises:
+            XtkError: an option's value makes no sense, a library is missing, or the function is not there.
+        """
+        if self.name not in REWARDS:
+            reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
+            return reward
+        rule = load_registered(REWARDS, self.name, "reward")
+        judge: RewardFunction = from_options(rule, dict(self.options), str(self), "reward")
+        return judge
+
+
+def parse_reward(text: str) -> RewardSpec:
+    """Read `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
+
+    A comma begins another option only before the name of one and `=`, so patterns may have commas.
+
+    Raises:
+        XtkError: an unknown reward or option, or a weight that is no positive number.
+    """
+    own = _FUNCTION.fullmatch(text)
+    name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
+    if not own and name not in REWARDS:
+        raise unknown_name_error("reward", name, [*REWARDS, "FILE.py:FUNCTION"])
+    known = ["weight", *([] if own else option_names(load_registered(REWARDS, name, "reward")))]
+    pairs: dict[str, str] = {}
+    for option in filter(None, re.split(rf",(?=(?:{'|'.join(known)})=)", options)):
+        key, _, value = option.partition("=")
+        if key not in known:
+            raise unknown_name_error(f"option of the reward {name}", key, known)
+        pairs[key] = value
+    weight = parse_weight(pairs.pop("weight"), name, "reward") if "weight" in pairs else 1.0
+    return RewardSpec(name, weight, tuple(sorted(pairs.items())))
+
+
+@contextlib.contextmanager
+def name_row_in_errors(number: int) -> Iterator[None]:
+    """Let errors name the row of the data that they are about, counted from 0."""
+    try:
+        yield
+    except XtkError as error:
+        where = f"row {number} of the data" + (f"; {error.where}" if error.where else "")
+        raise XtkError(error.what, where=where, hint=error.hint) from error
+
+
+@dataclass
+class WeightedRewards:
+    """Several rewards, added up with their weights.
+
+    Attributes:
+        specs: which.
+        unscored: how many completions each of them could not judge.
+    """
+
+    specs: Sequence[RewardSpec]
+    unscored: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._rewards = [(specification, specification.load_reward()) for specification in self.specs]
+
+    def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
+        """Judge a completion.
+
+        Returns:
+            The weighted sum of those that could be judged, nan if none could; and each of them.
+
+        Raises:
+            XtkError: a function of the user's fails, or returns what is no number.
+        """
+        values: dict[str, float] = {}
+        for specification, reward in self._rewards:
+            values[str(specification)] = value = _checked_score(reward, specification, completion, prompt, row)
+            if math.isnan(value):
+                self.unscored[str(specification)] = self.unscored.get(str(specification), 0) + 1
+        judged = [
+            specification.weight * value
+            for (specification, _), value in zip(self._rewards, values.values(), strict=True)
+            if not math.isnan(value)
+        ]
+        return sum(judged) if judged else math.nan, values
+
+    def can_score(self, row: Mapping[str, Any]) -> bool:
+        """Say whether one of them may judge answers to a row, as far as its fields tell before there is an answer."""
+        return any(_can_judge(reward, specification, row) for specification, reward in self._rewards)
+
+
+def _can_judge(reward: RewardFunction, specification: RewardSpec, row: Mapping[str, Any]) -> bool:
+    if specification.name not in REWARDS:  # a function of the user's may do anything, and is asked about answers alone
+        return True
+    if hasattr(reward, "can_score"):
+        return bool(reward.can_score(row))
+    return not math.isnan(_checked_score(reward, specification, "", "", row))
+
+
+def _checked_score(
+    reward: RewardFunction, specification: RewardSpec, completion: str, prompt: str, row: Mapping[str, Any]
+) -> float:
+    where, hint = f"completion {completion[:80]!r}", "return a number; nan or None for what cannot be judged"
+    # A function of the user's may change what it is given; other rewards and the file of rollouts read the row too.
+    given = row if specification.name in REWARDS else copy.deepcopy(row)
+    with user_code_errors(f"the reward {specification}", where=where, hint=hint):
+        value: Any = reward(completion, prompt, given)
+        shown = repr(value)[:80]
+        if value is None:
+            return math.nan
+        try:
+            number = None if isinstance(value, str | bytes) else float(value)
+        except (TypeError, ValueError, RuntimeError):
+            number = None
+    if number is None or abs(number) > LARGEST:
+        wrong = "not a number" if number is None else "not finite in float32"
+        raise XtkError(f"the reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
+    return number

@@ -1,0 +1,236 @@
+"""The process that starts the processes of the sandbox: shut in itself, it forks one for each job.
+
+Run by `sandbox.py` as `python -I -S -c ...`, with an empty environment. Forking from a small process that has already
+left the machine's files and network costs a few milliseconds; starting Python and building the walls each time, fifty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from typing import Any
+
+from xtk.rewards import sandbox_isolation, sandbox_workers
+
+_MEASURE_EVERY = 0.01  # seconds between two measurements of the memory
+_STARTING_A_PROGRAM = 0.002  # seconds: meanwhile vfork shows one memory as that of two processes
+_LINK, _VERDICTS = 3, 4
+
+
+def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
+    """Build the outer walls, say so, then start a process for each job that comes, until the socket closes."""
+    channel = socket.socket(fileno=control_descriptor)
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
+    try:
+        if setup["walled"]:
+            _shut_in(setup, proc)
+        sandbox_isolation.seccomp_program(without_namespaces=not setup["walled"])  # kept for all that are forked
+        channel.send(b"ready")
+    except OSError as error:
+        channel.send(f"{error}".encode())
+        return
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides when to stop
+    sys.path[:] = [*[path for path in sys.path if path != setup["package"]], *setup["packages"]]
+    gc.freeze()
+    while True:
+        message, files, _, _ = socket.recv_fds(channel, 64, 4)
+        if not message:
+            os._exit(0)
+        if os.fork() == 0:
+            channel.close()
+            status = 1
+            with contextlib.suppress(BaseException):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                _run_job_and_report(files, proc, setup["walled"])
+                status = 0
+            os._exit(status)
+        for file in files:
+            os.close(file)
+
+
+def _shut_in(setup: dict[str, Any], proc: int) -> None:
+    """Leave the machine's files, network and users; the superuser becomes nobody."""
+    outer = (
+        sandbox_isolation.CLONE_NEWNS
+        | sandbox_isolation.CLONE_NEWNET
+        | sandbox_isolation.CLONE_NEWUTS
+        | sandbox_isolation.CLONE_NEWIPC
+    )
+    superuser = os.geteuid() == 0
+    sandbox_isolation.enter_namespaces(outer if superuser else outer | sandbox_isolation.CLONE_NEWUSER, proc)
+    sandbox_isolation.enter_new_root(setup["folder"], setup["readable"])
+    if superuser:  # whose processes are not counted
+        os.setgroups([])
+        os.setgid(sandbox_isolation.NOBODY)
+        os.setuid(sandbox_isolation.NOBODY)
+        sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
+    sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
+    """Run one job and report how it ended: `files` are the job, the report, and what the job's process is given."""
+    source, report, *given = files
+    with os.fdopen(source, "rb") as job_file:
+        job = json.load(job_file)
+    sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    started = time.monotonic()
+    if walled:
+        sandbox_isolation.enter_namespaces(
+            sandbox_isolation.CLONE_NEWUSER | sandbox_isolation.CLONE_NEWPID | sandbox_isolation.CLONE_NEWNS, proc
+        )
+        folder = None
+    else:
+        folder = tempfile.mkdtemp()
+    output, written = os.pipe()
+    process = os.fork()
+    if process == 0:
+        _first(job, given, written, folder)
+    os.close(written)
+    for file in given:
+        os.close(file)
+    try:
+        end, status, text = _wait(process, output, report, job["limits"], started, proc)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)  # the first of its namespace: all others go with it
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+    code = os.waitstatus_to_exitcode(status)
+    code = code if code < 128 else 128 - code
+    outcome = {"end": end, "code": code, "output": text, "seconds": time.monotonic() - started}
+    os.write(report, json.dumps(outcome).encode())
+
+
+def _wait(
+    process: int, output: int, report: int, limits: dict[str, Any], started: float, proc: int
+) -> tuple[str, int, str]:
+    """Wait until a process ends or goes beyond its limits, reading what it prints."""
+    ended = os.pidfd_open(process)
+    poll = select.poll()
+    for file, events in ((ended, select.POLLIN), (output, select.POLLIN), (report, 0)):
+        poll.register(file, events)
+    kept, end = b"", "ended"
+    measured = time.monotonic()
+    while True:
+        now = time.monotonic()
+        left, until_measured = started + limits["seconds"] - now, measured + _MEASURE_EVERY - now
+        ready = dict(poll.poll(max(0.0, min(left, until_measured)) * 1000))
+        if output in ready:
+            read = os.read(output, 65536)
+            kept += read[: limits["output"] - len(kept)]
+            if not read:
+                poll.unregister(output)
+        if ended in ready:
+            break
+        if left <= 0:
+            end = "time"
+        elif report in ready:  # nobody wants to know any more
+            end = "dropped"
+        elif time.monotonic() >= measured + _MEASURE_EVERY:  # whatever the process prints
+            if _exceeds(process, proc, limits["memory"]):
+                end = "memory"
+            measured = time.monotonic()
+        if end != "ended":
+            os.kill(process, signal.SIGKILL)
+            break
+    _, status = os.waitpid(process, 0)
+    os.set_blocking(output, False)
+    with contextlib.suppress(BlockingIOError):
+        while len(kept) < limits["output"] and (read := os.read(output, 65536)):
+            kept += read[: limits["output"] - len(kept)]
+    return end, status, kept.decode("utf-8", "replace")
+
+
+def _exceeds(process: int, proc: int, memory: int) -> bool:
+    """Return whether a process and those below it hold more than so many bytes."""
+    every = sandbox_isolation.process_tree(process, proc)
+    # Half: the kernel's sums for many CPUs lag behind. What is exact reads the page tables.
+    if (
+        sandbox_isolation.memory_upper_bound(every, proc) <= memory // 2
+        or sandbox_isolation.memory_in_use(every, proc) <= memory
+    ):
+        return False
+    time.sleep(_STARTING_A_PROGRAM)
+    return sandbox_isolation.memory_in_use(sandbox_isolation.process_tree(process, proc), proc) > memory
+
+
+def _first(job: dict[str, Any], given: list[int], output: int, folder: str | None) -> None:
+    """Close the inner walls, then run the job in a child; when that ends, all that it left behind ends too."""
+    status = 126
+    try:
+        limits = job["limits"]
+        if folder is None:
+            options = f"size={limits['disk']},nr_inodes=1024,mode=700"
+            sandbox_isolation.mount(
+                "tmpfs", "/own", "tmpfs", sandbox_isolation.MS_NOSUID | sandbox_isolation.MS_NODEV, options
+            )
+        os.chdir(folder or "/own")
+        nothing = os.open("/dev/null", os.O_RDONLY)
+        kept = [os.dup2(file, 20 + place) for place, file in enumerate([nothing, output, output, *given])]
+        for place, file in enumerate(kept):
+            os.dup2(file, place)
+        os.closerange(len(kept), 4096)
+        sandbox_isolation.call_libc(
+            "prctl", sandbox_isolation.PR_SET_DUMPABLE, 0, 0, 0, 0
+        )  # nobody looks into this one
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if folder is not None:
+            _run_job(job, folder)
+        child = os.fork()
+        if child == 0:
+            sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_DUMPABLE, 1, 0, 0, 0)
+            _run_job(job, folder)
+        os.closerange(0, len(kept))  # the child's end of the link must be the only one
+        while True:
+            ended, result = os.wait()
+            if ended == child:
+                code = os.waitstatus_to_exitcode(result)
+                status = code if code >= 0 else 128 - code
+                break
+    finally:
+        os._exit(status)
+
+
+def _run_job(job: dict[str, Any], folder: str | None) -> None:
+    status = 1
+    try:
+        limits = job["limits"]
+        os.environ.clear()
+        os.environ.update({"HOME": folder or "/own", "TMPDIR": folder or "/own", "OMP_NUM_THREADS": "1"})
+        tempfile.tempdir = None
+        sandbox_isolation.set_resource_limits(
+            limits["seconds"], limits["memory"], limits["processes"], limits["disk"], limits["files"]
+        )
+        if folder is None:
+            sandbox_isolation.drop_capabilities()
+        sandbox_isolation.install_seccomp_filter(without_namespaces=folder is not None)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        gc.unfreeze()
+        if job["role"] == "code":
+            sandbox_workers.serve_function_calls(job, _LINK)
+        elif job["role"] == "tests":
+            sandbox_workers.run_tests(job, _LINK, _VERDICTS)
+        else:
+            sandbox_workers.run_program(job)
+        status = 0
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.write(f"{type(error).__name__}: {error}\n"[:1000])
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status & 127)

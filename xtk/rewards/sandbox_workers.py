@@ -1,0 +1,262 @@
+"""What runs inside of the sandbox: a program, code that answers calls, and tests that call it from a process apart.
+
+The code never meets its tests: it sees the arguments of one call after another and sends results, as plain values. The
+asserts are evaluated where it cannot reach, on objects of Python's own types.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import os
+import sys
+from typing import Any, BinaryIO
+
+from xtk.rewards.plain_values import NotPlainError, decode_value, encode_value
+
+MAX_MESSAGE_BYTES = 1 << 24
+MAX_ERROR_BYTES = 1 << 16
+
+
+def run_program(job: dict[str, Any]) -> None:
+    """Run a program by itself."""
+    exec(compile(job["code"], "<code>", "exec"), {"__name__": "__main__"})
+
+
+def serve_function_calls(job: dict[str, Any], link: int) -> None:
+    """Run the code, then answer what the tests ask: `(name, arguments, keywords)`."""
+    reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
+    names: dict[str, Any] = {"__name__": "solution"}
+    failed: BaseException | None = None
+    try:
+        for text in job["code"]:
+            exec(_program(text), names)
+    except BaseException as error:
+        failed = error
+        sys.stderr.write(f"{type(error).__name__}: {error}\n"[:1000])
+    for line in reader:
+        name, arguments, keywords = decode_value(line)
+        try:
+            if failed is not None:
+                raise failed
+            reply = encode_value((True, names[name](*arguments, **keywords), arguments))
+        except NotPlainError as error:
+            reply = encode_value((False, "TypeError", [f"the result is no plain value: {error}"]))
+        except BaseException as error:
+            reply = _raised(error)
+        writer.write(reply)
+        writer.flush()
+
+
+def _program(text: str) -> Any:
+    """Compile the lines of a text that are a program: what a model writes behind it, or does not finish, is left out.
+
+    Raises:
+        SyntaxError: no line is left.
+    """
+    lines = text.splitlines(keepends=True)
+    while True:
+        try:
+            return compile("".join(lines), "<code>", "exec")
+        except SyntaxError as wrong:
+            del lines[min((wrong.lineno or 1) - 1, len(lines) - 1) :]
+            if not any(line.strip() for line in lines):
+                raise
+
+
+def _raised(error: BaseException) -> bytes:
+    """Return the reply for a call that raised an exception: its built-in kind, and what it was made of."""
+    arguments: list[Any] = []
+    with contextlib.suppress(Exception):  # what an exception of the code's own says of itself
+        arguments = [str(error)[:1000]]
+    with contextlib.suppress(Exception):
+        if len(reply := encode_value((False, _builtin_exception_name(error), list(error.args)))) < MAX_ERROR_BYTES:
+            return reply
+    return encode_value((False, _builtin_exception_name(error), arguments))
+
+
+def _builtin_exception_name(error: BaseException) -> str:
+    """Return the name of the built-in exception that an error is, or comes of."""
+    return next(
+        (
+            kind.__name__
+            for kind in type(error).__mro__
+            if vars(builtins).get(kind.__name__) is kind and kind is not object
+        ),
+        "Exception",
+    )
+
+
+class _Broken(BaseException):
+    """The tests themselves cannot be run."""
+
+
+class _Gone(BaseException):
+    """The process of the code has ended, or sends something that is not a result."""
+
+
+class _Stop(BaseException):
+    """One test has failed: the others do not matter."""
+
+
+class RemoteCalls:
+    """The calls of all functions of the code.
+
+    Attributes:
+        num_calls: how many.
+        raised_exceptions: exceptions that the code raised, so that they are not taken for those of the tests.
+        connection_error: why no further call can be answered.
+    """
+
+    def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
+        self._reader, self._writer = reader, writer
+        self.num_calls = 0
+        self.raised_exceptions: list[BaseException] = []
+        self.connection_error: _Gone | _Broken | None = None
+
+    def call(self, name: str, arguments: tuple[Any, ...], keyword_arguments: dict[str, Any]) -> tuple[Any, Any, Any]:
+        """Return whether a call succeeded; its result, or the name of an exception; and the arguments afterwards.
+
+        Raises:
+            _Gone: the process of the code has ended.
+            _Broken: an argument is not a plain value.
+        """
+        self.num_calls += 1
+        if self.connection_error is not None:
+            raise self.connection_error
+        try:
+            message = encode_value((name, list(arguments), keyword_arguments))
+        except NotPlainError as error:
+            self.connection_error = _Broken(f"an argument is no plain value: {error}")
+            raise self.connection_error from None
+        try:
+            self._writer.write(message)
+            self._writer.flush()
+            reply = decode_value(self._reader.readline(MAX_MESSAGE_BYTES))
+            if not isinstance(reply, tuple) or len(reply) != 3:
+                raise ValueError("no reply")
+        except (OSError, ValueError, TypeError):
+            self.connection_error = _Gone()
+            raise self.connection_error from None
+        return reply
+
+
+class RemoteFunction:
+    """A function of the code, as the tests see it."""
+
+    def __init__(self, name: str, calls: RemoteCalls) -> None:
+        self._name, self._calls = name, calls
+        self.__name__ = name
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Call it in the process of the code. Arguments that it changes are changed here too.
+
+        Raises:
+            BaseException: what the code raised, as an exception of the same built-in type.
+        """
+        good, result, after = self._calls.call(self._name, arguments, keywords)
+        if good is not True:
+            error = _exception(result, after)
+            self._calls.raised_exceptions.append(error)
+            raise error
+        if isinstance(after, list) and len(after) == len(arguments):
+            for here, there in zip(arguments, after, strict=True):
+                _bring(here, there)
+        return result
+
+
+def _exception(name: Any, arguments: Any) -> BaseException:
+    """Return a built-in exception of this name, without raising it; a RuntimeError if there is none."""
+    values = arguments if isinstance(arguments, list) else [arguments]
+    kind: Any = getattr(builtins, name, None) if isinstance(name, str) else None
+    if not isinstance(kind, type) or not issubclass(kind, BaseException):
+        return RuntimeError(*values)
+    try:
+        made = kind(*values)
+    except Exception:  # UnicodeDecodeError and its kind want five arguments
+        try:
+            made = kind.__new__(kind, *values)
+        except Exception:
+            made = RuntimeError(*values)
+    return made if isinstance(made, BaseException) else RuntimeError(*values)
+
+
+def _bring(here: Any, there: Any) -> None:
+    """Change a value as the code has changed its copy."""
+    if type(here) is not type(there):
+        return
+    if isinstance(here, list) and here != there:
+        here[:] = there
+    elif isinstance(here, dict | set) and here != there:
+        here.clear()
+        here.update(there)
+
+
+class _EachAssert(ast.NodeTransformer):
+    """Turns `assert x` into: note whether x held. What is no assert stays."""
+
+    def __init__(self) -> None:
+        self.num_asserts = 0
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        if isinstance(node.test, ast.Constant) and node.test.value:  # tests nothing
+            return ast.copy_location(ast.Pass(), node)
+        self.num_asserts += 1
+        note = ast.Name("__note__", ast.Load())
+        nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
+        call = ast.Call(note, [ast.Lambda(nothing, node.test)], [])
+        return ast.copy_location(ast.Expr(call), node)
+
+
+def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
+    """Run tests against the code at the other end of a link.
+
+    Writes one byte an assert, `+` or `-`; `.` when all were run; `?` when the tests themselves are broken; first of all
+    the number of asserts in the text, and a line feed.
+    """
+    reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
+    every = _EachAssert()
+    try:
+        tree = ast.fix_missing_locations(every.visit(ast.parse(job["tests"])))
+        program = compile(tree, "<tests>", "exec")
+        setups = [compile(text, "<setup>", "exec") for text in job["setup"]]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        os.write(verdicts, b"0\n?")
+        return
+    os.write(verdicts, b"%d\n" % every.num_asserts)
+
+    def note(test: Any) -> None:
+        try:
+            good = bool(test())
+        except (_Gone, _Broken, _Stop):
+            raise
+        except BaseException:
+            good = False
+        os.write(verdicts, b"+" if good else b"-")
+        if not good and not job["partial"]:
+            raise _Stop
+
+    names: dict[str, Any] = {"__name__": "tests", "__note__": note}
+    asked = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
+    link_calls = RemoteCalls(reader, writer)
+    names |= {name: RemoteFunction(name, link_calls) for name in asked - {"__note__"}}
+    calls = {name: RemoteFunction(job["entry_point"], link_calls) for name in (job["entry_point"], "candidate") if name}
+    try:
+        for setup in setups:
+            exec(setup, names)
+        names |= calls if job["entry_point"] else {}
+        exec(program, names)
+        if job["entry_point"] and "check" in names and not isinstance(names["check"], RemoteFunction):
+            names["check"](calls["candidate"])
+        if link_calls.connection_error is not None:  # the tests caught it
+            raise link_calls.connection_error
+        os.write(verdicts, b"." if link_calls.num_calls else b"?")
+    except (_Stop, _Gone):
+        os.write(verdicts, b"-")
+    except _Broken:
+        os.write(verdicts, b"?")
+    except ImportError as error:
+        os.write(verdicts, b"-" if error in link_calls.raised_exceptions else b"?")
+    except BaseException:
+        os.write(verdicts, b"-")

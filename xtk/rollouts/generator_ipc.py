@@ -1,0 +1,138 @@
+"""Messages between processes that write: words as JSON, arrays as their bytes; nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import errors
+from xtk.errors import XtkError
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
+from xtk.tokens.tokenizer import Tokenizer
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def send_message(pipe: Connection, content: dict[str, Any], arrays: Arrays | None = None) -> None:
+    """Send a message: a line of JSON, and the arrays behind it.
+
+    Raises:
+        OSError: nobody reads it.
+    """
+    arrays = arrays or {}
+    shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
+    line = json.dumps({"words": content, "arrays": shapes}).encode() + b"\n"
+    pipe.send_bytes(line + b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values()))
+
+
+def receive_message(pipe: Connection) -> tuple[dict[str, Any], Arrays]:
+    """Return the next message.
+
+    Raises:
+        EOFError: there will be none.
+        OSError: so too.
+    """
+    raw = pipe.recv_bytes()
+    line, _, rest = raw.partition(b"\n")
+    header = json.loads(line)
+    arrays: Arrays = {}
+    at = 0
+    for name, (dtype, shape) in header["arrays"].items():
+        array = np.frombuffer(rest, np.dtype(dtype), int(np.prod(shape)), at).reshape(shape)
+        arrays[name] = array
+        at += array.nbytes
+    return header["words"], arrays
+
+
+def serialize_config(config: GeneratorConfig) -> dict[str, Any]:
+    """Return what a request is made of."""
+    tokenizer = config.tokenizer
+    return {
+        "folder": str(config.folder),
+        "name": config.name,
+        "tokenizer": [str(tokenizer.folder), tokenizer.name, tokenizer.embedding_rows],
+        "dtype": config.dtype,
+        "batch_tokens": config.batch_tokens,
+        "trust_remote_code": config.trust_remote_code,
+        "options": {key: str(value) if isinstance(value, Path) else value for key, value in config.options.items()},
+    }
+
+
+def deserialize_config(words: dict[str, Any]) -> GeneratorConfig:
+    """Return the request."""
+    folder, name, width = words["tokenizer"]
+    read = {**words, "folder": Path(words["folder"]), "tokenizer": Tokenizer(folder, name=name, embedding_rows=width)}
+    adapter = read["options"].get("adapter")
+    return GeneratorConfig(
+        **{**read, "options": {**read["options"], **({"adapter": Path(adapter)} if adapter else {})}}
+    )
+
+
+def serialize_requests(requests: Sequence[GenerationRequest]) -> Arrays:
+    """Return asks as arrays; a length of 0 is none."""
+    return {
+        "ids": _concatenate([ask.input_ids for ask in requests], np.int32),
+        "sizes": np.array([len(ask.input_ids) for ask in requests], np.int64),
+        "keys": _concatenate([np.array(ask.seed_key, np.int64) for ask in requests], np.int64),
+        "key_sizes": np.array([len(ask.seed_key) for ask in requests], np.int64),
+        "lengths": np.array([-1 if ask.max_length is None else ask.max_length for ask in requests], np.int64),
+    }
+
+
+def deserialize_requests(arrays: Arrays) -> list[GenerationRequest]:
+    """Return the asks."""
+    ids, keys = _parted(arrays["ids"], arrays["sizes"]), _parted(arrays["keys"], arrays["key_sizes"])
+    lengths = [None if length < 0 else length for length in arrays["lengths"].tolist()]
+    return [
+        GenerationRequest(one, tuple(key.tolist()), length) for one, key, length in zip(ids, keys, lengths, strict=True)
+    ]
+
+
+def deserialize_sampling(words: dict[str, Any]) -> SamplingConfig:
+    """Return how tokens are drawn, from the fields of `SamplingConfig`."""
+    return SamplingConfig(**{**words, "stop": tuple(words["stop"])})
+
+
+def serialize_completions(completions: Sequence[Completion]) -> Arrays:
+    """Return completions as arrays, but for how they finished."""
+    arrays = {
+        "ids": _concatenate([one.ids for one in completions], np.int32),
+        "logprobs": _concatenate([one.logprobs for one in completions], np.float32),
+        "sizes": np.array([len(one.ids) for one in completions], np.int64),
+    }
+    top_ids = [one.top_ids for one in completions if one.top_ids is not None]
+    return {**arrays, "top_ids": np.concatenate(top_ids)} if top_ids else arrays
+
+
+def deserialize_completions(finishes: Sequence[str], arrays: Arrays) -> list[Completion]:
+    """Return the completions."""
+    sizes = arrays["sizes"]
+    top_ids = _parted(arrays["top_ids"], sizes) if "top_ids" in arrays else [None] * len(sizes)
+    parts = (_parted(arrays["ids"], sizes), _parted(arrays["logprobs"], sizes), finishes, top_ids)
+    return [Completion(*one) for one in zip(*parts, strict=True)]
+
+
+def serialize_error(error: XtkError) -> dict[str, Any]:
+    """Return an error as words."""
+    return {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
+
+
+def deserialize_error(words: dict[str, Any]) -> XtkError:
+    """Return the error."""
+    kind = getattr(errors, words["error"], XtkError)
+    kind = kind if isinstance(kind, type) and issubclass(kind, XtkError) else XtkError
+    return kind(words["what"], where=words["where"], hint=words["hint"])
+
+
+def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
+
+
+def _parted(joined: NDArray[Any], sizes: NDArray[np.int64]) -> list[NDArray[Any]]:
+    return np.split(joined, np.cumsum(sizes)[:-1]) if len(sizes) else []

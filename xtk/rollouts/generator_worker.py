@@ -1,0 +1,72 @@
+"""The process of `xtk.rollouts.subprocess_generator`: python -m xtk.rollouts.generator_worker DESCRIPTOR PARENT."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from xtk import terminal
+from xtk.errors import XtkError, from_os_error
+from xtk.registry import load_registered
+from xtk.rollouts import GENERATORS, generator_ipc
+from xtk.rollouts.generator_interface import Generator
+from xtk.subprocesses import die_with_parent
+
+
+def main(pipe: Connection) -> None:
+    """Open a backend, and do what is asked until nobody asks. What goes wrong is sent back, and ends nothing."""
+    writer: Generator | None = None
+    try:
+        while True:
+            words, arrays = generator_ipc.receive_message(pipe)
+            try:
+                if writer is None:
+                    request = generator_ipc.deserialize_config(words["request"])
+                    writer = load_registered(GENERATORS, words["backend"], "backend").open(request)
+                    generator_ipc.send_message(pipe, {"context": writer.context_length})
+                else:
+                    generator_ipc.send_message(pipe, *_handle_request(writer, words, arrays))
+            except Exception as failure:
+                generator_ipc.send_message(pipe, generator_ipc.serialize_error(_as_xtk_error(failure)))
+    except (EOFError, OSError):  # whoever asked has gone
+        return
+
+
+def _handle_request(
+    writer: Generator, words: dict[str, Any], arrays: generator_ipc.Arrays
+) -> tuple[dict[str, Any], generator_ipc.Arrays]:
+    if words["do"] == "write":
+        found = writer.generate(
+            generator_ipc.deserialize_requests(arrays), generator_ipc.deserialize_sampling(words["sampling"])
+        )
+        return {"finishes": [one.finish_reason for one in found]}, generator_ipc.serialize_completions(found)
+    if words["do"] == "update":
+        writer.update_weights(Path(words["folder"]))
+    elif words["do"] == "rest":
+        writer.sleep()
+    else:
+        writer.wake_up()
+    return {}, {}
+
+
+def _as_xtk_error(failure: Exception) -> XtkError:
+    mendable = failure if isinstance(failure, XtkError) else from_os_error(failure)
+    if mendable is None:
+        traceback.print_exc()
+        mendable = XtkError(
+            f"the process that writes failed: {type(failure).__name__}: {failure}", hint="its traceback stands above"
+        )
+    return mendable
+
+
+if __name__ == "__main__":
+    descriptor, parent = map(int, sys.argv[1:])
+    die_with_parent(parent, signal.SIGKILL)
+    os.set_inheritable(descriptor, False)  # what this starts is not to hold the pipe open
+    terminal.set_quiet(True)
+    main(Connection(descriptor))

@@ -1,0 +1,281 @@
+"""From prompts to rollouts: turn by turn, what students draw and what they are answered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk import terminal
+from xtk.errors import XtkError
+from xtk.rewards.reward_spec import WeightedRewards, name_row_in_errors
+from xtk.rollouts.advantages import group_advantages
+from xtk.rollouts.environments import CheckedEnvironment, Environment
+from xtk.rollouts.generator_interface import Completion, GenerationRequest, Generator, SamplingConfig
+from xtk.rollouts.prompts import tokenize_between_turns, tokenize_continuation, tokenize_prompts
+from xtk.rollouts.rollout import Prompt, Rollout
+from xtk.tokens.document import Document, Segment
+from xtk.tokens.pretokenized import SampledTokens
+from xtk.tokens.sampled_tokens import decode_tokens
+from xtk.tokens.tokenizer import Tokenizer
+
+DEFAULT_MAX_TURNS = 8
+
+
+def generate_rollouts(
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    tokenizer: Tokenizer,
+    sampling: SamplingConfig,
+    *,
+    num_generations: int,
+    seed: int,
+    rewards: WeightedRewards | None = None,
+    environment: Callable[[], Environment] | None = None,
+    max_turns: int = DEFAULT_MAX_TURNS,
+    scale_rewards: bool = True,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> list[Rollout]:
+    """Let a student go on from prompts; each turn of all of them is written at once.
+
+    Args:
+        prompts: those to which the context leaves no room are left out, which is told.
+        generator: who draws.
+        tokenizer: the student's.
+        sampling: how; `max_completion_length` is of all turns of a rollout together, without what they are answered.
+        num_generations: rollouts of each prompt.
+        seed: of the draws, which are a function of it, the number of the prompt, the sample and the turn.
+        rewards: judge each; of a text all that stands behind the prompt, of a conversation what was said last.
+        environment: answers turns; None: there is one turn.
+        max_turns: then it answers no more.
+        scale_rewards: whether advantages are in standard deviations of their prompt's rewards.
+        template_arguments: what the chat template is told.
+
+    Returns:
+        Prompt by prompt, their samples in order.
+
+    Raises:
+        XtkError: an environment, a reward or a chat template fails.
+    """
+    begun = [
+        _Episode(
+            prompt, sample, tokenizer, None if environment is None else CheckedEnvironment(environment, prompt.record)
+        )
+        for prompt in prompts
+        for sample in range(num_generations)
+    ]
+    openings = {episode.prompt_key: episode.document() for episode in begun}
+    read = dict(zip(openings, tokenize_prompts(tokenizer, list(openings.values()), template_arguments), strict=True))
+    episodes = [episode for episode in begun if episode.set_prompt(read[episode.prompt_key], generator.context_length)]
+    if len(episodes) < len(begun):
+        left_out = len({episode.prompt.number for episode in begun} - {episode.prompt.number for episode in episodes})
+        terminal.note(
+            f"{left_out:,} of {len(prompts):,} prompts leave no room in a context of {generator.context_length} tokens"
+        )
+    for turn in range(max_turns):
+        speaking = [episode for episode in episodes if not episode.finish_reason]
+        if not speaking:
+            break
+        asks = [episode.next_request(seed, turn, sampling) for episode in speaking]
+        for episode, completion in zip(speaking, generator.generate(asks, sampling), strict=True):
+            episode.add_completion(completion)
+            episode.step_environment(sampling, turn + 1 == max_turns, template_arguments)
+    return _judged(episodes, rewards, scale_rewards=scale_rewards)
+
+
+class _Episode:
+    """A rollout while it is written.
+
+    Args:
+        prompt: what it goes on from.
+        sample: which of the prompt's rollouts it is.
+        tokenizer: the student's.
+        environment: what answers it.
+
+    Attributes:
+        finish_reason: why it has ended; "": it goes on.
+        num_turns: how often the student spoke.
+    """
+
+    def __init__(self, prompt: Prompt, sample: int, tokenizer: Tokenizer, played: CheckedEnvironment | None) -> None:
+        self.prompt, self.sample, self.environment = prompt, sample, played
+        self._tokenizer, self._context = tokenizer, math.inf
+        self.finish_reason, self.num_turns = "", 0
+        self._segments = list(prompt.document.segments)
+        talk = prompt.document.conversation
+        self._messages: list[Mapping[str, Any]] | None = None if talk is None else list(talk.messages)
+        self._ids: list[NDArray[np.int32]] = []
+        self._completions: list[Completion | None] = []
+        self._run: list[NDArray[np.int32]] = []  # what was drawn since something else was read
+        self._last_turn_text = ""
+        if played is not None and played.initial_text:
+            self._answer(played.role, played.initial_text)
+        self._prompt_segments = len(self._segments)
+
+    @property
+    def prompt_key(self) -> tuple[int, str | None]:
+        """What all that begin alike have in common."""
+        return self.prompt.number, None if self.environment is None else self.environment.initial_text
+
+    def _answer(self, role: str, text: str) -> None:
+        self._segments.append(Segment(role, text, False))
+        if self._messages is not None:
+            self._messages.append({"role": role, "content": text})
+
+    def document(self) -> Document:
+        """Return what was read and said so far."""
+        talk = self.prompt.document.conversation
+        if talk is not None:
+            talk = replace(talk, messages=tuple(self._messages or ()))
+        return replace(self.prompt.document, segments=tuple(self._segments), conversation=talk)
+
+    def set_prompt(self, ids: NDArray[np.int32], context: int | None) -> bool:
+        """Read the prompt; say whether the context leaves room to go on from it."""
+        self._context = math.inf if context is None else context
+        self._read(ids)
+        return len(ids) < self._context
+
+    def _read(self, ids: NDArray[np.int32]) -> None:
+        self._ids.append(ids)
+        self._completions.append(None)
+
+    def _remaining_tokens(self, sampling: SamplingConfig, heard: int = 0) -> int:
+        """Return how many tokens may still be drawn, once so many more have been read."""
+        drawn = sum(len(completion.ids) for completion in self._completions if completion is not None)
+        left = self._context - sum(map(len, self._ids)) - heard
+        return int(min(left, sampling.max_completion_length - drawn))
+
+    def next_request(self, seed: int, turn: int, sampling: SamplingConfig) -> GenerationRequest:
+        """Return what is to be written next."""
+        key = (seed, self.prompt.number, self.sample, turn)
+        return GenerationRequest(np.concatenate(self._ids), key, max_length=self._remaining_tokens(sampling))
+
+    def add_completion(self, completion: Completion) -> None:
+        """Take what the student drew; what it draws without having read anything else is one stretch with it."""
+        self.num_turns += 1
+        self._ids.append(completion.ids)
+        self._completions.append(completion)
+        if self._run:
+            self._segments.pop()
+        self._run.append(completion.ids)
+        first = not any(segment.text for segment in self._segments)
+        self._last_turn_text = decode_tokens(
+            self._tokenizer, completion.ids, at_text_start=first and len(self._run) == 1
+        ).text
+        text = decode_tokens(self._tokenizer, np.concatenate(self._run), at_text_start=first).text
+        role = "completion" if self._messages is None else "assistant"
+        self._segments.append(Segment(role, text, True))
+        if self._messages is not None:
+            self._messages.append({"role": role, "content": text})
+
+    def step_environment(
+        self, sampling: SamplingConfig, last: bool, template_arguments: Mapping[str, Any] | None
+    ) -> None:
+        """Have the environment answer, and read its answer; or end."""
+        completion = self._completions[-1]
+        assert completion is not None
+        if self.environment is None:
+            self.finish_reason = completion.finish_reason
+            return
+        answer, done = self.environment.step(self._last_turn_text)
+        ended = completion.finish_reason == "stop"
+        if done or completion.finish_reason == "length" or (ended and self._messages is None):
+            self.finish_reason = completion.finish_reason
+        elif last:
+            self.finish_reason = "turns"
+        else:
+            self._append_environment_text(answer, ended, sampling, template_arguments)
+
+    def _append_environment_text(
+        self, answer: str, ended: bool, sampling: SamplingConfig, template_arguments: Mapping[str, Any] | None
+    ) -> None:
+        assert self.environment is not None
+        talk = self.document().conversation
+        if talk is not None:
+            message = {"role": self.environment.role, "content": answer}
+            ids = tokenize_between_turns(self._tokenizer, talk, message, ended, template_arguments)
+        else:
+            ids = tokenize_continuation(self._tokenizer, answer)
+        if self._remaining_tokens(sampling, len(ids)) < 1:
+            self.finish_reason = "length"
+        elif len(ids):
+            self._answer(self.environment.role, answer)
+            self._read(ids)
+            self._run = []
+        elif talk is not None:
+            raise XtkError("the chat template writes nothing between two turns", where=self._tokenizer.name)
+
+    def completion_text(self) -> str:
+        """Return what rewards judge."""
+        if self._messages is not None:
+            return self._segments[-1].text
+        return "".join(segment.text for segment in self._segments[self._prompt_segments :])
+
+    def prompt_text(self) -> str:
+        """Return what stands before it: a text, or the message that was to be answered."""
+        before = self._segments[: self._prompt_segments]
+        return before[-1].text if self._messages is not None else "".join(segment.text for segment in before)
+
+    def score(self, rewards: WeightedRewards | None) -> tuple[float, dict[str, float]]:
+        """Return what it is worth, nan if nothing could judge it, and each of its rewards."""
+        value, values = math.nan, dict[str, float]()
+        if rewards is not None:
+            value, values = rewards(self.completion_text(), self.prompt_text(), self.prompt.record)
+        own = None if self.environment is None else self.environment.reward()
+        if own is not None:
+            values = {**values, "environment": own}
+            value = own if math.isnan(value) else value if math.isnan(own) else value + own
+        return value, values
+
+    def to_rollout(self, reward: float, rewards: Mapping[str, float], advantage: float) -> Rollout:
+        """Return it, once it has ended."""
+        drawn = [completion for completion in self._completions if completion is not None]
+        logprobs = [
+            np.zeros(len(ids), np.float32) if completion is None else completion.logprobs
+            for ids, completion in zip(self._ids, self._completions, strict=True)
+        ]
+        flags = [
+            np.full(len(ids), completion is not None)
+            for ids, completion in zip(self._ids, self._completions, strict=True)
+        ]
+        template = self._tokenizer.template_fingerprint if self._messages is not None else None
+        tokens = SampledTokens(
+            np.concatenate(self._ids).astype(np.int32),
+            np.concatenate(flags),
+            np.concatenate(logprobs).astype(np.float32),
+            self._tokenizer.fingerprint,
+            template or "",
+            advantage,
+        )
+        top_ids = [completion.top_ids for completion in drawn if completion.top_ids is not None]
+        return Rollout(
+            document=replace(self.document(), sampled_tokens=tokens, is_complete=drawn[-1].finish_reason == "stop"),
+            prompt=self.prompt.number,
+            sample=self.sample,
+            finish_reason=self.finish_reason,
+            num_turns=self.num_turns,
+            reward=reward,
+            rewards=rewards,
+            top_ids=np.concatenate(top_ids) if top_ids else None,
+        )
+
+
+def _judged(episodes: Sequence[_Episode], rewards: WeightedRewards | None, *, scale_rewards: bool) -> list[Rollout]:
+    values = []
+    for episode in episodes:
+        with name_row_in_errors(episode.prompt.number):
+            values.append(episode.score(rewards))
+    groups: dict[int, list[int]] = {}
+    for at, episode in enumerate(episodes):
+        groups.setdefault(episode.prompt.number, []).append(at)
+    advantages = np.zeros(len(episodes))
+    for group in groups.values():
+        advantages[group] = group_advantages([values[at][0] for at in group], scale=scale_rewards)
+    return [
+        episode.to_rollout(*value, float(advantage))
+        for episode, value, advantage in zip(episodes, values, advantages, strict=True)
+    ]

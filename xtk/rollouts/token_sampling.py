@@ -1,0 +1,87 @@
+"""Drawing tokens so that each is a function of its completion's key and its place, whatever stands beside it.
+
+The likeliest token under noise of Gumbel's distribution is a draw from the softmax (Gumbel 1954; Maddison, Tarlow and
+Minka, "A* sampling", 2014). The noise of a token is a hash of key, place and id: no batch, process or order changes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xtk.rollouts.generator_interface import SamplingConfig
+
+# SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
+SPLITMIX_INCREMENT, SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2 = (
+    int(np.array(number, np.uint64).view(np.int64))
+    for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+
+# Numbers that are drawn at a time: each is several times in memory, as a float64, while it is. On a CPU they stay in
+# its caches.
+CHUNK_SIZE, CHUNK_SIZE_CPU = 1 << 25, 1 << 18
+
+
+def position_seeds(key: tuple[int, ...], length: int) -> NDArray[np.int64]:
+    """Return int64 [length], a seed for each place of a completion."""
+    name = hashlib.sha256(repr(tuple(map(int, key))).encode()).digest()
+    return np.random.Philox(key=int.from_bytes(name[:16], "little")).random_raw(length).view(np.int64)
+
+
+def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
+    """Return float64 [B, V], noise for each token.
+
+    Args:
+        seeds: int64 [B], of a place each.
+        vocab_size: V.
+    """
+    steps = torch.arange(1, vocab_size + 1, device=seeds.device) * SPLITMIX_INCREMENT
+    bits = seeds[:, None] + steps
+    for shift, factor in ((30, SPLITMIX_MULTIPLIER_1), (27, SPLITMIX_MULTIPLIER_2)):
+        bits = (bits ^ _shifted(bits, shift)) * factor
+    bits = bits ^ _shifted(bits, 31)
+    uniform = (_shifted(bits, 11).double() + 0.5) * 2.0**-53
+    return -(-uniform.log()).log()
+
+
+def _shifted(bits: Tensor, by: int) -> Tensor:
+    """Return bits moved to the right, with zeros behind them: torch repeats the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def sample_tokens(logits: Tensor, seeds: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return int64 [B], a token for each row.
+
+    Args:
+        logits: float32 [B, V], of the tokens that may be drawn.
+        seeds: int64 [B].
+        sampling: temperature and cuts; the temperature first, then `top_k`, then `top_p` of what is left.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    most = CHUNK_SIZE_CPU if logits.device.type == "cpu" else CHUNK_SIZE
+    rows = max(1, most // logits.shape[-1])
+    chosen = [
+        (
+            mask_unlikely(some.double() / sampling.temperature, sampling) + gumbel_noise(of_places, logits.shape[-1])
+        ).argmax(-1)
+        for some, of_places in zip(torch.split(logits, rows), torch.split(seeds, rows), strict=True)
+    ]
+    return torch.cat(chosen)
+
+
+def mask_unlikely(scores: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Return the scores [B, V] with -inf for those that are not among the likeliest."""
+    if 0 < sampling.top_k < scores.shape[-1]:
+        kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(sampling.top_k).indices, True)
+        scores = scores.masked_fill(~kept, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = scores.sort(descending=True, stable=True)
+        probs = ordered.softmax(-1)
+        unlikely = probs.cumsum(-1) - probs >= sampling.top_p  # the mass before it is enough
+        scores = scores.masked_fill(torch.empty_like(unlikely).scatter_(1, order, unlikely), -torch.inf)
+    return scores

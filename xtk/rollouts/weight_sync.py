@@ -1,0 +1,129 @@
+"""Weights on their way to an engine: which there have to be, and the folder in which a process hands them over."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import MismatchError
+
+WEIGHTS_FILE, HEAD_FILE, INDEX_FILE = "model.safetensors", "output-head.safetensors", "model.safetensors.index.json"
+HEAD_NAME = "lm_head.weight"
+_OTHER_HEADS = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\..*|output\.weight")
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|tok_embeddings|embeddings?)\.weight")
+
+
+@dataclass(frozen=True)
+class WeightNames:
+    """The names of a model's weights.
+
+    Attributes:
+        names: of all; empty: not known, for a folder without safetensors.
+    """
+
+    names: frozenset[str]
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> WeightNames:
+        """Read them from a folder."""
+        from safetensors import safe_open
+
+        names: set[str] = set()
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                names |= set(file.keys())
+        return cls(frozenset(names))
+
+    @property
+    def tied_embedding(self) -> str | None:
+        """The embedding that is the output head too (tied weights); None: the head is stored, or it is not known."""
+        if any(map(_OTHER_HEADS.fullmatch, self.names)):
+            return None
+        found = [name for name in self.names if _EMBEDDING.fullmatch(name)]
+        return found[0] if len(found) == 1 else None
+
+    def check_complete(self, received: WeightNames, where: str) -> None:
+        """Refuse weights of which some are missing: an engine would keep its old ones without a message.
+
+        A tied head must be there as well, whether or not the model's own files have it (see `with_tied_head`).
+
+        Raises:
+            Mismatch: names them.
+        """
+        if not self.names:
+            return
+        wanted = self.names if self.tied_embedding is None else self.names | {HEAD_NAME}
+        missing = wanted - received.names
+        other = received.names - self.names - {HEAD_NAME}
+        if missing or other:
+            words = [f"without {sorted(missing)[0]}"] if missing else []
+            words += [f"with {sorted(other)[0]}"] if other else []
+            raise MismatchError(
+                f"these are the weights of another model: {len(missing):,} are missing, {len(other):,} unknown",
+                where=f"{where}: {', '.join(words)}",
+                hint="xtk.rollouts.weight_sync.write_tied_head writes the tied output head"
+                if missing == {HEAD_NAME}
+                else None,
+            )
+
+
+def with_tied_head(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield weights, and after them the output head where it is tied to the embedding and therefore not among them.
+
+    vLLM's `reload_weights` (0.32, on CPU) stores a tied head apart from the embedding, and keeps the old head when
+    new weights come without one.
+    """
+    names: set[str] = set()
+    embeddings = {}
+    for name, weight in weights:
+        names.add(name)
+        if _EMBEDDING.fullmatch(name):
+            embeddings[name] = weight
+        yield name, weight
+    tied = WeightNames(frozenset(names)).tied_embedding
+    if tied is not None:
+        yield HEAD_NAME, embeddings[tied]
+
+
+def write_tied_head(folder: Path) -> None:
+    """Write the output head into a folder of safetensors, in a separate file, where it is tied and left out."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    tied = WeightNames.from_folder(folder).tied_embedding
+    if tied is None:
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if tied in file.keys():  # noqa: SIM118 (it is no mapping)
+                head = file.get_tensor(tied)
+    save_file({HEAD_NAME: head}, folder / HEAD_FILE, metadata={"format": "pt"})
+    index = folder / INDEX_FILE
+    if index.is_file():  # vLLM reads only the files that it names
+        content = json.loads(index.read_text(encoding="utf-8"))
+        content["weight_map"][HEAD_NAME] = HEAD_FILE
+        index.write_text(json.dumps(content), encoding="utf-8")
+
+
+def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
+    """Write weights as one file of safetensors, a tied output head among them; only views and other devices are copied.
+
+    Args:
+        weights: pairs of a name and a tensor.
+        folder: where `FILE` goes; there is none yet, or it is replaced at once.
+    """
+    from safetensors.torch import save_file
+
+    whole = {name: weight.detach().cpu().contiguous() for name, weight in with_tied_head(weights)}
+    stored: dict[int, str] = {}
+    for name, weight in whole.items():
+        if weight.untyped_storage().data_ptr() in stored:  # safetensors refuses to write memory twice
+            whole[name] = weight.clone()
+        stored.setdefault(weight.untyped_storage().data_ptr(), name)
+    temporary = folder / f".{WEIGHTS_FILE}"
+    save_file(whole, temporary)
+    temporary.rename(folder / WEIGHTS_FILE)

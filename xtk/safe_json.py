@@ -1,0 +1,66 @@
+"""JSON from outside: parsed within a limit on how deeply it is nested, errors in one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from xtk.errors import XtkError
+
+# Deeper values end Python's recursion somewhere later: while they are converted, hashed or put into a template.
+MAX_DEPTH = 100
+
+
+def parse_json(text: str, *, what: str, where: str, parse_float: Callable[[str], float] | None = None) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        text: the whole of it.
+        what: what it is, for messages: "this line".
+        where: where it is, for messages.
+        parse_float: as in `json.loads`.
+
+    Raises:
+        XtkError: it is not JSON, or lists and objects are nested more than MAX_DEPTH deep.
+    """
+    try:
+        value = json.loads(text, parse_float=parse_float)
+    except ValueError as wrong:
+        raise XtkError(f"{what} is not JSON: {wrong}", where=where) from None
+    except RecursionError:
+        raise _too_deep(what, where) from None
+    check_depth(value, text.count("[") + text.count("{"), what=what, where=where)
+    return value
+
+
+def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None:
+    """Refuse a value that is nested too deeply.
+
+    Args:
+        value: as `json` makes it.
+        max_brackets: opening ones in its text, an upper bound of its depth.
+        what: what it is, for messages.
+        where: where it is, for messages.
+
+    Raises:
+        XtkError: lists and objects are nested more than MAX_DEPTH deep.
+    """
+    if max_brackets <= MAX_DEPTH:
+        return
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner: list[Any] = []
+        for part in level:
+            if isinstance(part, dict):
+                inner += (one for one in part.values() if isinstance(one, dict | list))
+            elif isinstance(part, list):
+                inner += (one for one in part if isinstance(one, dict | list))
+        if not inner:
+            return
+        level = inner
+    raise _too_deep(what, where)
+
+
+def _too_deep(what: str, where: str) -> XtkError:
+    return XtkError(f"{what} is nested more than {MAX_DEPTH} levels deep", where=where)

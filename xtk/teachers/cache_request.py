@@ -1,0 +1,175 @@
+"""What a cache is asked to hold: checked, named in its header, and the teacher that it asks for opened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from xtk.artifacts.shard_codecs import CODECS, DEFAULT_PRECISION, Codec, codec_for_precision
+from xtk.artifacts.vocabulary_order import VocabularyOrder
+from xtk.errors import XtkError
+from xtk.projection.build import tokenizer_identity
+from xtk.registry import load_registered
+from xtk.teachers import BACKENDS
+from xtk.teachers.backend import BackendConfig, TeacherBackend
+from xtk.teachers.shard_planning import ShardingOptions, ShardPlan
+from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, Support
+from xtk.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class CacheRequest:
+    """What a cache is to hold.
+
+    Attributes:
+        teacher_folder: a local model folder.
+        teacher_name: how messages call it.
+        support: which tokens of a distribution are kept.
+        dtype: of the teacher's weights and arithmetic.
+        backend: who runs it.
+        precision: of what is kept: a key of `PRECISIONS`.
+        long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
+        max_length: a smaller limit than the context; None: the context.
+        batch_tokens: padded tokens in a forward pass.
+        shard_tokens: teacher tokens in a shard; a kill loses at most one shard's work.
+        trust_remote_code: run the model's own code.
+        backend_options: what only one backend knows.
+    """
+
+    teacher_folder: Path
+    teacher_name: str
+    support: Support
+    dtype: str = "float32"
+    backend: str = "transformers"
+    precision: str = DEFAULT_PRECISION
+    long_documents: str = "refuse"
+    max_length: int | None = None
+    batch_tokens: int = 8192
+    shard_tokens: int = 65536
+    trust_remote_code: bool = False
+    backend_options: dict[str, Any] = field(default_factory=dict)
+
+
+def check_cache_request(request: CacheRequest) -> None:
+    """Refuse what makes no sense, before anything is read.
+
+    Raises:
+        XtkError: tells which option.
+    """
+    support = request.support
+    if request.max_length is not None and request.max_length < 4:
+        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
+    able: frozenset[str] = load_registered(BACKENDS, request.backend, "backend").support_kinds
+    if support.kind not in able:
+        raise XtkError(
+            f"the backend {request.backend} does not give the support {support.kind}",
+            hint=f"--support {', '.join(sorted(able))}; or --backend transformers, which gives all",
+        )
+
+
+def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> TeacherBackend:
+    """Load or reach the teacher.
+
+    Raises:
+        XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+    """
+    teacher: TeacherBackend = load_registered(BACKENDS, request.backend, "backend")(
+        BackendConfig(
+            folder=request.teacher_folder,
+            name=request.teacher_name,
+            tokenizer=tokenizer,
+            support=request.support,
+            dtype=request.dtype,
+            batch_tokens=request.batch_tokens,
+            trust_remote_code=request.trust_remote_code,
+            backend_options=request.backend_options,
+        )
+    )
+    if teacher.vocab_size < len(tokenizer):
+        raise XtkError(
+            f"the teacher has {teacher.vocab_size:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
+            where=request.teacher_name,
+        )
+    return teacher
+
+
+def sharding_options(request: CacheRequest) -> ShardingOptions:
+    """Return how the documents of a request become rows and shards.
+
+    Raises:
+        XtkError: there is no model in the teacher's folder, or none whose configuration can be read.
+    """
+    from xtk.models.causal_lm import load_model_config, max_context_length
+
+    context = max_context_length(load_model_config(request.teacher_folder, trust_remote_code=request.trust_remote_code))
+    room: int = load_registered(BACKENDS, request.backend, "backend").reserved_tokens
+    limits = [limit for limit in (context and context - room, request.max_length) if limit]
+    return ShardingOptions(min(limits, default=None), request.max_length, request.long_documents, request.shard_tokens)
+
+
+def make_vocabulary_order(request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
+    """Return the vocabulary by its frequency in the data, if the codec of a request needs it."""
+    codec: type[Codec] = load_registered(CODECS, codec_for_precision(request.precision), "codec")
+    return (
+        VocabularyOrder.from_counts(plan.token_counts, tokenizer.vocabulary.byte_lengths)
+        if codec.needs_vocabulary_order
+        else None
+    )
+
+
+def make_cache_header(
+    request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan, vocabulary_order: VocabularyOrder | None
+) -> dict[str, Any]:
+    """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
+    backend = load_registered(BACKENDS, request.backend, "backend")
+    support = request.support
+    sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}
+    parameters: dict[str, dict[str, Any]] = {
+        "top-k": {"top_k": support.top_k},
+        "top-p": {"top_k": support.top_k, "top_p": support.top_p},
+        "sample": sampling,
+        "top-k+sample": {"top_k": support.top_k, **sampling},
+    }
+    own = tokenizer_identity(tokenizer)
+    if support.top_k > max(tokenizer.embedding_rows, *DEFAULT_TOP_K.values()):
+        raise XtkError(
+            f"--top-k is {support.top_k:,}; the teacher's vocabulary has {tokenizer.embedding_rows:,} tokens",
+            where=request.teacher_name,
+            hint="--top-k all",
+        )
+    return {
+        "kind": "teacher-cache",
+        "codec": {
+            "name": codec_for_precision(request.precision),
+            "precision": request.precision,
+            "num_samples": support.num_samples,
+            "num_sample_sets": support.num_sample_sets,
+            **({} if vocabulary_order is None else {"vocabulary_order": vocabulary_order.file_name}),
+        },
+        "teacher": {
+            "name": request.teacher_folder.resolve().name,
+            "weights": backend.weights_identity(request.teacher_folder, request.backend_options),
+            "template": tokenizer.template_fingerprint,
+            "width": tokenizer.embedding_rows,
+            "tokenizer": own["tokenizer"],
+            "special_tokens": own["roles"],
+        },
+        "data": {
+            "fingerprint": plan.fingerprint,
+            "rows": plan.num_chunks,
+            "too_long": plan.num_too_long,
+            **({"optional_columns": plan.optional_columns} if plan.optional_columns else {}),
+        },
+        "options": {
+            "support": support.kind,
+            **parameters.get(support.kind, {}),
+            "entropy": backend.entropy_kind,
+            "dtype": request.dtype,
+            "backend": request.backend,
+            "long_documents": request.long_documents,
+            "max_length": request.max_length,
+            "batch_tokens": request.batch_tokens,
+            "shard_tokens": request.shard_tokens,
+        },
+    }

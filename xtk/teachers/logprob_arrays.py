@@ -1,0 +1,164 @@
+"""From the arrays that models give, a row a position, to the ragged ones that a cache keeps."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
+from xtk.tokens.token_sequence import TokenSequence as TokenSequence
+
+
+@dataclass(frozen=True)
+class LogprobArrays:
+    """What a model says at N positions.
+
+    Attributes:
+        ids: int32 [N, K]; -1 stands for none.
+        logprobs: float32 [N, K].
+        observed_logprobs: float32 [N], of the token that stands there.
+        entropy: float32 [N].
+        sampled_ids: int32 [N, R, n], ids that were drawn from the rest, an id as often as it was; -1 stands for none.
+        remainder_mass: float32 [N], what the draws are from: the probability outside of `ids` and the realised token.
+            None where nothing is drawn: it is what the others leave.
+    """
+
+    ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    observed_logprobs: NDArray[np.float32]
+    entropy: NDArray[np.float32]
+    sampled_ids: NDArray[np.int32]
+    remainder_mass: NDArray[np.float32] | None = None
+
+
+def trained_positions(document: TokenSequence) -> NDArray[np.int32]:
+    """Return int32 [P], the tokens of a document that are trained."""
+    return np.flatnonzero(document.train_mask).astype(np.int32)
+
+
+def concatenate_arrays(parts: Sequence[LogprobArrays]) -> LogprobArrays:
+    """Put the positions of several parts one after the other."""
+    whole = {
+        name: np.concatenate([getattr(part, name) for part in parts])
+        for name in ("ids", "logprobs", "observed_logprobs", "entropy", "sampled_ids")
+    }
+    masses = [part.remainder_mass for part in parts if part.remainder_mass is not None]
+    return LogprobArrays(**whole, remainder_mass=np.concatenate(masses) if masses else None)
+
+
+def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) -> list[StoredLogprobs]:
+    """Cut what a model said at the trained tokens of some documents, one after the other, into documents."""
+    positions = [trained_positions(document) for document in documents]
+    realised = np.concatenate(
+        [np.zeros(0, np.int32), *(document.ids[at] for document, at in zip(documents, positions, strict=True))]
+    )
+    sets = arrays.sampled_ids.shape[1]
+    offsets, ids, logprobs, tail = _unique_entries(arrays.ids, arrays.logprobs, realised, arrays.observed_logprobs)
+    drawn_offsets, drawn_ids, counts = _sampled_entries(arrays.sampled_ids)
+    tail_mass = tail if arrays.remainder_mass is None else arrays.remainder_mass
+    edges = np.cumsum([0, *map(len, positions)])
+    found = []
+    for at, low, high in zip(positions, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        first, stop = int(offsets[low]), int(offsets[high])
+        drawn_first, drawn_stop = int(drawn_offsets[low * sets]), int(drawn_offsets[high * sets])
+        found.append(
+            StoredLogprobs(
+                positions=at,
+                offsets=offsets[low : high + 1] - first,
+                ids=ids[first:stop],
+                logprobs=logprobs[first:stop],
+                sample_offsets=drawn_offsets[low * sets : high * sets + 1] - drawn_first,
+                sample_ids=drawn_ids[drawn_first:drawn_stop],
+                sample_counts=counts[drawn_first:drawn_stop],
+                remainder_mass=tail_mass[low:high],
+                observed_logprobs=arrays.observed_logprobs[low:high],
+                entropy=arrays.entropy[low:high],
+            )
+        )
+    return found
+
+
+def sampling_uniforms(document: TokenSequence, support: Support) -> NDArray[np.float64]:
+    """Return [P, R] numbers in [0, 1), a set of draws each: a function of the document and the seed alone.
+
+    They do not depend on batches, on processes or on what else is in the corpus. The generator is splitmix64
+    (Steele, Lea, Flood 2014), counted from a hash of the document's tokens.
+    """
+    hashed = hashlib.blake2b(document.ids.tobytes(), digest_size=8, key=support.seed.to_bytes(8, "little", signed=True))
+    start = np.uint64(int.from_bytes(hashed.digest(), "little"))
+    positions = trained_positions(document).astype(np.uint64)
+    counter = np.add.outer(
+        positions * np.uint64(max(1, support.num_sample_sets)), np.arange(support.num_sample_sets, dtype=np.uint64)
+    )
+    with np.errstate(over="ignore"):
+        mixed = start + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    numbers: NDArray[np.float64] = (mixed >> np.uint64(11)).astype(np.float64) / 2.0**53
+    return numbers
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _unique_entries(
+    ids: NDArray[np.int32],
+    logprobs: NDArray[np.float32],
+    realised: NDArray[np.int32],
+    realised_logprobs: NDArray[np.float32],
+) -> tuple[Any, Any, Any, Any]:
+    """Return offsets, ids, logprobs and what they leave of the mass; ids rise, none comes twice, -1 is left out."""
+    rows, columns = ids.shape
+    offsets = np.zeros(rows + 1, np.int64)
+    kept_ids = np.empty(rows * (columns + 1), np.int32)
+    kept_logprobs = np.empty(rows * (columns + 1), np.float32)
+    tail = np.empty(rows, np.float32)
+    row_ids = np.empty(columns + 1, np.int32)
+    entries = 0
+    for row in range(rows):
+        row_ids[:columns] = ids[row]
+        row_ids[columns] = realised[row]
+        previous = -1
+        mass = 0.0
+        for slot in np.argsort(row_ids, kind="mergesort"):
+            token = row_ids[slot]
+            if token < 0 or token == previous:
+                continue
+            previous = token
+            logprob = realised_logprobs[row] if token == realised[row] else logprobs[row, slot]
+            kept_ids[entries] = token
+            kept_logprobs[entries] = logprob
+            entries += 1
+            mass += np.exp(np.float64(logprob))
+        offsets[row + 1] = entries
+        tail[row] = max(0.0, 1.0 - mass)
+    return offsets, kept_ids[:entries].copy(), kept_logprobs[:entries].copy(), tail
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _sampled_entries(drawn: NDArray[np.int32]) -> tuple[Any, Any, Any]:
+    """Return offsets, rising ids and counts of each set of draws."""
+    rows, sets, draws = drawn.shape
+    offsets = np.zeros(rows * sets + 1, np.int64)
+    ids = np.empty(rows * sets * draws, np.int32)
+    counts = np.empty(rows * sets * draws, np.int32)
+    entries = 0
+    for row in range(rows):
+        for number in range(sets):
+            first = entries
+            for token in np.sort(drawn[row, number]):
+                if token < 0:
+                    continue
+                if entries > first and ids[entries - 1] == token:
+                    counts[entries - 1] += 1
+                else:
+                    ids[entries] = token
+                    counts[entries] = 1
+                    entries += 1
+            offsets[row * sets + number + 1] = entries
+    return offsets, ids[:entries].copy(), counts[:entries].copy()

@@ -1,0 +1,263 @@
+"""A document as one model reads it: the tokens, the bytes that they spell, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xtk.tokens.chat_template import RenderedConversation
+from xtk.tokens.document import Document
+from xtk.tokens.sampled_tokens import sampled_tokens_for, sequence_fields_from_sampled
+from xtk.tokens.tokenizer import EncodedText, Tokenizer
+
+
+class TokenSequence:
+    """Tokens of a document in the order in which a model reads them.
+
+    Plain text stands between a start and an end token; a conversation stands in the model's own template.
+
+    Attributes:
+        ids: int32 [T].
+        byte_ends: int32 [T], never falling: the byte of the document's text where each token ends. Tokens that spell
+            none of it (a start token, templates) end where the text before them did, but for the last of them
+            before a piece: it ends where the piece begins, so that a token begins where the one before it ends (but
+            where a template cut something out between two tokens of a content).
+        train_mask: bool [T], whether the token is predicted and carries a loss: not the first one, and
+            only inside trained segments.
+        text_runs: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on, without a gap.
+        segment_end_tokens: int32 [segments], the token that says that a segment has ended (eos, end of turn); -1: none.
+        exact: whether its tokens spell the text that the model was given, or a normaliser rewrote some of it.
+    """
+
+    def __init__(
+        self,
+        ids: NDArray[np.int32],
+        byte_ends: NDArray[np.int32],
+        train_mask: NDArray[np.bool_],
+        text_runs: NDArray[np.int32],
+        segment_end_tokens: NDArray[np.int32],
+        *,
+        exact: bool = True,
+    ) -> None:
+        self.ids, self.byte_ends, self.train_mask, self.text_runs, self.segment_end_tokens = (
+            ids,
+            byte_ends,
+            train_mask,
+            text_runs,
+            segment_end_tokens,
+        )
+        self.exact = exact
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def text_mask(self) -> NDArray[np.bool_]:
+        """Whether each token spells the document's text."""
+        mask = np.zeros(len(self.ids), np.bool_)
+        for start, stop, _ in self.text_runs.tolist():
+            mask[start:stop] = True
+        return mask
+
+    @property
+    def undecodable_mask(self) -> NDArray[np.bool_]:
+        """Whether each token is trained and belongs to no text: sampled tokens from the first invalid UTF-8 byte on."""
+        mask = self.train_mask & ~self.text_mask
+        mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
+        return mask
+
+    def byte_ranges(self) -> NDArray[np.int32]:
+        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each piece spells."""
+        starts = self.text_runs[:, 2]
+        return np.column_stack([starts, np.maximum(self.byte_ends[self.text_runs[:, 1] - 1], starts)])
+
+    def encoded_run(self, number: int) -> EncodedText:
+        """Return the tokens of one piece, their ends in bytes of the whole text."""
+        start, stop, _ = self.text_runs[number].tolist()
+        return EncodedText(self.ids[start:stop], self.byte_ends[start:stop], self.exact)
+
+    def truncate(self, length: int) -> TokenSequence:
+        """Return the first `length` tokens."""
+        if length >= len(self):
+            return self
+        pieces = self.text_runs[self.text_runs[:, 0] < length].copy()
+        pieces[:, 1] = np.minimum(pieces[:, 1], length)
+        closers = np.where(self.segment_end_tokens < length, self.segment_end_tokens, -1).astype(np.int32)
+        return TokenSequence(
+            self.ids[:length], self.byte_ends[:length], self.train_mask[:length], pieces, closers, exact=self.exact
+        )
+
+
+def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[TokenSequence]:
+    """Tokenise documents as a model reads them; what it wrote itself, it reads as it wrote it.
+
+    The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start
+    token the first token of a text is not predicted by anything and not trained. A conversation is rendered
+    by the tokenizer's chat template, which writes such tokens itself.
+
+    Raises:
+        XtkError: a conversation, and the tokenizer has no chat template or one that refuses it.
+    """
+    own = [sampled_tokens_for(tokenizer, document) for document in documents]
+    others = [document for document, drawn in zip(documents, own, strict=True) if drawn is None]
+    encoded = iter(tokenizer.encode([document.text for document in others if document.conversation is None]))
+    talks = [document.conversation for document in others if document.conversation is not None]
+    renderings = tokenizer.chat_template.render_batch_with_positions(talks) if talks else []
+    tokens = tokenizer.encode_rendered(
+        [rendering.text for rendering in renderings],
+        [
+            [
+                (b, b + size)
+                for place in rendering.content_positions
+                if place is not None
+                for _, b, size in place.runs.tolist()
+            ]
+            for rendering in renderings
+        ],
+    )
+    rendered = zip(renderings, tokens, strict=True)
+    return [
+        TokenSequence(**sequence_fields_from_sampled(tokenizer, document, drawn))
+        if drawn is not None
+        else _sequence_from_text(tokenizer, document, next(encoded))
+        if document.conversation is None
+        else _sequence_from_conversation(tokenizer, document, *next(rendered))
+        for document, drawn in zip(documents, own, strict=True)
+    ]
+
+
+def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: EncodedText) -> TokenSequence:
+    start, end = tokenizer.start_id, tokenizer.end_id
+    front = [] if start is None else [start]
+    back = [] if end is None or not document.is_complete else [end]
+    size = int(tokens.byte_ends[-1]) if len(tokens.byte_ends) else 0
+    first, stop = len(front), len(front) + len(tokens.ids)
+    trained = np.concatenate(
+        [
+            np.zeros(first, np.bool_),
+            document.trained_mask(tokens.byte_ends),
+            np.full(len(back), document.is_end_trained, np.bool_),
+        ]
+    )
+    if not front and len(trained):
+        trained[0] = False
+    closers = np.full(len(document.segments), -1, np.int32)
+    closers[-1:] = stop if back else -1
+    return TokenSequence(
+        ids=np.concatenate([np.array(front, np.int32), tokens.ids, np.array(back, np.int32)]),
+        byte_ends=np.concatenate([np.zeros(first, np.int32), tokens.byte_ends, np.full(len(back), size, np.int32)]),
+        train_mask=trained,
+        text_runs=np.array([[first, stop, 0]] if stop > first else [], np.int32).reshape(-1, 3),
+        segment_end_tokens=closers,
+        exact=tokens.exact,
+    )
+
+
+def _sequence_from_conversation(
+    tokenizer: Tokenizer, document: Document, rendering: RenderedConversation, tokens: EncodedText
+) -> TokenSequence:
+    text = rendering.text.encode()
+    byte_of = _byte_offsets(rendering.text)
+    starts = np.concatenate([np.zeros(1, np.int32), tokens.byte_ends])[:-1]
+    pieces: list[tuple[int, int, int]] = []
+    closers = np.full(len(document.segments), -1, np.int32)
+    ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)
+    first_byte = 0
+    for number, (segment, place) in enumerate(zip(document.segments, rendering.content_positions, strict=True)):
+        if place is not None:
+            content_byte_of = _byte_offsets(segment.text)
+            for at, rendered, size in place.runs.tolist():
+                start, stop = int(byte_of[rendered]), int(byte_of[rendered + size])
+                low, high = _tokens_within(text, starts, tokens.byte_ends, start, stop)
+                if low < high:
+                    shift = first_byte + int(content_byte_of[at]) - start
+                    begin = max(int(starts[low]), start) + shift
+                    if low and not (pieces and pieces[-1][1] == low):
+                        ends[low - 1] = begin
+                    pieces.append((low, high, begin))
+                    ends[low:high] = tokens.byte_ends[low:high] + shift
+                    trained[low:high] = segment.train
+            closer = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
+            closers[number] = closer
+            if closer >= 0:  # a template ends what a student was cut off in, too
+                trained[closer] = segment.train and (document.is_complete or number < len(closers) - 1)
+        first_byte += len(segment.text.encode())
+    trained[:1] = False  # nothing predicts the first token
+    return TokenSequence(
+        ids=tokens.ids,
+        byte_ends=np.maximum.accumulate(ends) if len(ends) else ends,
+        train_mask=trained,
+        text_runs=np.array(pieces, np.int32).reshape(-1, 3),
+        segment_end_tokens=closers,
+        exact=tokens.exact,
+    )
+
+
+def _byte_offsets(text: str) -> NDArray[np.int64]:
+    """Return [n + 1], the byte where each character begins, and where the text ends."""
+    if text.isascii():
+        return np.arange(len(text) + 1)
+    return np.cumsum([0, *(len(character.encode()) for character in text)])
+
+
+def _tokens_within(
+    text: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32], start: int, stop: int
+) -> tuple[int, int]:
+    """Return the tokens of bytes `[start, stop)` of a rendered conversation.
+
+    One that begins with a space of the template and goes on into the content is one of them: as in plain text, where
+    a tokenizer puts that space in front itself.
+    """
+    low = int(np.searchsorted(starts, start))
+    high = int(np.searchsorted(ends, stop, side="right"))
+    if low and starts[low - 1] < start < ends[low - 1] <= stop and not text[starts[low - 1] : start].strip(b" "):
+        low -= 1
+    return low, high
+
+
+def _segment_end_token(
+    tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], byte: int
+) -> int:
+    """Return the special token that ends a turn: the next one after a byte, past white space; -1 without one."""
+    for at in range(int(np.searchsorted(starts, byte)), len(starts)):
+        token = tokens.ids[at]
+        if text[byte : starts[at]].strip():
+            return -1
+        if tokenizer.vocabulary.special_mask[token] or token == tokenizer.end_id:
+            return at
+    return -1
+
+
+def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:
+    """Return how many bytes of a document's trained text, from `start` on, a model reads as they are."""
+    ranges = sequence.byte_ranges()
+    total = first = 0
+    for segment in document.segments:
+        stop = first + len(segment.text.encode())
+        if segment.train:
+            overlap = np.minimum(ranges[:, 1], stop) - np.maximum(ranges[:, 0], max(first, start))
+            total += int(np.maximum(overlap, 0).sum())
+        first = stop
+    return total
+
+
+def count_lost_bytes(document: Document, sequence: TokenSequence) -> int:
+    """Return how many bytes of a document's trained text a model does not read as they are.
+
+    A chat template may drop or rewrite contents (thinking blocks, white space at their ends), and a token may hold
+    the end of a content and the beginning of what the template writes after it.
+    """
+    trained = sum(len(segment.text.encode()) for segment in document.segments if segment.train)
+    return trained - count_preserved_bytes(document, sequence)
+
+
+def format_lost_bytes(counts: SequenceOf[int]) -> str:
+    """Tell in words what `count_lost_bytes` of some conversations adds up to."""
+    rewritten = [count for count in counts if count]
+    return (
+        f"{sum(rewritten):,} bytes of answers in {len(rewritten):,} of {len(counts):,} conversations that were looked "
+        "at carry no loss: the chat template drops or rewrites them (thoughts, white space), or a token holds them "
+        "together with a part of the template"
+    )

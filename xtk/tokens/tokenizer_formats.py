@@ -1,0 +1,332 @@
+"""Tokenizers in other files than tokenizer.json, as users have them: tiktoken, mistral-common, SentencePiece.
+
+Each becomes the tokenizer.json that Hugging Face's own conversion would have written, in memory, without a download
+and without the package that the format comes from.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xtk.errors import XtkError
+from xtk.tokens.vocabulary import BYTE_LEVEL_ENCODER, METASPACE_CHARACTER
+
+# Contractions, words, numbers, signs, white space: the split of cl100k_base, from tiktoken's openai_public.py, in
+# the spelling that Llama 3 and Qwen publish; %s is how many digits a number may have.
+_CL100K_TEMPLATE = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# GPT-2's, from its encoder.py.
+_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# o200k_base's, from tiktoken's openai_public.py.
+_UPPERCASE, _LOWERCASE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_O200K_PATTERN = "|".join(
+    [
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPERCASE}*{_LOWERCASE}+{_CONTRACTIONS}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPERCASE}+{_LOWERCASE}*{_CONTRACTIONS}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class TiktokenSpec:
+    """What a file of ranks does not say about its tokenizer.
+
+    Attributes:
+        split_pattern: splits a text before merging.
+        special_token_ids: {token: id}.
+        special_token_roles: {"bos": token, ...}.
+        normalizer: as tokenizer.json writes it.
+    """
+
+    split_pattern: str
+    special_token_ids: Mapping[str, int]
+    special_token_roles: Mapping[str, str]
+    normalizer: Any = None
+
+
+def _consecutive_ids(first: int, names: Iterable[str]) -> dict[str, int]:
+    return {name: first + at for at, name in enumerate(names)}
+
+
+# By the number of ranks: llama-models' tokenizer.py, Qwen's tokenization_qwen.py, tiktoken's openai_public.py.
+_LLAMA3_SPECIAL_TOKENS = [
+    "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
+    "<|python_tag|>", "<|image|>", *(f"<|reserved_special_token_{at}|>" for at in range(2, 246)),
+]  # fmt: skip
+TIKTOKEN_SPECS = {
+    128_000: TiktokenSpec(
+        _CL100K_TEMPLATE % r"\p{N}{1,3}",
+        _consecutive_ids(128_000, _LLAMA3_SPECIAL_TOKENS),
+        {"bos": "<|begin_of_text|>", "eos": "<|end_of_text|>", "pad": "<|finetune_right_pad_id|>"},
+    ),
+    151_643: TiktokenSpec(
+        _CL100K_TEMPLATE % r"\p{N}",
+        _consecutive_ids(151_643, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]),
+        {"eos": "<|im_end|>", "pad": "<|endoftext|>"},
+        {"type": "NFC"},
+    ),
+    100_256: TiktokenSpec(
+        _CL100K_TEMPLATE % r"\p{N}{1,3}",
+        {
+            "<|endoftext|>": 100_257, "<|fim_prefix|>": 100_258, "<|fim_middle|>": 100_259, "<|fim_suffix|>": 100_260,
+            "<|endofprompt|>": 100_276,
+        },
+        {"eos": "<|endoftext|>"},
+    ),
+    199_998: TiktokenSpec(_O200K_PATTERN, {"<|endoftext|>": 199_999, "<|endofprompt|>": 200_018},
+        {"eos": "<|endoftext|>"}),
+    50_256: TiktokenSpec(_GPT2_PATTERN, {"<|endoftext|>": 50_256}, {"bos": "<|endoftext|>", "eos": "<|endoftext|>"}),
+}  # fmt: skip
+
+FileContents = dict[str, bytes]
+
+
+def convert_tokenizer_files(folder: Path) -> FileContents | None:
+    """Return {"tokenizer.json": ..., "tokenizer_config.json": ...} made from the tokenizer file of a folder.
+
+    Reads `tekken.json` (mistral-common), `*.tiktoken` and `tokenizer.model` with ranks (tiktoken, Llama 3), and
+    SentencePiece's `tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`. None where there is none of them.
+
+    Raises:
+        XtkError: the file is cut short, or of a kind that needs to be told more.
+    """
+    for pattern, read in _FORMAT_READERS.items():
+        for path in sorted(folder.glob(pattern)):
+            try:
+                return read(path)
+            except (ValueError, KeyError, TypeError, IndexError, struct.error, binascii.Error) as wrong:
+                raise XtkError(f"this tokenizer file cannot be read: {wrong}", where=str(path)) from None
+    return None
+
+
+def _read_tekken(path: Path) -> FileContents:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    settings = content["config"]
+    shift = int(settings["default_num_special_tokens"])
+    size = int(settings["default_vocab_size"]) - shift
+    ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"][:size]}
+    named = {int(entry["rank"]): str(entry["token_str"]) for entry in content.get("special_tokens") or []}
+    if not named:  # the first version wrote them into mistral-common's code
+        named = dict(enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]))
+    specials = {named.get(at, f"<SPECIAL_{at}>"): at for at in range(shift)}
+    roles = {role: token for role, token in _SENTENCEPIECE_SPECIAL_TOKENS.items() if token in specials}
+    return _files_from_bpe_ranks(
+        {token: rank + shift for token, rank in ranks.items()}, TiktokenSpec(settings["pattern"], specials, roles)
+    )
+
+
+def _read_tiktoken(path: Path) -> FileContents:
+    ranks = {}
+    for line in path.read_bytes().splitlines():
+        if line:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+    # A token of one file may be its end of text, a rank among ranks.
+    scheme = TIKTOKEN_SPECS.get(len(ranks)) or TIKTOKEN_SPECS.get(len(ranks) - 1)
+    if scheme is None:
+        raise XtkError(
+            f"these are the {len(ranks):,} ranks of a tokenizer that xtk does not know: how it splits a text before "
+            "merging is not in the file",
+            where=str(path),
+            hint="write tokenizer.json with transformers.convert_slow_tokenizer.TikTokenConverter(file, pattern=...)",
+        )
+    return _files_from_bpe_ranks(ranks, scheme)
+
+
+def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> FileContents:
+    """Write a byte-level BPE: of neighbours, those are joined first whose join has the lowest rank."""
+    written = {token: "".join(map(BYTE_LEVEL_ENCODER.__getitem__, token)) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.__getitem__):
+        halves = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs = [pair for pair in halves if pair[0] in ranks and pair[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [[written[left], written[right]] for left, right in pairs]
+    vocabulary = {written[token]: rank for token, rank in ranks.items()}
+    # Added tokens get ids above the model's vocabulary, unless it names them.
+    vocabulary |= {token: number for token, number in scheme.special_token_ids.items() if number < len(ranks)}
+    model = {"type": "BPE", "ignore_merges": True, "vocab": vocabulary, "merges": merges}
+    split = {"type": "Split", "pattern": {"Regex": scheme.split_pattern}, "behavior": "Isolated", "invert": False}
+    bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content = {
+        "normalizer": scheme.normalizer,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, bytes_alone]},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {**_BPE_DEFAULTS, **model},
+    }
+    return _tokenizer_files(content, scheme.special_token_ids, scheme.special_token_roles)
+
+
+_BPE_DEFAULTS = {
+    "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+    "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+}  # fmt: skip
+_SENTENCEPIECE_SPECIAL_TOKENS = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
+
+
+def _tokenizer_files(
+    content: dict[str, Any],
+    specials: Mapping[str, int],
+    roles: Mapping[str, str],
+    symbols: Mapping[str, int] | None = None,
+) -> FileContents:
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added: list[dict[str, Any]] = [
+        {"id": number, "content": token, **plain, "special": True} for token, number in specials.items()
+    ]
+    added += [{"id": number, "content": token, **plain, "special": False} for token, number in (symbols or {}).items()]
+    whole = {
+        "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
+        "added_tokens": sorted(added, key=lambda token: token["id"]), **content,
+    }  # fmt: skip
+    configuration = {f"{role}_token": token for role, token in roles.items()}
+    return {
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(configuration, ensure_ascii=False).encode(),
+    }
+
+
+# SentencePiece. The fields are those of sentencepiece_model.proto.
+
+_NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE, _BYTE_PIECE = 1, 2, 3, 4, 6
+_UNIGRAM_MODEL, _BPE_MODEL = 1, 2
+
+
+def _read_sentencepiece(path: Path) -> FileContents:
+    raw = path.read_bytes()
+    if re.match(rb"[A-Za-z0-9+/=]+ \d+\r?\n", raw):
+        return _read_tiktoken(path)
+    fields = _protobuf_fields(raw)
+    trainer, normalizer = (_last_values(_protobuf_fields(fields[number][0])) for number in (2, 3))
+    pieces = [_last_values(_protobuf_fields(piece)) for piece in fields[1]]
+    names = [piece[1].decode() for piece in pieces]
+    scores = [struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0 for piece in pieces]
+    kinds = [piece.get(3, _NORMAL_PIECE) for piece in pieces]
+    byte_fallback = bool(trainer.get(35, 0))
+    unknown = kinds.index(_UNKNOWN_PIECE)
+    kind = trainer.get(3, _UNIGRAM_MODEL)
+    if kind == _UNIGRAM_MODEL:
+        model: dict[str, Any] = {
+            "type": "Unigram", "unk_id": unknown, "byte_fallback": byte_fallback,
+            "vocab": [list(pair) for pair in zip(names, scores, strict=True)],
+        }  # fmt: skip
+    elif kind == _BPE_MODEL:
+        model = {
+            **_BPE_DEFAULTS, "type": "BPE", "unk_token": names[unknown], "fuse_unk": True,
+            "byte_fallback": byte_fallback,
+            "vocab": {name: number for number, name in enumerate(names)}, "merges": _merges_from_scores(names, scores,
+                kinds),
+        }  # fmt: skip
+    else:
+        raise XtkError("a SentencePiece model of words or characters cannot be read", where=str(path))
+    specials = {name: at for at, name in enumerate(names) if kinds[at] in (_UNKNOWN_PIECE, _CONTROL_PIECE)}
+    symbols = {name: at for at, name in enumerate(names) if kinds[at] == _USER_DEFINED_PIECE}
+    roles = {role: name for role, name in _SENTENCEPIECE_SPECIAL_TOKENS.items() if name in specials}
+    content = {**_normalizer_and_decoder(normalizer, byte_fallback), "model": model}
+    return _tokenizer_files(content, specials, roles, symbols)
+
+
+def _merges_from_scores(names: list[str], scores: list[float], kinds: list[int]) -> list[list[str]]:
+    """Return what may be joined, the best join first: any two pieces whose join is a piece."""
+    number_of = {name: at for at, name in enumerate(names) if kinds[at] == _NORMAL_PIECE}
+    merges = []
+    for name in sorted(number_of, key=lambda name: (-scores[number_of[name]], number_of[name])):
+        halves = ((name[:at], name[at:]) for at in range(1, len(name)))
+        pairs = [pair for pair in halves if pair[0] in number_of and pair[1] in number_of]
+        pairs.sort(key=lambda pair: (number_of[pair[0]], number_of[pair[1]]))
+        merges += [list(pair) for pair in pairs]
+    return merges
+
+
+def _normalizer_and_decoder(normalizer: Mapping[int, Any], byte_fallback: bool) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = []
+    if normalizer.get(2):
+        charsmap = base64.b64encode(normalizer[2]).decode()
+        steps.append({"type": "Precompiled", "precompiled_charsmap": charsmap})
+    if normalizer.get(4, 1):  # remove_extra_whitespaces
+        steps.append({"type": "Strip", "strip_left": True, "strip_right": True})
+        steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
+    prefix = bool(normalizer.get(3, 1))  # add_dummy_prefix
+    if prefix:
+        steps.append({"type": "Prepend", "prepend": METASPACE_CHARACTER})
+    steps.append({"type": "Replace", "pattern": {"String": " "}, "content": METASPACE_CHARACTER})
+    decoders: list[dict[str, Any]] = [{"type": "Replace", "pattern": {"String": METASPACE_CHARACTER}, "content": " "}]
+    decoders += [{"type": "ByteFallback"}] if byte_fallback else []
+    decoders.append({"type": "Fuse"})
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "decoder": {"type": "Sequence", "decoders": decoders},
+    }
+
+
+def _protobuf_fields(raw: bytes) -> dict[int, list[Any]]:
+    """Read a protobuf message: {field number: values}, messages and strings as bytes."""
+    found: dict[int, list[Any]] = {}
+    for number, value in _protobuf_wire_values(raw):
+        found.setdefault(number, []).append(value)
+    return found
+
+
+def _last_values(fields: Mapping[int, list[Any]]) -> dict[int, Any]:
+    return {number: values[-1] for number, values in fields.items()}  # of a field written twice, the last holds
+
+
+def _protobuf_wire_values(raw: bytes) -> Iterator[tuple[int, Any]]:
+    at = 0
+    while at < len(raw):
+        tag, at = _read_varint(raw, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value: Any
+            value, at = _read_varint(raw, at)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+            value, at = raw[at : at + size], at + size
+        elif kind == 2:
+            size, at = _read_varint(raw, at)
+            value, at = raw[at : at + size], at + size
+        else:
+            raise ValueError("this is no SentencePiece model")
+        if at > len(raw):
+            raise ValueError("it is cut short")
+        yield number, value
+
+
+def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = raw[at]
+        value |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return value, at
+        shift += 7
+
+
+_FORMAT_READERS: dict[str, Callable[[Path], FileContents]] = {
+    "tekken.json": _read_tekken,
+    "*.tiktoken": _read_tiktoken,
+    "tokenizer.model": _read_sentencepiece,
+    "tokenizer.model.v*": _read_sentencepiece,
+    "spiece.model": _read_sentencepiece,
+    "sentencepiece.bpe.model": _read_sentencepiece,
+}

@@ -1,0 +1,75 @@
+"""What a run tells: a progress line, JSON lines beside the checkpoints, trackers."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xtk.artifacts.atomic_files import atomic_write, read_json_lines
+
+
+def metric_name(name: str, teacher: str, teachers: Sequence[str]) -> str:
+    """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
+    return name if len(teachers) == 1 else f"{name}/{teacher}"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most bytes that this process has had: of the device's memory, or on a CPU of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
+
+
+class MetricsFile:
+    """JSON lines, one a logged step.
+
+    Args:
+        path: where they go.
+        step: lines of later steps are dropped: the run goes on from there.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self.path = path
+        kept = [record for record in read_metrics(path) if record.get("step", 0) <= last_step]
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
+        with atomic_write(path) as temporary:  # a checkpoint knows its checksum: a kill must not leave half of it
+            temporary.write_text("".join(lines), encoding="utf-8")
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; what is no number, which JSON does not know, is left out."""
+        record = {key: value for key, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
+        with self.path.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics file; none if there is no file.
+
+    Raises:
+        Damaged: a line, not the last one, is no JSON object.
+    """
+    return read_json_lines(path)
+
+
+def last_values(path: Path) -> dict[str, Any]:
+    """Return the last value of each metric."""
+    values: dict[str, Any] = {}
+    for record in read_metrics(path):
+        values.update(record)
+    return values
+
+
+def first_values(path: Path) -> dict[str, Any]:
+    """Return the first value of each metric."""
+    values: dict[str, Any] = {}
+    for record in reversed(read_metrics(path)):
+        values.update(record)
+    return values
