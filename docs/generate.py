@@ -45,11 +45,11 @@ def losses() -> str:
         module, _, attribute = place.partition(":")
         loss = getattr(importlib.import_module(module), attribute)
         facts = [
-            f"- averaged over: {loss.item}",
+            f"- averaged over: {loss.averaged_over}",
             f"- unit: {loss.unit}",
             f"- options: {', '.join(f'`{option}`' for option in _options(name))}",
-            f"- for: {COMPARISON_SPACES[loss.ground]}",
-            f"- asks the teacher for: {TEACHER_REQUIREMENTS[loss.asks]}",
+            f"- for: {COMPARISON_SPACES[loss.comparison_space]}",
+            f"- asks the teacher for: {TEACHER_REQUIREMENTS[loss.requires]}",
             f"- file: `{module.replace('.', '/')}.py`",
         ]
         parts += [f"## {name}", inspect.getdoc(loss) or "", "\n".join(facts)]
@@ -93,7 +93,7 @@ def _options(name: str) -> list[str]:
     from xtk.losses.loss_spec import WITHOUT_DIVERGENCE
 
     specification = LossSpec(name)
-    divergence, rule = specification.divergence(), specification.rule()
+    divergence, rule = specification.divergence(), specification.make_loss()
     own = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
     known = {field.name.replace("_", "-"): field.default for field in own}
     if name not in WITHOUT_DIVERGENCE:

@@ -188,7 +188,8 @@ def test_tables_tell_last_values_differences_results_recipes_and_the_cache(runs,
     assert page.row("test.txt: bits_per_byte") == compared
     first, *_, end = (json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines())
     gain = end["eval_bits_per_byte"] - first["eval_bits_per_byte"]
-    expected = f"{svg_curves.format_number(end['eval_bits_per_byte'])} {'+' if gain > 0 else less}{svg_curves.format_number(abs(gain))}"
+    bits, difference = (svg_curves.format_number(value) for value in (end["eval_bits_per_byte"], abs(gain)))
+    expected = f"{bits} {'+' if gain > 0 else less}{difference}"
     assert page.row("eval_bits_per_byte") == [f"{expected} to untrained", ""]
     assert page.row("seed") == ["42", "7"]
     assert "2 of" in page.text, "two options differ"

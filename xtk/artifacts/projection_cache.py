@@ -79,7 +79,7 @@ def cached_projection_path(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> Path | None:
-    """Return where `cached_projection` keeps the projection of the same arguments; None where there is no such folder."""
+    """Return the path of the stored projection of the same arguments; None without a folder for projections."""
     header = projection_header(student, teacher, method, special_tokens, **options)
     with contextlib.suppress(RuntimeError):  # this user has no home
         return user_cache_folder() / "projections" / f"{_cache_key(header, top_k)}.safetensors"

@@ -29,11 +29,13 @@ def document_lengths(inputs: DoctorInputs) -> Iterator[Finding]:
             yield Finding("lengths", "note", f"{told}; the configuration tells no context", side.name, figures=figures)
         elif reading.num_too_long[number] and inputs.plan.long_documents == "refuse":
             command = "distill" if side.role == "student" else "cache-teacher"
-            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)} are longer than {limit:,} tokens; {told}"
+            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)} "
+            what += f"are longer than {limit:,} tokens; {told}"
             hint = f"xtk {command} --long-documents {LONG_DOCUMENT_HINTS[side.role]}"
             yield Finding("lengths", "error", what, f"{side.name}, document {longest[1]}", hint, figures)
         elif reading.num_too_long[number]:
-            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)}: --long-documents {inputs.plan.long_documents}; {told}"
+            what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)}: "
+            what += f"--long-documents {inputs.plan.long_documents}; {told}"
             yield Finding("lengths", "warning", what, f"{side.name}, document {longest[1]}", figures=figures)
         else:
             yield Finding("lengths", "ok", f"{told}, of {limit:,} that it reads", side.name, figures=figures)

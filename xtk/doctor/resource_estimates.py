@@ -356,7 +356,8 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
         more = (
             "" if reading.is_complete else " of the documents that were read; xtk cache-teacher --plan tells the whole"
         )
-        what = f"the cache: about {_format_bytes(size)}, {reading.num_trained_tokens[1]:,} positions of {each:.1f} bytes{told}{more}"
+        positions = f"{reading.num_trained_tokens[1]:,} positions of {each:.1f} bytes"
+        what = f"the cache: about {_format_bytes(size)}, {positions}{told}{more}"
         figures = {
             "bytes": size,
             "positions": reading.num_trained_tokens[1],
@@ -372,7 +373,8 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
     place = next(path for path in (plan.output.resolve(), *plan.output.resolve().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     level = "error" if size + kept > free else "ok"
-    what = f"checkpoints take {_format_bytes(kept)} at most, with the cache {_format_bytes(size + kept)} of {_format_bytes(free)} free"
+    whole = _format_bytes(size + kept)
+    what = f"checkpoints take {_format_bytes(kept)} at most, with the cache {whole} of {_format_bytes(free)} free"
     hint = "another -o, or --save-total-limit 1" if level == "error" else ""
     free_figures = {"checkpoints": kept, "cache": size, "free": free}
     yield Finding("disk", level, what, str(place), hint, free_figures)

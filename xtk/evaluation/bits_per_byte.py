@@ -197,8 +197,10 @@ class _CategoryCosts:
         """Add what the counted tokens of a batch cost."""
         if not len(tokens.logprobs):
             return
-        edges = [[side[window.first_token + np.flatnonzero(window.is_scored)] for side in self._edges[window.document_index]]
-                 for window in batch]  # fmt: skip
+        edges = [
+            [side[window.first_token + np.flatnonzero(window.is_scored)] for side in self._edges[window.document_index]]
+            for window in batch
+        ]
         starts, stops = (np.concatenate(side) for side in zip(*edges, strict=True))
         masses = np.concatenate([masses for masses, _ in tokens.prefix_masses])
         sizes = np.concatenate([np.diff(offsets) for _, offsets in tokens.prefix_masses])

@@ -47,4 +47,12 @@ TEACHER_REQUIREMENTS = {
     "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
 }
 
-__all__ = ["AUTO_LOSS", "COMPARISON_SPACES", "LOSSES", "SURROGATES", "TEACHER_REQUIREMENTS", "LossSpec", "parse_losses"]
+__all__ = [
+    "AUTO_LOSS",
+    "COMPARISON_SPACES",
+    "LOSSES",
+    "SURROGATE_LOSSES",
+    "TEACHER_REQUIREMENTS",
+    "LossSpec",
+    "parse_losses",
+]

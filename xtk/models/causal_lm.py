@@ -497,6 +497,7 @@ class LogitTransform:
     softcap: float | None = None
 
     def apply(self, logits: Tensor) -> Tensor:
+        """Return the logits after scale and soft cap."""
         logits = self.scale * logits
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 

@@ -59,8 +59,10 @@ def _match_by_role(student: Tokenizer, teacher: Tokenizer) -> dict[int, int]:
             and _are_special(student, teacher, role)
         ):
             matched.setdefault(student.special_token_ids[role], teacher.special_token_ids[role])
-    ends = [[side.vocabulary.special_tokens[name] for name in END_OF_TURN_TOKENS if name in side.vocabulary.special_tokens]
-            for side in (student, teacher)]  # fmt: skip
+    ends = [
+        [special_tokens[name] for name in END_OF_TURN_TOKENS if name in special_tokens]
+        for special_tokens in (student.vocabulary.special_tokens, teacher.vocabulary.special_tokens)
+    ]
     if all(len(end) == 1 for end in ends):
         matched.setdefault(ends[0][0], ends[1][0])
     for name, token in student.vocabulary.special_tokens.items():

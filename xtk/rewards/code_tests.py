@@ -62,7 +62,7 @@ class CodeTestsReward:
         verdict = self._sandbox.test(code, tests, setup, entry_point, self.partial)
         if verdict.all_passed is None or not self.partial:
             return math.nan if verdict.all_passed is None else float(verdict.all_passed)
-        return float(verdict.all_passed) if not verdict.num_asserts else float(verdict.passed / verdict.num_asserts)
+        return float(verdict.all_passed) if not verdict.num_asserts else float(verdict.num_passed / verdict.num_asserts)
 
 
 def _tests_of(row: Mapping[str, Any]) -> str | None:

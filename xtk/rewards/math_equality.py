@@ -14,7 +14,10 @@ import threading
 from pathlib import Path
 
 _MEMORY = 4 << 30
-_START = "import sys; sys.path.insert(0, sys.argv[1]); from xtk.rewards.math_equality import answer; answer()"
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]); "
+    "from xtk.rewards.math_equality import compare_formulas; compare_formulas()"
+)
 _FIRST = 120.0  # seconds until the library is imported
 
 

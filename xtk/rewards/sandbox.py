@@ -23,7 +23,7 @@ from xtk.errors import XtkError
 
 _START = (
     "import json, sys; package, control, setup = sys.argv[1:]; sys.path.insert(0, package); "
-    "from xtk.rewards.sandbox_server import serve; serve(int(control), json.loads(setup))"
+    "from xtk.rewards.sandbox_server import serve_sandbox; serve_sandbox(int(control), json.loads(setup))"
 )
 
 

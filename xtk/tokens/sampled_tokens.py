@@ -66,7 +66,7 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
 
 
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
-    """Return the parts of a `TokenSequence` of drawn tokens. Prompts, templates and what tools answer are no text of it.
+    """Return the parts of a `TokenSequence` of sampled tokens, without prompts, templates and tool messages.
 
     Raises:
         XtkError: the trained segments are not what the tokens spell.

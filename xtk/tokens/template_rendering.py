@@ -38,7 +38,10 @@ MAX_OUTPUT_RATIO, MIN_OUTPUT_LIMIT = (
     1 << 16,
 )  # what a template may write: so many times what it reads, and so much more
 _SIZE_HEADER = struct.Struct("<Q")
-_WORKER_CODE = "import sys; sys.path[:] = {path!r}; from xtk.tokens.template_rendering import serve; serve()"
+_WORKER_CODE = (
+    "import sys; sys.path[:] = {path!r}; "
+    "from xtk.tokens.template_rendering import serve_render_requests; serve_render_requests()"
+)
 _MAX_ERROR_CHARACTERS = 300  # characters of what a template says when it refuses
 
 

@@ -195,8 +195,8 @@ class HeldOutEvaluator:
         agreed = np.zeros((len(self._token_matchings), 2))
         counts = self._maker.build([]).counts
         passes, passes_of_rest = self._passes
-        for batch in prefetch_in_thread(lambda at: self._maker.build(self._groups[at] if at < len(self._groups) else []),
-                           range(passes)):  # fmt: skip
+        groups = [*self._groups, *([[]] * (passes - len(self._groups)))]
+        for batch in prefetch_in_thread(lambda number: self._maker.build(groups[number]), range(passes)):
             look = _LogprobHook(_targets(batch.input_ids, batch.loss_positions), likeliest=bool(batch.teacher_top1))
             terms = [term.to(self._device, 1.0) for term in batch.terms]
             _, parts = forward_student(self._model, batch, terms, self._layout, self._device, look)

@@ -245,7 +245,8 @@ def _misfit(path: Path, projection: Projection, teacher: DistillationTeacher) ->
     if any(built_for.get(key) != student[key] for key in IDENTITY_KEYS):
         return MismatchError(
             "this projection was built for another student",
-            where=f"{path} is for {format_tokenizer(built_for)}; {teacher.student.name} has {format_tokenizer(student)}",
+            where=f"{path} is for {format_tokenizer(built_for)}; "
+            f"{teacher.student.name} has {format_tokenizer(student)}",
             hint=hint,
         )
     built_for = projection.header["teacher"]

@@ -60,9 +60,12 @@ class StepReduction:
         self.teacher_weights = None if score_weighting is None else shares
         self._counts = np.array([_pooled(objective, objectives, counts) for objective in objectives])
         self._weights = np.array(
-            [objective.weight * (shares[objective.teacher_index] if of_step and objective.uses_teacher else objective.teacher_weight)
-             for objective in objectives]
-        )  # fmt: skip
+            [
+                objective.weight
+                * (shares[objective.teacher_index] if of_step and objective.uses_teacher else objective.teacher_weight)
+                for objective in objectives
+            ]
+        )
         self._distils = np.array([objective.uses_teacher for objective in objectives], np.bool_)
 
     def term_scales(self, kd_scale: float = 1.0) -> list[float]:
