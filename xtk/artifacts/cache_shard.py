@@ -224,7 +224,7 @@ def _optional_value(document: Document, name: str) -> Any:
     """Return the value of one of `OPTIONAL_COLUMNS` for a document."""
     if name == "sampled_tokens":
         return b"" if document.sampled_tokens is None else document.sampled_tokens.to_bytes()
-    return getattr(document, name)
+    return document.teacher_name if name == "route" else document.weight
 
 
 def optional_columns(header: dict[str, Any]) -> list[str]:

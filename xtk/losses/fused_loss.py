@@ -126,7 +126,9 @@ class LossTensors:
 
     def to(self, device: torch.device, scale: float) -> LossTensors:
         """Return the same on a device, with the scale that is known by then."""
-        names = ("entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "averaged", "weights", "corrections")
+        names = (
+            "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
+        )  # fmt: skip
         there = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in there.items()}
         runs = None if self.alternatives is None else self.alternatives.to(device)
