@@ -35,8 +35,8 @@ EXAMPLES = {
 def vocabulary_of(spellings: list[bytes]) -> ByteVocabulary:
     plain = decode_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
     sizes = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
-    changed = {**plain.__dict__, "pool": np.frombuffer(b"".join(spellings), np.uint8), "offsets": np.array(sizes)}
-    changed.pop("spellings")
+    changed = {**plain.__dict__, "token_bytes": np.frombuffer(b"".join(spellings), np.uint8), "offsets": np.array(sizes)}
+    changed.pop("bytes_by_id")
     return ByteVocabulary(**changed)
 
 
@@ -97,7 +97,7 @@ def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
 
 
 def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
-    monkeypatch.setattr(module, "CRITICAL_TOKENS", 1)
+    monkeypatch.setattr(module, "MIN_CRITICAL_TOKENS", 1)
     audited = build_projection(*two, "first").header["audit"]
     assert audited["critical"] == ["digits", "Latin"]
     told = audit_warning(audited)
@@ -126,7 +126,7 @@ def test_pruned_and_merged_the_audit_tells_what_it_can(tokenizer_of):
 
 def test_pruned_without_a_loss_the_audit_stays(tokenizer_of):
     built = build_projection(tokenizer_of["student"], tokenizer_of["word-piece"])
-    for limits in ({}, {"top_k": 1000}, {"renormalise": True}):
+    for limits in ({}, {"top_k": 1000}, {"renormalize": True}):
         assert prune_projection(built, **limits).header["audit"] == built.header["audit"]
 
 

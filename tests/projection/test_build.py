@@ -61,7 +61,7 @@ def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, 
     assert ((projection.weights > 0) & (projection.weights <= 1)).all()
     for token, teacher_id, _ in entries(projection):
         spelling, piece = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
-        if one.vocabulary.special[token]:
+        if one.vocabulary.special_mask[token]:
             assert other.vocabulary.special[teacher_id]
         elif method == "counts":  # what stands first at a common boundary: one is the beginning of the other
             assert piece
@@ -102,7 +102,7 @@ def test_multitoken_weighs_as_its_options_say(tokenizer_of, student, teacher, ma
     projection = build_projection(one, other, "multitoken", max_pieces=max_pieces, decay=decay)
     exact = build_projection(one, other, "exact")
     pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
-    for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
+    for token in np.flatnonzero(one.vocabulary.byte_lengths > 0).tolist():
         ids = [] if pieces[token] is None or len(pieces[token]) > max_pieces else pieces[token].tolist()
         raw = [decay**place for place in range(len(ids))]
         expected: dict[int, float] = {}
@@ -131,7 +131,7 @@ def test_the_reverse_pass_adds_teacher_tokens_to_the_rows_of_their_pieces(tokeni
         expected = {teacher_id: weight / scale for teacher_id, weight in raw[token].items()}
         assert row(both, token) == pytest.approx(expected, rel=1e-5)
         for teacher_id in row(both, token):
-            if one.vocabulary.lengths[token]:
+            if one.vocabulary.byte_lengths[token]:
                 pair = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
                 assert pair[0] in pair[1] or pair[1] in pair[0]
 
@@ -168,7 +168,7 @@ def test_exact_joins_tokens_of_equal_bytes_and_nothing_else(tokenizer_of, studen
     one, other = tokenizer_of[student].vocabulary, tokenizer_of[teacher].vocabulary
     projection = build_projection(tokenizer_of[student], tokenizer_of[teacher], "exact")
     expected = {token for token, spelling in enumerate(one.bytes_by_id) if spelling in other.token_of_bytes}
-    ordinary = [entry for entry in entries(projection) if not one.special[entry[0]]]
+    ordinary = [entry for entry in entries(projection) if not one.special_mask[entry[0]]]
     assert {token for token, _, _ in ordinary} == expected
     assert all(weight == 1 for _, _, weight in ordinary)
     assert all(one.bytes_of(token) == other.bytes_of(teacher_id) for token, teacher_id, _ in ordinary)
@@ -183,7 +183,7 @@ def test_first_puts_all_weight_on_the_first_piece(tokenizer_of, student, teacher
     for token in range(len(one)):
         if row(exact, token):
             assert row(projection, token) == row(exact, token)
-        elif not one.vocabulary.lengths[token] or pieces[token] is None:
+        elif not one.vocabulary.byte_lengths[token] or pieces[token] is None:
             assert row(projection, token) == {}
         else:
             assert row(projection, token) == {int(pieces[token][0]): 1.0}
@@ -195,7 +195,7 @@ def test_multitoken_weights_fall_to_a_tenth_and_long_spellings_have_no_row(token
     projection = build_projection(one, other, "multitoken")
     exact = build_projection(one, other, "exact")
     pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
-    for token in np.flatnonzero(one.vocabulary.lengths > 0).tolist():
+    for token in np.flatnonzero(one.vocabulary.byte_lengths > 0).tolist():
         if row(exact, token):
             assert row(projection, token) == row(exact, token)
             continue
@@ -240,7 +240,7 @@ def test_a_role_that_an_ordinary_word_plays_is_not_matched(families, tokenizer_o
     assert "eos" in teacher.special_token_ids
     assert not teacher.vocabulary.special_mask[teacher.special_token_ids["eos"]]
     projection = build_projection(tokenizer_of["student"], teacher)
-    assert row(projection, tokenizer_of["student"].roles["eos"]) == {}
+    assert row(projection, tokenizer_of["student"].special_token_ids["eos"]) == {}
 
 
 def test_tokens_that_split_a_character_map_by_bytes(tokenizer_of):

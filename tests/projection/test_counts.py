@@ -35,7 +35,7 @@ def readable_counts(student, teacher, texts) -> Counter:
         for s0, s1, t0, t1 in align(one, other).tolist():
             pair = []
             for side, tokens, first, stop in ((student, one, s0, s1), (teacher, other, t0, t1)):
-                spelling_of = [token for token in range(first, stop) if tokens.ends[token] > start]
+                spelling_of = [token for token in range(first, stop) if tokens.byte_ends[token] > start]
                 token = int(tokens.ids[spelling_of[0]])
                 spelling = side.vocabulary.bytes_of(token)
                 pair.append(token if spelling and raw[start : start + len(spelling)] == spelling else None)
@@ -111,7 +111,7 @@ def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
 
 @pytest.mark.parametrize(("texts", "characters"), [(1, 10), (3, 1 << 20), (1000, 50)])
 def test_the_size_of_batches_changes_nothing(tokenizer_of, counted, monkeypatch, texts, characters):
-    monkeypatch.setattr(module, "TEXTS", texts)
+    monkeypatch.setattr(module, "BATCH_TEXTS", texts)
     monkeypatch.setattr(module, "CHARACTERS", characters)
     counter = CooccurrenceCounter(tokenizer_of["student"], tokenizer_of["teacher"])
     assert list(count_cooccurrences(counter, TEXTS))[-1] == len(TEXTS)

@@ -39,7 +39,7 @@ OPTIONS = st.fixed_dictionaries(
         "top_k": st.sampled_from([None, 1, 2, 3]),
         "min_weight": st.sampled_from([0.0, 0.05, 0.3, 1.0]),
         "mass": st.sampled_from([1.0, 0.9, 0.5, 0.05]),
-        "renormalise": st.booleans(),
+        "renormalize": st.booleans(),
     }
 )
 
@@ -66,7 +66,7 @@ def readable_prune(row: dict[int, float], top_k: int | None, min_weight: float, 
 @given(projection=projections(), options=OPTIONS)
 @quick
 def test_the_heaviest_entries_of_each_row_stay(projection, options):
-    pruned = prune_projection(projection, **{**options, "renormalise": False})
+    pruned = prune_projection(projection, **{**options, "renormalize": False})
     pruned.validate()
     expected = [
         readable_prune(row, options["top_k"], options["min_weight"], options["mass"]) for row in rows_of(projection)
@@ -89,8 +89,8 @@ def test_what_stays_carries_its_share_of_each_row_and_no_entry_too_many(projecti
 @given(projection=projections(), options=OPTIONS)
 @quick
 def test_renormalised_rows_keep_their_mass_and_others_miss_it(projection, options):
-    kept = prune_projection(projection, **{**options, "renormalise": True})
-    plain = prune_projection(projection, **{**options, "renormalise": False})
+    kept = prune_projection(projection, **{**options, "renormalize": True})
+    plain = prune_projection(projection, **{**options, "renormalize": False})
     kept.validate()
     assert kept.teacher_ids.tolist() == plain.teacher_ids.tolist()
     left = np.diff(kept.row_offsets) > 0
@@ -130,8 +130,8 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
     before = projection.weights.copy()
     pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalize=True)
     assert pruned.header["prunings"] == [
-        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalise": False},
-        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalise": True},
+        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalize": False},
+        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalize": True},
     ]
     assert projection.header["prunings"] == []
     assert projection.weights.tobytes() == before.tobytes()

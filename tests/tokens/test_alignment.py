@@ -96,7 +96,7 @@ def test_word_piece_spans_hold_the_lower_case_letters_of_the_text(tokenizer_of, 
     text = " ".join(words)
     one, other = tokenizer_of["student"], tokenizer_of["word-piece"]
     (student,), (teacher,) = one.encode([text]), other.encode([text])
-    assume(other.roles["unk"] not in teacher.ids.tolist())
+    assume(other.special_token_ids["unk"] not in teacher.ids.tolist())
     spans = align(student, teacher)
     for raw, pieces in zip(
         bytes_of_spans(one, student, spans[:, :2]), bytes_of_spans(other, teacher, spans[:, 2:]), strict=True
@@ -109,7 +109,7 @@ def test_word_piece_spans_hold_the_lower_case_letters_of_the_text(tokenizer_of, 
 @quick
 def test_where_one_side_is_cut_short_the_spans_are_those_of_the_common_text(tokenizer_of, text, keep):
     (student,), (teacher,) = tokenizer_of["student"].encode([text]), tokenizer_of["teacher"].encode([text])
-    cut = EncodedText(teacher.ids[:keep], teacher.ends[:keep])
+    cut = EncodedText(teacher.ids[:keep], teacher.byte_ends[:keep])
     whole = align(student, teacher)
     assert align(student, cut).tolist() == whole[whole[:, 3] <= keep].tolist()
 
@@ -265,7 +265,7 @@ def test_a_hundred_thousand_characters_without_a_space_take_seconds(tokenizer_of
     spans = align(student, tokens)
     assert time.perf_counter() - started < 10
     if len(tokens.ids):
-        assert tokens.ends[-1] == len(text.encode())
+        assert tokens.byte_ends[-1] == len(text.encode())
         assert spans[-1, [1, 3]].tolist() == [len(student.ids), len(tokens.ids)]
 
 

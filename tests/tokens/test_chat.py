@@ -91,7 +91,7 @@ def test_only_what_the_assistant_said_is_trained_and_that_its_turns_end(sides, n
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert trained_text(tokenizer, sequence) == CHAT[2]["content"] + CHAT[4]["content"]
     enders = sequence.ids[sequence.train_mask & ~sequence.text_mask].tolist()
-    assert enders == [tokenizer.roles["eos"]] * 2
+    assert enders == [tokenizer.special_token_ids["eos"]] * 2
     assert (sequence.segment_end_tokens >= 0).all()
 
 
@@ -112,7 +112,7 @@ def test_every_span_spells_the_same_on_both_sides_and_none_holds_a_template(side
     covered = np.zeros(len(left), np.bool_)
     for s0, s1, _, _ in spans.tolist():
         covered[s0:s1] = True
-    assert (covered >= left.trained).all()
+    assert (covered >= left.train_mask).all()
 
 
 def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_a_person_does(sides):
@@ -120,10 +120,10 @@ def test_a_special_token_is_one_where_the_template_spells_it_and_text_where_a_pe
     tokenizer = sides["teacher"]
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(chat)])
     assert trained_text(tokenizer, sequence) == "<|im_end|> ends."
-    assert sequence.ids.tolist().count(tokenizer.roles["eos"]) == 4
+    assert sequence.ids.tolist().count(tokenizer.special_token_ids["eos"]) == 4
     plain = [{**message, "content": message["content"].replace("<|im_end|>", "it")} for message in chat]
     (other,) = tokenize_documents(tokenizer, [Document.from_messages(plain)])
-    assert other.ids.tolist().count(tokenizer.roles["eos"]) == 4
+    assert other.ids.tolist().count(tokenizer.special_token_ids["eos"]) == 4
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -133,13 +133,13 @@ def test_the_tokens_are_those_of_the_rendered_text(sides, name):
     tokenizer = sides[name]
     conversation = Conversation(tuple(CHAT))
     backend = tokenizers.Tokenizer.from_file(str(tokenizer.folder / "tokenizer.json"))
-    rendered = tokenizer.chat_template.place(conversation).text
+    rendered = tokenizer.chat_template.render_with_positions(conversation).text
     (sequence,) = tokenize_documents(tokenizer, [Document.from_messages(CHAT)])
     assert sequence.ids.tolist() == backend.encode(rendered, add_special_tokens=False).ids
 
 
 def test_a_system_prompt_inside_of_the_first_question_is_found(sides):
-    rendering = sides["metaspace"].chat_template.place(Conversation(tuple(CHAT[:3])))
+    rendering = sides["metaspace"].chat_template.render_with_positions(Conversation(tuple(CHAT[:3])))
     assert written(rendering) == [message["content"] for message in CHAT[:3]]
 
 
@@ -209,13 +209,13 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
     document = Document.from_messages(messages_of(turns))
     left, right, spans = spans_of(sides, student, teacher, document)
     for name, sequence in ((student, left), (teacher, right)):
-        assert (np.diff(sequence.ends) >= 0).all()
+        assert (np.diff(sequence.byte_ends) >= 0).all()
         assert not sequence.trained[0]
         assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
         spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.pieces.tolist()]
         # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
-        assert sequence.ends[sequence.spells].max(initial=0) <= len(document.text.encode())
+        assert sequence.byte_ends[sequence.spells].max(initial=0) <= len(document.text.encode())
     # A span of contents ends at the same byte on both sides, and begins after the one before it.
     contents = spans[left.spells[spans[:, 0]]]
     assert (left.ends[contents[:, 1] - 1] == right.ends[contents[:, 3] - 1]).all()
@@ -238,7 +238,7 @@ def test_a_sequence_cut_short_keeps_the_spans_that_it_still_holds(sides):
     document = Document.from_messages(CHAT)
     left, right, spans = spans_of(sides, "student", "teacher", document)
     for length in range(len(left) + 1):
-        cut = left.cut(length)
+        cut = left.truncate(length)
         assert align_sequences(cut, right).tolist() == spans[spans[:, 1] <= length].tolist()
 
 

@@ -334,7 +334,7 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def test_special_tokens_spell_nothing_and_bound_segments(tokenizer_of):
     teacher = tokenizer_of["teacher"]
-    pad, end = teacher.roles["pad"], teacher.roles["eos"]
+    pad, end = teacher.special_token_ids["pad"], teacher.special_token_ids["eos"]
     prompt, answer, other = (ids_of(teacher, text) for text in ("user\nAnna?", "Anna has 12.", "12 apples"))
     ids = [end, *prompt, end, *answer, end, pad, *other, end, pad, pad]
     flags = [0, *[0] * len(prompt), 0, *[1] * len(answer), 1, 0, *[1] * len(other), 1, 0, 0]
@@ -357,7 +357,7 @@ def test_special_tokens_spell_nothing_and_bound_segments(tokenizer_of):
 def test_a_document_ends_only_where_a_trained_end_token_ends_it(tokenizer_of):
     teacher = tokenizer_of["teacher"]
     ids = ids_of(teacher, "Anna has 12")
-    end, pad = teacher.roles["eos"], teacher.roles["pad"]
+    end, pad = teacher.special_token_ids["eos"], teacher.special_token_ids["pad"]
     for tail, flags, ends in (([end], [1], True), ([end], [0], False), ([], [], False), ([pad], [1], False)):
         document, sequence = read(teacher, Document.from_teacher_ids([end, *ids, *tail], [1, *[1] * len(ids), *flags]))
         assert document.is_complete == ends
@@ -379,7 +379,7 @@ def test_the_end_of_a_turn_ends_a_document_too(families, tmp_path):
 
 def test_an_answer_of_its_end_alone_trains_that_end(tokenizer_of):
     teacher = tokenizer_of["teacher"]
-    ids = [*ids_of(teacher, "Anna has"), teacher.roles["eos"]]
+    ids = [*ids_of(teacher, "Anna has"), teacher.special_token_ids["eos"]]
     document, sequence = read(teacher, Document.from_teacher_ids(ids, [0] * (len(ids) - 1) + [1]))
     assert document.segments == (Segment("prompt", "Anna has", False), Segment("completion", "", True))
     (student,) = tokenize_documents(tokenizer_of["student"], [document])
@@ -478,7 +478,7 @@ def test_documents_of_all_kinds_are_read_in_their_order(talkers):
 
 def test_students_read_what_a_cache_keeps_of_a_document(talkers):
     teacher, student = talkers["teacher"], talkers["student"]
-    ids = [*ids_of(teacher, "Anna has 日本"), teacher.roles["eos"]]
+    ids = [*ids_of(teacher, "Anna has 日本"), teacher.special_token_ids["eos"]]
     documents = [
         Document.from_teacher_ids(ids, [0, 0, *[1] * (len(ids) - 2)]).with_candidate_ids([[1]] * (len(ids) - 2)),
         Document.from_completion("12 =", " 17").with_teacher_prompt("It is 17."),
@@ -514,7 +514,7 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
     assert document.candidate_ids.to_padded().tolist() == [[at, at + 1] for at in range(len(ids) - 1)]
     with pytest.raises(XtkError, match=rf"given_ids has {len(lists) - 1} lists, and {len(lists)} tokens"):
         read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists[1:]))
-    for wrong in (-1, teacher.width):
+    for wrong in (-1, teacher.embedding_rows):
         with pytest.raises(XtkError, match=f"{wrong} among given_ids is no token"):
             read(teacher, Document.from_teacher_ids(ids).with_candidate_ids([[wrong], *lists[1:]]))
 

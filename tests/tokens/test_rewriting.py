@@ -19,18 +19,18 @@ def found(families):
 @pytest.mark.parametrize("name", ["student", "gpt2-prefix", "metaspace", "llama2", "added-metaspace"])
 def test_tokenizers_that_spell_the_text_lose_nothing(found, name):
     result = found(name, ["Anna <think>has 日本 café", ""])
-    assert (result.characters, result.lost, result.warning()) == (23, 0, None)
+    assert (result.num_characters, result.lost, result.warning()) == (23, 0, None)
 
 
 def test_lower_case_and_stripped_accents_are_rewritten_character_by_character(found):
     result = found("byte-lower", ["CAFÉ", "é"] * 10)
-    assert (result.characters, result.rewritten, result.dropped, result.unknown) == (50, 50, 0, 0)
+    assert (result.num_characters, result.rewritten, result.dropped, result.unknown) == (50, 50, 0, 0)
     assert result.examples == {("C", "c"): 10, ("A", "a"): 10, ("F", "f"): 10, ("É", "e"): 10, ("é", "e"): 10}
 
 
 def test_a_composed_character_counts_for_all_that_it_was_made_from(found):
     result = found("composing", ["cafe\u0301 \u2126"])
-    assert (result.characters, result.rewritten, result.dropped) == (7, 3, 0)
+    assert (result.num_characters, result.rewritten, result.dropped) == (7, 3, 0)
     assert result.examples == {("e\u0301", "é"): 1, ("\u2126", "Ω"): 1}
     # They look alike, so the warning shows code points.
     assert "'e\\u0301' as '\\xe9' 1 time" in result.warning()
@@ -46,12 +46,12 @@ def test_dropped_white_space_control_characters_and_lone_accents(found):
 
 def test_a_text_of_which_nothing_is_left(found):
     result = found("word-piece", [" \n "])
-    assert (result.characters, result.dropped, result.lost) == (3, 3, 3)
+    assert (result.num_characters, result.dropped, result.lost) == (3, 3, 3)
 
 
 def test_unknown_words_are_counted_without_the_space_before_them(found):
     result = found("word-level", ["Anna xyz has"])
-    assert (result.characters, result.rewritten, result.dropped, result.unknown) == (12, 0, 2, 3)
+    assert (result.num_characters, result.rewritten, result.dropped, result.unknown) == (12, 0, 2, 3)
     assert result.examples["xyz", None] == 1
 
 

@@ -38,7 +38,7 @@ def test_tokens_spell_the_text_byte_for_byte(tokenizer_of, name, text):
     whole = b"".join(spellings)
     assert whole == text.encode() or (name == "metaspace" and whole == b" " + text.encode())
     start = 0
-    for spelling, end in zip(spellings, tokens.ends.tolist(), strict=True):
+    for spelling, end in zip(spellings, tokens.byte_ends.tolist(), strict=True):
         # The space in front of a metaspace text is the tokenizer's own.
         assert text.encode()[start:end] in (spelling, spelling.removeprefix(b" ") if start == 0 else spelling)
         start = end
@@ -50,7 +50,7 @@ def test_tokens_spell_the_text_byte_for_byte(tokenizer_of, name, text):
 def test_the_spelling_of_a_special_token_is_not_that_token(tokenizer_of, name, before, spelling, after):
     tokenizer = tokenizer_of[name]
     (tokens,) = tokenizer.encode([before + spelling + after])
-    controls = set(tokenizer.vocabulary.special_tokens.values()) - {tokenizer.roles.get("unk")}
+    controls = set(tokenizer.vocabulary.special_tokens.values()) - {tokenizer.special_token_ids.get("unk")}
     assert not controls & set(tokens.ids.tolist())
 
 
@@ -69,10 +69,10 @@ def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenize
     spellings = [tokenizer.vocabulary.bytes_of(token) for token in encoded.ids]
     assert b"".join(spellings).decode() == "".join(tokens)
     positions = np.cumsum([len(token.encode()) for token in tokens]).tolist()
-    found = dict(zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.ends.tolist(), strict=True))
+    found = dict(zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.byte_ends.tolist(), strict=True))
     assert [found[position] for position in positions] == ends
     # Tokens inside of a rewritten character end with the character before it.
-    assert set(encoded.ends.tolist()) <= {0, *ends}
+    assert set(encoded.byte_ends.tolist()) <= {0, *ends}
 
 
 def test_offsets_are_not_those_that_a_post_processor_trimmed(tmp_path):
@@ -95,8 +95,8 @@ def test_a_control_token_among_a_model_s_own_pieces_is_found_by_the_model_and_re
         backend = tokenizers.Tokenizer.from_file(str(families[name] / "tokenizer.json"))
         backend.encode_special_tokens = True
         tokenizer = tokenizer_of[name]
-        assert tokenizer.roles["eos"] in backend.encode(text).ids
-        assert tokenizer.roles["eos"] not in tokenizer.encode([text])[0].ids
+        assert tokenizer.special_token_ids["eos"] in backend.encode(text).ids
+        assert tokenizer.special_token_ids["eos"] not in tokenizer.encode([text])[0].ids
     (tokens,) = tokenizer_of["t5"].encode(["a</s><extra_id_0><turn>"])
     spellings = tokenizer_of["t5"].vocabulary.bytes_by_id
     assert b"".join(spellings[token] for token in tokens.ids) == b" a</s><extra_id_0> <turn>"
@@ -120,7 +120,7 @@ def test_accents_and_spaces_that_word_piece_drops_belong_to_its_tokens(tokenizer
     text = "Anna  lèft 12\n"
     (tokens,) = tokenizer.encode([text])
     assert [tokenizer.vocabulary.bytes_of(token) for token in tokens.ids] == [b"anna", b"left", b"12"]
-    assert tokens.ends.tolist() == [4, 11, 15]
+    assert tokens.byte_ends.tolist() == [4, 11, 15]
 
 
 @given(data=st.data())
@@ -133,7 +133,7 @@ def test_the_byte_kernel_agrees_with_its_readable_twin(tokenizer_of, data):
     text = data.draw(
         st.sampled_from([whole, whole.removeprefix(b" "), whole[:-1], whole + b"x", b"x" + whole[1:], whole[1:], b""])
     )
-    ends, exact = token_byte_ends(vocabulary.pool, vocabulary.offsets, ids, np.frombuffer(text, np.uint8))
+    ends, exact = token_byte_ends(vocabulary.token_bytes, vocabulary.offsets, ids, np.frombuffer(text, np.uint8))
     assert (ends.tolist() if exact else None) == readable_byte_ends(spellings, text)
 
 

@@ -480,7 +480,7 @@ class BackboneWithHead(nn.Module):
             positions = packed.position_ids()[packed.token_indices(packed.rank)]
             more["position_ids"] = torch.from_numpy(positions).to(input_ids.device)[None]
             if self._packing == packed_attention.ATTENTION_NAME:
-                more["row"] = packed
+                more["packed"] = packed
         if self._logit_transform is not None:
             inner = self._base_model
             states: Tensor = self._backbone(input_ids=input_ids, use_cache=False, **more).last_hidden_state

@@ -267,7 +267,7 @@ class AlignmentStatistics:
         for place in places[np.argsort(-shares[places], kind="stable")][: self._keep].tolist():
             sides = [side for side, flag in zip(("student", "teacher"), rewritten[:, place], strict=True) if flag]
             found = {
-                "document": documents[place].number,
+                "document": documents[place].index,
                 "bytes": int(sizes[place]),
                 "share_of_bytes": round(float(shares[place]), 6),
                 "n:m_bytes": int(several[place]),
