@@ -172,3 +172,11 @@ def test_what_was_not_checked_is_printed_as_not_checked(run, cache):
 def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, corpus, cache):
     done = run("cache-teacher", pair.teacher, corpus, "--top-k", 16, "--shard-tokens", 400, "-o", cache)
     assert "sizes of its files were compared, checksums were not read" in done.stderr
+
+
+@pytest.mark.parametrize("rows", [0, 5])
+def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
+    forge(forged, lambda manifest: manifest["shards"][0].update(rows=rows))
+    told = "shards[0].rows" if rows == 0 else "its shards have"
+    refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
+    assert not (tmp_path / "out" / "manifest.json").exists()

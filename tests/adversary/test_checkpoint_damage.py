@@ -14,6 +14,7 @@ from checkpoint_flips import files_of, flip_checkpoint, flip_student
 from command_line import run_xtk
 from flips import Tally, flip, flip_randomly
 from interrupting import assert_same
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from xtk.artifacts.atomic_files import canonical_json, sha256
@@ -67,6 +68,43 @@ def link_of_a_folder(folder: Path) -> None:
 
 def extra_adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "evil/model"}')
+
+
+def change_state(folder: Path, key: str, change: Callable[[dict[str, Any], dict[str, Any], str], None]) -> None:
+    """Change the tensors of an optimizer's state and what the header states of them, with right checksums."""
+    with safe_open(folder / PART, "pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    header = json.loads(metadata["xtk"])
+    stored = header["sharded_state"]
+    name = next(name for name in sorted(stored) if stored[name]["of"].startswith(f"{key}."))
+    change(tensors, stored, name)
+    save_file(tensors, folder / PART, {"xtk": json.dumps(header)})
+    folders = {"trainer": file_entries(folder / "trainer", [Path(PART).name])}
+    sign(folder, folders=folders)
+
+
+def drop(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> None:
+    del tensors[name], stored[name]
+
+
+def to_bfloat16(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> None:
+    tensors[name], stored[name]["dtype"] = tensors[name].bfloat16(), "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "told"),
+    [
+        ("exp_avg", drop, "has no exp_avg"), ("step", drop, "has no step"),
+        ("exp_avg_sq", to_bfloat16, "is torch.bfloat16; the optimizer needs torch.float32"),
+        ("step", to_bfloat16, "is torch.bfloat16; the optimizer needs torch.float32"),
+    ],
+)  # fmt: skip
+def test_an_incomplete_state_of_the_optimizer_ends_in_a_sentence(trained, unfinished, key, change, told):
+    change_state(unfinished / "checkpoint-4", key, change)
+    arguments, _ = trained
+    stderr = " ".join(run_xtk(*arguments, unfinished, code=1).stderr.split())
+    assert told in stderr
+    assert "Traceback" not in stderr
 
 
 ATTACKS: list[tuple[Callable[[Path], Any], str]] = [

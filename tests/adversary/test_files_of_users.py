@@ -224,3 +224,20 @@ def _is_alive(process: int) -> bool:
         return b"spawn_main" in Path(f"/proc/{process}/cmdline").read_bytes()
     except OSError:
         return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_a_file_that_appears_while_rollouts_are_generated_stays(run, pair, tmp_path, force):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"text": "Anna has"}\n')
+    command = ["rollout", str(pair.student), str(prompts), "--max-completion-length", "4", "-o", str(out), *force]
+    with subprocess.Popen(
+        [sys.executable, "-m", "xtk", *command], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        while not list(tmp_path.glob(".xtk-lock-*")) and process.poll() is None:
+            time.sleep(0.001)
+        out.write_text("mine, precious\n")
+        _, stderr = process.communicate()
+    assert process.returncode == 1, stderr
+    assert out.read_text() == "mine, precious\n"

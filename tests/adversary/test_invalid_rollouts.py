@@ -125,3 +125,13 @@ def test_every_sampled_token_carries_loss(rollouts, pair, text):
     moved = np.flatnonzero(logits.grad.abs().sum(1) > 0).tolist()
     wanted = [number * length + at - 1 for number, mask in enumerate(masks) for at in np.flatnonzero(mask).tolist()]
     assert moved == wanted
+
+
+@pytest.mark.parametrize("beyond", [0, 10**8])
+def test_ids_beyond_the_vocabulary_are_refused(pair, run, tmp_path, beyond):
+    student = Tokenizer(pair.student)
+    line, _ = line_of(student, sampled(student)[:1])
+    line["student_ids"][-1] = len(student.vocabulary) + beyond
+    (tmp_path / "rollouts.jsonl").write_text(json.dumps(line) + "\n")
+    command = ("cache-teacher", pair.student, tmp_path / "rollouts.jsonl", "-o", tmp_path / "cache")
+    assert f"token id {len(student.vocabulary) + beyond} is not in the vocabulary" in run(*command, code=1).stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import sys
 
 import datasets
@@ -154,3 +155,16 @@ def test_zstd_is_read_without_another_package_and_a_cut_file_is_named(tmp_path):
     (tmp_path / "cut.jsonl.zst").write_bytes(frame[:-5])
     with pytest.raises(XtkError, match="cannot be read to its end"):
         list(Corpus([str(tmp_path / "cut.jsonl.zst")]))
+
+
+@pytest.mark.parametrize("padding", [b"", bytes(4)])
+def test_xz_files_of_several_streams_are_read_whole_or_refused(tmp_path, padding):
+    lines = [json.dumps(record).encode() + b"\n" for record in RECORDS]
+    streams = [lzma.compress(b"".join(lines[:3])), lzma.compress(b"".join(lines[3:]))]
+    path = tmp_path / "a.jsonl.xz"
+    path.write_bytes(padding.join([*streams, b""]))
+    assert texts_of(path) == TEXTS
+    damaged = bytes([streams[1][0] ^ 1]) + streams[1][1:]
+    for content in (streams[0] + padding + damaged, streams[0] + padding + b"garbage", streams[0] + streams[1][:-9]):
+        path.write_bytes(content)
+        assert "cannot be read to its end" in failure_of(path).what

@@ -35,7 +35,11 @@ EXAMPLES = {
 def vocabulary_of(spellings: list[bytes]) -> ByteVocabulary:
     plain = decode_vocabulary(LITERAL, ["<s>", *("x" for _ in spellings)], {0: "<s>"}, {"<s>": 0})
     sizes = [0, 0, *np.cumsum([len(spelling) for spelling in spellings]).tolist()]
-    changed = {**plain.__dict__, "token_bytes": np.frombuffer(b"".join(spellings), np.uint8), "offsets": np.array(sizes)}
+    changed = {
+        **plain.__dict__,
+        "token_bytes": np.frombuffer(b"".join(spellings), np.uint8),
+        "offsets": np.array(sizes),
+    }
     changed.pop("bytes_by_id")
     return ByteVocabulary(**changed)
 

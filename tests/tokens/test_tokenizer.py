@@ -69,7 +69,9 @@ def test_what_a_normaliser_composed_ends_where_its_last_character_ended(tokenize
     spellings = [tokenizer.vocabulary.bytes_of(token) for token in encoded.ids]
     assert b"".join(spellings).decode() == "".join(tokens)
     positions = np.cumsum([len(token.encode()) for token in tokens]).tolist()
-    found = dict(zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.byte_ends.tolist(), strict=True))
+    found = dict(
+        zip(np.cumsum([len(spelling) for spelling in spellings]).tolist(), encoded.byte_ends.tolist(), strict=True)
+    )
     assert [found[position] for position in positions] == ends
     # Tokens inside of a rewritten character end with the character before it.
     assert set(encoded.byte_ends.tolist()) <= {0, *ends}

@@ -37,6 +37,10 @@ def sha256(content: bytes | str) -> str:
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
 
+FileState = tuple[int, ...] | None
+UNKNOWN_STATE: FileState = ()
+
+
 def sha256_of_file(path: Path) -> str:
     """Return "sha256:..." of a file's bytes."""
     with path.open("rb") as stream:
@@ -44,12 +48,15 @@ def sha256_of_file(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def atomic_write(path: Path, *, keep_others: bool = False, clean: bool = True) -> Iterator[Path]:
+def atomic_write(
+    path: Path, *, keep_others: bool = False, before: FileState = UNKNOWN_STATE, clean: bool = True
+) -> Iterator[Path]:
     """Yield a temporary path next to `path`; it is synced and renamed when the block succeeds, and removed when not.
 
     Args:
         path: of the file.
         keep_others: keep a file that another program wrote at `path` in the meantime.
+        before: what was at `path` when it was checked (`file_state`), by default what is there now.
         clean: remove what killed writers of this file left, for which the folder is listed.
 
     Raises:
@@ -60,7 +67,8 @@ def atomic_write(path: Path, *, keep_others: bool = False, clean: bool = True) -
     path.parent.mkdir(parents=True, exist_ok=True)
     if clean:
         remove_stale_temporary_files(path.parent, path.name)
-    temporary, before = path.parent / temporary_name(path.name), _state_of(path)
+    temporary = path.parent / temporary_name(path.name)
+    before = file_state(path) if before == UNKNOWN_STATE else before
     try:
         yield temporary
         _fsync(temporary)
@@ -79,16 +87,16 @@ def atomic_write(path: Path, *, keep_others: bool = False, clean: bool = True) -
             temporary.unlink(missing_ok=True)
 
 
-def _may_replace(temporary: Path, path: Path, before: tuple[int, ...] | None) -> bool:
+def _may_replace(temporary: Path, path: Path, before: FileState) -> bool:
     """Say whether a path is as it was before; one that was free is taken at once, where the disk has hard links."""
     if before is not None:
-        return _state_of(path) == before
+        return file_state(path) == before
     try:
         os.link(temporary, path)
     except FileExistsError:
         return False
     except OSError:
-        return _state_of(path) is None
+        return file_state(path) is None
     return True
 
 
@@ -103,8 +111,8 @@ def has_same_content(one: Path, other: Path) -> bool:
     return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
 
 
-def _state_of(path: Path) -> tuple[int, ...] | None:
-    """Return what tells a file from others; None if there is none."""
+def file_state(path: Path) -> FileState:
+    """Return device, inode, size and modification time of a file; None if there is none."""
     try:
         status = path.lstat()
     except FileNotFoundError:

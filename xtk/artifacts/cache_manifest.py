@@ -110,7 +110,7 @@ _HEADER_SCHEMA = json_object(
 _SHARD_SCHEMA = json_object(
     {
         "file": text(),
-        "rows": integer(0, MAX_TOKEN_ID),
+        "rows": integer(1, MAX_TOKEN_ID),
         "positions": integer(),
         "tokens": integer(),
         "bytes": integer(),
@@ -164,6 +164,13 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
             )
         if max(stop for _, stop in shard["payload"]) > shard["bytes"]:
             raise CorruptError(f"shards[{at}].payload ends after the file's last byte", where=where, hint=hint)
+    rows = sum(shard["rows"] for shard in manifest["shards"])
+    if rows != manifest["header"]["data"].get("rows", rows):
+        raise CorruptError(
+            f"its shards have {rows:,} documents, and header.data.rows is {manifest['header']['data']['rows']:,}",
+            where=where,
+            hint=hint,
+        )
     stated = CheckedObject(manifest, "", where)
     stated["header"] = _checked_header(manifest["header"], "header", where)
     if "source_headers" in manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import itertools
 import json
 import lzma
@@ -113,8 +114,43 @@ def _open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
         with fsspec.open(name, "rb") as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
             yield stream
         return
+    if compression == "infer" and name.endswith(".xz"):
+        with fsspec.open(name, "rb") as raw:
+            yield io.BufferedReader(_XzReader(raw), io.DEFAULT_BUFFER_SIZE)
+        return
     with fsspec.open(name, "rb", compression=compression) as stream:
         yield stream
+
+
+class _XzReader(io.RawIOBase):
+    """The content of an .xz file of one or several streams. Python's lzma ignores what follows the first stream."""
+
+    def __init__(self, raw: Any) -> None:
+        self._raw = raw
+        self._decompressor = lzma.LZMADecompressor()
+        self._input = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            if self._decompressor.eof:  # padding between streams is zeros
+                self._input = self._decompressor.unused_data.lstrip(b"\0")
+                while not self._input and (block := self._raw.read(io.DEFAULT_BUFFER_SIZE)):
+                    self._input = block.lstrip(b"\0")
+                if not self._input:
+                    return 0
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not self._input:
+                self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
+                if not self._input:
+                    raise EOFError("the file is cut short")
+            found = self._decompressor.decompress(self._input, len(buffer))
+            self._input = b""
+            if found:
+                buffer[: len(found)] = found
+                return len(found)
 
 
 # Text.

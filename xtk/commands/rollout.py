@@ -100,6 +100,7 @@ def rollout(
 
     xtk rollout STUDENT PROMPTS -o r.jsonl | xtk cache-teacher TEACHER - -o cache
     """
+    from xtk.artifacts.atomic_files import file_state
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
     from xtk.artifacts.write_locks import only_writer_of_path
@@ -154,6 +155,8 @@ def rollout(
         }
     )
     with only_writer_of_path(path.resolve(), "file"):
+        before = file_state(path)
+        _checked_output(output, [student, *prompts])  # again: a file may have appeared since the first check
         figures = None if force else _finished_rollouts(path, request)
         if figures is None:
             writer = load_registered(GENERATORS, backend, "backend").open(
@@ -180,7 +183,7 @@ def rollout(
                     for prompt in group:
                         yield prompt, [one for one in found if one.prompt == prompt.number]
 
-            figures = _write_rollouts(path, written(), len(read), corpus.columns, request)
+            figures = _write_rollouts(path, before, written(), len(read), corpus.columns, request)
             for name, count in rewards.unscored.items():
                 terminal.note(f"the reward {name} could not judge {count:,} rollouts")
     told = figures.summary()
@@ -228,7 +231,12 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
 
 
 def _write_rollouts(
-    path: Path, groups: Iterator[tuple[Prompt, list[Rollout]]], count: int, columns: dict[str, str], request: str
+    path: Path,
+    before: tuple[int, ...] | None,
+    groups: Iterator[tuple[Prompt, list[Rollout]]],
+    count: int,
+    columns: dict[str, str],
+    request: str,
 ) -> RolloutStatistics:
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.errors import XtkError
@@ -236,7 +244,7 @@ def _write_rollouts(
 
     figures = RolloutStatistics()
     with (
-        atomic_write(path, keep_others=True) as temporary,
+        atomic_write(path, keep_others=True, before=before) as temporary,
         temporary.open("w", encoding="utf-8") as stream,
         terminal.Progress("rollout", count, "prompts") as progress,
     ):

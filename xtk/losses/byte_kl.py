@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from xtk.errors import CorruptError
 from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, PrefixAlternatives
 from xtk.projection.byte_partition import BytePartition
 
@@ -46,15 +47,21 @@ class ByteKL:
         stops = exact_entry_stops(signal)
         surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
         said = TeacherArrays(signal.offsets, stops, signal.ids, signal.logprobs, signal.remainder_mass, surprisals)
-        cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
-            comparison_space.student,
-            comparison_space.teacher,
-            comparison_space.continuations,
-            comparison_space.cell_token_offsets,
-            comparison_space.cell_tokens,
-            said,
-            items,
-        )
+        try:
+            cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
+                comparison_space.student,
+                comparison_space.teacher,
+                comparison_space.continuations,
+                comparison_space.cell_token_offsets,
+                comparison_space.cell_tokens,
+                said,
+                items,
+            )
+        except ZeroDivisionError:
+            raise CorruptError(
+                "the stored teacher tokens of a document do not spell its text",
+                hint="this cache was changed after it was written; run its cache-teacher command again with --force",
+            ) from None
         here, past = items[:, STUDENT_COLUMNS + NEXT_DISTRIBUTION], items[:, STUDENT_COLUMNS + PREVIOUS_DISTRIBUTION]
         return LossCells(
             cell_offsets=cell_offsets,

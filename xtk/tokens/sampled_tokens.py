@@ -61,6 +61,9 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
     drawn = document.sampled_tokens
     if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
+    size = len(tokenizer.vocabulary)
+    if len(drawn.ids) and int(drawn.ids.max()) >= size:
+        raise _text_mismatch_error(tokenizer, f"token id {int(drawn.ids.max())} is not in the vocabulary of {size:,}")
     template = tokenizer.template_fingerprint if document.conversation is not None else ""
     return drawn if drawn.template_fingerprint == template else None
 

@@ -515,9 +515,21 @@ class CheckpointSaver:
                 local_tensor(self._averages[name]).copy_(local_tensor(pieces.read(f"{key}.{name}", parameter)))
             elif pieces.is_scalar(f"{key}.{name}") and parameter.ndim:
                 number = pieces.read_unsharded(f"{key}.{name}")
+                _check_dtype(key, name, number.dtype, torch.float32, folder)
                 self._optimizer.state[parameter][key] = number.to(_device_of_numbers(self._optimizer, parameter))
             else:
-                self._optimizer.state[parameter][key] = pieces.read(f"{key}.{name}", parameter)
+                values = pieces.read(f"{key}.{name}", parameter)
+                _check_dtype(key, name, values.dtype, parameter.dtype if parameter.ndim else values.dtype, folder)
+                self._optimizer.state[parameter][key] = values
+        self._check_states(folder)
+
+    def _check_states(self, folder: Path) -> None:
+        """Check that each parameter has all values that the optimizer stores, or none (never updated)."""
+        expected = set().union(*self._optimizer.state.values())
+        for name, parameter in self._trained.items():
+            missing = expected - set(self._optimizer.state.get(parameter) or expected)
+            if missing:
+                raise CorruptError(f"the optimizer state of {name} has no {min(missing)}", where=str(folder))
 
     def _check_names(self, folder: Path, there: set[str]) -> None:
         for names, told in ((there - set(self._trained), "trains no"), (set(self._trained) - there, "trains")):
@@ -578,6 +590,11 @@ def _without_distributed_config(configuration: Any) -> Iterator[None]:
     finally:
         if kept is not None:
             configuration.distributed_config = kept
+
+
+def _check_dtype(key: str, name: str, found: torch.dtype, expected: torch.dtype, folder: Path) -> None:
+    if found != expected:
+        raise CorruptError(f"{key} of {name} is {found}; the optimizer needs {expected}", where=str(folder))
 
 
 def _device_of_numbers(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
