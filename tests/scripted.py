@@ -17,10 +17,10 @@ class ScriptedWriter:
     def __init__(
         self, tokenizer: Tokenizer, says: Callable[[str, tuple[int, ...]], tuple[str, bool]], context: int | None = None
     ) -> None:
-        self.tokenizer, self.says, self.context = tokenizer, says, context
+        self.tokenizer, self.says, self.context_length = tokenizer, says, context
         self.asked: list[GenerationRequest] = []
 
-    def write(self, asks: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
+    def generate(self, asks: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         self.asked += asks
         return [self._write(ask, sampling) for ask in asks]
 

@@ -191,7 +191,7 @@ def test_redirects_are_not_followed(server):
 
 
 def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, monkeypatch):
-    monkeypatch.setattr(http_endpoints, "SECONDS_BETWEEN_LINES", 0.4)
+    monkeypatch.setattr(http_endpoints, "REPORT_INTERVAL_SECONDS", 0.4)
     with pytest.raises(NoResponseError):
         ask(server, "hang")
     assert "no answer for" in capsys.readouterr().err

@@ -145,8 +145,8 @@ def end(number, frame):
 def test_processes_that_code_forks_leave_as_they_did():
     program = """
         import os
-        from xtk.user_code import calling
-        with calling("the reward"):
+        from xtk.user_code import user_code_errors
+        with user_code_errors("the reward"):
             child = os.fork()
             if child == 0:
                 os._exit(7)

@@ -29,7 +29,7 @@ TEXTS = [text for number in range(6) for text in material.sentences(20, seed=num
 def small(monkeypatch):
     """Batches of eight texts, a state after each."""
     monkeypatch.setattr("xtk.projection.methods.cooccurrence.BATCH_TEXTS", 8)
-    monkeypatch.setattr(cooccurrence_counting, "SECONDS_BETWEEN_STATES", 0)
+    monkeypatch.setattr(cooccurrence_counting, "SAVE_INTERVAL_SECONDS", 0)
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def stop_after(batches: int, told: list[int]):
 
 
 def as_bytes(counts) -> tuple:
-    arrays = (counts.students, counts.teachers, counts.times)
-    return (*(array.tobytes() for array in arrays), counts.documents, counts.corpus)
+    arrays = (counts.student_ids, counts.teacher_ids, counts.counts)
+    return (*(array.tobytes() for array in arrays), counts.num_documents, counts.corpus_fingerprint)
 
 
 def test_stopped_after_any_batch_the_counts_end_equal_and_nothing_is_counted_again(small, sides, data, tmp_path):
@@ -101,7 +101,7 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
         raw[-3] ^= 1
         counting_state_path(path).write_bytes(bytes(raw))
     if change in ("rules", "version"):
-        monkeypatch.setattr(cooccurrence_counting, change.upper(), 99)
+        monkeypatch.setattr(cooccurrence_counting, {"rules": "ALGORITHM_VERSION", "version": "VERSION"}[change], 99)
     told: list[int] = []
     found = count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, told.append)
     assert told[0] == 0
@@ -111,10 +111,10 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
 
 COUNT = """
 import sys, time
-from xtk.artifacts import counting
-from xtk.projection.methods import counts
-counts.TEXTS = 8
-counting.SECONDS_BETWEEN_STATES = 0
+from xtk.artifacts import cooccurrence_counting as counting
+from xtk.projection.methods import cooccurrence
+cooccurrence.BATCH_TEXTS = 8
+counting.SAVE_INTERVAL_SECONDS = 0
 write = counting._write_state
 def slowly(*arguments):
     write(*arguments)

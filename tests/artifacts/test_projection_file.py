@@ -182,7 +182,7 @@ def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
         with pytest.raises((XtkError, ValueError)):
             write_projection(wrong, tmp_path / "p")
         assert not any(tmp_path.iterdir())
-    monkeypatch.setattr(Projection, "check", lambda projection: None)
+    monkeypatch.setattr(Projection, "validate", lambda projection: None)
     write_projection(wrong, tmp_path / "p")
     monkeypatch.undo()
     failure = refused(tmp_path / "p")

@@ -74,7 +74,7 @@ def test_a_damaged_file_is_built_again(folder, sides, damage):
 def arrays(found) -> list[bytes]:
     return [
         part.tobytes()
-        for part in (*found.student, *found.teacher, *found.continuations, found.cell_token_offsets, found.members)
+        for part in (*found.student, *found.teacher, *found.continuations, found.cell_token_offsets, found.cell_tokens)
     ]
 
 
@@ -85,7 +85,7 @@ def test_next_bytes_are_made_once_for_a_pair_and_its_special_tokens(folder, side
     assert arrays(cached_next_bytes(*sides, "none")) != made
     cached_next_bytes(*sides[::-1])
     assert len(list(folder.iterdir())) == 3
-    monkeypatch.setattr(projection_cache, "next_bytes", None)
+    monkeypatch.setattr(projection_cache, "build_byte_partition", None)
     assert arrays(cached_next_bytes(*sides)) == made
 
 
@@ -108,10 +108,10 @@ def test_a_folder_that_cannot_be_written_is_done_without(tmp_path, sides, monkey
 
 ASK = """
 import sys
-from xtk.artifacts.projection_cache import projection_for
+from xtk.artifacts.projection_cache import cached_projection
 from xtk.tokens.tokenizer import Tokenizer
 for _ in range(5):
-    print(len(projection_for(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
+    print(len(cached_projection(Tokenizer(sys.argv[1]), Tokenizer(sys.argv[2])).teacher_ids))
 """
 
 

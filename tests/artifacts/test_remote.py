@@ -114,7 +114,7 @@ def test_what_another_writer_has_put_there_is_not_replaced(place):
 
 def test_a_store_itself_refuses_the_second_of_two_that_send_at_once(at_s3, monkeypatch):
     folder = RemoteFolder(at_s3)
-    monkeypatch.setattr(RemoteFolder, "_is_there", lambda *_: False)  # as if it came after this look
+    monkeypatch.setattr(RemoteFolder, "_exists", lambda *_: False)  # as if it came after this look
     for content in (b"mine", b"mine"):  # the answer to a request was lost, and it is sent again
         with folder.write("shard-00000.arrow", exclusive=True) as temporary:
             temporary.write_bytes(content)
@@ -222,7 +222,7 @@ WRITER = """
 import sys
 from xtk.artifacts.remote_storage import RemoteFolder
 folder = RemoteFolder(sys.argv[1])
-with folder.write("shard-00000.arrow", new=True) as temporary:
+with folder.write("shard-00000.arrow", exclusive=True) as temporary:
     temporary.write_bytes(b"x" * 30_000_000)
 """
 

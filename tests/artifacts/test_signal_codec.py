@@ -137,16 +137,16 @@ def test_ids_draws_and_byte_ends_come_back_as_they_were(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, _, tokens, signals = packed(rows, options, ranks)
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
-        ids, ends = codec.tokens(memoryview(token_bytes), len(row))
+        ids, ends = codec.unpack_tokens(memoryview(token_bytes), len(row))
         assert np.array_equal(ids, row.ids)
-        assert np.array_equal(ends, row.ends)
-        back = codec.scores(memoryview(signal_bytes), ids, scores.positions)
+        assert np.array_equal(ends, row.byte_ends)
+        back = codec.unpack_stored_logprobs(memoryview(signal_bytes), ids, scores.positions)
         assert np.array_equal(back.positions, scores.positions)
         assert np.array_equal(back.offsets, scores.offsets)
         assert np.array_equal(back.ids, scores.ids)
-        assert np.array_equal(back.drawn_offsets, scores.drawn_offsets)
-        assert np.array_equal(back.drawn_ids, scores.drawn_ids)
-        assert np.array_equal(back.counts, scores.counts)
+        assert np.array_equal(back.sample_offsets, scores.sample_offsets)
+        assert np.array_equal(back.sample_ids, scores.sample_ids)
+        assert np.array_equal(back.sample_counts, scores.sample_counts)
 
 
 @given(shards)
@@ -158,7 +158,7 @@ def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
     depths = -level_logprobs(precision)
     half_steps = np.diff(depths) / 2
     for (row, scores), signal_bytes in zip(rows, signals, strict=True):
-        back = codec.scores(signal_bytes, row.ids, scores.positions)
+        back = codec.unpack_stored_logprobs(signal_bytes, row.ids, scores.positions)
         assert np.allclose(back.entropy, scores.entropy, atol=precision.entropy_step / 2 + 1e-4)
         impossible = np.isneginf(scores.observed_logprobs)
         assert np.array_equal(np.isneginf(back.observed_logprobs), impossible)
@@ -191,11 +191,11 @@ def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
 def test_the_plain_twin_reads_the_same_bits(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, tables, tokens, signals = packed(rows, options, ranks)
-    twin = PlainCodec(tables, ranks.order.tolist(), ranks.lengths.tolist(), *options.values())
+    twin = PlainCodec(tables, ranks.ids_by_frequency.tolist(), ranks.lengths.tolist(), *options.values())
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
-        assert twin.tokens(token_bytes, len(row)) == (row.ids.tolist(), row.ends.tolist())
+        assert twin.tokens(token_bytes, len(row)) == (row.ids.tolist(), row.byte_ends.tolist())
         plain = twin.positions(signal_bytes, row.ids[scores.positions].tolist())
-        back = codec.scores(signal_bytes, row.ids, scores.positions)
+        back = codec.unpack_stored_logprobs(signal_bytes, row.ids, scores.positions)
         for at, position in enumerate(plain):
             entries = slice(back.offsets[at], back.offsets[at + 1])
             assert sorted(position.exact) == back.ids[entries].tolist()
@@ -207,8 +207,8 @@ def test_the_plain_twin_reads_the_same_bits(case):
             assert np.float32(position.entropy) == back.entropy[at]
             for number, drawn in enumerate(position.num_samples):
                 place = at * options["num_sample_sets"] + number
-                names = slice(back.drawn_offsets[place], back.drawn_offsets[place + 1])
-                assert drawn == dict(zip(back.drawn_ids[names].tolist(), back.counts[names].tolist(), strict=True))
+                names = slice(back.sample_offsets[place], back.sample_offsets[place + 1])
+                assert drawn == dict(zip(back.sample_ids[names].tolist(), back.sample_counts[names].tolist(), strict=True))
 
 
 @given(shards, st.integers(0, 5) | st.none())
@@ -219,9 +219,9 @@ def test_a_signal_is_what_its_scores_tell(case, draw):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, _, _, signals = packed(rows, options, ranks)
     for (row, scores), signal_bytes in zip(rows, signals, strict=True):
-        signal = codec.signal(memoryview(signal_bytes), row.ids, scores.positions, draw)
-        wanted = to_teacher_logprobs(codec.scores(signal_bytes, row.ids, scores.positions), draw)
-        for name in ("positions", "offsets", "tail_mass", "realised_logprobs", "entropy"):
+        signal = codec.unpack_teacher_logprobs(memoryview(signal_bytes), row.ids, scores.positions, draw)
+        wanted = to_teacher_logprobs(codec.unpack_stored_logprobs(signal_bytes, row.ids, scores.positions), draw)
+        for name in ("positions", "offsets", "remainder_mass", "observed_logprobs", "entropy"):
             assert np.array_equal(getattr(signal, name), getattr(wanted, name)), name
         for at in range(len(scores)):
             entries = slice(signal.offsets[at], signal.offsets[at + 1])
@@ -249,9 +249,9 @@ def test_altered_bytes_are_noticed_or_read_as_something_else(case, random):
     codec, tables, tokens, signals = packed(rows, options, ranks)
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
         for content, read in (
-            (token_bytes, lambda some, row=row: codec.tokens(some, len(row))),
-            (signal_bytes, lambda some, row=row, scores=scores: codec.scores(some, row.ids, scores.positions)),
-            (signal_bytes, lambda some, row=row, scores=scores: codec.signal(some, row.ids, scores.positions, 0)),
+            (token_bytes, lambda some, row=row: codec.unpack_tokens(some, len(row))),
+            (signal_bytes, lambda some, row=row, scores=scores: codec.unpack_stored_logprobs(some, row.ids, scores.positions)),
+            (signal_bytes, lambda some, row=row, scores=scores: codec.unpack_teacher_logprobs(some, row.ids, scores.positions, 0)),
         ):
             try:
                 read(altered(content, random))
@@ -301,7 +301,7 @@ def back_of(scores, realised, width=2, precision="standard"):
     )
     ranks = VocabularyOrder.from_counts(np.bincount(ids, minlength=width), np.ones(width, np.int32))
     codec, _, _, signals = packed([(row, scores)], options_of(precision), ranks)
-    return codec.scores(signals[0], ids, scores.positions)
+    return codec.unpack_stored_logprobs(signals[0], ids, scores.positions)
 
 
 def test_all_mass_on_the_token_that_stands_there():
@@ -372,10 +372,10 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
     rows, _, options, ranks = shard(7, kind, 40, [90, 0, 200, 17], **draws)
     codec, _, _, signals = packed(rows, options, ranks)
     assert any(len(content) > 128 for content in signals)
-    header = {"codec": {"name": "packed", "vocabulary_order": ranks.file, **options}}
-    (tmp_path / ranks.file).write_bytes(ranks.content)
+    header = {"codec": {"name": "packed", "vocabulary_order": ranks.file_name, **options}}
+    (tmp_path / ranks.file_name).write_bytes(ranks.content)
     documents = [
-        ScoredDocument(Document.from_text("x" * max([0, *row.ends.tolist()])), row, scores) for row, scores in rows
+        ScoredDocument(Document.from_text("x" * max([0, *row.byte_ends.tolist()])), row, scores) for row, scores in rows
     ]
     write_shard(tmp_path / "shard.arrow", header, ShardPosition(0, 0, len(documents)), documents, ranks)
     found = CacheShard(tmp_path / "shard.arrow")
@@ -383,7 +383,7 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
         stored = found.read_document(number, sample_set=1)
         assert np.array_equal(stored.tokens.ids, row.ids)
         assert np.array_equal(stored.stored_logprobs.ids, scores.ids)
-        assert np.array_equal(stored.stored_logprobs.sample_counts, scores.counts)
-        wanted = codec.signal(signal_bytes, row.ids, scores.positions, 1)
+        assert np.array_equal(stored.stored_logprobs.sample_counts, scores.sample_counts)
+        wanted = codec.unpack_teacher_logprobs(signal_bytes, row.ids, scores.positions, 1)
         assert np.array_equal(stored.teacher_logprobs.logprobs, wanted.logprobs)
         assert np.array_equal(stored.teacher_logprobs.ids, wanted.ids)

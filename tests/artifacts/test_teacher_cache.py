@@ -106,7 +106,7 @@ def assert_equal(found: StoredDocument, expected: ScoredDocument) -> None:
     assert found.document == expected.document
     assert found.document.is_complete == expected.document.is_complete
     assert found.document.conversation == expected.document.conversation
-    for name in ("ids", "ends", "trained", "pieces", "closers"):
+    for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens"):
         ours, theirs = getattr(found.tokens, name), getattr(expected.tokens, name)
         assert ours.dtype == theirs.dtype
         assert ours.tolist() == theirs.tolist()
@@ -149,7 +149,7 @@ def test_the_manifest_counts_what_the_shards_hold(cache, rows):
     assert [shard["rows"] for shard in manifest["shards"]] == SIZES
     assert cache_totals(manifest) == {
         "documents": len(rows),
-        "positions": sum(len(row.scores) for row in rows),
+        "positions": sum(len(row.stored_logprobs) for row in rows),
         "tokens": sum(len(row.tokens) for row in rows),
         "bytes": sum(path.stat().st_size for path in cache.glob("*.arrow")),
     }
@@ -164,21 +164,21 @@ def test_a_stranger_reads_a_shard_with_pyarrow_alone(cache, rows):
     for record, row in zip(records, rows[4:8], strict=True):
         P, T, R = record["num_positions"], record["num_tokens"], header["codec"]["num_sample_sets"]
         assert "".join(segment["text"] for segment in record["segments"]) == row.document.text
-        assert list(struct.unpack(f"<{2 * T}i", record["tokens"])) == [*row.tokens.ids, *row.tokens.ends]
+        assert list(struct.unpack(f"<{2 * T}i", record["tokens"])) == [*row.tokens.ids, *row.tokens.byte_ends]
         runs = record["trained_ranges"]
         trained = [at for start, stop in zip(runs[::2], runs[1::2], strict=True) for at in range(start, stop)]
-        assert trained == row.scores.positions.tolist()
+        assert trained == row.stored_logprobs.positions.tolist()
         exact = struct.unpack_from(f"<{P}i", record["teacher_logprobs"])
         drawn = struct.unpack_from(f"<{P * R}i", record["teacher_logprobs"], 4 * P)
-        assert list(exact) == np.diff(row.scores.offsets).tolist()
+        assert list(exact) == np.diff(row.stored_logprobs.offsets).tolist()
         assert sum(exact) + sum(drawn) == record["num_entries"]
         ids = struct.unpack_from(f"<{sum(exact)}i", record["teacher_logprobs"], 4 * P * (1 + R))
         logprobs = struct.unpack_from(f"<{sum(exact)}f", record["teacher_logprobs"], 4 * (P * (1 + R) + sum(exact)))
-        assert list(ids) == row.scores.ids.tolist()
-        assert list(logprobs) == row.scores.logprobs.tolist()
+        assert list(ids) == row.stored_logprobs.ids.tolist()
+        assert list(logprobs) == row.stored_logprobs.logprobs.tolist()
         assert (
             list(struct.unpack(f"<{P}f", record["teacher_logprobs"][len(record["teacher_logprobs"]) - 4 * P :]))
-            == row.scores.entropy.tolist()
+            == row.stored_logprobs.entropy.tolist()
         )
 
 

@@ -65,7 +65,7 @@ def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projecti
         assert one.document == other.document
         assert one.tokens.ids.tolist() == other.tokens.ids.tolist()
         assert one.tokens.byte_ends.tolist() == other.tokens.byte_ends.tolist()
-        for name in ("ids", "offsets", "drawn_ids", "drawn_offsets", "counts"):
+        for name in ("ids", "offsets", "sample_ids", "sample_offsets", "sample_counts"):
             assert getattr(one.stored_logprobs, name).tolist() == getattr(other.stored_logprobs, name).tolist()
         assert np.abs(one.stored_logprobs.logprobs - other.stored_logprobs.logprobs).max(initial=0) <= bound
     run(

@@ -337,7 +337,7 @@ def test_memory_and_layouts(pair, corpus):
 
 
 def test_disk_hours_and_versions(pair, corpus, cache):
-    case = case_of(pair, corpus, rate=100.0)
+    case = case_of(pair, corpus, tokens_per_second=100.0)
     tokens = sum(len(one) for one in tokenize_documents(case.teacher.tokenizer, list(case.corpus)))
     assert found(disk(case), "ok", "tokens a second").figures["seconds"] == pytest.approx(tokens / 100)
     assert found(disk(case_of(pair, corpus)), "note", "nobody said how many").hint

@@ -131,7 +131,7 @@ def _term(loss: str, cases: Sequence[Case]) -> LossTensors:
     rule = load_registered(LOSSES, loss, "loss")()
     grounds: dict[str, Callable[[Case], Any]] = {"text": lambda case: None, "bytes": lambda case: case.next_bytes}
     ground = grounds.get(rule.comparison_space, lambda case: case.projection.columns)(cases[0])
-    return LossTensors.from_cells(rule.cells(join_inputs([case.example for case in cases]), ground))
+    return LossTensors.from_cells(rule.build_cells(join_inputs([case.example for case in cases]), ground))
 
 
 def _head(kind: str, dtype: torch.dtype) -> OutputHead:

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 RULES = {name: load_registered(LOSSES, name, "loss")() for name in LOSSES}
 DISTRIBUTIONS = [name for name, rule in RULES.items() if rule.comparison_space != "text"]
 
-NOTHING = RULES["ce"].cells(join_inputs([]), None)
+NOTHING = RULES["ce"].build_cells(join_inputs([]), None)
 
 every_loss = pytest.mark.parametrize("name", list(LOSSES))
 every_distribution_loss = pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -68,7 +68,7 @@ def case_for(name: str, seed: int, **options: object) -> Case:
 
 
 def cells_of(name: str, case: Case, options: tuple[tuple[str, str], ...] = ()) -> LossCells:
-    cells = RULES[name].cells(case.example, ground_of(name, case))
+    cells = RULES[name].build_cells(case.example, ground_of(name, case))
     return dataclasses.replace(cells, divergence=LossSpec(name, options=options).make_divergence())
 
 
@@ -442,7 +442,7 @@ def test_an_empty_batch_gives_0_with_a_zero_gradient(name):
 def test_rows_that_no_span_covers_have_no_gradient(name):
     case = case_for(name, 1, K=4)
     example = dataclasses.replace(case.example, spans=np.zeros((0, 4), np.int32))
-    cells = RULES[name].cells(example, ground_of(name, case))
+    cells = RULES[name].build_cells(example, ground_of(name, case))
     assert cells.items == 0
     total, _, gradients = fused(case, [cells], [1.0])
     assert float(total) == 0
@@ -488,7 +488,7 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
         signal = saying(
             case.example.teacher_logprobs, np.isin(case.example.teacher_logprobs.positions, positions), [2, 5]
         )
-        cells = rule.cells(dataclasses.replace(case.example, teacher_logprobs=signal), columns)
+        cells = rule.build_cells(dataclasses.replace(case.example, teacher_logprobs=signal), columns)
         assert cells.items == len(spans)
         assert not np.diff(cells.cell_offsets)[list(hidden)].any()
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))

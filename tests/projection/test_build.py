@@ -62,7 +62,7 @@ def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, 
     for token, teacher_id, _ in entries(projection):
         spelling, piece = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
         if one.vocabulary.special_mask[token]:
-            assert other.vocabulary.special[teacher_id]
+            assert other.vocabulary.special_mask[teacher_id]
         elif method == "counts":  # what stands first at a common boundary: one is the beginning of the other
             assert piece
             assert piece.startswith(spelling) or spelling.startswith(piece)

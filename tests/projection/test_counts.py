@@ -41,7 +41,7 @@ def readable_counts(student, teacher, texts) -> Counter:
                 pair.append(token if spelling and raw[start : start + len(spelling)] == spelling else None)
             if None not in pair:
                 found[tuple(pair)] += 1
-            start = int(one.ends[s1 - 1])
+            start = int(one.byte_ends[s1 - 1])
     return found
 
 
@@ -54,8 +54,8 @@ def as_dict(counts: CooccurrenceCounts) -> dict[tuple[int, int], int]:
 def test_counts_agree_with_a_dictionary(tokenizer_of, counted, student, teacher):
     found = counted(student, teacher)
     assert as_dict(found) == readable_counts(tokenizer_of[student], tokenizer_of[teacher], TEXTS)
-    assert found.documents == len(TEXTS)
-    assert (np.diff(found.students.astype(np.int64) * 10_000 + found.teachers) > 0).all()
+    assert found.num_documents == len(TEXTS)
+    assert (np.diff(found.student_ids.astype(np.int64) * 10_000 + found.teacher_ids) > 0).all()
 
 
 @given(texts=st.lists(st.text(max_size=30), min_size=1, max_size=4), pair=st.sampled_from(PAIRS))
@@ -112,7 +112,7 @@ def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
 @pytest.mark.parametrize(("texts", "characters"), [(1, 10), (3, 1 << 20), (1000, 50)])
 def test_the_size_of_batches_changes_nothing(tokenizer_of, counted, monkeypatch, texts, characters):
     monkeypatch.setattr(module, "BATCH_TEXTS", texts)
-    monkeypatch.setattr(module, "CHARACTERS", characters)
+    monkeypatch.setattr(module, "BATCH_CHARACTERS", characters)
     counter = CooccurrenceCounter(tokenizer_of["student"], tokenizer_of["teacher"])
     assert list(count_cooccurrences(counter, TEXTS))[-1] == len(TEXTS)
     assert as_dict(counter.to_counts(0, "")) == as_dict(counted("student", "teacher"))

@@ -23,7 +23,7 @@ def test_a_rotated_copy_of_the_space_is_found_again(tokenizer_of):
     one, other = tokenizer_of["student"], tokenizer_of["teacher"]
     draw = np.random.default_rng(0)
     student = draw.normal(size=(one.embedding_rows, 24)).astype(np.float32)
-    teacher = draw.normal(size=(other.width, 24)).astype(np.float32)
+    teacher = draw.normal(size=(other.embedding_rows, 24)).astype(np.float32)
     rotation = np.linalg.qr(draw.normal(size=(24, 24)))[0]
     wanted: dict[int, int] = {}
     free = iter([token for token, spelling in enumerate(other.vocabulary.bytes_by_id)
@@ -54,7 +54,7 @@ def test_weights_agree_with_dense_cosines(tokenizer_of, options_of):
     u, _, v = np.linalg.svd(unit(left[rows]).T @ unit(right[columns]), full_matrices=False)
     cosines = unit(left @ u @ v) @ unit(right).T
     cosines[:, other.vocabulary.byte_lengths == 0] = -np.inf
-    for token in set(np.flatnonzero(one.vocabulary.lengths).tolist()) - set(rows):
+    for token in set(np.flatnonzero(one.vocabulary.byte_lengths).tolist()) - set(rows):
         nearest = np.argsort(-cosines[token])[:3]
         weights = np.exp(cosines[token][nearest] / 0.2)
         expected = dict(zip(nearest.tolist(), (weights / weights.sum()).tolist(), strict=True))

@@ -130,8 +130,8 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
     before = projection.weights.copy()
     pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalize=True)
     assert pruned.header["prunings"] == [
-        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalize": False},
-        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalize": True},
+        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalise": False},
+        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalise": True},
     ]
     assert projection.header["prunings"] == []
     assert projection.weights.tobytes() == before.tobytes()

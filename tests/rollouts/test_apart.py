@@ -100,10 +100,10 @@ def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_it_ends_with_its_parent_that_is_killed(pair):
     script = (
-        "import sys, time; from pathlib import Path; from xtk.rollouts.subprocess_generator import Apart\n"
-        "from xtk.rollouts.generator_interface import WriterRequest; from xtk.tokens.tokenizer import Tokenizer\n"
+        "import sys, time; from pathlib import Path; from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
+        "from xtk.rollouts.generator_interface import GeneratorConfig; from xtk.tokens.tokenizer import Tokenizer\n"
         "folder = Path(sys.argv[1])\n"
-        "apart = Apart(WriterRequest(folder, 'student', Tokenizer(folder)), 'transformers')\n"
+        "apart = SubprocessGenerator(GeneratorConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
         "sys.stderr.write(f'{apart.process.pid}\\n'); time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script, str(pair.student)], stderr=subprocess.PIPE, text=True)

@@ -256,13 +256,13 @@ def test_turns_end_where_the_context_or_the_length_does(tokenizer, tmp_path):
         return one
 
     free = written(None, 100)
-    assert (free.num_turns, free.finish) == (4, "turns")
-    sizes = np.diff(free.document.drawn.runs()).ravel()
-    for context, length in ((int(free.document.drawn.runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
+    assert (free.num_turns, free.finish_reason) == (4, "turns")
+    sizes = np.diff(free.document.sampled_tokens.sampled_runs()).ravel()
+    for context, length in ((int(free.document.sampled_tokens.sampled_runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
         short = written(context, length)
-        assert (short.num_turns, short.finish) == (2, "length")
-        assert short.document.drawn.ids.tolist() == free.document.drawn.ids[: len(short.document.drawn.ids)].tolist()
-        assert len(short.document.drawn.runs()) == 2
+        assert (short.num_turns, short.finish_reason) == (2, "length")
+        assert short.document.sampled_tokens.ids.tolist() == free.document.sampled_tokens.ids[: len(short.document.sampled_tokens.ids)].tolist()
+        assert len(short.document.sampled_tokens.sampled_runs()) == 2
 
 
 def test_environments_that_are_none_are_told(tokenizer, tmp_path):

@@ -105,27 +105,27 @@ def heavier(scores: StoredLogprobs) -> StoredLogprobs:
 
 BAD = {
     "a NaN among log-probabilities": (with_value("logprobs", np.nan), "no numbers"),
-    "a NaN of the realised token": (with_value("realised_logprobs", np.nan), "no numbers"),
+    "a NaN of the realised token": (with_value("observed_logprobs", np.nan), "no numbers"),
     "an endless entropy": (with_value("entropy", np.inf), "no numbers"),
     "an entropy below 0": (with_value("entropy", -1.0), "entropy below 0"),
-    "a NaN for the rest": (with_value("tail_mass", np.nan), "no numbers"),
+    "a NaN for the rest": (with_value("remainder_mass", np.nan), "no numbers"),
     "an endless log-probability": (with_value("logprobs", np.inf), "above 0"),
-    "a log-probability above 0": (with_value("realised_logprobs", 0.5), "above 0"),
+    "a log-probability above 0": (with_value("observed_logprobs", 0.5), "above 0"),
     "a mass above 1": (heavier, "do not sum to 1"),
-    "a rest that is not the rest": (with_value("tail_mass", 1.5), "do not sum to 1"),
-    "a rest below 0": (with_value("tail_mass", -0.005), "do not sum to 1"),
+    "a rest that is not the rest": (with_value("remainder_mass", 1.5), "do not sum to 1"),
+    "a rest below 0": (with_value("remainder_mass", -0.005), "do not sum to 1"),
     "an id below 0": (with_value("ids", -1, 0), "does not have"),
     "an id past the vocabulary": (with_value("ids", U, 0), "does not have"),
-    "a drawn id past the vocabulary": (with_value("drawn_ids", U, 0), "draws ids that its vocabulary"),
+    "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "draws ids that its vocabulary"),
     "ids that fall": (swapped("ids", "offsets"), "not in their order"),
     "an id twice": (twice, "twice"),
-    "drawn ids that fall": (swapped("drawn_ids", "drawn_offsets"), "drawn ids twice, or not in their order"),
+    "drawn ids that fall": (swapped("sample_ids", "sample_offsets"), "drawn ids twice, or not in their order"),
     "no realised id": (without_the_realised_id, "leaves out the token"),
     "two numbers for the realised id": (
-        lambda scores: with_value("realised_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
+        lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
         "two log-probabilities",
     ),
-    "a draw too many": (lambda scores: with_value("counts", scores.counts[0] + 1, 0)(scores), "than 5 draws"),
+    "a draw too many": (lambda scores: with_value("counts", scores.sample_counts[0] + 1, 0)(scores), "than 5 draws"),
     "a count of none": (with_value("counts", 0, 0), "less than once"),
     "a draw of what is exact": (drawn_what_is_exact, "exact already"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets do not fit"),
@@ -133,7 +133,7 @@ BAD = {
         lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets do not fit"
     ),
     "offsets of fewer sets": (
-        lambda scores: changed(scores, drawn_offsets=scores.drawn_offsets[:-1]), "offsets do not fit"
+        lambda scores: changed(scores, drawn_offsets=scores.sample_offsets[:-1]), "offsets do not fit"
     ),
     "a position too few": (
         lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score all of the trained tokens"

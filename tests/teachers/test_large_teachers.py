@@ -39,8 +39,8 @@ def scores_of(folder: Path, **options: object) -> list:
 def assert_say_the_same(found: list, expected: list, tolerance: float) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.ids.tolist() == other.ids.tolist()
-        assert one.drawn_ids.tolist() == other.drawn_ids.tolist()
-        for name in ("logprobs", "realised_logprobs", "entropy", "tail_mass"):
+        assert one.sample_ids.tolist() == other.sample_ids.tolist()
+        for name in ("logprobs", "observed_logprobs", "entropy", "remainder_mass"):
             np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=0, atol=tolerance)
 
 

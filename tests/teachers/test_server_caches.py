@@ -47,7 +47,7 @@ def test_a_cache_of_servers_holds_what_one_of_transformers_holds(pair, corpus, t
     for one, two in zip(ours, theirs, strict=True):
         assert np.array_equal(one.tokens.ids, two.tokens.ids)
         assert np.array_equal(one.stored_logprobs.ids, two.stored_logprobs.ids)
-        for name in ("logprobs", "tail_mass", "realised_logprobs"):
+        for name in ("logprobs", "remainder_mass", "observed_logprobs"):
             np.testing.assert_allclose(
                 getattr(one.stored_logprobs, name), getattr(two.stored_logprobs, name), atol=2e-5, rtol=0
             )

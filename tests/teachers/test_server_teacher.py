@@ -74,7 +74,7 @@ def clean(pair: Pair, model: Served, documents: list[TokenSequence]) -> list[Sto
 
 def assert_same(found: list[StoredLogprobs], expected: list[StoredLogprobs]) -> None:
     for one, two in zip(found, expected, strict=True):
-        for name in ("positions", "offsets", "ids", "logprobs", "tail_mass", "realised_logprobs", "entropy"):
+        for name in ("positions", "offsets", "ids", "logprobs", "remainder_mass", "observed_logprobs", "entropy"):
             np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
 
 
@@ -99,7 +99,7 @@ def test_what_fails_now_and_then_leaves_no_trace(pair, proxy, documents, clean, 
     for times, after in ((1, 0), (2, 3)):
         proxy.trouble(kind, times, after)
         found = teacher.score(some)
-        assert proxy.seen()["requests"] > len([one for one in some if one.trained.any()])
+        assert proxy.seen()["requests"] > len([one for one in some if one.train_mask.any()])
         assert_same(found, [one for one, document in zip(clean, documents, strict=True) if document in some])
 
 
@@ -173,7 +173,7 @@ def test_requests_are_many_and_not_too_many_and_share_connections(pair, proxy, d
 
 
 def test_answers_that_are_large_together_are_asked_for_one_by_one(pair, proxy, documents, monkeypatch):
-    monkeypatch.setattr(vllm_server_client, "BYTES_IN_FLIGHT", 256 * 9 * vllm_server_client.BYTES_PER_ENTRY)
+    monkeypatch.setattr(vllm_server_client, "MAX_BYTES_IN_FLIGHT", 256 * 9 * vllm_server_client.BYTES_PER_ENTRY)
     teacher = ServerTeacher(request_of(pair.teacher, [proxy.url]))
     long = [document for document in documents if len(document) == 256]
     proxy.trouble()

@@ -73,7 +73,7 @@ def wanted_ids(support: Support, row: np.ndarray, given: np.ndarray | None) -> s
 
 
 def assert_says(scores, document, expected, support, tolerance, given=None) -> None:
-    assert scores.positions.tolist() == np.flatnonzero(document.trained).tolist()
+    assert scores.positions.tolist() == np.flatnonzero(document.train_mask).tolist()
     close = {"rtol": 0, "atol": tolerance}
     for at, position in enumerate(scores.positions.tolist()):
         ids = scores.ids[scores.offsets[at] : scores.offsets[at + 1]]
@@ -182,9 +182,9 @@ def test_what_a_teacher_says_does_not_depend_on_the_batch_or_its_padding(pair, b
     for expected, found in zip(
         [alone.score([document])[0] for document in documents], teacher.score(documents), strict=True
     ):
-        for name in ("positions", "offsets", "ids", "drawn_offsets", "drawn_ids", "counts"):
+        for name in ("positions", "offsets", "ids", "sample_offsets", "sample_ids", "sample_counts"):
             assert getattr(found, name).tolist() == getattr(expected, name).tolist()
-        for name in ("logprobs", "tail_mass", "realised_logprobs", "entropy"):
+        for name in ("logprobs", "remainder_mass", "observed_logprobs", "entropy"):
             np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=0, atol=1e-5)
 
 

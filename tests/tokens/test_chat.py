@@ -210,15 +210,15 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
     left, right, spans = spans_of(sides, student, teacher, document)
     for name, sequence in ((student, left), (teacher, right)):
         assert (np.diff(sequence.byte_ends) >= 0).all()
-        assert not sequence.trained[0]
+        assert not sequence.train_mask[0]
         assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
-        spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.pieces.tolist()]
+        spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.text_runs.tolist()]
         # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
-        assert sequence.byte_ends[sequence.spells].max(initial=0) <= len(document.text.encode())
+        assert sequence.byte_ends[sequence.text_mask].max(initial=0) <= len(document.text.encode())
     # A span of contents ends at the same byte on both sides, and begins after the one before it.
-    contents = spans[left.spells[spans[:, 0]]]
-    assert (left.ends[contents[:, 1] - 1] == right.ends[contents[:, 3] - 1]).all()
+    contents = spans[left.text_mask[spans[:, 0]]]
+    assert (left.byte_ends[contents[:, 1] - 1] == right.byte_ends[contents[:, 3] - 1]).all()
     assert (spans[1:, 0] >= spans[:-1, 1]).all()
     assert (spans[1:, 2] >= spans[:-1, 3]).all()
     swapped = align_sequences(right, left)

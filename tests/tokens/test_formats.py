@@ -82,7 +82,7 @@ def test_ranks_are_merged_as_tiktoken_merges_them(ranks, rank_file, tekken, text
 def test_special_tokens_of_ranks_have_their_ids_and_roles(rank_file, tekken, ranks):
     assert rank_file.special_token_ids == {"eos": len(ranks)}
     assert len(rank_file) == len(ranks) + 1
-    assert tekken.roles == {"bos": 1, "eos": 2, "unk": 0}
+    assert tekken.special_token_ids == {"bos": 1, "eos": 2, "unk": 0}
     assert tekken.vocabulary.special_tokens["[INST]"] == 3
     assert tekken.vocabulary.special_tokens["<SPECIAL_19>"] == 19
     assert len(tekken) == len(ranks) + 20

@@ -41,7 +41,7 @@ def read(tokenizer: Tokenizer, document: Document) -> tuple[Document, TokenSeque
 
 
 def parts_of(sequence: TokenSequence) -> dict[str, list[object]]:
-    names = ("ids", "ends", "trained", "pieces", "closers")
+    names = ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
     return {name: getattr(sequence, name).tolist() for name in names}
 
 

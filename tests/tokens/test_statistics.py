@@ -24,7 +24,7 @@ def tokenizer_of(families):
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
+    monkeypatch.setattr(module, "BATCH_DOCUMENTS", 3)
 
 
 def counted(student: Tokenizer, teacher: Tokenizer, texts: list[str]) -> tuple[dict, list[AlignedDocument]]:
@@ -151,7 +151,7 @@ def test_the_worst_documents_and_the_longest_spans_are_those_of_the_whole_corpus
     tokenizer_of, student_name, teacher_name, texts
 ):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "DOCUMENTS_AT_ONCE", 3)
+        patch.setattr(module, "BATCH_DOCUMENTS", 3)
         record, documents = counted(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
     shares = [(-readable_share(document), document.index) for document in documents]
     worst = [number for share, number in sorted(shares) if share < 0][: module.NUM_LISTED]
@@ -172,7 +172,7 @@ def test_groups_change_nothing(tokenizer_of, monkeypatch):
     texts = [*material.sentences(20), "", *material.ODD, "x" * 300]
     pair = tokenizer_of["student"], tokenizer_of["metaspace"]
     whole, _ = counted(*pair, texts)
-    for name, value in (("DOCUMENTS_AT_ONCE", 1), ("DOCUMENTS_AT_ONCE", 7), ("CHARACTERS_AT_ONCE", 100)):
+    for name, value in (("BATCH_DOCUMENTS", 1), ("BATCH_DOCUMENTS", 7), ("BATCH_CHARACTERS", 100)):
         monkeypatch.setattr(module, name, value)
         cut, documents = counted(*pair, texts)
         assert [document.index for document in documents] == list(range(len(texts)))

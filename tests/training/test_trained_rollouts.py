@@ -106,7 +106,7 @@ def test_what_was_drawn_is_trained_and_prompts_and_answers_of_tools_have_no_grad
     (term,) = batch.terms
     torch.manual_seed(0)
     documents, length = batch.input_ids.shape
-    logits = torch.randn(documents * length, rollouts.student.width, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(documents * length, rollouts.student.embedding_rows, dtype=torch.float64, requires_grad=True)
     fused_loss(logits[batch.loss_positions], OutputHead(None), [term.to(torch.device("cpu"), 1.0)], 16)[0].backward()
     moved = set(np.flatnonzero(logits.grad.abs().sum(1) > 0).tolist())
     wanted = set()

@@ -79,7 +79,7 @@ class _UncachedTeacher:
     """A teacher that would be cached as `cache-teacher` does it."""
 
     header: dict[str, Any]
-    teacher: Any
+    teacher_tokenizer: Any
 
 
 def auto_loss(inputs: DoctorInputs) -> Iterator[Finding]:

@@ -521,9 +521,9 @@ def _stored(path: Path, source: OnPolicySource) -> Iterator[Rollout]:
         document = replace(
             of_prompt,
             segments=tuple(Segment(*part) for part in record["segments"]),
-            ends=record["ends"],
+            is_complete=record["ends"],
             conversation=None if talk is None else replace(talk, messages=tuple(record["messages"])),
-            drawn=None if record["drawn"] is None else SampledTokens.from_bytes(base64.b64decode(record["drawn"])),
+            sampled_tokens=None if record["drawn"] is None else SampledTokens.from_bytes(base64.b64decode(record["drawn"])),
         )
         yield Rollout(
             document,

@@ -53,7 +53,7 @@ def test_a_completion_is_a_function_of_its_key_and_not_of_its_place(told):
 
 def test_greedily_it_writes_what_transformers_writes_up_to_the_same_end(told, students):
     expected = greedily(students[0])
-    assert {one.finish for one in expected} >= {"stop-string", "length"}
+    assert {one.finish_reason for one in expected} >= {"stop-string", "length"}
     assert_same(completions(told["greedy"]), expected)
 
 

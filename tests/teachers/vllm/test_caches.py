@@ -44,7 +44,7 @@ def assert_holds_the_same(folder: Path, plain: Path) -> None:
     for one, two in zip(ours, theirs, strict=True):
         assert np.array_equal(one.tokens.ids, two.tokens.ids)
         assert np.array_equal(one.stored_logprobs.ids, two.stored_logprobs.ids)
-        for name in ("logprobs", "tail_mass", "realised_logprobs"):
+        for name in ("logprobs", "remainder_mass", "observed_logprobs"):
             np.testing.assert_allclose(
                 getattr(one.stored_logprobs, name), getattr(two.stored_logprobs, name), atol=1e-4, rtol=0
             )
