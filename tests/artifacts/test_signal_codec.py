@@ -191,7 +191,7 @@ def test_errors_are_within_their_bounds_and_probabilities_sum_to_one(case):
 def test_the_plain_twin_reads_the_same_bits(case):
     rows, _, options, ranks = shard(*case[0], **case[1])
     codec, tables, tokens, signals = packed(rows, options, ranks)
-    twin = PlainCodec(tables, ranks.ids_by_frequency.tolist(), ranks.lengths.tolist(), *options.values())
+    twin = PlainCodec(tables, ranks.ids_by_frequency.tolist(), ranks.token_bytes.tolist(), *options.values())
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
         assert twin.tokens(token_bytes, len(row)) == (row.ids.tolist(), row.byte_ends.tolist())
         plain = twin.positions(signal_bytes, row.ids[scores.positions].tolist())
@@ -202,7 +202,7 @@ def test_the_plain_twin_reads_the_same_bits(case):
             assert np.array_equal(
                 np.array([position.exact[name] for name in back.ids[entries]], np.float32), back.logprobs[entries]
             )
-            assert np.float32(position.remainder_mass) == back.remainder_mass[at]
+            assert np.float32(position.tail_mass) == back.remainder_mass[at]
             assert np.float32(position.realised) == back.observed_logprobs[at]
             assert np.float32(position.entropy) == back.entropy[at]
             for number, drawn in enumerate(position.num_samples):
@@ -373,7 +373,7 @@ def test_a_shard_gives_back_what_its_codec_packed(tmp_path, kind):
     codec, _, _, signals = packed(rows, options, ranks)
     assert any(len(content) > 128 for content in signals)
     header = {"codec": {"name": "packed", "vocabulary_order": ranks.file_name, **options}}
-    (tmp_path / ranks.file_name).write_bytes(ranks.content)
+    (tmp_path / ranks.file_name).write_bytes(ranks.file_content)
     documents = [
         ScoredDocument(Document.from_text("x" * max([0, *row.byte_ends.tolist()])), row, scores) for row, scores in rows
     ]

@@ -253,7 +253,7 @@ def test_a_flipped_byte_in_a_shard_is_found_by_reading_and_names_shard_and_row(c
         path.write_bytes(raw[:position] + bytes([raw[position] ^ 0x10]) + raw[position + 1 :])
         opened = TeacherCache(cache)
         assert_equal(opened.read_document(0), rows[0])  # the other shards are good
-        for read in (opened.verify, lambda opened=opened: [opened.row(number) for number in range(4, 8)]):
+        for read in (opened.verify, lambda opened=opened: [opened.read_document(number) for number in range(4, 8)]):
             with pytest.raises(CorruptError) as caught:
                 read()
             assert str(path) in caught.value.hint

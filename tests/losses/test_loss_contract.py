@@ -443,7 +443,7 @@ def test_rows_that_no_span_covers_have_no_gradient(name):
     case = case_for(name, 1, K=4)
     example = dataclasses.replace(case.example, spans=np.zeros((0, 4), np.int32))
     cells = RULES[name].build_cells(example, ground_of(name, case))
-    assert cells.items == 0
+    assert cells.num_items == 0
     total, _, gradients = fused(case, [cells], [1.0])
     assert float(total) == 0
     assert not any(gradient.any() for gradient in gradients)
@@ -489,7 +489,7 @@ def test_items_that_nothing_reaches_cost_nothing_wherever_they_stand():
             case.example.teacher_logprobs, np.isin(case.example.teacher_logprobs.positions, positions), [2, 5]
         )
         cells = rule.build_cells(dataclasses.replace(case.example, teacher_logprobs=signal), columns)
-        assert cells.items == len(spans)
+        assert cells.num_items == len(spans)
         assert not np.diff(cells.cell_offsets)[list(hidden)].any()
         total, gradients = plain(case, lambda probs, cells=cells: plain_sum_of_cells(cells, probs))
         for chunk in (1, 2, 64):

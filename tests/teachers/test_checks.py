@@ -91,7 +91,7 @@ def drawn_what_is_exact(scores: StoredLogprobs) -> StoredLogprobs:
     offsets[0] = 0
     ids = np.concatenate([scores.ids[:1], scores.sample_ids[size:]])
     counts = np.concatenate([np.array([5], np.int32), scores.sample_counts[size:]])
-    return changed(scores, drawn_offsets=offsets, drawn_ids=ids, counts=counts)
+    return changed(scores, sample_offsets=offsets, drawn_ids=ids, sample_counts=counts)
 
 
 def heavier(scores: StoredLogprobs) -> StoredLogprobs:
@@ -125,15 +125,15 @@ BAD = {
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
         "two log-probabilities",
     ),
-    "a draw too many": (lambda scores: with_value("counts", scores.sample_counts[0] + 1, 0)(scores), "than 5 draws"),
-    "a count of none": (with_value("counts", 0, 0), "less than once"),
+    "a draw too many": (lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "than 5 draws"),
+    "a count of none": (with_value("sample_counts", 0, 0), "less than once"),
     "a draw of what is exact": (drawn_what_is_exact, "exact already"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets do not fit"),
     "offsets that end too early": (
         lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets do not fit"
     ),
     "offsets of fewer sets": (
-        lambda scores: changed(scores, drawn_offsets=scores.sample_offsets[:-1]), "offsets do not fit"
+        lambda scores: changed(scores, sample_offsets=scores.sample_offsets[:-1]), "offsets do not fit"
     ),
     "a position too few": (
         lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score all of the trained tokens"
@@ -183,7 +183,7 @@ def test_an_answer_for_fewer_documents_is_refused(pair, texts, tmp_path, monkeyp
 @pytest.mark.parametrize("kind", ["top-k", "top-p", "sample", "top-k+sample", "none"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_a_real_teacher_says_is_never_refused(pair, texts, tmp_path, kind, dtype):
-    sampled = {"draws": 5, "sets": 2} if "sample" in kind else {}
+    sampled = {"num_samples": 5, "num_sample_sets": 2} if "sample" in kind else {}
     support = Support(
         kind, top_k=0 if kind in ("sample", "none") else 8, top_p=0.9 if kind == "top-p" else 1, **sampled
     )

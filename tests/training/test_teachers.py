@@ -275,7 +275,7 @@ def teachers(pair, folder):
 
 
 def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
-    chosen = {name: teachers(name)[0].chosen() for name in ("teacher", "alike", "none")}
+    chosen = {name: teachers(name)[0].auto_losses() for name in ("teacher", "alike", "none")}
     assert chosen["teacher"][0] == AUTO_LOSSES["bytes"]
     assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
     assert chosen["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's own tokenizer")

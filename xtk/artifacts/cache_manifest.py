@@ -165,7 +165,7 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
         if max(stop for _, stop in shard["payload"]) > shard["bytes"]:
             raise CorruptError(f"shards[{at}].payload ends after the file's last byte", where=where, hint=hint)
     rows = sum(shard["rows"] for shard in manifest["shards"])
-    if rows != manifest["header"]["data"].get("rows", rows):
+    if rows != manifest["header"].get("data", {}).get("rows", rows):
         raise CorruptError(
             f"its shards have {rows:,} documents, and header.data.rows is {manifest['header']['data']['rows']:,}",
             where=where,

@@ -169,7 +169,7 @@ class RemoteFolder:
                     self._fs.cp_file(source._path(theirs), self._path(ours))
             else:
                 with self._store_errors("the store does not take a file", ours):
-                    self._upload(source.local(theirs), ours, exclusive=False)  # type: ignore[attr-defined]
+                    self._upload(source.local_path(theirs), ours, exclusive=False)  # type: ignore[attr-defined]
 
         if self.protocol not in ATOMIC_PROTOCOLS:
             with self._store_errors("the store makes no folder"):
