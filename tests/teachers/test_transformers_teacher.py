@@ -87,7 +87,7 @@ def assert_says(scores, document, expected, support, tolerance, given=None) -> N
         assert abs(scores.remainder_mass[at] - (1 - np.exp(expected[at][ids]).sum())) < tolerance
         for number in range(support.num_sample_sets):
             first, stop = scores.sample_offsets[at * support.num_sample_sets + number :][:2]
-            drawn = scores.drawn_ids[first:stop]
+            drawn = scores.sample_ids[first:stop]
             assert drawn.tolist() == sorted(set(drawn.tolist()) - set(ids.tolist()))
             assert scores.counts[first:stop].sum() == (support.num_samples if len(ids) < len(expected[at]) else 0)
             # Systematic draws: never a whole time more or less than in the mean.
