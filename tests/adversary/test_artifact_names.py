@@ -90,7 +90,7 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda m: m["shards"][0].update(rows=-1), "shards[0].rows is -1; must be an integer from 0"),
+        (lambda m: m["shards"][0].update(rows=-1), "shards[0].rows is -1; must be an integer from 1"),
         (lambda m: m["shards"][0].update(rows="12"), "shards[0].rows is '12'"),
         (lambda m: m["shards"][0].update(rows=True), "shards[0].rows is True"),
         (lambda m: m["shards"][0].update(bytes=10**30), "shards[0].bytes is 1000"),

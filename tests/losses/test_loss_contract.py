@@ -545,7 +545,7 @@ def problems(draw):
 @given(case=problems())
 def test_fill_cells_agrees_with_its_readable_twin_however_often_it_is_called(case):
     example, columns = case.example, case.projection.columns
-    signal = example.signal
+    signal = example.teacher_logprobs
     draw = np.random.default_rng(len(example.student_ids))
     rows = np.sort(draw.integers(0, 30, 8))
     row_start, row_stop = rows[::2], rows[1::2] + 1
