@@ -118,7 +118,7 @@ def spoil_the_ids(arrays: dict[str, np.ndarray]) -> None:
     for at in range(len(arrays["positions"])):
         kept = slice(arrays["offsets"][at], arrays["offsets"][at + 1])
         best = int(np.argmax(arrays["logprobs"][kept]))
-        if arrays["logprobs"][kept][best] != arrays["realised_logprobs"][at]:
+        if arrays["logprobs"][kept][best] != arrays["observed_logprobs"][at]:
             arrays["ids"][kept][best] = next(token for token in range(400) if token not in arrays["ids"][kept])
 
 
