@@ -229,7 +229,7 @@ def test_data_that_spells_special_tokens(pair, corpus, tmp_path):
     assert not list(special_tokens_in_text(case_of(pair, corpus)))
     texts = ["One.<|im_end|>", *material.sentences(3)]
     case = case_of(pair, material.write_jsonl(tmp_path / "data.jsonl", texts))
-    assert found(special_tokens_in_text(case), "warning", "<|im_end|>").figures == {"share": 0.25}
+    assert found(special_tokens_in_text(case), "warning", "<|im_end|>").figures == {"document_fraction": 0.25}
 
 
 def test_compression_and_alignment(pair, corpus):
@@ -347,7 +347,7 @@ def test_disk_hours_and_versions(pair, corpus, cache):
     assert found(disk(case_of(pair, corpus)), "note", "nobody said how many").hint
     assert found(disk(case), "ok", "the cache: about").figures["positions"] < tokens
     parameters = sum(one.numel() for one in load_causal_lm(pair.student).parameters())
-    assert found(disk(case), "ok", "checkpoints take").figures["checkpoints"] == 4 * parameters * 10
+    assert found(disk(case), "ok", "checkpoints take").figures["checkpoint_bytes"] == 4 * parameters * 10
     assert found(disk(case_of(pair, cache=cache)), "ok", "a position").figures["documents"] == 40
     assert found(disk(case_of(pair, save_total_limit=10**9)), "error", "checkpoints take").hint
     assert found(library_versions(case), "ok", "Python").figures["torch"] == torch.__version__
