@@ -625,10 +625,13 @@ def _weighted_loss(part: LossChunk, leaves: list[Tensor], ranked: _LargestLogpro
     if ranked is None:
         return value
     before = None if part.prefix_product is None else part.prefix_product.prefix_logprobs(leaves[0])
-    of_ranks, behind = ranked.ranks.rank_distances(ranked.ranks_with_token, leaves[-2], leaves[-1], before)
+    by_rank, after_last_rank = ranked.ranks.rank_distances(ranked.ranks_with_token, leaves[-2], leaves[-1], before)
     if part.item_weights is not None:
-        of_ranks, behind = of_ranks * part.item_weights[ranked.ranks.rank_items], behind * part.item_weights
-    return value + of_ranks.sum() + behind.sum()
+        by_rank, after_last_rank = (
+            by_rank * part.item_weights[ranked.ranks.rank_items],
+            after_last_rank * part.item_weights,
+        )
+    return value + by_rank.sum() + after_last_rank.sum()
 
 
 def _weighted_divergence(part: LossChunk, log_probs: Tensor) -> Tensor:

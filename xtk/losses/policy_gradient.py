@@ -103,14 +103,14 @@ class PolicyGradient:
         nothing = np.zeros(len(example.positions), np.float32)
         logprobs = nothing + np.nan if example.sampling_logprobs is None else example.sampling_logprobs
         rewards = nothing if example.advantages is None else example.advantages
-        old = range_sums(logprobs, ranges.row_start, ranges.row_stop)
-        sampled = np.isfinite(old)
-        old, ranges = old[sampled], ItemRanges(*(part[sampled] for part in vars(ranges).values()))
-        taught = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
-        advantages = self.teacher * np.clip(taught - old, -self.clip, self.clip)
+        old_sums = range_sums(logprobs, ranges.row_start, ranges.row_stop)
+        sampled = np.isfinite(old_sums)
+        old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in vars(ranges).values()))
+        teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
+        advantages = self.teacher * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
         advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
         return replace(
-            observed_token_cells(example, ranges, np.ones(len(old))),
-            surrogate=ClippedSurrogate(old, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
+            observed_token_cells(example, ranges, np.ones(len(old_sums))),
+            surrogate=ClippedSurrogate(old_sums, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
             outside_mode="ignored",
         )
