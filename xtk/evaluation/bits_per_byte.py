@@ -217,7 +217,7 @@ class _CategoryCosts:
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
         nats, indices = attribute_to_bytes(masses, offsets, tokens.logprobs, starts, stops)
         owners = np.repeat(np.repeat([window.document_index for window in batch], tokens.tokens_per_window), sizes)
-        order = np.argsort(owners, category="stable")
+        order = np.argsort(owners, kind="stable")
         for part in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
             number = int(owners[part[0]])
             categories = self._categories[number]

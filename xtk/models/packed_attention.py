@@ -123,7 +123,7 @@ def packed_attention(
         raise UnsupportedAttention(
             "packed sequences are not supported: the model's attention needs more than a causal mask "
             f"({', '.join(more) or 'its own mask'})",
-            hint="train without packing",
+            hint="use --no-packing",
         )
     groups = query.shape[1] // key.shape[1]
     if packed is not None and packed.num_ranks > 1:

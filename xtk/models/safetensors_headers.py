@@ -88,7 +88,8 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             for name, tensor in header.items()  # type: ignore[union-attr]
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        raise CorruptError("the header of the safetensors file cannot be read", where=str(path), hint=_HINT) from None
+        what = "the model's weights cannot be read: the safetensors header is invalid"
+        raise CorruptError(what, where=str(path), hint=_HINT) from None
     if path.stat().st_size != 8 + size + end:
         actual, expected = path.stat().st_size, 8 + size + end
         what = f"the safetensors file has {actual:,} bytes instead of {expected:,}"
