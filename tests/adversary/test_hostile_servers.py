@@ -144,7 +144,7 @@ def ask(server: Served, kind: str) -> object:
         ("deep", "not valid JSON|nested"),
         ("number", "not valid JSON"),
         ("length", "max_model_len"),
-        ("name", "the id of a model is not text"),
+        ("name", "a model whose id is not text"),
         ("nan", "NaN is not a JSON number"),
         ("twice", "a key twice"),
         ("nul", "not valid JSON"),

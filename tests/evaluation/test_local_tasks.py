@@ -155,7 +155,7 @@ def test_what_cannot_be_read_is_told(mmlu, tmp_path):
         (f"mmlu_astronomy={mmlu}", "lacks test or dev files of astronomy"),
         (f"humaneval_plus={tmp_path / 'empty'}", "humaneval_plus contains no test-*.parquet"),
         ("mmlu=nowhere", "the folder of the task mmlu does not exist"),
-        ("gsm8k=.", "no task that is read from a folder called 'gsm8k'"),
+        ("gsm8k=.", "no task with a local folder called 'gsm8k'"),
         (f"mmlu_anatomy={mmlu},mmlu_virology={tmp_path}", "read from the same folder"),
         ("mbpp_pluss=.", "did you mean mbpp"),
     ]:  # fmt: skip

@@ -119,7 +119,7 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
     (tmp_path / "missing.yaml").write_text(harness_tasks.task("missing", tmp_path / "nowhere.jsonl"))
     with pytest.raises(XtkError, match="cannot load the tasks"):
         Harness(HarnessConfig(("missing",), str(tmp_path)))
-    with pytest.raises(XtkError, match="the folder of --include-path does not exist"):
+    with pytest.raises(XtkError, match=r"the folder of custom tasks \(include_path\) does not exist"):
         Harness(HarnessConfig(("choose_sum",), str(tmp_path / "nowhere")))
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(XtkError, match=r"pip install 'xtk\[evaluation\]'"):

@@ -263,19 +263,22 @@ def test_matrices_decay_and_biases_norms_and_what_is_frozen_do_not(pair):
 
 
 REFUSED = [
-    ({"freeze": ("embed_token$",)}, "no parameter called 'embed_token$'; did you mean embed_tokens?"),
+    ({"freeze": ("embed_token$",)}, "no parameter of the student called 'embed_token$'; did you mean embed_tokens?"),
     ({"freeze": ("layers[",)}, "is not a valid regular expression"),
     ({"freeze": (".",)}, "nothing would be trained"),
-    ({"dtype": "float16"}, "no dtype to train in called 'float16'"),
+    ({"dtype": "float16"}, "no training dtype called 'float16'"),
     ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
     ({"load_in_4bit": True}, "quantized weights cannot be trained"),
     ({"load_in_4bit": True, "lora_r": 4, "resize_vocabulary": True}, "--resize-vocabulary does not work with"),
     ({"lora_alpha": 8}, "--lora-alpha needs LoRA adapters, but --lora-r is 0"),
     ({"lora_r": -1}, "--lora-r must be at least 0, not -1"),
     ({"lora_r": 4, "lora_dropout": 1.0}, "--lora-dropout must be at least 0 and below 1, not 1.0"),
-    ({"lora_r": 4, "lora_target_modules": ("q_projj",)}, "no module called 'q_projj'; did you mean q_proj?"),
+    (
+        {"lora_r": 4, "lora_target_modules": ("q_projj",)},
+        "no module of the student called 'q_projj'; did you mean q_proj?",
+    ),
     ({"lora_r": 4, "lora_target_modules": ("input_layernorm",)}, "peft refuses the LoRA options"),
-    ({"lora_r": 4, "lora_modules_to_save": ("head",)}, "no module called 'head'"),
+    ({"lora_r": 4, "lora_modules_to_save": ("head",)}, "no module of the student called 'head'"),
     ({"lora_r": 4, "lora_target_modules": ("lm_head",)}, "embedding and output head are tied"),
 ]
 

@@ -252,7 +252,7 @@ class EndpointPool:
                         hint="check the address and that the server is running",
                     ) from None
                 await asyncio.sleep(self._retry_policy.backoff(attempt))
-        raise AssertionError("at least one attempt")
+        raise AssertionError("max_attempts must be at least 1")
 
     async def request(
         self,
@@ -375,10 +375,12 @@ class EndpointPool:
             if answer.status_code == 200:
                 encoding = answer.headers.get("content-encoding", "identity")
                 if encoding != "identity":
-                    raise RetryableError(f"invalid response: compressed with {encoding}, but xtk accepts only identity")
+                    raise RetryableError(
+                        f"the server returned data compressed with {encoding}; xtk accepts only identity"
+                    )
                 raw, is_whole = await _body(answer, most)
                 if not is_whole:
-                    raise RetryableError(f"invalid response: more than {most:,} bytes, the limit for this request")
+                    raise RetryableError(f"the server returned more than {most:,} bytes, the limit for this request")
                 return raw
             message = _error_message(answer, (await _body(answer, MAX_ERROR_BYTES))[0])
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
@@ -461,7 +463,7 @@ def parse_response(raw: bytes) -> Any:
     try:
         return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"invalid response: not valid JSON: {wrong}"[:500]) from None
+        raise RetryableError(f"the server returned text that is not valid JSON: {wrong}"[:500]) from None
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

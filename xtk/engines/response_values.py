@@ -23,7 +23,7 @@ def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
     """
     for name in names:
         if not (name.isascii() and name.isdecimal() and len(name) <= 10 and (name[0] != "0" or len(name) == 1)):
-            raise RetryableError(f"invalid response: the token id {name[:40]!r} is not a decimal number")
+            raise RetryableError(f"the server returned the token id {name[:40]!r}, which is not a decimal number")
     return checked_token_ids([int(name) for name in names])
 
 
@@ -34,9 +34,9 @@ def checked_token_ids(values: Any) -> NDArray[np.int32]:
         RetryableError: not a list of integers, or an id is negative or above `MAX_TOKEN_ID`.
     """
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise RetryableError("invalid response: token ids are not a list of integers")
+        raise RetryableError("the server returned token ids that are not a list of integers")
     if values and not (min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
-        raise RetryableError(f"invalid response: a token id is not between 0 and {MAX_TOKEN_ID}")
+        raise RetryableError(f"the server returned a token id that is not between 0 and {MAX_TOKEN_ID}")
     return np.array(values, np.int32)
 
 
@@ -48,13 +48,13 @@ def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
     """
     values = list(values)
     if not set(map(type, values)) <= {float, int}:
-        raise RetryableError("invalid response: a log-probability is not a number")
+        raise RetryableError("the server returned a log-probability that is not a number")
     try:
         found = np.array(values, np.float64)
     except OverflowError:
-        raise RetryableError("invalid response: a log-probability is not finite") from None
+        raise RetryableError("the server returned a log-probability that is not finite") from None
     if not np.isfinite(found).all():
-        raise RetryableError("invalid response: a log-probability is not finite")
+        raise RetryableError("the server returned a log-probability that is not finite")
     if (found > LOGPROB_TOLERANCE).any():
-        raise RetryableError(f"invalid response: a log-probability is above 0: {found.max():.4g}")
+        raise RetryableError(f"the server returned a log-probability above 0: {found.max():.4g}")
     return found.astype(np.float32)

@@ -57,9 +57,9 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     """
     models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not models:
-        raise RetryableError("invalid response: it contains no list of models")
+        raise RetryableError("the server returned no list of models")
     if not all(isinstance(one, dict) and isinstance(one.get("id"), str) for one in models):
-        raise RetryableError("invalid response: the id of a model is not text")
+        raise RetryableError("the server returned a model whose id is not text")
     for length in (one.get("max_model_len") for one in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(

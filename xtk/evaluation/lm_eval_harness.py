@@ -140,12 +140,12 @@ class Harness:
             return
         if importlib.util.find_spec("lm_eval") is None:
             raise XtkError(
-                "--tasks needs the package lm-evaluation-harness, which is not installed",
+                "evaluating tasks needs the package lm-evaluation-harness, which is not installed",
                 hint="run pip install 'xtk[evaluation]'",
             )
         if config.include_path and not Path(config.include_path).is_dir():
             raise XtkError(
-                "the folder of --include-path does not exist",
+                "the folder of custom tasks (include_path) does not exist",
                 where=config.include_path,
                 hint="use --include-path FOLDER with a folder that contains task YAML files",
             )
@@ -352,7 +352,7 @@ def _to_json_value(value: Any) -> Any:
 
 def _harness_error(what: str, config: HarnessConfig, wrong: Exception) -> XtkError:
     first_line = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
-    return XtkError(f"{what}: {type(wrong).__name__}: {first_line}", where=f"--tasks {','.join(config.tasks)}")
+    return XtkError(f"{what}: {type(wrong).__name__}: {first_line}", where=f"tasks {', '.join(config.tasks)}")
 
 
 @contextlib.contextmanager

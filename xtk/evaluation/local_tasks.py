@@ -73,7 +73,7 @@ def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
         if not is_local:
             continue
         if name not in CODE_TASKS and name.partition("_")[0] != MMLU:
-            raise unknown_name_error("task that is read from a folder", name, [MMLU, *CODE_TASKS])
+            raise unknown_name_error("task with a local folder", name, [MMLU, *CODE_TASKS])
         if not Path(folder).is_dir():
             raise XtkError(
                 f"the folder of the task {name} does not exist",

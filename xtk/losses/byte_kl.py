@@ -60,7 +60,7 @@ class ByteKL:
             )
         except ZeroDivisionError:
             raise CorruptError(
-                "the cached teacher tokens of a document do not spell its text",
+                "the teacher's tokens in the cache do not match the text of a document",
                 hint="the cache is corrupt; run the same cache-teacher command again with --force",
             ) from None
         following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))

@@ -308,7 +308,11 @@ def loading_error(folder: Path, wrong: Exception) -> XtkError:
         )
     if not isinstance(wrong, ValueError | OSError | RuntimeError | ImportError) or isinstance(wrong, RecursionError):
         text = f"{type(wrong).__name__}: {text}"  # the text of other types may be a bare name, or empty
-    return XtkError(f"transformers cannot load the model: {text[:300]}", where=str(folder))
+    return XtkError(
+        f"transformers cannot load the model: {text[:300]}",
+        where=str(folder),
+        hint="check that the model's files are complete, and that the installed transformers supports the model",
+    )
 
 
 def max_context_length(configuration: Any) -> int | None:

@@ -69,7 +69,7 @@ class StudentModelConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in TRAINABLE_DTYPES:
-            raise unknown_name_error("dtype to train in", self.dtype, TRAINABLE_DTYPES)
+            raise unknown_name_error("training dtype", self.dtype, TRAINABLE_DTYPES)
         if self.load_in_4bit and self.load_in_8bit:
             raise XtkError("--load-in-4bit and --load-in-8bit exclude each other", hint="remove one of them")
         if self.lora_r < 0:
@@ -309,7 +309,7 @@ def _check_module_names(names: Sequence[str], suffixes: Sequence[str]) -> None:
     """Refuse names that are not a suffix of any module's name."""
     for one in suffixes:
         if not any(name == one or name.endswith(f".{one}") for name in names):
-            raise unknown_name_error("module", one, {name.rpartition(".")[2] for name in names} - {""})
+            raise unknown_name_error("module of the student", one, {name.rpartition(".")[2] for name in names} - {""})
 
 
 def _tied_embedding_names(model: Any) -> set[str]:
@@ -348,7 +348,7 @@ def freeze_parameters(model: Any, patterns: Sequence[str]) -> None:
             ) from None
         if not found:
             parts = {part for name, _ in parameters for part in name.split(".") if not part.isdigit()}
-            raise unknown_name_error("parameter", pattern, parts)
+            raise unknown_name_error("parameter of the student", pattern, parts)
         for parameter in found:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
