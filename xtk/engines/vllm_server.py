@@ -63,7 +63,7 @@ def parse_models(answer: Any) -> list[dict[str, Any]]:
     for length in (one.get("max_model_len") for one in models):
         if length is not None and (type(length) is not int or length < 1):
             raise RetryableError(
-                f"invalid response: max_model_len must be a positive integer, not {str(length)[:40]!r}"
+                f"the server returned max_model_len {str(length)[:40]!r}, which is not a positive integer"
             )
     return models
 
