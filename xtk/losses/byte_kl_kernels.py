@@ -721,27 +721,21 @@ def fill_byte_cells(
     corrections = np.zeros(len(items), np.float64)
     cells = entries = groups = written = 0
     for number in range(len(items)):
-        student_item, teacher_item = (
-            items[number, STUDENT_COLUMNS : STUDENT_COLUMNS + 4],
-            items[number, TEACHER_COLUMNS : TEACHER_COLUMNS + 4],
-        )
-        found, weight = fill_teacher_cells(teacher, support, teacher_item, number, scratch)
+        ours = items[number, STUDENT_COLUMNS : STUDENT_COLUMNS + 4]
+        theirs = items[number, TEACHER_COLUMNS : TEACHER_COLUMNS + 4]
+        row, position = ours[NEXT_DISTRIBUTION], theirs[NEXT_DISTRIBUTION]
+        found, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
         count = 0
-        if student_item[PREVIOUS_DISTRIBUTION] != NONE:
+        if ours[PREVIOUS_DISTRIBUTION] != NONE:
             count = _group_runs(
-                student, teacher, after, support, student_item, teacher_item, found, number, scratch, runs, scan_limit
+                student, teacher, after, support, ours, theirs, found, number, scratch, runs, scan_limit
             )
         # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
-        is_complete = (
-            teacher_item[NEXT_DISTRIBUTION] == NONE
-            or support.remainder_mass[teacher_item[NEXT_DISTRIBUTION]] <= MIN_REMAINDER
-        )
+        is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
         run_offsets = _ensure_capacity(run_offsets, groups + found + 3)
         firsts, stops = _ensure_capacity(firsts, written + count), _ensure_capacity(stops, written + count)
-        entry_offsets, probs = (
-            _ensure_capacity(entry_offsets, cells + found + 2),
-            _ensure_capacity(probs, cells + found),
-        )
+        entry_offsets = _ensure_capacity(entry_offsets, cells + found + 2)
+        probs = _ensure_capacity(probs, cells + found)
         sort_runs_by_group(runs[:count], found + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1] = written + ends[0]
         run_offsets[groups + 2] = written + ends[1]
@@ -749,12 +743,12 @@ def fill_byte_cells(
         for slot in range(found):
             cell = scratch.cells[slot]
             before = entries
-            if student_item[NEXT_DISTRIBUTION] != NONE and (is_complete or scratch.is_at_boundary[slot]):
+            if row != NONE and (is_complete or scratch.is_at_boundary[slot]):
                 size = member_offsets[cell + 1] - member_offsets[cell]
                 rows, tokens = _ensure_capacity(rows, entries + size), _ensure_capacity(tokens, entries + size)
                 first = member_offsets[cell]
                 for member in range(size):  # a slice assignment costs fifty times as much as one element
-                    rows[entries + member] = student_item[NEXT_DISTRIBUTION]
+                    rows[entries + member] = row
                     tokens[entries + member] = members[first + member]
                 entries += size
             if entries == before and ends[slot + 2] == ends[slot + 1]:
@@ -769,31 +763,19 @@ def fill_byte_cells(
             run_offsets[groups] = written + ends[slot + 2]
         written += count
         kept = scratch.probs[: cells - cell_offsets[number]]
-        elsewhere = (
-            ends[0] > 0
-            if student_item[NEXT_DISTRIBUTION] == NONE
-            else entries - entry_offsets[cell_offsets[number]] < width
-        )
+        elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[cell_offsets[number]] < width
         if ends[1] == ends[0] and not elsewhere:
             total = kept.sum()  # the student cannot have a remainder here: compare within the cells only
             kept /= total
             scratch.exact_probs[: len(kept)] /= total
             weight /= total
         probs[cell_offsets[number] : cells] = kept
-        if teacher_item[NEXT_DISTRIBUTION] != NONE:
-            both = student_item[NEXT_DISTRIBUTION] != NONE
+        if position != NONE:
             corrections[number] = _boundary_correction(
-                teacher, support, teacher_item[NEXT_DISTRIBUTION], weight, number, scratch, kept, both
+                teacher, support, position, weight, number, scratch, kept, row != NONE
             )
         cell_offsets[number + 1] = cells
     return (
-        cell_offsets,
-        entry_offsets[: cells + 1],
-        probs[:cells],
-        rows[:entries],
-        tokens[:entries],
-        run_offsets[: groups + 1],
-        firsts[:written],
-        stops[:written],
-        corrections,
-    )
+        cell_offsets, entry_offsets[: cells + 1], probs[:cells], rows[:entries], tokens[:entries],
+        run_offsets[: groups + 1], firsts[:written], stops[:written], corrections,
+    )  # fmt: skip
