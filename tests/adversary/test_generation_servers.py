@@ -97,9 +97,9 @@ def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, m
         told = capsys.readouterr().err
         assert told.count(RESTARTED) == 1, told
         if dies_at is not None:
-            assert "; trying again" in told
-            assert f"{first.url}: no answer for " in told, "a line every so many seconds"
-            assert "answers again, after" in told
+            assert "; retrying" in told
+            assert f"{first.url}: no response for " in told, "a line every so many seconds"
+            assert "responding again after" in told
     finally:
         first.kill()
         fate.join()

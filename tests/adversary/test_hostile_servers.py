@@ -137,19 +137,19 @@ def ask(server: Served, kind: str) -> object:
     ("kind", "words"),
     [
         ("endless", "more than 1,048,576 bytes"),
-        ("bomb", "compressed by gzip"),
+        ("bomb", "compressed with gzip"),
         ("drip", "within 1.5 seconds"),
         ("hints", "within 1.5 seconds"),
         ("hang", "within 1.5 seconds"),
-        ("deep", "no JSON|nested"),
-        ("number", "no JSON"),
+        ("deep", "not valid JSON|nested"),
+        ("number", "not valid JSON"),
         ("length", "max_model_len"),
-        ("name", "id is no text"),
-        ("nan", "NaN is not a number"),
+        ("name", "a model whose id is not text"),
+        ("nan", "NaN is not a JSON number"),
         ("twice", "a key twice"),
-        ("nul", "no JSON"),
-        ("html", "no JSON"),
-        ("latin", "no JSON"),
+        ("nul", "not valid JSON"),
+        ("html", "not valid JSON"),
+        ("latin", "not valid JSON"),
         ("error", "500 x"),
     ],
 )
@@ -179,14 +179,14 @@ def test_a_server_that_changes_its_model_is_refused(server):
             for _ in range(3):
                 await those.request_one(one, "/completions", {}, parse_models, max_attempts=1)
 
-    with pytest.raises(XtkError, match="name the model 'other' after 'm'"):
+    with pytest.raises(XtkError, match="the server changed its model from 'm' to 'other'"):
         asyncio.run(asked())
 
 
 def test_redirects_are_not_followed(server):
-    with pytest.raises(PermanentError, match=r"to http://127\.0\.0\.1:9/v1/models; redirects are not followed"):
+    with pytest.raises(PermanentError, match=r"redirect to http://127\.0\.0\.1:9/v1/models, which xtk does not follow"):
         ask(server, "redirect")
-    with pytest.raises(PermanentError, match="to nowhere; redirects are not followed"):
+    with pytest.raises(PermanentError, match="redirect to an unknown address, which xtk does not follow"):
         ask(server, "nowhere")
 
 
@@ -194,7 +194,7 @@ def test_a_server_that_hangs_is_reported_while_it_is_waited_for(server, capsys, 
     monkeypatch.setattr(http_endpoints, "REPORT_INTERVAL_SECONDS", 0.4)
     with pytest.raises(NoResponseError):
         ask(server, "hang")
-    assert "no answer for" in capsys.readouterr().err
+    assert "no response for" in capsys.readouterr().err
 
 
 def test_escape_codes_of_an_answer_do_not_reach_the_terminal(server, pair, corpus, tmp_path):

@@ -19,7 +19,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
-KERNEL = "this model runs a kernel from a hub: evil/kernel"
+KERNEL = "the model needs the kernel evil/kernel, which is code from a hub"
 # {name: (what is changed in a configuration, or its whole text, the sentence)}
 ATTACKS: dict[str, tuple[Any, str]] = {
     "nested": ('{"a":' + "[" * 10_000 + "]" * 10_000 + "}", "nested more than 100"),
@@ -46,8 +46,8 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "kernel, inside": ({"text_config": {"_attn_implementation_internal": "evil/kernel"}}, KERNEL),
     "kernel, experts": ({"_experts_implementation": "evil/kernel"}, KERNEL),
     "own code": ({"model_type": "own", "auto_map": {"AutoConfig": "a.B"}}, "--trust-remote-code"),
-    "unknown": ({"model_type": "nosuch"}, "this model cannot be loaded"),
-    "type": ({"model_type": 5}, "this model cannot be loaded"),
+    "unknown": ({"model_type": "nosuch"}, "transformers cannot load the model"),
+    "type": ({"model_type": 5}, "transformers cannot load the model"),
     "width text": ({"hidden_size": "32"}, ""),
     "width 0": ({"hidden_size": 0}, ""),
     "heads 0": ({"num_attention_heads": 0}, ""),
@@ -56,7 +56,7 @@ ATTACKS: dict[str, tuple[Any, str]] = {
     "dtype": ({"dtype": "nosuch", "torch_dtype": "nosuch"}, ""),
     "quantized": ({"quantization_config": {"quant_method": "nosuch"}}, ""),
     "fewer layers": ({"num_hidden_layers": 1}, None),
-    "more layers": ({"num_hidden_layers": 3}, "missing weights: 9 (model.layers.2."),
+    "more layers": ({"num_hidden_layers": 3}, "weights are missing from the files: 9 (model.layers.2."),
 }
 
 

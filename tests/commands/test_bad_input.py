@@ -46,7 +46,7 @@ def test_a_model_folder_without_a_tokenizer(run, pair, corpus, tmp_path):
 
 def test_a_tokenizer_folder_where_a_model_is_needed(run, pair, corpus, tmp_path):
     bare = material.make_teacher_tokenizer(tmp_path / "tokenizer")
-    refused(run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "no model in this folder")
+    refused(run("cache-teacher", bare, corpus, "-o", "c", cwd=tmp_path, code=None), "the folder contains no model")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", '{"text": ""}\n'])
@@ -187,9 +187,9 @@ def test_a_student_without_the_rows_that_its_tokenizer_names(run, pair, cache, t
     model.save_pretrained(small)
     run("build-projection", small, pair.teacher, "-o", "p", cwd=tmp_path)
     done = run("distill", small, cache, "--projection", "p", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "600 vocabulary rows", "640 tokens")
+    refused(done, "600 embedding rows", "640 tokens")
     assert not (tmp_path / "out").exists()
-    refused(run("evaluate", small, "-", stdin="some text", code=None), "600 vocabulary rows")
+    refused(run("evaluate", small, "-", stdin="some text", code=None), "600 embedding rows")
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,9 @@ def test_a_model_folder_that_was_moved_is_the_same_model(run, pair, corpus, cach
 def test_a_model_that_transformers_does_not_know(run, pair, corpus, tmp_path):
     unknown = copy(pair.teacher, tmp_path / "unknown")
     (unknown / "config.json").write_text('{"model_type": "nobody-knows-this"}')
-    refused(run("cache-teacher", unknown, corpus, "-o", tmp_path / "c", code=None), "cannot be loaded", str(unknown))
+    refused(
+        run("cache-teacher", unknown, corpus, "-o", tmp_path / "c", code=None), "cannot load the model", str(unknown)
+    )
 
 
 def test_an_output_that_is_an_input(run, pair, cache, projection, tmp_path):

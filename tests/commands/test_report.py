@@ -262,7 +262,7 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
         ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (
-            "two results of one name differ: test.txt: bits_per_byte of before is 1.5000, and 1.6250",
+            "the model before has two different results for bits_per_byte on test.txt: 1.5000 and 1.6250",
             runs[0],
             "--evaluation",
             "results.json",
@@ -271,7 +271,7 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
             "-o",
             "new",
         ),
-        ("results are JSON objects", runs[0], "--evaluation", "broken.json", "-o", "new"),
+        ("contains a JSON value that is not an object", runs[0], "--evaluation", "broken.json", "-o", "new"),
     ):
         done = run_xtk("report", *arguments, cwd=tmp_path, code=1)
         assert told in done.stderr

@@ -276,7 +276,7 @@ def test_a_first_token_that_nothing_predicts_may_end_in_the_completion(pair, tmp
 
 def test_a_context_of_one_token_is_refused(pair):
     model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
-    with pytest.raises(XtkError, match="--max-length is 1"):
+    with pytest.raises(XtkError, match="--max-length must be at least 2, not 1"):
         evaluate_bits_per_byte(model, tokenizer, documents(TEXTS), max_length=1)
 
 
@@ -290,7 +290,7 @@ def test_a_model_comes_back_in_the_mode_that_it_came_in(pair):
 
 def test_nothing_has_no_bits_per_byte(pair):
     model, tokenizer = BackboneWithHead(load_causal_lm(pair.student)), Tokenizer(pair.student)
-    with pytest.raises(XtkError, match="no text to evaluate on"):
+    with pytest.raises(XtkError, match="the evaluation data contain no text"):
         evaluate_bits_per_byte(model, tokenizer, documents([""]))
 
 

@@ -67,6 +67,6 @@ def test_two_numbers_of_one_name_are_refused(tmp_path):
     for name, value in (("one.json", 2.5), ("other.json", 2.25)):
         (tmp_path / name).write_text(json.dumps({"model": "a", "data": "t", "bits_per_byte": value}))
         results += read_results(tmp_path / name)
-    with pytest.raises(XtkError, match="t: bits_per_byte of a is 2") as refused:
+    with pytest.raises(XtkError, match="the model a has two different results for bits_per_byte on t: 2") as refused:
         add_evaluation_table("## Recipe\n", results)
     assert all(str(tmp_path / name) in str(refused.value) for name in ("one.json", "other.json"))

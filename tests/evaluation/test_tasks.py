@@ -112,14 +112,14 @@ def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
 
 @pytest.mark.slow
 def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
-    for names, message in [("choose_sums", "did you mean choose_sum?"), ("run_sum", "runs what the model writes")]:
+    for names, message in [("choose_sums", "did you mean choose_sum?"), ("run_sum", "executes generated code")]:
         with pytest.raises(XtkError) as refused:
             Harness(HarnessConfig((names,), str(folder)))
         assert message in str(refused.value)
     (tmp_path / "missing.yaml").write_text(harness_tasks.task("missing", tmp_path / "nowhere.jsonl"))
-    with pytest.raises(XtkError, match="tasks cannot be read"):
+    with pytest.raises(XtkError, match="cannot load the tasks"):
         Harness(HarnessConfig(("missing",), str(tmp_path)))
-    with pytest.raises(XtkError, match="no such folder of tasks"):
+    with pytest.raises(XtkError, match=r"the folder of custom tasks \(include_path\) does not exist"):
         Harness(HarnessConfig(("choose_sum",), str(tmp_path / "nowhere")))
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(XtkError, match=r"pip install 'xtk\[evaluation\]'"):

@@ -297,8 +297,8 @@ def test_tokens_that_are_searched_are_those_that_are_found_one_by_one(of_familie
     for tail in (0.1, 0.0):
         said = with_a_teacher(draw, example, ground.teacher, tail)
         found = []
-        for widest in (0, 1 << 40):
-            filled = functools.partial(byte_kl_kernels.fill_byte_cells, widest=widest)
+        for scan_limit in (0, 1 << 40):
+            filled = functools.partial(byte_kl_kernels.fill_byte_cells, scan_limit=scan_limit)
             with monkeypatch.context() as patch:
                 patch.setattr(byte_kl_kernels, "fill_byte_cells", filled)
                 cells = ByteKL().build_cells(said, ground)

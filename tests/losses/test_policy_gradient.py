@@ -183,24 +183,27 @@ def test_a_detached_divergence_as_an_advantage_has_no_gradient_on_average(toy):
 @pytest.mark.parametrize("name", sorted({*LOSSES, *DIVERGENCES}))
 def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
     with pytest.raises(
-        XtkError, match=f"{name} cannot be an advantage: it is the same whichever token was drawn"
+        XtkError, match=f"cannot use {name} as its advantage: a divergence does not depend on the sampled token"
     ) as told:
         parse_losses([f"policy-gradient:advantage={name}"])
-    assert told.value.hint.startswith(f"--loss {name} beside")
+    assert told.value.hint == f"remove advantage={name}, and add --loss {name} as a separate term"
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [
         ("advantage=realized", "no advantage called 'realized'; did you mean realised?"),
-        ("clip=0", "clip of the loss policy-gradient is 0.0"),
-        ("clip=inf", "clip of the loss policy-gradient is inf"),
-        ("epsilon=0", "epsilon of the loss policy-gradient is 0.0"),
-        ("epsilon=2", "epsilon of the loss policy-gradient is 2.0"),
-        ("epsilon-high=-1", "epsilon-high of the loss policy-gradient is -1.0"),
+        ("clip=0", "clip of the loss policy-gradient must be above 0 and finite, not 0.0"),
+        ("clip=inf", "clip of the loss policy-gradient must be above 0 and finite, not inf"),
+        ("epsilon=0", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 0.0"),
+        ("epsilon=2", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 2.0"),
+        ("epsilon-high=-1", "epsilon_high of the loss policy-gradient must be above 0 and finite, not -1.0"),
         ("epsilon_high=x", "epsilon-high of the loss policy-gradient:epsilon-high=x is 'x'"),
-        ("teacher=-1", "teacher of the loss policy-gradient is -1.0"),
-        ("teacher=0,reward=0", "teacher and reward of the loss policy-gradient are both 0"),
+        ("teacher=-1", "teacher of the loss policy-gradient must be at least 0 and finite, not -1.0"),
+        (
+            "teacher=0,reward=0",
+            "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
+        ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
     ],
 )

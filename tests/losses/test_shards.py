@@ -76,13 +76,13 @@ def alone(tmp_path):
 
 def test_a_process_without_rows_of_the_head_is_told(alone):
     assert HeadShard.from_group(7, alone).vocab_size == 7
-    with pytest.raises(XtkError, match="a process has no row of the head"):
+    with pytest.raises(XtkError, match="a process has no rows of the output head"):
         HeadShard.from_group(0, alone)
 
 
 @pytest.mark.parametrize("held", [[[0, 1, 1]], [[0, 2]], [[1, 2, 3]]])
 def test_rows_that_are_held_twice_or_not_at_all_are_told(alone, held):
-    with pytest.raises(XtkError, match="not each held by one process"):
+    with pytest.raises(XtkError, match="each row of hidden states must be on exactly one process"):
         StateExchange.make_plan([np.array(rows) for rows in held], [], alone)
 
 

@@ -195,7 +195,7 @@ def narrow(pair, tmp_path_factory) -> dict[str, Path]:
 def test_a_resized_vocabulary_has_rows_near_the_mean_and_the_old_ones_say_what_they_said(narrow, side, tmp_path):
     folder = narrow[side]
     old = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with pytest.raises(XtkError, match="vocabulary rows; its tokenizer names") as raised:
+    with pytest.raises(XtkError, match="embedding rows, but its tokenizer has") as raised:
         prepared(folder)
     assert "--resize-vocabulary" in (raised.value.hint or "")
     model, rows, tokens = prepared(folder, resize_vocabulary=True), old.config.vocab_size, len(Tokenizer(folder))
@@ -219,7 +219,7 @@ def test_a_resized_vocabulary_has_rows_near_the_mean_and_the_old_ones_say_what_t
 def test_new_rows_are_trained_whole_beside_adapters(narrow, tmp_path):
     with pytest.raises(XtkError, match="untrained") as raised:
         prepared(narrow["student"], resize_vocabulary=True, lora_r=4)
-    assert "--lora-modules-to-save embed_tokens,lm_head" in (raised.value.hint or "")
+    assert "add --lora-modules-to-save embed_tokens,lm_head" in (raised.value.hint or "")
     options = {"resize_vocabulary": True, "lora_r": 4, "lora_modules_to_save": HEADS}
     model = as_if_trained(prepared(narrow["student"], **options))
     save_trainable(model, tmp_path / "checkpoint")
@@ -263,20 +263,23 @@ def test_matrices_decay_and_biases_norms_and_what_is_frozen_do_not(pair):
 
 
 REFUSED = [
-    ({"freeze": ("embed_token$",)}, "no parameter called 'embed_token$'; did you mean embed_tokens?"),
-    ({"freeze": ("layers[",)}, "is no regular expression"),
-    ({"freeze": (".",)}, "nothing is left to train"),
-    ({"dtype": "float16"}, "no dtype to train in called 'float16'"),
-    ({"load_in_4bit": True, "load_in_8bit": True}, "do not go together"),
-    ({"load_in_4bit": True}, "packed weights cannot be trained"),
-    ({"load_in_4bit": True, "lora_r": 4, "resize_vocabulary": True}, "not resized over packed weights"),
-    ({"lora_alpha": 8}, "--lora-alpha says how adapters are made, and there are none"),
-    ({"lora_r": -1}, "--lora-r is -1"),
-    ({"lora_r": 4, "lora_dropout": 1.0}, "--lora-dropout is 1.0"),
-    ({"lora_r": 4, "lora_target_modules": ("q_projj",)}, "no module called 'q_projj'; did you mean q_proj?"),
-    ({"lora_r": 4, "lora_target_modules": ("input_layernorm",)}, "peft makes no such adapter"),
-    ({"lora_r": 4, "lora_modules_to_save": ("head",)}, "no module called 'head'"),
-    ({"lora_r": 4, "lora_target_modules": ("lm_head",)}, "embedding and head are one matrix"),
+    ({"freeze": ("embed_token$",)}, "no parameter of the student called 'embed_token$'; did you mean embed_tokens?"),
+    ({"freeze": ("layers[",)}, "is not a valid regular expression"),
+    ({"freeze": (".",)}, "nothing would be trained"),
+    ({"dtype": "float16"}, "no training dtype called 'float16'"),
+    ({"load_in_4bit": True, "load_in_8bit": True}, "exclude each other"),
+    ({"load_in_4bit": True}, "quantized weights cannot be trained"),
+    ({"load_in_4bit": True, "lora_r": 4, "resize_vocabulary": True}, "--resize-vocabulary does not work with"),
+    ({"lora_alpha": 8}, "--lora-alpha needs LoRA adapters, but --lora-r is 0"),
+    ({"lora_r": -1}, "--lora-r must be at least 0, not -1"),
+    ({"lora_r": 4, "lora_dropout": 1.0}, "--lora-dropout must be at least 0 and below 1, not 1.0"),
+    (
+        {"lora_r": 4, "lora_target_modules": ("q_projj",)},
+        "no module of the student called 'q_projj'; did you mean q_proj?",
+    ),
+    ({"lora_r": 4, "lora_target_modules": ("input_layernorm",)}, "peft refuses the LoRA options"),
+    ({"lora_r": 4, "lora_modules_to_save": ("head",)}, "no module of the student called 'head'"),
+    ({"lora_r": 4, "lora_target_modules": ("lm_head",)}, "embedding and output head are tied"),
 ]
 
 
@@ -289,7 +292,7 @@ def test_what_cannot_be_prepared_is_told(pair, options, words):
 
 def test_a_student_that_is_an_adapter_is_not_adapted_again(pair, tmp_path):
     save_trainable(prepared(pair.student, lora_r=2), tmp_path / "adapter")
-    with pytest.raises(XtkError, match="an adapter already"):
+    with pytest.raises(XtkError, match="already an adapter"):
         prepared(pair.student, adapter=tmp_path / "adapter", lora_r=4)
 
 

@@ -195,7 +195,7 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--engine", "dtype=float16"], "--engine dtype is set by xtk: use --dtype"),
+        (["--engine", "dtype=float16"], "--engine dtype is not allowed: xtk sets this argument"),
         (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
         (["--engine", "tp_size=none"], "tp_size is 'none'"),
         (["--engine", "tp_size=2", "--num-processes", 2], "do not go together"),

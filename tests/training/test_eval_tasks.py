@@ -148,10 +148,13 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
         ("choose_sum:shots=5", "no option of --eval-tasks called 'shots'"),
         ("choose_sum:include_path=tasks,temperature=1", "is of problems, which have a reward"),
         ("problems.jsonl:reward=exact,num_fewshot=1", "is of tasks of lm-evaluation-harness"),
-        ("problems.jsonl:reward=exact,prompt=question,num_generations=4", "at temperature 0 all 4 answers are one"),
+        (
+            "problems.jsonl:reward=exact,prompt=question,num_generations=4",
+            "at temperature 0 all 4 answers to a problem are equal",
+        ),
         ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
         ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "no JSON object"),
-        ("run_sum:include_path=tasks", "runs what the model writes"),
+        ("run_sum:include_path=tasks", "executes generated code"),
     ]:
         with pytest.raises(XtkError) as refusal:
             parse_eval_tasks([text])

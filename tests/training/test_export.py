@@ -200,7 +200,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
         ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
-        ("there is no result in this file", tied, {"evaluations": (tmp_path / "empty.json",)}),
+        ("the file contains no evaluation result", tied, {"evaluations": (tmp_path / "empty.json",)}),
         ("it is not there", tied, {"gguf": "f16"}),
         ("it is not there", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
         ("--gguf-converter is for --gguf", tied, {"gguf_converter": str(converter)}),

@@ -304,7 +304,7 @@ def test_a_loss_that_fits_no_teacher_and_a_teacher_that_no_loss_fits_are_refused
         assign_losses([LossSpec("forward-kl")], teachers("teacher", "other"))
     with pytest.raises(XtkError, match="none of the losses fits the teacher teacher"):
         assign_losses([LossSpec("forward-kl")], teachers("teacher", "alike"))
-    with pytest.raises(XtkError, match="the loss auto has no options"):
+    with pytest.raises(XtkError, match="--loss auto takes no options"):
         parse_losses(["auto:weight=2"])
 
 

@@ -1,1 +1,1 @@
-"""Floor 2: what others wrote to run models: vLLM, in this machine's processes or behind HTTP."""
+"""Inference engines: vLLM in local processes, and HTTP servers."""

@@ -1,4 +1,4 @@
-"""What an engine is told beside what xtk says itself: `--engine name=value`."""
+"""Parsing of `--engine name=value`: extra arguments for vLLM."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from xtk.errors import XtkError
 
 
 def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read `name=value` words, values as in YAML: numbers, true, "text", {"a": 1}; what is read already stays.
+    """Return engine options from `name=value` words, with YAML values: numbers, true, "text", {"a": 1}.
+
+    A mapping is returned as a dict, unchanged.
 
     Raises:
-        XtkError: a word has no "=", or comes twice.
+        XtkError: a word is not name=value, a name is given twice, or a value is not valid YAML.
     """
     import yaml
 
@@ -23,27 +25,33 @@ def parse_engine_options(words: Sequence[str] | Mapping[str, Any]) -> dict[str, 
         name, equals, value = word.partition("=")
         name = name.strip().removeprefix("--").replace("-", "_")
         if not equals or not name:
-            raise XtkError(f"--engine {word!r} is no name=value", hint="--engine tensor_parallel_size=4")
+            raise XtkError(
+                f"--engine {word!r} does not have the form name=value", hint="use --engine tensor_parallel_size=4"
+            )
         if name in options:
-            raise XtkError(f"--engine {name} is given twice")
+            raise XtkError(f"--engine {name} is given twice", hint="remove one of them")
         try:
             options[name] = yaml.safe_load(value)
         except yaml.YAMLError as wrong:
-            raise XtkError(f"--engine {name}: {value!r} is no value: {wrong}") from None
+            raise XtkError(
+                f"--engine {name}: {value!r} is not valid YAML: {wrong}",
+                hint='use a number, true, false, text, or {"key": value}',
+            ) from None
     return options
 
 
 def check_not_reserved(engine: Mapping[str, Any], reserved: Mapping[str, str | None]) -> None:
-    """Refuse options that xtk says itself.
+    """Refuse engine options that xtk sets.
 
     Args:
         engine: the options.
-        reserved: their names, and where a user says them; None: nowhere.
+        reserved: names that xtk sets, with the xtk option to use instead; None: there is none.
 
     Raises:
-        XtkError: tells where.
+        XtkError: an option is reserved.
     """
     for name in engine:
         if name in reserved:
             instead = reserved[name]
-            raise XtkError(f"--engine {name} is set by xtk" + (f": use {instead}" if instead else ""))
+            hint = f"use {instead}" if instead else f"remove --engine {name}"
+            raise XtkError(f"--engine {name} is not allowed: xtk sets this argument", hint=hint)

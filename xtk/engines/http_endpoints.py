@@ -1,6 +1,6 @@
-"""Several HTTP servers that answer the same questions: many requests at once, retries, failover.
+"""HTTP client for several equivalent servers: concurrent requests, retries, failover.
 
-What a question means, and whether an answer is one, is said elsewhere (`xtk.teachers.vllm_server_client`).
+Requests and the validation of responses are defined by callers (`xtk.teachers.vllm_server_client`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from xtk.errors import XtkError
 
 API_KEY_VARIABLES = ("XTK_API_KEY", "OPENAI_API_KEY")  # the environment variables that may hold a key
 BUSY_STATUS_CODES = frozenset({408, 425, 429})
-RESPONSE_OVERHEAD_BYTES = 1 << 20  # bytes of an answer beside what is counted: its frame, the list of models
+RESPONSE_OVERHEAD_BYTES = 1 << 20  # bytes of a response in addition to its entries: JSON frame, list of models
 MAX_ERROR_BYTES = 1 << 16  # bytes of an error's text that are read
 BYTES_PER_ENTRY = 72  # of JSON, measured: "12345":{"logprob":-1.2345678,"rank":1,"decoded_token":" word"},
-RESPONSE_SIZE_MARGIN = 4  # times as many bytes may come: tokens differ in length
+RESPONSE_SIZE_MARGIN = 4  # factor on the expected size: tokens differ in length
 REPORT_INTERVAL_SECONDS = 30.0
 T = TypeVar("T")
 
 
 class RetryableError(Exception):
-    """An answer that is none: asked again, it may be better."""
+    """An invalid response; a retry may succeed."""
 
 
 class PermanentError(Exception):
-    """An answer that will not change, however often the question is asked."""
+    """A response that refuses the request; a retry would not change it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -44,11 +44,11 @@ class PermanentError(Exception):
 
 
 class NoResponseError(XtkError):
-    """A server did not answer, however often it was asked."""
+    """A server gave no valid response in all attempts."""
 
 
-class _NoAnswer(Exception):
-    """Nobody is there, or too busy. `pause`: seconds for which the server asks to be left alone."""
+class _NoResponse(Exception):
+    """The server is unreachable or busy. `pause`: its Retry-After, in seconds."""
 
     def __init__(self, why: str, pause: float = 0.0) -> None:
         super().__init__(why)
@@ -57,18 +57,17 @@ class _NoAnswer(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long an answer is waited for.
+    """Limits and pauses of retries.
 
     Attributes:
-        max_attempts: at one question, on all servers together.
-        max_bad_responses: of them, so many may end in an answer that is none.
-        total_seconds: for one question, all attempts and pauses together.
-        attempt_seconds: seconds for one attempt, from the connection to the last byte.
-        status_seconds: the same for a question without a body (which model, which weights), for which nothing is
-            computed.
-        connect_seconds: seconds until a server takes a connection.
-        initial_backoff: seconds before the second attempt; twice as long before the third, and so on.
-        max_backoff: the end of that.
+        max_attempts: attempts per request, over all servers.
+        max_bad_responses: invalid responses per request.
+        total_seconds: seconds per request, including all attempts and pauses.
+        attempt_seconds: seconds per attempt, from the connection to the last byte.
+        status_seconds: the same for a request without a body (list of models, version of weights), which is cheap.
+        connect_seconds: seconds until a server accepts a connection.
+        initial_backoff: seconds before the second attempt; it doubles with each failure.
+        max_backoff: upper limit of the pause, in seconds.
     """
 
     max_attempts: int = 20
@@ -81,27 +80,27 @@ class RetryPolicy:
     max_backoff: float = 30.0
 
     def backoff(self, failures: int) -> float:
-        """Return a pause after so many failures in a row, drawn, so that requests that failed together part."""
+        """Return a pause in seconds after consecutive failures, with jitter to spread requests that failed together."""
         longest = min(self.max_backoff, self.initial_backoff * 2 ** min(max(0, failures - 1), 30))
         return random.uniform(longest / 2, longest)
 
 
 @dataclass
 class Endpoint:
-    """A server, and how it is doing.
+    """A server, and its current state. Times are those of the event loop's clock.
 
     Attributes:
-        url: up to and with `/v1`.
-        requested_model: what stands behind `#` in what the user gave; "" if nothing does.
-        model: as it calls the model, once it was asked.
+        url: address up to and including `/v1`.
+        requested_model: the text after `#` in the user's address; "" if there is none.
+        model: the server's name of the model, once known.
         num_inflight: requests in flight.
-        consecutive_failures: in a row.
-        backoff_until: on the loop's clock.
-        may_have_restarted: whether it failed since it was last known to be as it should be: it may have been restarted.
-        waiting_since: on the loop's clock, when it answered last, or was asked first; None: nothing is waited for.
-        last_report_time: on the loop's clock, when a line about it was printed last.
-        has_reported: whether a line was printed since it answered last.
-        answers_as: the model that its answers name; "" before the first one that names any.
+        consecutive_failures: number of failures since the last response.
+        backoff_until: time before which no request is sent.
+        may_have_restarted: whether it failed since its state was last checked: it may have been restarted.
+        waiting_since: time of the last response, or of the first request without one; None: no request is pending.
+        last_report_time: time of the last printed line about it.
+        has_reported: whether a line was printed since the last response.
+        answers_as: the model named in its responses; "" before the first one that names any.
     """
 
     url: str
@@ -118,18 +117,20 @@ class Endpoint:
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Read `http://host:port/v1`, or `http://host:port/v1#model`.
+        """Parse `http://host:port/v1`, or `http://host:port/v1#model`.
 
         Raises:
-            XtkError: this is no such address.
+            XtkError: the text is not such an address.
         """
         try:
             parts = urlsplit(text.strip())
-            right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
-        except ValueError:  # its port is no number
-            right = False
-        if not right:
-            raise XtkError(f"--server {text!r} is no address of a server", hint="--server http://localhost:8000/v1")
+            is_valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not parts.query
+        except ValueError:  # the port is not a number
+            is_valid = False
+        if not is_valid:
+            raise XtkError(
+                f"--server {text!r} is not an http or https URL", hint="use --server http://localhost:8000/v1"
+            )
         path = parts.path.rstrip("/") or "/v1"
         return cls(urlunsplit((parts.scheme, parts.netloc, path, "", "")), parts.fragment)
 
@@ -145,15 +146,15 @@ class Endpoint:
 
 
 class EndpointPool:
-    """Servers that stand for each other. Used inside `async with opened()`, within one event loop.
+    """Equivalent servers that share requests. Use inside `async with connected()`, in one event loop.
 
     Args:
-        endpoints: at least one.
-        concurrency: requests in flight at most.
-        weight: of all requests in flight together, at most; a heavier one flies alone.
-        patience: with each of them.
-        restore: called before a server that had failed is asked again, which may have been restarted; NoAnswer: it
-            has failed again.
+        endpoints: at least one server.
+        concurrency: largest number of requests in flight.
+        max_weight: largest total weight of requests in flight; a heavier request is sent alone.
+        retry_policy: limits of retries.
+        on_recovered: awaited before the first request to a server that had failed and may have been restarted;
+            NoResponseError: it failed again.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class EndpointPool:
         on_recovered: Callable[[Endpoint], Awaitable[None]] | None = None,
     ) -> None:
         self.endpoints = list(endpoints)
-        self._concurrency, self._weight, self._patience, self._on_recovered = (
+        self._concurrency, self._max_weight, self._retry_policy, self._on_recovered = (
             concurrency,
             max_weight,
             retry_policy,
@@ -175,15 +176,15 @@ class EndpointPool:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Hold connections open, and close them."""
+        """Keep HTTP connections open within the context."""
         key = next((os.environ[name] for name in API_KEY_VARIABLES if os.environ.get(name)), "")
         limits = httpx.Limits(max_connections=self._concurrency, max_keepalive_connections=self._concurrency)
-        # The seconds of a whole attempt are counted around it: a server that sends a byte now and then hangs as well.
-        timeout = httpx.Timeout(None, connect=self._patience.connect_seconds)
-        # A compressed answer could be a thousand times larger than what comes: it is refused.
+        # The timeout of an attempt is measured around it: a server that sends a byte now and then hangs as well.
+        timeout = httpx.Timeout(None, connect=self._retry_policy.connect_seconds)
+        # A compressed response could be a thousand times larger than its transfer: it is refused.
         headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         async with httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers) as self._client:
-            self._gate = _Gate(self._concurrency, self._weight)
+            self._inflight_limit = _InflightLimit(self._concurrency, self._max_weight)
             for endpoint in self.endpoints:
                 endpoint.num_inflight, endpoint.consecutive_failures, endpoint.backoff_until = 0, 0, 0.0
                 endpoint.waiting_since = None
@@ -196,18 +197,18 @@ class EndpointPool:
                     await watch
 
     async def _report_silence(self) -> None:
-        """Print a line for each server that has not answered for `SECONDS_BETWEEN_LINES`, and as often from then on."""
+        """Print a line for each server without a response for `REPORT_INTERVAL_SECONDS`, and again at this interval."""
         while True:
             await asyncio.sleep(min(1.0, REPORT_INTERVAL_SECONDS / 4))
             now = asyncio.get_running_loop().time()
             for one in self.endpoints:
                 since = one.waiting_since
                 if since is not None and now - since >= REPORT_INTERVAL_SECONDS:
-                    doing = "trying again" if one.consecutive_failures else f"{one.num_inflight} request(s) wait"
-                    self._report(one, f"no answer for {terminal.format_duration(now - since)}; {doing}")
+                    state = "retrying" if one.consecutive_failures else f"{one.num_inflight} request(s) pending"
+                    self._report(one, f"no response for {terminal.format_duration(now - since)}; {state}")
 
     def _report(self, endpoint: Endpoint, why: str) -> None:
-        """Print a line about a server, but no more than one every `SECONDS_BETWEEN_LINES`."""
+        """Print a line about a server, at most once per `REPORT_INTERVAL_SECONDS`."""
         now = asyncio.get_running_loop().time()
         if now - endpoint.last_report_time >= REPORT_INTERVAL_SECONDS:
             endpoint.last_report_time, endpoint.has_reported = now, True
@@ -224,30 +225,34 @@ class EndpointPool:
         max_bytes: int = RESPONSE_OVERHEAD_BYTES,
         at_root: bool = False,
     ) -> T:
-        """Ask this server and no other: GET without a question, POST with one.
+        """Return the parsed response of this server: POST with a body, GET without.
 
         Args:
             endpoint: the server.
-            path: behind `/v1`.
-            body: the body.
-            parse: as in `ask`.
-            max_attempts: at most.
-            max_bytes: bytes of an answer.
-            at_root: whether the path is behind the address without `/v1`.
+            path: path after `/v1`.
+            body: JSON body; None: none.
+            parse: as in `request`.
+            max_attempts: largest number of attempts.
+            max_bytes: largest size of a response.
+            at_root: whether the path follows the address without `/v1`.
 
         Raises:
-            Refused: what it says to that.
-            NoAnswer: it does not answer.
+            PermanentError: the server refuses the request.
+            NoResponseError: no valid response.
         """
         url = (endpoint.root_url if at_root else endpoint.url) + path
         for attempt in range(1, max_attempts + 1):
             try:
                 return await self._attempt(endpoint, url, body, parse, max_bytes)
-            except (RetryableError, _NoAnswer) as wrong:
+            except (RetryableError, _NoResponse) as wrong:
                 if attempt == max_attempts:
-                    raise NoResponseError(f"this server gives no answer: {wrong}", where=str(endpoint)) from None
-                await asyncio.sleep(self._patience.backoff(attempt))
-        raise AssertionError("at least one attempt")
+                    raise NoResponseError(
+                        f"no valid response from the server: {wrong}",
+                        where=str(endpoint),
+                        hint="check the address and that the server is running",
+                    ) from None
+                await asyncio.sleep(self._retry_policy.backoff(attempt))
+        raise AssertionError("max_attempts must be at least 1")
 
     async def request(
         self,
@@ -259,27 +264,29 @@ class EndpointPool:
         weight: float,
         max_bytes: int,
     ) -> T:
-        """Ask whichever server is free, and another one if it fails, until one answers or patience ends.
+        """Return the parsed response of the least busy server; on failure retry on others within the retry policy.
 
         Args:
-            path: behind `/v1`.
-            body_for: the body, for a server.
-            parse: makes something of the JSON that comes, or raises BadAnswer.
-            what: the question is about, for errors.
-            weight: of the request.
-            max_bytes: bytes of an answer.
+            path: path after `/v1`.
+            body_for: returns the JSON body for a server.
+            parse: converts the response's JSON, or raises RetryableError.
+            what: subject of the request, for errors.
+            weight: weight of the request.
+            max_bytes: largest size of a response.
 
         Raises:
-            Refused: what a server says to that.
-            XtkError: none answers.
+            PermanentError: a server refuses the request.
+            XtkError: no server gives a valid response.
         """
-        async with self._gate.acquired(weight):
+        async with self._inflight_limit.acquired(weight):
             loop = asyncio.get_running_loop()
-            end = loop.time() + self._patience.total_seconds
+            end = loop.time() + self._retry_policy.total_seconds
             last, attempts, bad = "", 0, 0
             failed: Endpoint | None = None
             while (
-                attempts < self._patience.max_attempts and bad < self._patience.max_bad_responses and loop.time() < end
+                attempts < self._retry_policy.max_attempts
+                and bad < self._retry_policy.max_bad_responses
+                and loop.time() < end
             ):
                 endpoint = self._freest(failed)
                 await asyncio.sleep(max(0.0, min(endpoint.backoff_until, end) - loop.time()))
@@ -289,22 +296,22 @@ class EndpointPool:
                         await self._on_recovered(endpoint)
                     endpoint.may_have_restarted = False
                     return await self._attempt(endpoint, endpoint.url + path, body_for(endpoint), parse, max_bytes)
-                except (RetryableError, _NoAnswer, NoResponseError) as wrong:
+                except (RetryableError, _NoResponse, NoResponseError) as wrong:
                     failed, last = (
                         endpoint,
                         f"{endpoint}: {wrong.what if isinstance(wrong, NoResponseError) else wrong}",
                     )
                     bad += isinstance(wrong, RetryableError)
             raise XtkError(
-                f"no answer after {attempts} attempts, the last one at {last}",
+                f"no valid response after {attempts} attempts; last error: {last}",
                 where=what,
-                hint="see what the server's log says; the same command goes on, finished shards are kept",
+                hint="check the server's log, then run the same command again; finished shards are kept",
             )
 
     def _freest(self, failed: Endpoint | None) -> Endpoint:
-        """Return the server that rests least; of those that do not, another one than failed, with the least to do.
+        """Return the server with the shortest backoff; on ties not `failed`, then the one with fewest requests.
 
-        One that failed last time gets one request at a time, while there is another one.
+        A server that failed last time gets one request at a time if there is another server.
         """
         now = asyncio.get_running_loop().time()
         return min(
@@ -318,83 +325,85 @@ class EndpointPool:
         )
 
     async def _attempt(
-        self, endpoint: Endpoint, url: str, question: dict[str, Any] | None, read: Callable[[Any], T], most: int
+        self, endpoint: Endpoint, url: str, body: dict[str, Any] | None, parse: Callable[[Any], T], most: int
     ) -> T:
         now = asyncio.get_running_loop().time
-        longest = (
-            self._patience.attempt_seconds
-            if question is not None
-            else min(self._patience.status_seconds, self._patience.attempt_seconds)
+        timeout = (
+            self._retry_policy.attempt_seconds
+            if body is not None
+            else min(self._retry_policy.status_seconds, self._retry_policy.attempt_seconds)
         )
         endpoint.num_inflight += 1
         if endpoint.waiting_since is None:
             endpoint.waiting_since = now()
         try:
-            async with asyncio.timeout(longest):
-                raw = await self._once(url, question, most)
+            async with asyncio.timeout(timeout):
+                raw = await self._once(url, body, most)
         except TimeoutError:
-            why = f"no answer within {longest:g} seconds"
+            why = f"no response within {timeout:g} seconds"
             self._back_off(endpoint, 0.0, why)
-            raise _NoAnswer(why) from None
+            raise _NoResponse(why) from None
         except (httpx.HTTPError, httpx.InvalidURL) as wrong:
             why = f"{type(wrong).__name__} {wrong}".strip()
             self._back_off(endpoint, 0.0, why)
-            raise _NoAnswer(why) from None
-        except _NoAnswer as wrong:
+            raise _NoResponse(why) from None
+        except _NoResponse as wrong:
             self._back_off(endpoint, wrong.retry_after, str(wrong))
             raise
         except RetryableError as wrong:
-            self._report(endpoint, f"{wrong}; trying again")
+            self._report(endpoint, f"{wrong}; retrying")
             raise
         finally:
             endpoint.num_inflight -= 1
         if endpoint.has_reported:
             silent = now() - (endpoint.waiting_since or now())
-            terminal.note(f"{endpoint}: answers again, after {terminal.format_duration(silent)}")
+            terminal.note(f"{endpoint}: responding again after {terminal.format_duration(silent)}")
         endpoint.consecutive_failures, endpoint.has_reported = 0, False
         endpoint.waiting_since = now() if endpoint.num_inflight else None
         try:
             answer = parse_response(raw)
-            if question is not None:
+            if body is not None:
                 _check_model(endpoint, answer)
-            return read(answer)
+            return parse(answer)
         except RetryableError as wrong:
-            self._report(endpoint, f"{wrong}; trying again")
+            self._report(endpoint, f"{wrong}; retrying")
             raise
 
-    async def _once(self, url: str, question: dict[str, Any] | None, most: int) -> bytes:
-        method = "GET" if question is None else "POST"
-        async with self._client.stream(method, url, json=question) as answer:
+    async def _once(self, url: str, body: dict[str, Any] | None, most: int) -> bytes:
+        method = "GET" if body is None else "POST"
+        async with self._client.stream(method, url, json=body) as answer:
             if answer.status_code == 200:
-                packed = answer.headers.get("content-encoding", "identity")
-                if packed != "identity":
-                    raise RetryableError(f"an answer compressed by {packed}, which was not asked for")
+                encoding = answer.headers.get("content-encoding", "identity")
+                if encoding != "identity":
+                    raise RetryableError(
+                        f"the server returned data compressed with {encoding}; xtk accepts only identity"
+                    )
                 raw, is_whole = await _body(answer, most)
                 if not is_whole:
-                    raise RetryableError(f"an answer of more than {most:,} bytes, the most that this request can have")
+                    raise RetryableError(f"the server returned more than {most:,} bytes, the limit for this request")
                 return raw
             message = _error_message(answer, (await _body(answer, MAX_ERROR_BYTES))[0])
             if answer.status_code >= 500 or answer.status_code in BUSY_STATUS_CODES:
-                asked = answer.headers.get("retry-after", "")
-                pause = float(asked) if asked.isascii() and asked.isdecimal() else 0.0
-                raise _NoAnswer(f"{answer.status_code} {message}", pause)
+                retry_after = answer.headers.get("retry-after", "")
+                pause = float(retry_after) if retry_after.isascii() and retry_after.isdecimal() else 0.0
+                raise _NoResponse(f"HTTP {answer.status_code} {message}", pause)
             raise PermanentError(answer.status_code, message)
 
-    def _back_off(self, endpoint: Endpoint, asked: float, why: str) -> None:
+    def _back_off(self, endpoint: Endpoint, retry_after: float, why: str) -> None:
         now = asyncio.get_running_loop().time()
         endpoint.may_have_restarted = True
-        self._report(endpoint, f"{why}; trying again")
-        if now >= endpoint.backoff_until:  # else this one failed together with others, and is one failure with them
+        self._report(endpoint, f"{why}; retrying")
+        if now >= endpoint.backoff_until:  # else it failed together with others, which count as one failure
             endpoint.consecutive_failures += 1
-            endpoint.backoff_until = now + self._patience.backoff(endpoint.consecutive_failures)
-        endpoint.backoff_until = max(endpoint.backoff_until, now + min(asked, self._patience.max_backoff))
+            endpoint.backoff_until = now + self._retry_policy.backoff(endpoint.consecutive_failures)
+        endpoint.backoff_until = max(endpoint.backoff_until, now + min(retry_after, self._retry_policy.max_backoff))
 
 
-class _Gate:
-    """Lets so many through at once, and so much weight; one that is too heavy goes alone."""
+class _InflightLimit:
+    """Limits the number and the total weight of requests in flight; a request above the limit is sent alone."""
 
     def __init__(self, max_inflight: int, max_weight: float) -> None:
-        self._max_inflight, self._weight = max_inflight, max_weight
+        self._max_inflight, self._max_weight = max_inflight, max_weight
         self._num_inflight, self._inflight_weight = 0, 0.0
         self._changed = asyncio.Condition()
 
@@ -404,7 +413,7 @@ class _Gate:
             await self._changed.wait_for(
                 lambda: (
                     not self._num_inflight
-                    or (self._num_inflight < self._max_inflight and self._inflight_weight + weight <= self._weight)
+                    or (self._num_inflight < self._max_inflight and self._inflight_weight + weight <= self._max_weight)
                 )
             )
             self._num_inflight += 1
@@ -419,57 +428,57 @@ class _Gate:
 
 
 def max_response_bytes(entries: int, tokens: int = 0) -> int:
-    """Return how many bytes an answer may have.
+    """Return the size limit of a response, in bytes.
 
     Args:
-        entries: log-probabilities that are asked for.
-        tokens: whose ids, and text, come back beside them.
+        entries: number of log-probabilities requested.
+        tokens: number of tokens whose ids and text are returned in addition.
     """
     return RESPONSE_OVERHEAD_BYTES + RESPONSE_SIZE_MARGIN * BYTES_PER_ENTRY * (entries + tokens)
 
 
 def _check_model(endpoint: Endpoint, answer: Any) -> None:
-    """Refuse an answer that names another model than those before it.
+    """Refuse a response that names another model than earlier responses.
 
     Raises:
-        XtkError: names both.
+        XtkError: the model changed.
     """
     model = answer.get("model") if isinstance(answer, dict) else None
     if isinstance(model, str) and model != endpoint.answers_as:
         if endpoint.answers_as:
             raise XtkError(
-                f"the answers of this server name the model {model!r} after {endpoint.answers_as!r}",
+                f"the server changed its model from {endpoint.answers_as!r} to {model!r} during the run",
                 where=str(endpoint),
-                hint="an address that serves one model to the end; finished shards are kept",
+                hint="use a server that keeps one model, and run the same command again; finished shards are kept",
             )
         endpoint.answers_as = model
 
 
 def parse_response(raw: bytes) -> Any:
-    """Read JSON that a server sent.
+    """Return the value of JSON from a server.
 
     Raises:
-        BadAnswer: it is none, names a key twice, or holds a number that JSON has not (NaN, Infinity).
+        RetryableError: not valid JSON, a duplicate key, or a number that JSON does not have (NaN, Infinity).
     """
     try:
-        return json.loads(raw, object_pairs_hook=_once_each, parse_constant=_no_number)
+        return json.loads(raw, object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as wrong:
-        raise RetryableError(f"an answer that is no JSON: {wrong}"[:500]) from None
+        raise RetryableError(f"the server returned text that is not valid JSON: {wrong}"[:500]) from None
 
 
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
-        raise ValueError("an object names a key twice")
+        raise ValueError("an object contains a key twice")
     return content
 
 
-def _no_number(text: str) -> Any:
-    raise ValueError(f"{text} is not a number")
+def _reject_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 async def _body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
-    """Return the bytes of an answer as they come, at most so many, and whether these are all."""
+    """Return at most `most` bytes of a response, and whether these are all."""
     parts, size = [], 0
     async for part in answer.aiter_raw():
         parts.append(part)
@@ -480,11 +489,10 @@ async def _body(answer: httpx.Response, most: int) -> tuple[bytes, bool]:
 
 
 def _error_message(answer: httpx.Response, raw: bytes) -> str:
-    """Return what a server says about an error, in a line."""
+    """Return a server's error message as one line."""
     if answer.is_redirect:
-        return (
-            f"{answer.reason_phrase}, to {answer.headers.get('location', 'nowhere')[:200]}; redirects are not followed"
-        )
+        location = answer.headers.get("location", "an unknown address")[:200]
+        return f"{answer.reason_phrase}: redirect to {location}, which xtk does not follow"
     try:
         content = parse_response(raw)
         error = content.get("error", content)

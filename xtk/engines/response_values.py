@@ -1,4 +1,4 @@
-"""Values in the answers of servers: token ids and log-probabilities, each of them checked."""
+"""Validation of token ids and log-probabilities in responses of servers."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from numpy.typing import NDArray
 from xtk.engines.http_endpoints import RetryableError
 
 MAX_TOKEN_ID = np.iinfo(np.int32).max
-LOGPROB_TOLERANCE = (
-    1e-4  # nats above 0 that a log-probability may have: a softmax in bfloat16 or float16 is not normalized
-)
+# Nats above 0 that a log-probability may have: a softmax in bfloat16 or float16 is not exactly normalized.
+LOGPROB_TOLERANCE = 1e-4
 
 
 def parse_token_ids(names: Sequence[str]) -> NDArray[np.int32]:
-    """Return the token ids that keys of an object name, in decimal digits and no other way.
+    """Return token ids from the keys of a JSON object; only plain decimal digits are accepted.
 
     Raises:
-        BadAnswer: one is no id: `int` would also read "1_2", " 3 " and digits of other scripts.
+        RetryableError: a key is not a token id. (`int` would also accept "1_2", " 3 " and digits of other scripts.)
     """
     for name in names:
         if not (name.isascii() and name.isdecimal() and len(name) <= 10 and (name[0] != "0" or len(name) == 1)):
-            raise RetryableError(f"an answer with a token id that is no number: {name[:40]!r}")
+            raise RetryableError(f"the server returned the token id {name[:40]!r}, which is not a decimal number")
     return checked_token_ids([int(name) for name in names])
 
 
 def checked_token_ids(values: Any) -> NDArray[np.int32]:
-    """Return a list of token ids.
+    """Return token ids as an int32 array.
 
     Raises:
-        BadAnswer: it is no list, or one of them is no whole number, negative, or larger than any id.
+        RetryableError: not a list of integers, or an id is negative or above `MAX_TOKEN_ID`.
     """
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:
-        raise RetryableError("an answer with token ids that are no whole numbers")
+        raise RetryableError("the server returned token ids that are not a list of integers")
     if values and not (min(values) >= 0 and max(values) <= MAX_TOKEN_ID):
-        raise RetryableError("an answer with a token id that no vocabulary has")
+        raise RetryableError(f"the server returned a token id that is not between 0 and {MAX_TOKEN_ID}")
     return np.array(values, np.int32)
 
 
 def checked_logprobs(values: Iterable[Any]) -> NDArray[np.float32]:
-    """Return log-probabilities.
+    """Return log-probabilities as a float32 array.
 
     Raises:
-        BadAnswer: one is no number (NumPy would make one of null and of text), not finite, or above 0.
+        RetryableError: one is not a number (NumPy would convert null and text), not finite, or above 0.
     """
     values = list(values)
     if not set(map(type, values)) <= {float, int}:
-        raise RetryableError("an answer with a log-probability that is no number")
+        raise RetryableError("the server returned a log-probability that is not a number")
     try:
         found = np.array(values, np.float64)
     except OverflowError:
-        raise RetryableError("an answer with a log-probability that is not finite") from None
+        raise RetryableError("the server returned a log-probability that is not finite") from None
     if not np.isfinite(found).all():
-        raise RetryableError("an answer with a log-probability that is not finite")
+        raise RetryableError("the server returned a log-probability that is not finite")
     if (found > LOGPROB_TOLERANCE).any():
-        raise RetryableError(f"an answer with a log-probability above 0: {found.max():.4g}")
+        raise RetryableError(f"the server returned a log-probability above 0: {found.max():.4g}")
     return found.astype(np.float32)

@@ -1,4 +1,4 @@
-"""vLLM in this process, or in workers that it starts."""
+"""Offline vLLM engine, in this process or in workers that it starts."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from xtk.registry import nearest_name
 
 
 def import_vllm() -> Any:
-    """Return the module.
+    """Return the vllm module.
 
     Raises:
-        XtkError: it is not installed.
+        XtkError: it cannot be imported.
     """
-    # vLLM writes its log to stdout, which carries xtk's results, unless it is told otherwise before it is imported.
+    # vLLM writes its log to stdout, which xtk uses for results, unless this is set before the import.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Tokenizers and Arrow have threads by now; a fork would take over their locks, and not them.
+    # Tokenizers and Arrow have started threads; a fork would copy their locks but not the threads.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         import vllm
     except ImportError as wrong:
         raise XtkError(
-            f"--backend vllm needs vLLM, which cannot be imported: {wrong}",
-            hint="pip install 'xtk[vllm]'; or --backend server, for a server that runs elsewhere",
+            f"the backend vllm needs the package vllm, which cannot be imported: {wrong}",
+            hint="run pip install 'xtk[vllm]', or use the backend server with a running vLLM server",
         ) from None
     return vllm
 
 
 class VllmEngine:
-    """`vllm.LLM`, whose workers do not outlive this process.
+    """A `vllm.LLM` whose workers end with this process.
 
     Args:
-        settings: its arguments.
-        name: of the model, for messages.
-        who: starts it, for messages.
+        settings: arguments of `vllm.LLM`.
+        name: the model's name, for messages.
+        command: the xtk command, for messages.
 
     Attributes:
         llm: the `vllm.LLM`.
@@ -58,30 +58,30 @@ class VllmEngine:
         vllm = import_vllm()
         self.name = name
         others = set(multiprocessing.active_children())
-        terminal.note(f"{command}: vLLM starts; VLLM_LOGGING_LEVEL=INFO tells what it does")
+        terminal.note(f"{command}: starting vLLM (set VLLM_LOGGING_LEVEL=INFO to see its log)")
         try:
             with _preserve_random_state():
                 self.llm = vllm.LLM(**settings)
-        except Exception as wrong:  # vLLM and torch raise dozens; to the user all mean that it cannot be run
+        except Exception as wrong:  # vLLM and torch raise dozens of types; all mean that the model cannot be run
             raise self.error("vLLM cannot run this model", wrong) from wrong
         self._guard = _guard([child.pid for child in multiprocessing.active_children() if child not in others])
         atexit.register(self.close)
 
     @property
     def vocab_size(self) -> int:
-        """V, the columns of its distributions."""
+        """Vocabulary size V of the model's logits."""
         return int(self.llm.llm_engine.model_config.get_vocab_size())
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and what follows it at most."""
+        """Largest number of tokens of a prompt with its completion."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
     def generate(self, prompts: Sequence[dict[str, Any]], sampling_params: Sequence[Any], action: str) -> list[Any]:
-        """Return vLLM's outputs of some prompts, in order.
+        """Return vLLM's outputs for prompts, in order.
 
         Raises:
-            XtkError: it fails; `what` says at what.
+            XtkError: vLLM fails; the message names the `action`.
         """
         try:
             return list(self.llm.generate(list(prompts), list(sampling_params), use_tqdm=False))
@@ -89,9 +89,9 @@ class VllmEngine:
             raise self.error(f"vLLM cannot {action}", wrong) from wrong
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and free its memory."""
         atexit.unregister(self.close)
-        # vLLM has no public way. Left alone, Python waits at its end for the engine, which waits for work.
+        # vLLM has no public API for this. Otherwise Python waits at exit for the engine, which waits for work.
         with contextlib.suppress(Exception):
             self.llm.llm_engine.engine_core.shutdown()
         if self._guard is not None:
@@ -100,7 +100,7 @@ class VllmEngine:
             self._guard = None
 
     def error(self, message: str, cause: Exception) -> XtkError:
-        """Return what is to be told of vLLM's error."""
+        """Return an XtkError for an exception of vLLM, with a hint for known causes."""
         text = " ".join(str(cause).split())
         hint = None
         if "unexpected keyword argument" in text:
@@ -108,25 +108,26 @@ class VllmEngine:
 
             option = text.rpartition("argument")[2].strip(" '\"")
             near = nearest_name(option, [known.replace("_", "-") for known in EngineArgs.__dataclass_fields__])
-            text = f"it has no engine option {option!r}"
-            hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else None
-        elif "does not use offset" in text:  # vLLM 0.32: it turns back a generator that a CPU's has no way to
+            text = f"vLLM has no engine argument {option!r}"
+            hint = f"did you mean --engine {near.replace('-', '_')}=...?" if near else f"remove --engine {option}"
+        elif "does not use offset" in text:  # vLLM 0.32 rewinds the random generator, which a CPU generator cannot
             hint = (
-                "on a CPU vLLM cannot draw with seeds where a prompt is read in parts: the engine's option "
-                "max_num_batched_tokens=N, as many as the prompts of a batch have"
+                "on a CPU vLLM cannot sample with seeds while it splits prompts into chunks: set the engine argument "
+                "max_num_batched_tokens to at least the number of prompt tokens in a batch"
             )
-        elif "_lib_fn_wrapper" in text:  # Numba's, which vLLM 0.32 on a CPU finds where it looks for its kernels
+        elif "_lib_fn_wrapper" in text:  # an attribute of Numba that vLLM 0.32 on a CPU mistakes for its kernels
             hint = "unset VLLM_ENABLE_V1_MULTIPROCESSING: with 0, vLLM cannot start in a process that imported Numba"
         elif "out of memory" in text.lower() or "Engine" in text + type(cause).__name__:
             hint = (
-                "the cause is above; where it is memory: --engine gpu_memory_utilization=0.8, a smaller --batch-tokens"
+                "see vLLM's log above for the cause; if memory is short, use --engine gpu_memory_utilization=0.8 or a "
+                "smaller --batch-tokens"
             )
         return XtkError(f"{message}: {type(cause).__name__}: {text[:500]}", where=self.name, hint=hint)
 
 
 @contextlib.contextmanager
 def _preserve_random_state() -> Iterator[None]:
-    """Leave the draws of this process as they were: vLLM seeds Python, NumPy and torch where it starts."""
+    """Restore this process's random states on exit: vLLM seeds Python, NumPy and torch when it starts."""
     import torch
 
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -142,10 +143,10 @@ def _preserve_random_state() -> Iterator[None]:
 
 
 def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
-    """Start a shell that takes processes down when this one ends, however it ends.
+    """Start a shell that kills processes when this process ends, for any reason.
 
-    vLLM's engine outlives a parent that was killed, idle and with its GPUs' memory, so that the same command could not
-    go on. The shell waits for the end of its input, which comes when the kernel closes this process's files.
+    vLLM's engine survives a killed parent, idle, and keeps its GPU memory, so that the command could not be run again.
+    The shell waits for end of file on its stdin, which comes when the kernel closes this process's files.
     """
     if not processes:
         return None
@@ -155,5 +156,5 @@ def _guard(processes: list[int | None]) -> subprocess.Popen[bytes] | None:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for this process
+        start_new_session=True,  # Ctrl-C must not reach the shell
     )

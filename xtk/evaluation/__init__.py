@@ -1,1 +1,1 @@
-"""Floor 5: how good a model is, in numbers that do not depend on its tokenizer."""
+"""Evaluation: bits per byte, tasks, generated answers and agreement with a teacher, comparable across tokenizers."""

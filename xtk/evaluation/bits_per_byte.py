@@ -1,4 +1,4 @@
-"""Bits per byte: what a model needs to write a text down, whatever its tokens are."""
+"""Bits per byte of a corpus: a language model's loss that does not depend on its tokenizer."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True)
 class BitsPerByteResult:
-    """The result over a corpus.
+    """Bits per byte over a corpus.
 
     Attributes:
-        per_document: bits and bytes of each document: of the tokens of its trained text, and of that text in UTF-8.
-        num_tokens: that were scored.
-        num_windows: forward passes a document of more than the context was cut into, over all documents.
-        window_tokens: tokens that are read at once at most; None: as many as a document has.
-        per_category: bits and bytes of each document by the kind of text (a name of `KINDS`), as far as there is some;
-            they
-            sum to those of all. Empty where nobody asked.
+        per_document: for each document, the bits of its trained text's tokens, and the bytes of that text in UTF-8.
+        num_tokens: number of scored tokens.
+        num_windows: number of windows into which all documents were split.
+        window_tokens: largest number of tokens per window; None: unlimited.
+        per_category: bits and bytes of each document for each text category (a name of `TEXT_CATEGORIES`) that occurs;
+            they sum to those of the full text. Empty unless requested.
     """
 
     per_document: Ratio
@@ -47,39 +46,39 @@ class BitsPerByteResult:
 
     @property
     def bits(self) -> float:
-        """Summed over documents."""
+        """Total bits over all documents."""
         return float(self.per_document.sums.sum())
 
     @property
     def bytes(self) -> int:
-        """Summed over documents."""
+        """Total bytes over all documents."""
         return int(self.per_document.counts.sum())
 
     @property
     def num_documents(self) -> int:
-        """How many."""
+        """Number of documents."""
         return len(self.per_document.sums)
 
     @property
     def stride(self) -> int | None:
-        """By how many tokens each window of a long document is behind the one before it."""
+        """Distance in tokens between consecutive windows of a long document; None: no windows."""
         return None if self.window_tokens is None else window_stride(self.window_tokens)
 
     @property
     def bits_per_byte(self) -> float:
-        """The quotient; infinite for a model that gives some token no probability."""
+        """Total bits over total bytes; infinite if a token has probability 0."""
         return self.per_document.value
 
 
 @dataclass(frozen=True)
 class ScoringWindow:
-    """A stretch of a document that is read in one pass.
+    """A range of a document's tokens that is processed in one forward pass.
 
     Attributes:
-        ids: int32 [n].
-        is_scored: bool [n], the tokens that are scored here.
-        first_token: which token of its document is the first one.
-        document_index: whose it is.
+        ids: int32 [n], token ids.
+        is_scored: bool [n], the tokens that are scored in this window.
+        first_token: index of its first token in the document.
+        document_index: index of the document.
     """
 
     ids: NDArray[np.int32]
@@ -98,29 +97,29 @@ def evaluate_bits_per_byte(
     max_length: int | None = None,
     by_category: bool = False,
 ) -> BitsPerByteResult:
-    """Score a corpus.
+    """Return the bits per byte of a model on a corpus.
 
-    Every token of the text is scored once, after a start token; the end token is not text and does not count.
-    A document longer than the context is read in windows that overlap by half, so that each token but those of the
-    first window has at least half a context before it. Log-probabilities are summed in float64.
+    Every token of the text is scored once, after a start token; the end token is not scored. A document longer than
+    the context is split into windows that overlap by half, so that each token after the first window has at least half
+    a context before it. Log-probabilities are summed in float64.
 
     Args:
-        model: on its device.
-        tokenizer: the model's.
-        corpus: of a prompt with its completion, the completion counts.
-        batch_tokens: padded tokens in a forward pass.
-        max_length: a smaller limit than the model's context.
-        by_category: tell the kinds of text apart.
+        model: the model, on its device.
+        tokenizer: the model's tokenizer.
+        corpus: documents; of a prompt with a completion, only the completion is scored.
+        batch_tokens: padded tokens per forward pass.
+        max_length: a smaller limit than the model's context, in tokens.
+        by_category: also compute the result for each text category.
 
     Raises:
-        XtkError: the limit is a single token.
+        XtkError: the length limit is below 2, or no document contains text.
     """
     limit = max_input_tokens(model, max_length)
     training = model.training
     model.eval()
     bytes_of = TokenByteCosts(tokenizer.vocabulary.bytes_by_id) if by_category else None
     bits, sizes = [np.zeros(0)], [np.zeros(0)]
-    kinds = [np.zeros((0, 2, len(TEXT_CATEGORIES)))]
+    categories = [np.zeros((0, 2, len(TEXT_CATEGORIES)))]
     tokens = windows = 0
     for documents in _read_batches(corpus):
         read = tokenize_documents(tokenizer, documents)
@@ -141,60 +140,71 @@ def evaluate_bits_per_byte(
         bits.append(found)
         sizes.append(np.array([num_predicted_bytes(*pair) for pair in zip(documents, read, strict=True)], np.float64))
         if texts is not None:
-            kinds.append(np.stack([texts.bits, texts.bytes], axis=1))
+            categories.append(np.stack([texts.bits, texts.bytes], axis=1))
     model.train(training)
     whole = Ratio(np.concatenate(bits), np.concatenate(sizes))
     if not whole.counts.any():
-        raise XtkError("there is no text to evaluate on: its documents are empty")
-    of_kinds = np.concatenate(kinds)
-    present = np.flatnonzero(of_kinds.any(axis=(0, 1))).tolist()
-    named = {TEXT_CATEGORIES[kind]: Ratio(of_kinds[:, 0, kind], of_kinds[:, 1, kind]) for kind in present}
+        raise XtkError(
+            "the evaluation data contain no text: all documents are empty",
+            hint="use data with a non-empty text or completion in at least one row",
+        )
+    by_document = np.concatenate(categories)
+    present = np.flatnonzero(by_document.any(axis=(0, 1))).tolist()
+    named = {
+        TEXT_CATEGORIES[category]: Ratio(by_document[:, 0, category], by_document[:, 1, category])
+        for category in present
+    }
     return BitsPerByteResult(whole, tokens, windows, limit, named)
 
 
 def max_input_tokens(model: BackboneWithHead, max_length: int | None) -> int | None:
-    """Return how many tokens a model reads at once at most; None: as many as there are.
+    """Return the largest number of tokens per window; None: unlimited.
 
     Raises:
-        XtkError: it is a single token.
+        XtkError: it is below 2.
     """
     limits = [limit for limit in (max_context_length(model.model.config), max_length) if limit]
     limit = min(limits) if limits else None
     if limit is not None and limit < 2:
-        raise XtkError(f"--max-length is {limit}: no token has one before it that predicts it", hint="2 or more")
+        raise XtkError(
+            f"--max-length must be at least 2, not {limit}: a token is scored given the token before it",
+            hint="use --max-length 2048, or remove it to use the model's context length",
+        )
     return limit
 
 
 def window_stride(window_tokens: int) -> int:
-    """Return by how many tokens a window is behind the one before it: half a context."""
+    """Return the distance in tokens between consecutive windows: half a window."""
     return max(1, window_tokens // 2)
 
 
 class _CategoryCosts:
-    """The text of some documents, byte by byte, and what its kinds cost.
+    """Bits and bytes of some documents for each text category.
 
     Attributes:
-        bits: float64 [documents, kinds].
-        bytes: float64 [documents, kinds].
+        bits: float64 [documents, categories].
+        bytes: float64 [documents, categories].
     """
 
     def __init__(self, documents: list[Document], read: list[TokenSequence]) -> None:
         self.bits, self.bytes = np.zeros((2, len(documents), len(TEXT_CATEGORIES)))
-        self._kinds: list[NDArray[np.int8]] = []
+        self._categories: list[NDArray[np.int8]] = []
         self._edges: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         for number, (document, sequence) in enumerate(zip(documents, read, strict=True)):
-            kinds, counted = categorize_bytes(document), _predicted_bytes(document, sequence)
-            self.bytes[number] = np.bincount(kinds[counted], minlength=len(TEXT_CATEGORIES))
-            places = np.flatnonzero(counted)
-            # What lies on a byte that does not count (a prompt's, before a completion) goes with the next that does.
-            nearest = np.minimum(np.searchsorted(places, np.arange(len(kinds) + 1)), max(len(places) - 1, 0))
-            self._kinds.append(kinds[places[nearest]] if len(places) else np.full(len(nearest), WHITE_SPACE, np.int8))
+            categories, scored_mask = categorize_bytes(document), _predicted_bytes(document, sequence)
+            self.bytes[number] = np.bincount(categories[scored_mask], minlength=len(TEXT_CATEGORIES))
+            indices = np.flatnonzero(scored_mask)
+            # Bits on a byte that is not scored (of a prompt, before a completion) go to the next scored byte.
+            nearest = np.minimum(np.searchsorted(indices, np.arange(len(categories) + 1)), max(len(indices) - 1, 0))
+            self._categories.append(
+                categories[indices[nearest]] if len(indices) else np.full(len(nearest), WHITE_SPACE, np.int8)
+            )
             starts = np.concatenate([np.zeros(1, np.int64), sequence.byte_ends[:-1]])[: len(sequence)]
             starts[sequence.text_runs[:, 0]] = sequence.text_runs[:, 2]
             self._edges.append((starts, sequence.byte_ends.astype(np.int64)))
 
     def add(self, batch: list[ScoringWindow], tokens: _ScoredTokens) -> None:
-        """Add what the counted tokens of a batch cost."""
+        """Add the bits of the scored tokens of a batch."""
         if not len(tokens.logprobs):
             return
         edges = [
@@ -205,24 +215,24 @@ class _CategoryCosts:
         masses = np.concatenate([masses for masses, _ in tokens.prefix_masses])
         sizes = np.concatenate([np.diff(offsets) for _, offsets in tokens.prefix_masses])
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
-        nats, places = attribute_to_bytes(masses, offsets, tokens.logprobs, starts, stops)
+        nats, indices = attribute_to_bytes(masses, offsets, tokens.logprobs, starts, stops)
         owners = np.repeat(np.repeat([window.document_index for window in batch], tokens.tokens_per_window), sizes)
         order = np.argsort(owners, kind="stable")
         for part in np.split(order, np.flatnonzero(np.diff(owners[order])) + 1):
             number = int(owners[part[0]])
-            kinds = self._kinds[number]
-            of_bytes = kinds[np.minimum(places[part], len(kinds) - 1)]
+            categories = self._categories[number]
+            of_bytes = categories[np.minimum(indices[part], len(categories) - 1)]
             self.bits[number] += np.bincount(of_bytes, nats[part] / math.log(2), len(TEXT_CATEGORIES))
 
 
 @dataclass(frozen=True)
 class _ScoredTokens:
-    """The counted tokens of a batch.
+    """The scored tokens of a batch.
 
     Attributes:
-        tokens_per_window: int64 [windows], of each window.
-        logprobs: float64 [n], natural.
-        prefix_masses: as `BytesOfTokens.masses` returned them, part by part; none where nobody asked.
+        tokens_per_window: int64 [windows], number of scored tokens of each window.
+        logprobs: float64 [n], in nats.
+        prefix_masses: results of `TokenByteCosts.prefix_masses`, chunk by chunk; empty unless requested.
     """
 
     tokens_per_window: NDArray[np.int64]
@@ -230,7 +240,7 @@ class _ScoredTokens:
     prefix_masses: list[tuple[NDArray[np.float64], NDArray[np.int64]]]
 
     def bits(self) -> NDArray[np.float64]:
-        """Return float64 [windows]."""
+        """Return the bits of each window, float64 [windows]."""
         owners = np.repeat(np.arange(len(self.tokens_per_window)), self.tokens_per_window)
         return np.bincount(owners, -self.logprobs / math.log(2), len(self.tokens_per_window)).astype(np.float64)
 
@@ -250,12 +260,12 @@ def _read_batches(corpus: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 def num_predicted_bytes(document: Document, sequence: TokenSequence) -> int:
-    """Return how many bytes of the trained text are predicted."""
+    """Return the number of bytes of the trained text that the model predicts."""
     return count_preserved_bytes(document, sequence, start=_first_predicted_byte(sequence))
 
 
 def _predicted_bytes(document: Document, sequence: TokenSequence) -> NDArray[np.bool_]:
-    """Return which bytes of the text those are, bool [bytes]."""
+    """Return bool [bytes], the bytes of the text that are trained and predicted."""
     trained = [np.full(len(segment.text.encode()), segment.train, np.bool_) for segment in document.segments]
     read = np.zeros(sum(map(len, trained)), np.bool_)
     for start, stop in sequence.byte_ranges().tolist():
@@ -266,7 +276,7 @@ def _predicted_bytes(document: Document, sequence: TokenSequence) -> NDArray[np.
 
 
 def _first_predicted_byte(sequence: TokenSequence) -> int:
-    """Return the first byte that is predicted: without a start token nothing predicts the first token."""
+    """Return the index of the first predicted byte: without a start token nothing predicts the first token."""
     starts_at_once = len(sequence.text_runs) > 0 and sequence.text_runs[0, 0] == 0
     return int(sequence.byte_ends[0]) if starts_at_once else 0
 
@@ -283,31 +293,31 @@ class _NoProgress:
 
 
 def document_windows(sequence: TokenSequence, limit: int | None) -> list[ScoringWindow]:
-    """Return the windows in which the trained text of a document is scored; none if there is nothing to score."""
-    counted = sequence.train_mask & sequence.text_mask
-    stop = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
-    return list(split_into_windows(sequence.ids[:stop], counted[:stop], limit)) if stop else []
+    """Return the windows in which the trained text of a document is scored; empty without trained text."""
+    scored_mask = sequence.train_mask & sequence.text_mask
+    stop = int(np.flatnonzero(scored_mask)[-1]) + 1 if scored_mask.any() else 0
+    return list(split_into_windows(sequence.ids[:stop], scored_mask[:stop], limit)) if stop else []
 
 
 def split_into_windows(
-    ids: NDArray[np.int32], counted: NDArray[np.bool_], limit: int | None
+    ids: NDArray[np.int32], scored_mask: NDArray[np.bool_], limit: int | None
 ) -> Iterator[ScoringWindow]:
-    """Yield the windows of a document; the first one is its beginning.
+    """Yield the windows of a document, in order.
 
     Args:
-        ids: int32 [T].
-        counted: bool [T], the tokens that are scored; each is in one window.
-        limit: of a window; None: the document is one.
+        ids: int32 [T], token ids.
+        scored_mask: bool [T], the tokens to score; each is scored in one window.
+        limit: largest number of tokens per window; None: one window.
     """
     if limit is None or len(ids) <= limit:
-        yield ScoringWindow(ids, counted)
+        yield ScoringWindow(ids, scored_mask)
         return
-    yield ScoringWindow(ids[:limit], counted[:limit])
+    yield ScoringWindow(ids[:limit], scored_mask[:limit])
     done = limit
     while done < len(ids):
         stop = min(done + window_stride(limit), len(ids))
         start = stop - limit
-        fresh = counted[start:stop].copy()
+        fresh = scored_mask[start:stop].copy()
         fresh[: done - start] = False
         yield ScoringWindow(ids[start:stop], fresh, start)
         done = stop
@@ -323,22 +333,22 @@ def _batch_windows(windows: list[ScoringWindow], tokens: int) -> Iterator[list[S
 
 
 def _score_batch(model: BackboneWithHead, batch: list[ScoringWindow], bytes_of: TokenByteCosts | None) -> _ScoredTokens:
-    """Read a batch, longest first; with `bytes_of`, also the beginnings of its counted tokens."""
+    """Return the log-probabilities of a batch's scored tokens; with `bytes_of`, also the masses of their prefixes."""
     longest = len(batch[0].ids)
     ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    counted = torch.zeros(len(batch), longest, dtype=torch.bool)
+    scored_mask = torch.zeros(len(batch), longest, dtype=torch.bool)
     for row, window in enumerate(batch):
         ids[row, : len(window.ids)] = torch.from_numpy(window.ids)
-        counted[row, : len(window.ids)] = torch.from_numpy(window.is_scored)
-    places = counted.flatten().nonzero()[:, 0]
+        scored_mask[row, : len(window.ids)] = torch.from_numpy(window.is_scored)
+    indices = scored_mask.flatten().nonzero()[:, 0]
     device = next(model.parameters()).device
-    targets = ids.flatten()[places]
-    beginnings: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
+    targets = ids.flatten()[indices]
+    prefix_masses: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
 
-    def look(rows: slice, exps: torch.Tensor) -> None:
+    def add_prefix_masses(rows: slice, exps: torch.Tensor) -> None:
         if bytes_of is not None:
-            beginnings.append(bytes_of.prefix_masses(exps, targets[rows].tolist()))
+            prefix_masses.append(bytes_of.prefix_masses(exps, targets[rows].tolist()))
 
-    states = model(ids.to(device)).flatten(0, 1)[(places - 1).to(device)]
-    logprobs, _ = compute_token_logprobs(states, model.head, targets.to(device), callback=look)
-    return _ScoredTokens(counted.sum(1).numpy(), logprobs.cpu().numpy(), beginnings)
+    states = model(ids.to(device)).flatten(0, 1)[(indices - 1).to(device)]
+    logprobs, _ = compute_token_logprobs(states, model.head, targets.to(device), callback=add_prefix_masses)
+    return _ScoredTokens(scored_mask.sum(1).numpy(), logprobs.cpu().numpy(), prefix_masses)

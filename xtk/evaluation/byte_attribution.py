@@ -1,4 +1,4 @@
-"""How the bits of a token are shared among its bytes, so that kinds of text can be told apart."""
+"""Attribution of a token's bits to its bytes, for bits per byte by text category."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-BATCH_ROWS = 64  # of prefix sums in float64
+BATCH_ROWS = 64  # rows of float64 prefix sums at a time
 
 
 class TokenByteCosts:
-    """What each byte of a token costs, given the bytes of the same token before it.
+    """Cost in nats of each byte of a token, given the token's earlier bytes.
 
     With M(b) the mass of all tokens that begin with the bytes b, byte j of a token costs `ln M(first j - 1) -
-    ln M(first j)`, and the last one the rest, `ln M(all) - ln P(token)`, beside that: nothing goes on from here. The
-    sum is what the token costs. A space before a word so costs what it costs to know that there is a space, and not
-    its share of the word's letters.
+    ln M(first j)`. The last byte also costs `ln M(all) - ln P(token)`, because no longer token was chosen. The costs
+    sum to `-ln P(token)`. So a space before a word costs what predicting a space costs, not an equal fraction of the
+    word's cost.
 
-    This is exact for the tokens that stand there; it does not sum over other tokens that spell the same, as the
+    This is exact for the observed tokenization; it does not sum over other tokenizations of the same bytes, as the
     probability of the next byte would (Phan et al. 2024, arXiv 2410.09303).
 
     Args:
-        spellings: the bytes of each token; nothing for control tokens.
+        spellings: the bytes of each token; empty for control tokens.
     """
 
     def __init__(self, spellings: Sequence[bytes]) -> None:
@@ -38,9 +38,9 @@ class TokenByteCosts:
         self._ranges: dict[int, NDArray[np.int64]] = {}
 
     def prefix_ranges(self, token: int) -> NDArray[np.int64]:
-        """Return int64 [bytes, 2]: for each beginning of a token, the tokens in sorted order that begin with it.
+        """Return int64 [bytes, 2]: for each prefix of a token, the range of tokens in byte order with that prefix.
 
-        Of a token that spells nothing it is one range, of all tokens that spell something.
+        For a token without bytes this is one range: all tokens with bytes.
         """
         if token not in self._ranges:
             spelling = self._spellings[token] if token < len(self._spellings) else b""
@@ -52,22 +52,21 @@ class TokenByteCosts:
         return self._ranges[token]
 
     def _range_end(self, beginning: bytes) -> int:
-        """Return where the tokens end that begin with some bytes."""
+        """Return the end of the range of tokens, in byte order, that begin with some bytes."""
         kept = beginning.rstrip(b"\xff")
         if not kept:
             return len(self._sorted)
         return bisect_left(self._sorted, kept[:-1] + bytes([kept[-1] + 1]))
 
     def prefix_masses(self, exps: Tensor, tokens: Sequence[int]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the mass behind each beginning of some tokens.
+        """Return the probability mass of each prefix of some tokens.
 
         Args:
-            exps: [n, V], what is proportional to the probabilities of each row.
-            tokens: [n], whose beginnings are asked about.
+            exps: [n, V], proportional to the probabilities of each row.
+            tokens: [n], the token of each row.
 
         Returns:
-            float64 [beginnings], one token's behind the other's, at least one each; and int64 [n + 1], where each
-            token's are.
+            float64 [prefixes], concatenated over tokens, at least one each; and int64 [n + 1], the range of each token.
         """
         self._order = self._order.to(exps.device)
         ranges = [self.prefix_ranges(token) for token in tokens]
@@ -79,8 +78,8 @@ class TokenByteCosts:
             torch.cumsum(part[:, self._order], 1, dtype=torch.float64, out=sums[:, 1:])
             edges = offsets[start : start + len(part) + 1]
             rows = torch.from_numpy(np.repeat(np.arange(len(part)), np.diff(edges))).to(exps.device)
-            places = torch.from_numpy(np.concatenate(ranges[start : start + len(part)])).to(exps.device)
-            masses = (sums[rows, places[:, 1]] - sums[rows, places[:, 0]]) / part.double().sum(1)[rows]
+            byte_indices = torch.from_numpy(np.concatenate(ranges[start : start + len(part)])).to(exps.device)
+            masses = (sums[rows, byte_indices[:, 1]] - sums[rows, byte_indices[:, 0]]) / part.double().sum(1)[rows]
             found[edges[0] : edges[-1]] = masses.cpu().numpy()
         return found, offsets
 
@@ -93,42 +92,42 @@ def attribute_to_bytes(
     starts: NDArray[np.int64],
     stops: NDArray[np.int64],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return what each byte of some tokens costs, and the byte of the text on which that lies.
+    """Return the cost of each byte of some tokens, and the byte of the text to which it belongs.
 
-    Most tokens spell the bytes where they stand. One that spells more (a space that the tokenizer puts in front) lays
-    what is too much on its first byte there; one that spells fewer (a normaliser took some) leaves the last ones free.
-    A token that stands on no byte is laid on the next one.
+    Most tokens have as many bytes as their range of the text. If a token has more (a space added by the tokenizer), the
+    excess goes to the first byte of its range; if it has fewer (normalization removed some), the last bytes of the
+    range get nothing. The cost of a token with an empty range goes to the next byte.
 
     Args:
-        masses: float64 [beginnings],
-        offsets: int64 [n + 1], as `BytesOfTokens.masses` returns them.
-        logprobs: float64 [n], natural, of the tokens.
-        starts: int64 [n], where each token begins in the text,
-        stops: int64 [n], and where it ends.
+        masses: float64 [prefixes], from `TokenByteCosts.prefix_masses`.
+        offsets: int64 [n + 1], the prefixes of each token.
+        logprobs: float64 [n], log-probabilities of the tokens, in nats.
+        starts: int64 [n], byte offset in the text where each token begins.
+        stops: int64 [n], byte offset where it ends.
 
     Returns:
-        float64 [beginnings], nats, those of a token summing to minus its log-probability; and int64 [beginnings].
+        float64 [prefixes], costs in nats, which sum to minus the log-probability for each token; and int64 [prefixes].
     """
-    costs, places = np.zeros(len(masses)), np.zeros(len(masses), np.int64)
+    costs, byte_indices = np.zeros(len(masses)), np.zeros(len(masses), np.int64)
     for token in range(len(logprobs)):
         first, last = offsets[token], offsets[token + 1] - 1
         ahead = max(0, last + 1 - first - (stops[token] - starts[token]))
         for at in range(first, last + 1):
-            places[at] = starts[token] + max(0, at - first - ahead)
-        if logprobs[token] == -np.inf:  # nothing tells which of its bytes was impossible
+            byte_indices[at] = starts[token] + max(0, at - first - ahead)
+        if logprobs[token] == -np.inf:  # unknown which of its bytes was impossible
             costs[last] = np.inf
             continue
         if np.isnan(logprobs[token]):
             costs[first : last + 1] = np.nan
             continue
-        # Differences of prefix sums round; no beginning is less likely than what begins with it.
-        behind = logprobs[token]
+        # Differences of prefix sums have rounding errors; a prefix is at least as likely as its continuation.
+        next_logprob = logprobs[token]
         for at in range(last, first - 1, -1):
-            known = behind if masses[at] <= 0 else min(0.0, max(behind, math.log(masses[at])))
+            prefix_logprob = next_logprob if masses[at] <= 0 else min(0.0, max(next_logprob, math.log(masses[at])))
             if at == last:
-                costs[at] += known - behind
+                costs[at] += prefix_logprob - next_logprob
             else:
-                costs[at + 1] += known - behind
-            behind = known
-        costs[first] -= behind
-    return costs, places
+                costs[at + 1] += prefix_logprob - next_logprob
+            next_logprob = prefix_logprob
+        costs[first] -= next_logprob
+    return costs, byte_indices

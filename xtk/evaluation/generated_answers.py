@@ -1,4 +1,4 @@
-"""Generated answers: what a model writes to problems, judged by a reward, with its standard error."""
+"""Evaluation of generated answers by a reward: avg@n and pass@k with standard errors."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from xtk.tokens.tokenizer import Tokenizer
 COMPLETIONS_PER_BATCH = 256
 
 
-def _gather_single_process(here: Any) -> list[Any]:
-    return [here]
+def _gather_single_process(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass(frozen=True)
 class ProcessShare:
-    """Which part of the work is of this process, where several evaluate one model.
+    """The part of this process in an evaluation that several processes share.
 
     Attributes:
-        rank: which of them this is.
-        num_processes: how many there are.
-        all_gather_object: returns what each of them gives, by rank.
+        rank: this process's rank.
+        num_processes: number of processes.
+        all_gather_object: collective call that returns the objects of all processes, by rank.
     """
 
     rank: int = 0
@@ -43,30 +43,30 @@ class ProcessShare:
 
 @dataclass
 class StopTruncatedRewards(WeightedRewards):
-    """Rewards that judge an answer up to the text that ended it.
+    """Rewards that score a completion up to its first stop string.
 
     Attributes:
-        stop_strings: texts that end answers.
+        stop_strings: texts that end a completion.
     """
 
     stop_strings: Sequence[str] = ()
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Judge what stands before the first of these texts."""
+        """Return the reward of the completion before the first stop string."""
         places = [completion.find(text) for text in self.stop_strings if text in completion]
         return super().__call__(completion[: min(places, default=len(completion))], prompt, row)
 
 
 @dataclass(frozen=True)
 class AnswerScores:
-    """How a model did.
+    """Rewards of a model's answers.
 
     Attributes:
-        scores: float64 [P, n], the reward of each sample of each problem; nan where it could not judge.
-        max_reward: the reward of a right answer.
-        lengths: int64 [P, n], tokens that were drawn.
-        truncated_fraction: share of the answers that were cut off.
-        prompts_too_long: problems to which the context left no room; their scores are 0.
+        scores: float64 [P, n], the reward of each sample of each problem; nan where it could not be scored.
+        max_reward: the reward of a correct answer.
+        lengths: int64 [P, n], number of generated tokens.
+        truncated_fraction: fraction of answers that reached the length limit.
+        prompts_too_long: number of problems whose prompt fills the context; their scores are 0.
     """
 
     scores: NDArray[np.float64]
@@ -77,31 +77,34 @@ class AnswerScores:
 
     @property
     def is_scored(self) -> NDArray[np.bool_]:
-        """Which problems count, bool [P]: those of which all samples could be judged."""
+        """Bool [P], the problems that count: all their samples could be scored."""
         return np.array([bool(np.isfinite(scores).all()) for scores in self.scores], np.bool_)
 
     def mean_reward(self) -> Estimate:
-        """Return avg@n, the mean reward."""
+        """Return avg@n, the mean reward over problems and samples."""
         return Estimate.mean_of(self.scores[self.is_scored].mean(axis=1))
 
     def pass_at(self, k: int) -> Estimate:
-        """Return pass@k: how likely one of k samples is right, without bias from n samples."""
+        """Return pass@k: unbiased estimate of the probability that one of k samples is correct."""
         scores = self.scores[self.is_scored]
         right = (scores >= self.max_reward).sum(axis=1)
         return Estimate.mean_of(np.array([pass_at_k(k, scores.shape[1], int(count)) for count in right]))
 
     def difference(self, other: AnswerScores) -> Estimate:
-        """Return by how much the mean reward is above that of another model, problem by problem.
+        """Return the difference to another model's mean reward, paired by problem.
 
-        Paired: what is hard for both is left out of the error (Miller 2024).
+        Pairing removes the difficulty of problems from the standard error (Miller 2024).
         """
         both = self.is_scored & other.is_scored
         if not both.any():
-            raise XtkError("no problem could be judged for both models")
+            raise XtkError(
+                "the rewards could score no problem for both models, so they cannot be compared",
+                hint="check that each row has the column with the expected answer, such as --reward exact:column=NAME",
+            )
         return Estimate.mean_of(self.scores[both].mean(axis=1) - other.scores[both].mean(axis=1))
 
     def to_json(self) -> dict[str, Any]:
-        """Return figures, as JSON holds them."""
+        """Return the metrics as JSON values."""
         samples = self.scores.shape[1]
         found: dict[str, Any] = {
             "problems": int(self.is_scored.sum()),
@@ -122,44 +125,43 @@ class AnswerScores:
 
 
 def powers_of_two_up_to(samples: int) -> list[int]:
-    """Return 1, 2, 4, ... below a number, and that number."""
+    """Return the powers of two below a number, and the number itself."""
     return sorted({samples, *(1 << bit for bit in range(samples.bit_length()))})
 
 
 def pass_at_k(k: int, num_samples: int, num_correct: int) -> float:
-    """Return how likely at least one of k samples is right, where `right` of `samples` are.
+    """Return the unbiased estimate of pass@k from n samples of which c are correct.
 
-    `1 - C(n - c, k) / C(n, k)`, which has no bias (Chen et al. 2021, Evaluating Large Language Models Trained on Code,
-    equation 1).
+    `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021, Evaluating Large Language Models Trained on Code, equation 1).
 
     Raises:
-        ValueError: k is more than there are.
+        ValueError: k is below 1 or above the number of samples.
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} from {num_samples} samples")
+        raise ValueError(f"pass@{k} needs k from 1 to the number of samples, {num_samples}")
     return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def check_rewards_apply(rewards: WeightedRewards, prompts: Sequence[Prompt]) -> None:
-    """Refuse problems that no reward can judge before a model writes to them.
+    """Refuse problems that no reward can score, before anything is generated.
 
     Raises:
-        XtkError: tells the fields that they have.
+        XtkError: names the columns that the problems have.
     """
-    judged = False
+    can_score = False
     for prompt in prompts:
         with name_row_in_errors(prompt.number):
-            judged = rewards.can_score(prompt.record) or judged
-    if not judged:
-        fields = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
-        raise _unscored_error(rewards, f"problems have the fields {', '.join(fields)}")
+            can_score = rewards.can_score(prompt.record) or can_score
+    if not can_score:
+        columns = list(dict.fromkeys(str(name) for prompt in prompts for name in prompt.record))
+        raise _unscored_error(rewards, f"the problems have the columns {', '.join(columns)}")
 
 
 def _unscored_error(rewards: WeightedRewards, where: str | None = None) -> XtkError:
     return XtkError(
-        f"the reward {', '.join(map(str, rewards.specs))} could judge no answer",
+        f"the reward {', '.join(map(str, rewards.specs))} could score no answer",
         where=where,
-        hint="a column with what is right: --reward exact:column=NAME",
+        hint="name the column with the expected answer: --reward exact:column=NAME",
     )
 
 
@@ -176,53 +178,57 @@ def evaluate_answers(
     on_answer: Callable[[Prompt, Rollout], None] | None = None,
     process_share: ProcessShare | None = None,
 ) -> AnswerScores:
-    """Let a model answer problems, and judge what it writes.
+    """Generate answers to problems, and return their rewards.
 
     Args:
-        prompts: the problems, with the fields that the reward reads.
-        generator: who writes.
-        tokenizer: its.
-        sampling: how; of several samples with a temperature.
-        rewards: judge, up to a text of `sampling` that ends an answer.
-        num_generations: n, samples of each problem.
-        seed: of the draws.
-        template_arguments: what the chat template is told.
-        on_answer: is given each answer.
-        process_share: of this process, if several share the problems; each of them has to call this, and gets all.
+        prompts: the problems, with the columns that the rewards need.
+        generator: generates completions.
+        tokenizer: the generator's tokenizer.
+        sampling: sampling parameters; several samples need a temperature above 0.
+        rewards: score completions up to a stop string of `sampling`.
+        num_generations: n, samples per problem.
+        seed: random seed of sampling.
+        template_arguments: extra arguments of the chat template.
+        on_answer: called with each prompt and completion.
+        process_share: this process's part, if several processes share the problems; then this is a collective call, and
+            all processes get the full result.
 
     Raises:
-        XtkError: several samples would be alike, or none can be judged.
+        XtkError: all samples would be equal, or no answer can be scored.
     """
     if num_generations > 1 and sampling.temperature == 0:
-        raise XtkError(f"at temperature 0 all {num_generations} answers are one", hint="--temperature 0.8, say")
+        raise XtkError(
+            f"at temperature 0 all {num_generations} answers to a problem are equal",
+            hint="use --temperature 0.8, or --num-generations 1",
+        )
     process_share = process_share or ProcessShare()
-    judges = StopTruncatedRewards(rewards.specs, rewards.unscored, sampling.stop)
+    rewards_to_stop = StopTruncatedRewards(rewards.specs, rewards.unscored, sampling.stop)
     shape = (len(prompts), num_generations)
     scores, lengths = np.zeros(shape), np.zeros(shape, np.int64)
-    cut = np.zeros(shape, np.bool_)
+    truncated = np.zeros(shape, np.bool_)
     answered = np.zeros(len(prompts), np.bool_)
-    place = {prompt.number: at for at, prompt in enumerate(prompts)}
+    index_of = {prompt.number: at for at, prompt in enumerate(prompts)}
     mine = prompts[process_share.rank :: process_share.num_processes]
     with terminal.Progress("evaluate", len(mine), "problems") as progress:
         for group in _batched(mine, max(1, COMPLETIONS_PER_BATCH // num_generations)):
             found = generate_rollouts(
-                group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed, rewards=judges,
-                template_arguments=template_arguments,
+                group, generator, tokenizer, sampling, num_generations=num_generations, seed=seed,
+                rewards=rewards_to_stop, template_arguments=template_arguments,
             )  # fmt: skip
             for one in found:
-                drawn = one.document.sampled_tokens
-                assert drawn is not None
-                at = place[one.prompt]
-                scores[at, one.sample], lengths[at, one.sample] = one.reward, int(drawn.sampled_mask.sum())
-                cut[at, one.sample], answered[at] = one.finish_reason == "length", True
+                sampled = one.document.sampled_tokens
+                assert sampled is not None
+                at = index_of[one.prompt]
+                scores[at, one.sample], lengths[at, one.sample] = one.reward, int(sampled.sampled_mask.sum())
+                truncated[at, one.sample], answered[at] = one.finish_reason == "length", True
                 if on_answer is not None:
                     on_answer(prompts[at], one)
             progress.advance(len(group))
-    told = process_share.all_gather_object((scores, lengths, cut, answered))
-    scores, lengths, cut, answered = (sum(parts) for parts in zip(*told, strict=True))
+    gathered = process_share.all_gather_object((scores, lengths, truncated, answered))
+    scores, lengths, truncated, answered = (sum(parts) for parts in zip(*gathered, strict=True))
     best = sum(specification.weight for specification in rewards.specs)
-    written = max(int(answered.sum()) * num_generations, 1)
-    result = AnswerScores(scores, best, lengths, float(cut.sum()) / written, int((answered == 0).sum()))
+    num_answers = max(int(answered.sum()) * num_generations, 1)
+    result = AnswerScores(scores, best, lengths, float(truncated.sum()) / num_answers, int((answered == 0).sum()))
     if not result.is_scored.any():
         raise _unscored_error(rewards)
     return result

@@ -1,7 +1,7 @@
-"""Tasks of lm-evaluation-harness: which, how they are asked, and what a model scores.
+"""Evaluation with lm-evaluation-harness: tasks, settings, results and paired differences.
 
-Tasks that run what a model writes are refused: the harness runs it in its own process, and xtk runs code in its sandbox
-(the reward `tests`).
+Tasks that execute generated code are refused: the harness executes it in its own process, while xtk executes code in
+its sandbox (the reward `tests`).
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from xtk.registry import nearest_name
 from xtk.tokens.tokenizer import Tokenizer
 
 BATCH_SIZE = 8
-BOOTSTRAP_SAMPLES = 1000  # of metrics that are no means: F1, BLEU, perplexity
-# The harness's own: examples are drawn with it, so that figures are those that others publish.
+BOOTSTRAP_SAMPLES = 1000  # for metrics that are not means: F1, BLEU, perplexity
+# The harness's default seed of few-shot examples, so that results are comparable with published ones.
 HARNESS_SEED = 1234
 _NOT_SCORES = frozenset({"name", "alias", "sample_len", "sample_count"})
 
 
 @dataclass(frozen=True)
 class HarnessConfig:
-    """How tasks are asked.
+    """Tasks and settings of lm-evaluation-harness.
 
     Attributes:
         tasks: names of tasks, groups or tags.
-        include_path: a folder with tasks of one's own (YAML); "": there is none.
-        task_folders: {task: folder}, of tasks that are read from a folder of this machine; of MMLU and sets of code.
-        num_fewshot: examples before each problem; None: as the task says.
-        limit: problems of each task at most, the first ones; 0: all.
-        batch_size: requests in a forward pass.
-        apply_chat_template: requests are put into the model's chat template, examples as turns.
-        template_arguments: what the template is told beside them.
-        seed: of the choice of examples, and of draws; 0: the harness's own.
+        include_path: a folder with custom tasks (YAML); "": none.
+        task_folders: {task: folder} for tasks that are read from a local folder: MMLU and code tasks.
+        num_fewshot: few-shot examples per problem; None: the task's default.
+        limit: largest number of problems per task, the first ones; 0: all.
+        batch_size: requests per forward pass.
+        apply_chat_template: format requests with the model's chat template, few-shot examples as turns.
+        template_arguments: extra arguments of the chat template.
+        seed: seed of few-shot examples and of sampling; 0: the harness's default.
     """
 
     tasks: tuple[str, ...]
@@ -66,17 +66,16 @@ class HarnessConfig:
 
 @dataclass(frozen=True)
 class HarnessResults:
-    """What a model scores.
+    """Results of a model on tasks.
 
     Attributes:
-        metrics: {task: {metric: (value, standard error)}}; the error is nan where there is none. Of groups too. A
-            metric
-            is named as the harness names it, with its filter behind a comma where that is not "none".
-        num_problems: {task: how many}.
-        num_fewshot: {task: how many examples stand before a problem}.
-        top_level_tasks: of these, groups and the tasks that are in no group.
-        per_problem: {(task, metric): {problem: value}}, of metrics that are means; empty where it was not asked for.
-        samples: what was asked and answered, one record a problem and filter.
+        metrics: {task or group: {metric: (value, standard error)}}; the error is nan where there is none. Metrics have
+            the harness's names, followed by a comma and the filter where that is not "none".
+        num_problems: {task: number of problems}.
+        num_fewshot: {task: few-shot examples per problem}.
+        top_level_tasks: groups, and tasks that are in no group.
+        per_problem: {(task, metric): {problem: value}} for metrics that are means; empty unless requested.
+        samples: prompts and answers, one record per problem and filter.
     """
 
     metrics: Mapping[str, Mapping[str, tuple[float, float]]]
@@ -87,7 +86,7 @@ class HarnessResults:
     samples: Sequence[Mapping[str, Any]] = ()
 
     def difference(self, other: HarnessResults, task: str, metric: str) -> Estimate | None:
-        """Return by how much a metric is above that of another model, problem by problem; None if that is not known."""
+        """Return the difference to another model's metric, paired by problem; None without values per problem."""
         mine, theirs = self.per_problem.get((task, metric), {}), other.per_problem.get((task, metric), {})
         both = sorted(mine.keys() & theirs.keys())
         if not both:
@@ -95,10 +94,10 @@ class HarnessResults:
         return Estimate.mean_of(np.array([mine[at] - theirs[at] for at in both]))
 
     def to_json(self, compared_to: HarnessResults | None = None) -> dict[str, dict[str, Any]]:
-        """Return figures, as JSON holds them.
+        """Return the metrics as JSON values.
 
         Args:
-            compared_to: of the model that this one is compared with, whose differences to this one are told.
+            compared_to: results of another model; its differences to this one are added.
         """
         found: dict[str, dict[str, Any]] = {}
         for task, values in self.metrics.items():
@@ -118,13 +117,13 @@ class HarnessResults:
 
 
 class Harness:
-    """Tasks, read and ready to be asked of one model after the other.
+    """Loaded tasks, for the evaluation of several models.
 
     Args:
-        config: which, and how.
+        config: tasks and settings.
 
     Raises:
-        XtkError: the package is missing, there is no such task, its data cannot be read, or it runs code.
+        XtkError: the package is missing, a task is unknown, its data cannot be read, or it executes code.
     """
 
     def __init__(self, config: HarnessConfig) -> None:
@@ -140,9 +139,16 @@ class Harness:
         if not config.tasks:
             return
         if importlib.util.find_spec("lm_eval") is None:
-            raise XtkError("tasks need lm-evaluation-harness", hint="pip install 'xtk[evaluation]'")
+            raise XtkError(
+                "evaluating tasks needs the package lm-evaluation-harness, which is not installed",
+                hint="run pip install 'xtk[evaluation]'",
+            )
         if config.include_path and not Path(config.include_path).is_dir():
-            raise XtkError("no such folder of tasks", where=config.include_path, hint="--include-path FOLDER")
+            raise XtkError(
+                "the folder of custom tasks (include_path) does not exist",
+                where=config.include_path,
+                hint="use --include-path FOLDER with a folder that contains task YAML files",
+            )
         with _silence_output(), preserve_random_states(), tempfile.TemporaryDirectory() as folder:
             self._loaded = self._load(write_mmlu_tasks(config.task_folders, Path(folder)))
             for name, task in self._loaded["tasks"].items():
@@ -151,33 +157,33 @@ class Harness:
     def _load(self, paths: list[Path]) -> Any:
         from lm_eval.tasks import TaskManager
 
-        asking = self.config
+        config = self.config
         known: list[str] = []
-        paths = [*([Path(asking.include_path)] if asking.include_path else []), *paths]
-        # To read the names of all of the harness's own tasks takes ten seconds.
+        paths = [*([Path(config.include_path)] if config.include_path else []), *paths]
+        # Reading the names of all tasks of the harness takes ten seconds.
         for with_own in (False, True) if paths else (True,):
             manager = TaskManager(include_path=paths or None, include_defaults=with_own)
             known = manager.all_tasks
-            if set(asking.tasks) <= set(known):
-                for name in asking.tasks:  # before anything of theirs is loaded
+            if set(config.tasks) <= set(known):
+                for name in config.tasks:  # before their code or data are loaded
                     _refuse_code(name, (manager.task_index[name].cfg or {}).get("unsafe_code"))
                 try:
-                    return manager.load(list(asking.tasks))
+                    return manager.load(list(config.tasks))
                 except Exception as wrong:
-                    raise _harness_error("tasks cannot be read", asking, wrong) from wrong
-        missing = next(name for name in asking.tasks if name not in known)
+                    raise _harness_error("lm-evaluation-harness cannot load the tasks", config, wrong) from wrong
+        missing = next(name for name in config.tasks if name not in known)
         near = nearest_name(missing, known)
         raise XtkError(
             f"lm-evaluation-harness has no task called {missing!r}" + (f"; did you mean {near}?" if near else ""),
-            hint="lm-eval ls tasks lists them; --include-path FOLDER has your own",
+            hint="run lm-eval ls tasks for a list, or add your own tasks with --include-path FOLDER",
         )
 
     def _prepare(self, name: str, task: Any) -> None:
-        asking = self.config
-        _refuse_code(name, getattr(task, "UNSAFE_CODE", False))  # of groups
+        config = self.config
+        _refuse_code(name, getattr(task, "UNSAFE_CODE", False))  # members of groups were not checked before
         own = task.get_config("num_fewshot")
-        if own is None or (asking.num_fewshot is not None and own != 0):
-            task.set_config(key="num_fewshot", value=asking.num_fewshot or 0)
+        if own is None or (config.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=config.num_fewshot or 0)
 
     def evaluate(
         self,
@@ -188,17 +194,18 @@ class Harness:
         keep_samples: bool = True,
         process_share: ProcessShare | None = None,
     ) -> HarnessResults:
-        """Ask a model; torch's, numpy's and Python's random numbers are afterwards as they were.
+        """Return the results of a model; random states and the model's mode are restored afterwards.
 
         Args:
-            model: of transformers; its modes are as they were afterwards.
-            tokenizer: its.
-            max_length: tokens that it reads; None: what its configuration says.
-            keep_samples: keep what was asked and answered, and single values, which differences need.
-            process_share: of this process, if several share the work; each of them has to call this, and gets all.
+            model: a transformers model.
+            tokenizer: the model's tokenizer.
+            max_length: context length in tokens; None: from the model's configuration.
+            keep_samples: keep prompts, answers and values per problem, which differences need.
+            process_share: this process's part, if several processes share the requests; then this is a collective call,
+                and all processes get the full results.
 
         Raises:
-            XtkError: the harness, or a task's own code, fails.
+            XtkError: the harness, or code of a task, fails.
         """
         process_share = process_share or ProcessShare()
         with preserve_random_states():
@@ -218,29 +225,29 @@ class Harness:
         from xtk.evaluation.lm_eval_model import HarnessModel
         from xtk.rollouts.transformers_generator import generation_mode
 
-        asking = self.config
+        config = self.config
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        if asking.apply_chat_template:
-            tokenizer.chat_template  # noqa: B018 - which tells that there is none
+        if config.apply_chat_template:
+            tokenizer.chat_template  # noqa: B018 - raises if there is none
         try:
             with _silence_output() as stderr, preserve_random_states(), generation_mode(inner):
                 self._seed()
-                lm = HarnessModel(inner, tokenizer, batch_size=asking.batch_size, max_length=max_length,
-                                  template_arguments=dict(asking.template_arguments), process_share=share,
+                lm = HarnessModel(inner, tokenizer, batch_size=config.batch_size, max_length=max_length,
+                                  template_arguments=dict(config.template_arguments), process_share=share,
                                   stderr=stderr)  # fmt: skip
                 found = evaluator.evaluate(
-                    lm, self._loaded, limit=asking.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
+                    lm, self._loaded, limit=config.limit or None, bootstrap_iters=BOOTSTRAP_SAMPLES,
                         log_samples=keep_samples,
-                    apply_chat_template=asking.apply_chat_template, fewshot_as_multiturn=asking.apply_chat_template,
+                    apply_chat_template=config.apply_chat_template, fewshot_as_multiturn=config.apply_chat_template,
                 )  # fmt: skip
         except XtkError:
             raise
         except Exception as wrong:
-            raise _harness_error("lm-evaluation-harness stopped", asking, wrong) from wrong
+            raise _harness_error("lm-evaluation-harness failed", config, wrong) from wrong
         return _parse_results(found)
 
     def _seed(self) -> None:
-        """Seed as the harness does, if no other seed is asked for; each model has the same examples."""
+        """Seed as the harness does, unless a seed is set; each model gets the same few-shot examples."""
         seed = self.config.seed
         random.seed(seed)
         np.random.seed(seed or HARNESS_SEED)
@@ -251,10 +258,10 @@ class Harness:
 
 def _refuse_code(name: str, unsafe: object) -> None:
     if unsafe:
-        local = f"--tasks {name}=FOLDER or " if name in CODE_TASKS else ""
+        local = f"use --tasks {name}=FOLDER, or " if name in CODE_TASKS else ""
         raise XtkError(
-            f"the task {name} runs what the model writes, in the process of the harness",
-            hint=f"{local}xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which runs it in the sandbox",
+            f"the task {name} executes generated code without a sandbox, which xtk does not allow",
+            hint=f"{local}run xtk evaluate MODEL PROBLEMS.jsonl --reward tests, which uses xtk's sandbox",
         )
 
 
@@ -283,7 +290,7 @@ def _merge_results(parts: Sequence[HarnessResults]) -> HarnessResults:
 
 
 def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
-    """Read what the harness returns."""
+    """Return the results in the harness's output."""
     values = {
         task: _parse_metrics(figures) for task, figures in {**found["results"], **found.get("groups", {})}.items()
     }
@@ -302,7 +309,7 @@ def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
                             **scores})  # fmt: skip
     for (task, name), of_problems in list(single.items()):
         value = values.get(task, {}).get(name, (math.nan, math.nan))[0]
-        if not math.isclose(float(np.mean(list(of_problems.values()))), value, abs_tol=1e-9):  # no mean over problems
+        if not math.isclose(float(np.mean(list(of_problems.values()))), value, abs_tol=1e-9):  # not a mean
             del single[task, name]
     problems = {task: int(count["effective"]) for task, count in found["n-samples"].items()}
     shots = {task: int(number) for task, number in found["n-shot"].items()}
@@ -333,7 +340,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Return a value as JSON holds it."""
+    """Return a value as a JSON value; other types become text."""
     if isinstance(value, dict):
         return {str(key): _to_json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -343,14 +350,14 @@ def _to_json_value(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _harness_error(what: str, asking: HarnessConfig, wrong: Exception) -> XtkError:
-    told = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
-    return XtkError(f"{what}: {type(wrong).__name__}: {told}", where=", ".join(asking.tasks))
+def _harness_error(what: str, config: HarnessConfig, wrong: Exception) -> XtkError:
+    first_line = (str(wrong) or type(wrong).__name__).strip().splitlines()[0][:300]
+    return XtkError(f"{what}: {type(wrong).__name__}: {first_line}", where=f"tasks {', '.join(config.tasks)}")
 
 
 @contextlib.contextmanager
 def preserve_random_states() -> Iterator[None]:
-    """Leave Python's, numpy's and torch's random numbers as they were."""
+    """Restore the random states of Python, NumPy and torch on exit."""
     own, arrays = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
@@ -363,24 +370,24 @@ def preserve_random_states() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence_output() -> Iterator[TextIO]:
-    """Keep what the harness prints, its bars and its log from the terminal, which is returned."""
+    """Hide the harness's output, progress bars and log; yield the terminal's stderr."""
     import datasets
 
     terminal = sys.stderr
     log = logging.getLogger("lm_eval")
-    level, apart = log.level, os.environ.get("DISABLE_MULTIPROC")
+    level, multiproc = log.level, os.environ.get("DISABLE_MULTIPROC")
     bars = datasets.are_progress_bars_disabled()
     log.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
-    os.environ["DISABLE_MULTIPROC"] = "1"  # a pool of processes, for standard errors, beside a model
-    nowhere = io.StringIO()
+    os.environ["DISABLE_MULTIPROC"] = "1"  # no process pool for standard errors while a model is in memory
+    hidden = io.StringIO()
     try:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden):
             yield terminal
     finally:
         log.setLevel(level)
         if not bars:
             datasets.enable_progress_bars()
         os.environ.pop("DISABLE_MULTIPROC")
-        if apart is not None:
-            os.environ["DISABLE_MULTIPROC"] = apart
+        if multiproc is not None:
+            os.environ["DISABLE_MULTIPROC"] = multiproc

@@ -1,4 +1,4 @@
-"""A model that xtk has loaded, as lm-evaluation-harness asks one. This module needs that package."""
+"""Adapter from models loaded by xtk to lm-evaluation-harness; importing it needs that package."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from xtk import terminal
 from xtk.evaluation.generated_answers import ProcessShare
 from xtk.tokens.tokenizer import Tokenizer
 
-PROGRESS_BATCH_SIZE = 512  # requests between two looks at the progress; they are sorted by length among themselves
-REQUESTS_PER_TURN = (
-    32  # requests in a row that one process answers: the choices of a problem share what stands before them
-)
+PROGRESS_BATCH_SIZE = 512  # requests between progress updates; each batch is sorted by length
+# Consecutive requests per process: the choices of a problem share their context.
+REQUESTS_PER_TURN = 32
 
 
 class HarnessModel(HFLM):  # type: ignore[misc]
-    """Answers requests with a model of the caller's; several processes may each have one, and share the requests.
+    """A harness model around a loaded transformers model; several processes with replicas can share the requests.
 
     Args:
-        model: of transformers.
-        tokenizer: its, which is read from the same files as everywhere else in xtk.
-        batch_size: requests in a forward pass.
-        max_length: tokens that it reads; None: what its configuration says.
-        template_arguments: what the chat template is told beside the messages.
-        share: which of the requests this process answers.
-        stderr: where the progress goes.
+        model: a transformers model.
+        tokenizer: its tokenizer, loaded from the same files as everywhere in xtk.
+        batch_size: requests per forward pass.
+        max_length: context length in tokens; None: from the model's configuration.
+        template_arguments: extra arguments of the chat template.
+        process_share: the requests that this process answers.
+        stderr: stream for progress.
     """
 
     def __init__(
@@ -57,40 +56,40 @@ class HarnessModel(HFLM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Names the tokenizer; nothing is kept under this name."""
+        """Name of the tokenizer for the harness's request cache, which xtk does not use."""
         return "xtk"
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return (log-probability, whether it is the likeliest text) of each continuation."""
+        """Return (log-probability, whether greedy decoding gives it) of each continuation."""
         return self._run_in_batches(super().loglikelihood, requests)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return the log-probability of each whole text."""
+        """Return the log-probability of each text."""
         return self._run_in_batches(super().loglikelihood_rolling, requests)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Any]:
-        """Return what is written to each request."""
+        """Return the generated text of each request."""
         return self._run_in_batches(super().generate_until, requests)
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
 
-    def _run_in_batches(self, asked: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
-        """Ask some at a time, and show how far it is: the harness itself is silenced."""
+    def _run_in_batches(self, method: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
+        """Answer this process's requests in batches with progress, and return the answers of all processes."""
         share, found = self._share, list[Any]()
-        everything = range(len(requests))
-        dealt = [
-            [at for at in everything if at // REQUESTS_PER_TURN % share.num_processes == one]
+        indices = range(len(requests))
+        by_rank = [
+            [at for at in indices if at // REQUESTS_PER_TURN % share.num_processes == one]
             for one in range(share.num_processes)
         ]
-        mine = dealt[share.rank]
+        mine = by_rank[share.rank]
         with (
             contextlib.redirect_stderr(self._stderr),
             terminal.Progress("evaluate", len(mine), "requests") as progress,
         ):
             for start in range(0, len(mine), PROGRESS_BATCH_SIZE):
                 part = [requests[at] for at in mine[start : start + PROGRESS_BATCH_SIZE]]
-                found += asked(part, disable_tqdm=True)
+                found += method(part, disable_tqdm=True)
                 progress.advance(len(part))
-        answers = dict(zip(itertools.chain(*dealt), itertools.chain(*share.all_gather_object(found)), strict=True))
+        answers = dict(zip(itertools.chain(*by_rank), itertools.chain(*share.all_gather_object(found)), strict=True))
         return [answers[at] for at in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Tasks from folders of this machine, in the form that the hub has them: MMLU for the harness, problems of code."""
+"""Tasks from local copies of hub datasets: MMLU for lm-evaluation-harness, and code problems."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from xtk.rollouts.rollout import Prompt, Rollout
 from xtk.tokens.tokenizer import Tokenizer
 
 MMLU = "mmlu"
-MAX_ANSWER_TOKENS = 768  # of an answer, as EvalPlus has it
+MAX_ANSWER_TOKENS = 768  # as in EvalPlus
 BATCH_TOKENS = 8192
 
 
 @dataclass(frozen=True)
 class CodeTask:
-    """How the problems of a set are put.
+    """Prompt format of a set of code problems.
 
     Attributes:
-        base_template: template of the prompt that a base model continues; "": the row's own.
-        chat_template: template of the message of the user.
-        stop_strings: texts that end an answer to the plain prompt.
+        base_template: template of the prompt that a base model continues; "": the row's prompt.
+        chat_template: template of the user message.
+        stop_strings: texts that end a completion of the plain prompt.
     """
 
     base_template: str
@@ -39,7 +39,7 @@ class CodeTask:
 
 
 _COMPLETION_TASK = CodeTask("", "Complete this function.\n```python\n{{ prompt }}```")
-_STOP_STRINGS = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as EvalPlus has them
+_STOP_STRINGS = ('\n"""', "\nassert", "\nprint(", "\nif __name__")  # as in EvalPlus
 
 
 def _tests_task(text: str) -> CodeTask:
@@ -57,13 +57,13 @@ CODE_TASKS = {
 
 
 def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Read `gsm8k,mmlu=FOLDER,humaneval_plus=FOLDER`.
+    """Parse the value of --tasks, such as `gsm8k,mmlu=FOLDER,humaneval_plus=FOLDER`.
 
     Returns:
-        The names of all tasks, and the folders of those that have one.
+        The names of all tasks, and {task: folder} for those with a folder.
 
     Raises:
-        XtkError: a folder is missing, or its task has no form that is read from a folder.
+        XtkError: a folder does not exist, or its task cannot be read from a folder.
     """
     names, folders = list[str](), dict[str, str]()
     for part in filter(None, map(str.strip, text.split(","))):
@@ -73,24 +73,32 @@ def parse_tasks(text: str) -> tuple[tuple[str, ...], dict[str, str]]:
         if not is_local:
             continue
         if name not in CODE_TASKS and name.partition("_")[0] != MMLU:
-            raise unknown_name_error("task that is read from a folder", name, [MMLU, *CODE_TASKS])
+            raise unknown_name_error("task with a local folder", name, [MMLU, *CODE_TASKS])
         if not Path(folder).is_dir():
-            raise XtkError("no such folder", where=part, hint=f"{name}=FOLDER, as the hub has it")
+            raise XtkError(
+                f"the folder of the task {name} does not exist",
+                where=f"--tasks {part}",
+                hint=f"use --tasks {name}=FOLDER with a local copy of the dataset from the hub",
+            )
         folders[name] = folder
     if len({folder for name, folder in folders.items() if name not in CODE_TASKS}) > 1:
-        raise XtkError("tasks of MMLU are read from one folder", where=text)
+        raise XtkError(
+            "all MMLU tasks must be read from the same folder",
+            where=f"--tasks {text}",
+            hint=f"give them the same folder: {MMLU}_anatomy=FOLDER,{MMLU}_virology=FOLDER",
+        )
     return tuple(names), folders
 
 
 def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Path]:
-    """Write tasks for the harness that read MMLU from a folder, and are otherwise those of the harness.
+    """Write the harness's MMLU tasks with a local folder as their data, and return folders of tasks for the harness.
 
     Args:
-        folders: by task: `SUBJECT/test-*.parquet`, `SUBJECT/dev-*.parquet` are in it, as in `cais/mmlu`.
+        folders: {task: folder}; a folder contains `SUBJECT/test-*.parquet` and `SUBJECT/dev-*.parquet`, as `cais/mmlu`.
         output_folder: an empty folder.
 
     Returns:
-        The folders of tasks for the harness, the later ones first; none if no task of MMLU has a folder.
+        The harness's MMLU folder and `output_folder`, which overrides it; empty if no MMLU task has a folder.
 
     Raises:
         XtkError: files of a subject are missing.
@@ -112,26 +120,28 @@ def write_mmlu_tasks(folders: Mapping[str, str], output_folder: Path) -> list[Pa
         if not all(files.values()):
             missing += [subject] if {MMLU, group, task["task"]} & local.keys() else []
             continue
-        told = {"include": str(path), "task": task["task"], "tag": task.get("tag"), "dataset_path": "parquet",
-                "dataset_name": None, "dataset_kwargs": {"data_files": files}}  # fmt: skip
-        (output_folder / path.name).write_text(json.dumps(told))
+        config = {"include": str(path), "task": task["task"], "tag": task.get("tag"), "dataset_path": "parquet",
+                  "dataset_name": None, "dataset_kwargs": {"data_files": files}}  # fmt: skip
+        (output_folder / path.name).write_text(json.dumps(config))
     if missing:
         some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise XtkError(
-            f"no test and dev files of {some}", where=str(root), hint="SUBJECT/test-*.parquet, SUBJECT/dev-*.parquet"
+            f"the MMLU folder lacks test or dev files of {some}",
+            where=str(root),
+            hint="download cais/mmlu: it has SUBJECT/test-*.parquet and SUBJECT/dev-*.parquet for each subject",
         )
     return [own, output_folder]
 
 
 class CodeProblems:
-    """Problems of code from a folder; answers are run in the sandbox, by the reward `tests`.
+    """Code problems from a local folder; answers are executed in the sandbox by the reward `tests`.
 
     Args:
         name: a key of `CODE_TASKS`.
-        folder: `test-*.parquet` is in it, or in its folder `data`.
-        limit: problems, the first ones; 0: all.
-        chat: put as messages of a user.
-        template_arguments: of the chat template.
+        folder: contains `test-*.parquet`, directly or in `data` or `full`.
+        limit: largest number of problems, the first ones; 0: all.
+        chat: put problems as user messages.
+        template_arguments: extra arguments of the chat template.
 
     Raises:
         XtkError: there are no such files, or their rows have no tests.
@@ -145,7 +155,11 @@ class CodeProblems:
         files = [path for place in (folder, f"{folder}/data", f"{folder}/full")
                  for path in sorted(Path(place).glob("test-*.parquet"))]  # fmt: skip
         if not files:
-            raise XtkError("no files test-*.parquet", where=f"{name}={folder}", hint="the folder as the hub has it")
+            raise XtkError(
+                f"the folder of the task {name} contains no test-*.parquet",
+                where=f"--tasks {name}={folder}",
+                hint="use a local copy of the dataset from the hub, with test-*.parquet in it, in data/ or in full/",
+            )
         form = PromptFormat(self._task.chat_template if chat else self._task.base_template, as_chat=chat)
         self._prompts = read_prompts(Corpus([str(path) for path in files]), limit or None, form)
         self._rewards = WeightedRewards([parse_reward("tests")])
@@ -154,7 +168,7 @@ class CodeProblems:
     def evaluate(
         self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare, *, keep_samples: bool
     ) -> tuple[AnswerScores, list[int], list[dict[str, Any]]]:
-        """Return the answers of a model without sampling, the problems' numbers, and what was asked and answered."""
+        """Return rewards of a model's greedy answers, the problems' numbers, and prompts with answers."""
         from xtk.rollouts.transformers_generator import TransformersGenerator
 
         samples: list[dict[str, Any]] = []

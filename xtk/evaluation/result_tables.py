@@ -1,4 +1,4 @@
-"""Results of evaluations, which cards and pages show: of `xtk evaluate --json`, and of lm-evaluation-harness."""
+"""Tables of evaluation results, from files of `xtk evaluate --json` and of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from xtk.errors import CorruptError, XtkError
 
-# Of how much was measured, not what was found.
+# Keys that describe the amount of data or the settings; they are not metrics.
 NON_METRIC_KEYS = frozenset(
     {
         "bits", "bytes", "documents", "tokens", "windows", "window", "stride", "seconds", "samples", "seed", "n",
@@ -19,13 +19,13 @@ NON_METRIC_KEYS = frozenset(
         "num_fewshot", "limit",
     }
 )  # fmt: skip
-# How a standard error is named after its metric: by xtk, and by lm-evaluation-harness.
+# Suffix of a metric's standard error: of xtk, and of lm-evaluation-harness.
 ERROR_SUFFIXES = ("_error", "_stderr")
-# Of a model beside another one: who shows several of them takes differences itself.
+# Suffix of a difference to another model; tables of several models leave it out.
 DIFFERENCE_SUFFIX = "difference"
-# How it was measured, where numbers of different settings are no rivals: each setting has rows of its own.
+# Settings whose results are not comparable: each value gets separate rows.
 SETTING_LABELS = {"reward": "{}", "temperature": "temperature {}", "num_fewshot": "{}-shot", "limit": "the first {}"}
-# What else may tell two numbers of one model apart: told where it does.
+# Further settings, shown only where they distinguish two results of one model.
 OTHER_SETTING_LABELS = {
     "teacher": "teacher {}",
     "window": "window {}",
@@ -36,17 +36,17 @@ OTHER_SETTING_LABELS = {
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """One number of an evaluation.
+    """One metric of one model.
 
     Attributes:
-        model: of which it is; the name of the file if it does not say.
-        data: a task, or what was read.
-        metric: what it is.
-        value: the number.
-        error: its standard error; None: nobody told.
-        settings: how it was measured, of `SETTINGS`, as rows tell it.
-        other_settings: {name: how rows tell it}, of `OTHERS`.
-        file: where it was read.
+        model: the model's name; the file's name if the file does not contain it.
+        data: the task or the data file.
+        metric: name of the metric.
+        value: its value.
+        error: its standard error; None: not in the file.
+        settings: labels of the settings in `SETTING_LABELS`.
+        other_settings: {name: label} of the settings in `OTHER_SETTING_LABELS`.
+        file: path of the file.
     """
 
     model: str
@@ -61,12 +61,12 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class ResultRow:
-    """What a table of results has in a row.
+    """One row of a table of results.
 
     Attributes:
-        data: what was read, and how: "problems.jsonl, exact", "gsm8k, 5-shot".
-        metric: what it is.
-        by_model: {model: its number}.
+        data: data and settings: "problems.jsonl, exact", "gsm8k, 5-shot".
+        metric: name of the metric.
+        by_model: {model: its result}.
     """
 
     data: str
@@ -75,19 +75,21 @@ class ResultRow:
 
 
 def read_results(path: Path) -> list[EvaluationResult]:
-    """Read a file of results: a JSON object, a list of them, or one a line.
+    """Return the results in a file: a JSON object, a list of objects, or one object per line.
 
-    Each is an object with `model`, `data` (or `task`) and numbers, or with `results`: {task: {metric: number}}. Numbers
-    may lie in objects of their own, whose names are put before theirs. `NAME_error`, or `NAME_stderr`, is the standard
-    error of `NAME`. Differences to another model are left out.
+    Each object has `model`, `data` (or `task`) and numbers, or `results`: {task: {metric: number}}. Nested objects give
+    metrics named `OUTER.INNER`. `NAME_error`, or `NAME_stderr`, is the standard error of `NAME`. Differences to another
+    model are left out.
 
     Raises:
-        Damaged: it is no such file, or holds no number.
+        CorruptError: the file does not have this form, or contains no metric.
     """
     found = [result for record in _read_records(path) for result in _results_of_record(record, path)]
     if not found:
         raise CorruptError(
-            "there is no result in this file", where=str(path), hint="xtk evaluate MODEL DATA --json > FILE"
+            "the file contains no evaluation result",
+            where=str(path),
+            hint="write one with xtk evaluate MODEL DATA --json > FILE",
         )
     return found
 
@@ -100,10 +102,18 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             whole = [json.loads(line) for line in text.split("\n") if line.strip()]
     except (ValueError, RecursionError) as wrong:
-        raise CorruptError(f"this file of results is no JSON: {wrong}", where=str(path)) from None
+        raise CorruptError(
+            f"the file of evaluation results is not valid JSON: {wrong}",
+            where=str(path),
+            hint="write it again with xtk evaluate MODEL DATA --json > FILE",
+        ) from None
     records = whole if isinstance(whole, list) else [whole]
     if not all(isinstance(record, dict) for record in records):
-        raise CorruptError("results are JSON objects, and there is something else", where=str(path))
+        raise CorruptError(
+            "the file of evaluation results contains a JSON value that is not an object",
+            where=str(path),
+            hint="write it again with xtk evaluate MODEL DATA --json > FILE",
+        )
     return records
 
 
@@ -111,11 +121,11 @@ def _results_of_record(record: Mapping[str, Any], path: Path) -> Iterator[Evalua
     model = next((str(record[key]) for key in ("model", "model_name") if record.get(key)), path.stem)
     tasks = record.get("results")
     if isinstance(tasks, dict):
-        shots = record.get("n-shot")  # as lm-evaluation-harness tells num_fewshot
+        shots = record.get("n-shot")  # lm-evaluation-harness's name of num_fewshot
         for task, figures in tasks.items():
             own = figures if isinstance(figures, dict) else {"value": figures}
-            told = {"num_fewshot": shots.get(task) if isinstance(shots, dict) else None, **record, **own}
-            yield from _results_of_metrics(model, str(task), own, told, path)
+            all_settings = {"num_fewshot": shots.get(task) if isinstance(shots, dict) else None, **record, **own}
+            yield from _results_of_metrics(model, str(task), own, all_settings, path)
         return
     data = record.get("task", record.get("data", ""))
     named = ", ".join(map(str, data)) if isinstance(data, list) else str(data)
@@ -123,9 +133,9 @@ def _results_of_record(record: Mapping[str, Any], path: Path) -> Iterator[Evalua
 
 
 def _results_of_metrics(
-    model: str, data: str, record: Mapping[str, Any], told: Mapping[str, Any], path: Path
+    model: str, data: str, record: Mapping[str, Any], all_settings: Mapping[str, Any], path: Path
 ) -> Iterator[EvaluationResult]:
-    settings, others = (tuple(_setting_texts(told, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
+    settings, others = (tuple(_setting_texts(all_settings, names)) for names in (SETTING_LABELS, OTHER_SETTING_LABELS))
     numbers = dict(_flatten_metrics(record))
     for name, value in numbers.items():
         if name.endswith((DIFFERENCE_SUFFIX, *ERROR_SUFFIXES)):
@@ -137,7 +147,7 @@ def _results_of_metrics(
 
 
 def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield the settings that a record tells, but for those that mean "nothing special": 0, but for examples."""
+    """Yield names and labels of the settings in a record, without defaults: 0, except for num_fewshot."""
     for name, form in names.items():
         value = record.get(name)
         if isinstance(value, str | int | float) and (value or (name == "num_fewshot" and value == 0)):
@@ -146,7 +156,7 @@ def _setting_texts(record: Mapping[str, Any], names: Mapping[str, str]) -> Itera
 
 def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
     for key, value in record.items():
-        # lm-evaluation-harness: the metric and its filter, and acc_stderr,FILTER beside acc,FILTER
+        # lm-evaluation-harness: metric and filter; acc_stderr,FILTER is the error of acc,FILTER
         metric, comma, chosen = str(key).removesuffix(",none").partition(",")
         of_error = "_stderr" if comma and metric.endswith("_stderr") else ""
         name = before + metric.removesuffix(of_error) + comma + chosen + of_error
@@ -157,24 +167,26 @@ def _flatten_metrics(record: Mapping[str, Any], before: str = "") -> Iterator[tu
 
 
 def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:
-    """Return the rows of a table of results, a column for each model: only what was measured alike shares one.
+    """Return the rows of a table with one column per model; results with different settings are in different rows.
 
     Raises:
-        XtkError: a model has two different numbers in one row.
+        XtkError: a model has two different values in one row.
     """
-    called = shorten_names(one.data for one in results)  # no folders of a machine
-    alike: dict[tuple[str, ...], list[EvaluationResult]] = {}
+    short_names = shorten_names(one.data for one in results)  # without local folders
+    groups: dict[tuple[str, ...], list[EvaluationResult]] = {}
     for one in results:
-        alike.setdefault((called[one.data], *one.settings, one.metric), []).append(one)
+        groups.setdefault((short_names[one.data], *one.settings, one.metric), []).append(one)
     rows: dict[tuple[str, str], dict[str, EvaluationResult]] = {}
-    for (data, *settings, metric), group in alike.items():
-        apart = [
+    for (data, *settings, metric), group in groups.items():
+        distinguishing = [
             name
             for name in OTHER_SETTING_LABELS
             if len({one.other_settings.get(name) for one in group}) > 1 and _has_conflict(group)
         ]
         for one in group:
-            name = ", ".join(filter(None, [data, *settings, *(one.other_settings.get(other) for other in apart)]))
+            name = ", ".join(
+                filter(None, [data, *settings, *(one.other_settings.get(other) for other in distinguishing)])
+            )
             row = rows.setdefault((name, metric), {})
             if row.setdefault(one.model, one).value != one.value:
                 raise _conflict_error(name, row[one.model], one)
@@ -182,27 +194,27 @@ def result_rows(results: Sequence[EvaluationResult]) -> list[ResultRow]:
 
 
 def _has_conflict(group: Sequence[EvaluationResult]) -> bool:
-    """Say whether a model has two different numbers among these."""
+    """Return whether a model has two different values among these."""
     return len({(one.model, one.value) for one in group}) > len({one.model for one in group})
 
 
 def _conflict_error(name: str, one: EvaluationResult, other: EvaluationResult) -> XtkError:
     files = " and ".join(dict.fromkeys(file for file in (one.file, other.file) if file))
     return XtkError(
-        f"two results of one name differ: {name}: {one.metric} of {one.model} is {format_result(one)}, and "
+        f"the model {one.model} has two different results for {one.metric} on {name}: {format_result(one)} and "
         f"{format_result(other)}",
         where=files or None,
-        hint="leave one of them out, or write another name for its model or data into its file",
+        hint='remove one of the files, or change "model" or "data" in one of them',
     )
 
 
 def format_result(result: EvaluationResult) -> str:
-    """Return a number as tables show it, with its standard error."""
+    """Return a result as text: its value with 4 decimals, and its standard error."""
     return f"{result.value:.4f}" + (f" ± {result.error:.4f}" if result.error is not None else "")
 
 
 def shorten_names(names: Iterable[str]) -> dict[str, str]:
-    """Return what a page calls models or data: of an absolute path the shortest end by which it is told apart."""
+    """Return {name: short name}; absolute paths are shortened to the shortest suffixes that are all different."""
     known = list(dict.fromkeys(names))
     parts = [Path(name).parts if Path(name).is_absolute() else (name,) for name in known]
     for length in range(1, max(map(len, parts), default=0)):

@@ -1,4 +1,4 @@
-"""A model against what a teacher said of the same documents, out of a cache: losses, and top-1 agreement."""
+"""Comparison of a model with a cached teacher on the same documents: losses and top-1 agreement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ AGREEMENT_METRIC = "top1_agreement"
 
 
 class CachedDocuments:
-    """The documents of a cache, readable as often as wanted."""
+    """The documents of a cache, as a re-iterable."""
 
     def __init__(self, cache: TeacherCache) -> None:
         self._cache = cache
@@ -40,14 +40,14 @@ class CachedDocuments:
 
 @dataclass(frozen=True)
 class _PreparedDocument:
-    """A document on its way into a model.
+    """A document prepared for the model.
 
     Attributes:
-        row_number: which row of the cache.
-        ids: int32 [T], as far as the model reads.
-        rows: int64 [N], the hidden states that are compared.
-        terms: one a loss.
-        teacher_top: what the teacher finds likeliest; None where nobody asks.
+        row_number: index of the document in the cache.
+        ids: int32 [T], the model's tokens, truncated to its context.
+        rows: int64 [N], positions of the hidden states that are compared.
+        terms: one per loss.
+        teacher_top: the teacher's most likely tokens; None: agreement is not computed.
     """
 
     row_number: int
@@ -68,26 +68,26 @@ def compare_with_teacher(
     batch_tokens: int = BATCH_TOKENS,
     max_length: int | None = None,
 ) -> dict[str, Ratio]:
-    """Compare a model with a teacher, document by document.
+    """Return losses and top-1 agreement of a model with a cached teacher.
 
-    Each document is read once, up to the model's context; what is behind that has no part. Documents count alike,
-    whatever their weights in training are. Losses read sampled tokens where they do in training.
+    Each document is processed once, truncated to the model's context. Documents have equal weights, independent of
+    their weights in training. Losses use sampled tokens where they do in training.
 
     Args:
-        model: on its device.
-        tokenizer: the model's.
-        cache: what the teacher said.
-        objectives: losses that fit the cache and the model, one or more.
-        matching: how a token of the model can be the teacher's; None: the cache does not tell which are the likeliest.
-        batch_tokens: padded tokens in a forward pass.
-        max_length: a smaller limit than the model's context.
+        model: the model, on its device.
+        tokenizer: the model's tokenizer.
+        cache: the teacher's cache.
+        objectives: one or more loss terms that fit the cache and the model.
+        matching: decides whether a student token and a teacher token are the same; None: do not compute the agreement.
+        batch_tokens: padded tokens per forward pass.
+        max_length: a smaller limit than the model's context, in tokens.
 
     Returns:
-        By the names of the losses, of each document its sum over items and how many it has; likewise under
-        `AGREEMENT`, how often both find the same token likeliest, of how many places where both begin one.
+        {name of the loss: each document's sum over items, and number of items}. Under `AGREEMENT_METRIC`: the number of
+        shared boundaries with the same most likely token, and the number of shared boundaries.
 
     Raises:
-        XtkError: nothing of the text is said by both.
+        XtkError: no token or span of the text is scored by both models.
     """
     limit = max_input_tokens(model, max_length)
     training = model.training
@@ -97,7 +97,9 @@ def compare_with_teacher(
     with terminal.Progress("evaluate", len(cache), "documents against the teacher") as progress:
         for start in range(0, len(cache), READ_BATCH_SIZE):
             numbers = range(start, min(start + READ_BATCH_SIZE, len(cache)))
-            read = _prepare_documents(tokenizer, cache, numbers, objectives, limit, likeliest=matching is not None)
+            read = _prepare_documents(
+                tokenizer, cache, numbers, objectives, limit, with_top_tokens=matching is not None
+            )
             for batch, states in _hidden_states(model, read, batch_tokens):
                 found = _document_losses(model, batch, states)
                 for one, own, losses in zip(batch, states, found, strict=True):
@@ -110,7 +112,10 @@ def compare_with_teacher(
             progress.advance(len(numbers))
     model.train(training)
     if not counts.any():
-        raise XtkError("there is nothing to compare: the teacher and the model have no place of the text in common")
+        raise XtkError(
+            "there is nothing to compare: no token or span of the documents is scored by both models",
+            hint="use a cache of documents with trained text, and a --max-length that includes it",
+        )
     return {name: Ratio(*of_name) for name, *of_name in zip(names, sums, counts, strict=True)}
 
 
@@ -121,18 +126,18 @@ def _prepare_documents(
     objectives: Sequence[LossTerm],
     limit: int | None,
     *,
-    likeliest: bool,
+    with_top_tokens: bool,
 ) -> list[_PreparedDocument]:
-    """Read rows of a cache; those without a trained token are left out."""
+    """Return prepared documents of a cache; those without a trained token are left out."""
     documents = [cache.read_document(number).document for number in numbers]
     sampled = sorted({objective.accepts_samples for objective in objectives}, reverse=True)
     found = []
     for number, document, sequence in zip(numbers, documents, tokenize_documents(tokenizer, documents), strict=True):
         student = sequence if limit is None else sequence.truncate(limit)
         examples = {}
-        for takes in sampled:
-            row = cache.read_document(number, 0 if takes else None)
-            examples[takes] = make_loss_inputs(
+        for use_samples in sampled:
+            row = cache.read_document(number, 0 if use_samples else None)
+            examples[use_samples] = make_loss_inputs(
                 student, document, TeacherOutput(row.tokens, row.teacher_logprobs.drop_nan_positions())
             )
         example = examples[sampled[0]]
@@ -144,7 +149,7 @@ def _prepare_documents(
                     student.ids,
                     example.positions,
                     terms,
-                    TeacherTopTokens.from_example(example) if likeliest else None,
+                    TeacherTopTokens.from_example(example) if with_top_tokens else None,
                 )
             )
     return found
@@ -170,7 +175,7 @@ def _hidden_states(
 def _document_losses(
     model: BackboneWithHead, batch: list[_PreparedDocument], states: list[torch.Tensor]
 ) -> list[NDArray[np.float64]]:
-    """Return float64 [losses] of each document."""
+    """Return the loss sums of each document, float64 [losses]."""
     found = []
     for one, own in zip(batch, states, strict=True):
         terms = [term.to(own.device, 1.0) for term in one.terms]
@@ -180,13 +185,13 @@ def _document_losses(
 
 
 def _count_agreements(
-    model: BackboneWithHead, one: _PreparedDocument, states: torch.Tensor, meeting: TokenMatching
+    model: BackboneWithHead, one: _PreparedDocument, states: torch.Tensor, matching: TokenMatching
 ) -> tuple[int, int]:
-    """Return how often both find the same token likeliest, of how many."""
+    """Return the number of agreements in the most likely token, and the number of comparisons."""
     assert one.teacher_top is not None
     if not len(one.teacher_top.student_rows):
         return 0, 0
-    asked = states[torch.from_numpy(one.teacher_top.student_rows).to(states.device)]
-    targets = torch.zeros(len(asked), dtype=torch.int64, device=asked.device)
-    _, tokens = compute_token_logprobs(asked, model.head, targets, return_top1=True)
-    return one.teacher_top.count_agreements(tokens.cpu().numpy(), meeting)
+    compared = states[torch.from_numpy(one.teacher_top.student_rows).to(states.device)]
+    targets = torch.zeros(len(compared), dtype=torch.int64, device=compared.device)
+    _, tokens = compute_token_logprobs(compared, model.head, targets, return_top1=True)
+    return one.teacher_top.count_agreements(tokens.cpu().numpy(), matching)

@@ -1,4 +1,4 @@
-"""What a model says in rows of hidden states: how likely the token that stands there is, and which one is likeliest."""
+"""Log-probabilities of given tokens, and the most likely tokens, from hidden states."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xtk.models.output_head import ChunkedLogits, OutputHead, chunk_rows
 
 
 class ProbabilityCallback(Protocol):
-    """What is done with the probabilities of rows, a chunk at a time."""
+    """Callback for the probabilities of rows, chunk by chunk."""
 
     def __call__(self, rows: slice, exps: Tensor) -> None:
-        """Look at exps [n, V], proportional to the probabilities of some of the rows, before they are gone."""
+        """Use exps [n, V], proportional to the probabilities of some rows; the memory is reused afterwards."""
 
 
 def compute_token_logprobs(
@@ -25,18 +25,20 @@ def compute_token_logprobs(
     return_top1: bool = False,
     callback: ProbabilityCallback | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Read rows, a chunk at a time. Of a head in shards every process of the group gets the same.
+    """Return log-probabilities of target tokens, and the most likely tokens; logits are computed chunk by chunk.
+
+    With a sharded head every process of the group gets the same result.
 
     Args:
         states: [N, H], hidden states (or logits [N, V], if the head has no weight).
-        head: makes logits of them.
-        targets: int64 [N], the token of each row that is asked about.
-        return_top1: whether the likeliest tokens are wanted.
-        callback: gets the probabilities; of a head that is whole.
+        head: the output head.
+        targets: int64 [N], the token of each row whose log-probability is returned.
+        return_top1: also return the most likely tokens.
+        callback: called with the probabilities of each chunk; needs an unsharded head.
 
     Returns:
-        logprobs: float64 [N], natural, of the targets.
-        tokens: int64 [N], the likeliest of each row, the lowest id on ties; [0] if they are not wanted.
+        logprobs: float64 [N], in nats.
+        tokens: int64 [N], the most likely token of each row, the lowest id on ties; [0] without `return_top1`.
     """
     shard, width = head.shard, head.num_logits(states)
     chunk = chunk_rows(width)
@@ -48,22 +50,22 @@ def compute_token_logprobs(
     first = 0 if shard is None else shard.first_token
     for start in range(0, len(states), chunk):
         rows = slice(start, start + chunk)
-        logits, wanted = logits_of(states[rows]), targets[rows] - first
-        highest, places = logits.max(1)
+        logits, local_targets = logits_of(states[rows]), targets[rows] - first
+        highest, top1 = logits.max(1)
         if shard is not None:
             own = highest.clone()
             highest = shard.all_reduce_max(highest)
-            places = torch.where(own == highest, places + first, shard.vocab_size)
-            places = -shard.all_reduce_max(-places)
+            top1 = torch.where(own == highest, top1 + first, shard.vocab_size)
+            top1 = -shard.all_reduce_max(-top1)
         if return_top1:
-            tokens[rows] = places
-        here = (wanted >= 0) & (wanted < width)
-        said = logits.gather(1, wanted.clamp(0, width - 1)[:, None])[:, 0].masked_fill(~here, 0.0)
+            tokens[rows] = top1
+        is_local = (local_targets >= 0) & (local_targets < width)
+        target_logits = logits.gather(1, local_targets.clamp(0, width - 1)[:, None])[:, 0].masked_fill(~is_local, 0.0)
         exps = logits.sub_(highest[:, None]).exp_()
         sums = exps.sum(1)
         if callback is not None:
             callback(rows, exps)
         if shard is not None:
-            said, sums = shard.all_reduce_sum(torch.stack([said, sums]))
-        logprobs[rows] = said.double() - highest.double() - sums.double().log()
+            target_logits, sums = shard.all_reduce_sum(torch.stack([target_logits, sums]))
+        logprobs[rows] = target_logits.double() - highest.double() - sums.double().log()
     return logprobs, tokens

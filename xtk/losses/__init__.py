@@ -1,7 +1,7 @@
-"""Floor 3: what a student is trained with. One file a loss, one line in the table.
+"""Training losses: the table of names, and what each loss compares and requires of a teacher.
 
-A loss cuts what both models say into *cells*; the distance is a divergence between two true distributions over
-cells and an explicit other cell. docs/explanation/losses.md derives it.
+A loss maps both models' distributions to *cells*. Its value is a divergence between two proper distributions over the
+cells and a remainder, the probability outside of them. docs/explanation/losses.md derives it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ LOSSES = {
     "policy-gradient": "xtk.losses.policy_gradient:PolicyGradient",
 }
 
-# What learns from documents that the student drew, and has no part in others. Their values are no distances.
+# Losses that train only on completions sampled from the student. Their values are not distances.
 SURROGATE_LOSSES = ("policy-gradient",)
 
-# What a loss compares on.
+# What a loss compares, and for which teachers.
 COMPARISON_SPACES = {
-    "text": "the student alone",
+    "text": "the student's own tokens; needs no teacher",
     "tokens": "a teacher with the student's own tokenizer",
     "projection": "a teacher with another tokenizer, through a projection",
     "pairs": "a teacher with another tokenizer, through tokens of equal bytes",
     "spans": "a teacher with any tokenizer: spans of equal bytes",
-    "bytes": "a teacher with any tokenizer: what both say about the next bytes",
+    "bytes": "a teacher with any tokenizer: the distributions of both over the next bytes",
 }
 
-# What a loss asks of a teacher; see `SUPPORTS` for what a cache holds.
+# What a loss requires of a teacher; `SUPPORTS` lists what a cache can contain.
 TEACHER_REQUIREMENTS = {
     "nothing": "nothing",
-    "realised": "log-probabilities of the tokens that stand there: any support, `none` too",
-    "distribution": "a distribution: any support but `none`; what is not linear in it reads no draws, so not `sample`",
-    "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
+    "realised": "log-probabilities of the observed tokens: any support, including `none`",
+    "distribution": "a distribution: any support but `none`; nonlinear losses ignore sampled tokens, so not `sample`",
+    "ranks": "the exact most likely tokens: support `top-k`, `top-p`, or `top-k+sample` without its samples",
 }
 
 __all__ = [

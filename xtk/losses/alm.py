@@ -1,4 +1,4 @@
-"""alm: how likely each side finds the tokens with which it spells a span, whatever they are."""
+"""alm: the probability that each model assigns to its own tokens of a span."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, observ
 class ALM:
     """alm: `tau KL((P_t, 1 - P_t) | (P_s, 1 - P_s))`, `P = exp(L / tau)`, averaged over spans.
 
-    `L` is the sum of the log-probabilities, in nats, of the span's own tokens on each side. A large tau keeps the
-    gradient of spans that are unlikely; as it grows the loss goes over into `a ln(a/b) + b - a`, with `a = -L_t` and
-    `b = -L_s`. It needs no more of a cache than its realised log-probabilities. Options: `temperature`, tau, 100;
-    `divergence` and what it has, but for a temperature. Approximate Likelihood Matching, Minixhofer et al., arXiv
-    2503.20083, where there is no factor tau (a hundredth of this), and a cross-entropy, which adds a constant.
+    `L` is the sum of the log-probabilities, in nats, of each model's own tokens of the span. A large tau keeps the
+    gradient of unlikely spans; as tau grows, the loss approaches `a ln(a/b) + b - a` with `a = -L_t` and `b = -L_s`.
+    Of a cache it needs only the observed tokens' log-probabilities. Options: `temperature` (tau, 100); `divergence`
+    and its options except `temperature`. Approximate Likelihood Matching, Minixhofer et al., arXiv 2503.20083, which
+    has no factor tau (its values are a hundredth of these) and uses a cross-entropy, which adds a constant.
     """
 
     temperature: float = 100.0
@@ -29,15 +29,18 @@ class ALM:
     requires = "realised"
 
     def __post_init__(self) -> None:
-        """Refuse what is no temperature."""
+        """Refuse a temperature that is not positive and finite."""
         if not 0 < self.temperature < float("inf"):
-            raise XtkError(f"temperature of the loss alm is {self.temperature}", hint="a number above 0")
+            raise XtkError(
+                f"the temperature of the loss alm must be above 0 and finite, not {self.temperature}",
+                hint="use --loss alm:temperature=100",
+            )
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a span: its last token in a cell, those before it as links."""
-        ranges, signal = span_ranges(example), example.teacher_logprobs
-        assert signal is not None
-        said = range_sums(signal.observed_logprobs, ranges.position_start, ranges.position_stop)
-        log_probs = np.minimum(said, 0) / self.temperature
+        """Return one item per span: a cell for its last token, prefix tokens for those before it."""
+        ranges, teacher = span_ranges(example), example.teacher_logprobs
+        assert teacher is not None
+        span_logprobs = range_sums(teacher.observed_logprobs, ranges.position_start, ranges.position_stop)
+        log_probs = np.minimum(span_logprobs, 0) / self.temperature
         cells = observed_token_cells(example, ranges, np.exp(log_probs), self.temperature)
         return replace(cells, remainder_probs=-np.expm1(log_probs), factor=self.temperature)

@@ -1,4 +1,4 @@
-"""boundary-kl: the teacher's and the projected student's next token, wherever both have spelled the same bytes."""
+"""boundary-kl: KL between the teacher's and the projected student's next-token distributions at shared boundaries."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from xtk.projection.projection import ProjectionColumns
 
 
 class BoundaryKL:
-    """boundary-kl: at each common boundary `KL((t_A, rest) | (y_A, rest))`, `y = W^T s`, averaged over boundaries.
+    """boundary-kl: `KL((t_A, t_rem) | (y_A, y_rem))` at each shared boundary, `y = W^T s`, averaged over boundaries.
 
-    `A` is the teacher's support at the boundary and the realised token.
+    A shared boundary is a byte offset where both models begin a token. `A` is the teacher's support there with the
+    observed token; `t_rem` and `y_rem` are the remainders, the probabilities outside of `A`.
     """
 
     comparison_space = "projection"
-    averaged_over = "common boundaries"
+    averaged_over = "shared boundaries"
     unit = "nats"
     requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a span: its first distributions on both sides."""
+        """Return one item per span: the distributions of both models at its first token."""
         assert isinstance(comparison_space, ProjectionColumns)
         spans = span_ranges(example)
         first = ItemRanges(spans.row_start, spans.row_start + 1, spans.position_start, spans.position_start + 1)

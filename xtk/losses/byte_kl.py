@@ -1,4 +1,4 @@
-"""byte-kl: what each side says about the next bytes, wherever one of them ends a token."""
+"""byte-kl: KL between both models' distributions over the next bytes, at every token boundary of either model."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from xtk.projection.byte_partition import BytePartition
 
 
 class ByteKL:
-    """byte-kl: `KL(t(next bytes) | s(next bytes))` at each token boundary of either side, averaged over them.
+    """byte-kl: `KL(t(next bytes) | s(next bytes))` at each token boundary of either model, averaged over boundaries.
 
-    What comes next, given the bytes so far: with `E` the probability, at a side's last boundary, of the token that
-    ends here and `M` that of the tokens that begin like it and go on, it is `(E D + F) / (E + M)`; `D` is what the
-    side predicts here, `F` what those longer tokens leave when they are cut. Inside of a token, `E / (E + M)` is
-    mass of which nothing is known. Both sides are mapped to cells: a token and the first token with which the other
-    side spells it are in one. Mass that is not known, or that the other side does not name, is in the other cell.
+    The distribution over the next bytes, given the bytes so far, is `(E D + F) / (E + M)`. At a model's previous
+    boundary, `E` is the probability of the token that ends here and `M` that of the longer tokens with the same first
+    bytes. `D` is the model's distribution here; `F` is that of the longer tokens without these first bytes. Inside of
+    a token `D` does not exist, and the continuation of the mass `E / (E + M)` is unknown. Both distributions are
+    mapped to cells: a token is in one cell with the first token of its spelling by the other tokenizer. Mass with an
+    unknown continuation, and mass that the other model does not list, is in the remainder.
     """
 
     comparison_space = "bytes"
-    averaged_over = "token boundaries of either side"
+    averaged_over = "token boundaries of either model"
     unit = "nats"
     requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a boundary of the text that both sides spell, in its order."""
+        """Return one item per token boundary of either model, in text order."""
         from xtk.losses.byte_kl_kernels import (
             NEXT_DISTRIBUTION,
             PREVIOUS_DISTRIBUTION,
@@ -38,15 +39,15 @@ class ByteKL:
         )
         from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
 
-        signal = example.teacher_logprobs
+        stored = example.teacher_logprobs
         assert isinstance(comparison_space, BytePartition)
-        assert signal is not None
+        assert stored is not None
         student = TokenPath(example.student_ids, _inverse_index(len(example.student_ids), example.positions + 1))
-        teacher = TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), signal.positions))
+        teacher = TokenPath(example.teacher_ids, _inverse_index(len(example.teacher_ids), stored.positions))
         items = find_boundaries(comparison_space.student, comparison_space.teacher, student, teacher, example.spans)
-        stops = exact_entry_stops(signal)
-        surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
-        said = TeacherArrays(signal.offsets, stops, signal.ids, signal.logprobs, signal.remainder_mass, surprisals)
+        stops = exact_entry_stops(stored)
+        surprisals = mean_surprisals(stored.offsets, stops, stored.logprobs, stored.entropy)
+        support = TeacherArrays(stored.offsets, stops, stored.ids, stored.logprobs, stored.remainder_mass, surprisals)
         try:
             cell_offsets, entry_offsets, probs, rows, tokens, *runs, corrections = fill_byte_cells(
                 comparison_space.student,
@@ -54,15 +55,15 @@ class ByteKL:
                 comparison_space.continuations,
                 comparison_space.cell_token_offsets,
                 comparison_space.cell_tokens,
-                said,
+                support,
                 items,
             )
         except ZeroDivisionError:
             raise CorruptError(
-                "the stored teacher tokens of a document do not spell its text",
-                hint="this cache was changed after it was written; run its cache-teacher command again with --force",
+                "the teacher's tokens in the cache do not match the text of a document",
+                hint="the cache is corrupt; run the same cache-teacher command again with --force",
             ) from None
-        here, past = items[:, STUDENT_COLUMNS + NEXT_DISTRIBUTION], items[:, STUDENT_COLUMNS + PREVIOUS_DISTRIBUTION]
+        following, previous = (items[:, STUDENT_COLUMNS + one] for one in (NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION))
         return LossCells(
             cell_offsets=cell_offsets,
             entry_offsets=entry_offsets,
@@ -70,14 +71,16 @@ class ByteKL:
             rows=rows,
             tokens=tokens,
             log_weights=np.zeros(len(tokens), np.float32),
-            item_rows=np.maximum(here, past).astype(np.int32),
-            alternatives=PrefixAlternatives(past.astype(np.int32), here < 0, comparison_space.student.token_ids, *runs),
-            corrections=None if signal.exact_counts is None else corrections,
+            item_rows=np.maximum(following, previous).astype(np.int32),
+            alternatives=PrefixAlternatives(
+                previous.astype(np.int32), following < 0, comparison_space.student.token_ids, *runs
+            ),
+            corrections=None if stored.exact_counts is None else corrections,
         )
 
 
 def _inverse_index(length: int, positions: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return int64 [length], where in `positions` each number below `length` stands; -1: nowhere."""
-    found = np.full(length, -1, np.int64)
-    found[positions] = np.arange(len(positions))
-    return found
+    """Return int64 [length], the index in `positions` of each number below `length`; -1 if it is not there."""
+    indices = np.full(length, -1, np.int64)
+    indices[positions] = np.arange(len(positions))
+    return indices

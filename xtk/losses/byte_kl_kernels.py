@@ -1,6 +1,6 @@
-"""The loops of byte-kl over spans, supports and vocabularies, compiled by numba, without the GIL.
+"""Numba kernels of byte-kl: boundaries, cells and prefix alternatives; they release the GIL.
 
-Their slow, readable twin is in the tests.
+The tests contain a slow, readable reference implementation.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from xtk.losses.sampling_correction import negentropy, remainder_correction, sam
 from xtk.projection.byte_partition import PrefixContinuations, SortedVocabulary
 
 NONE = -1
-# So many tokens that begin alike, for each cell that is to be found, are looked through faster than searched.
+# Up to this many tokens with the same prefix per cell, a linear scan is faster than a binary search.
 LINEAR_SCAN_LIMIT = 50
-# What rounding leaves of a whole distribution is no tail.
+# A smaller remainder is a rounding error of a complete distribution.
 MIN_REMAINDER = 1e-6
 
 
 class TokenPath(NamedTuple):
-    """The tokens of one side, and where its distributions are.
+    """The tokens of one model, and the index of the distribution that predicts each.
 
     Attributes:
         ids: int32 [T].
-        distribution_indices: int64 [T], the row, or the index into the signal, of the distribution that predicts a
-            token; NONE.
+        distribution_indices: int64 [T], the row of the student's logits, or the index into the teacher's
+            log-probabilities, that predicts each token; NONE: there is none.
     """
 
     ids: NDArray[np.int32]
@@ -35,10 +35,10 @@ class TokenPath(NamedTuple):
 
 
 class TeacherArrays(NamedTuple):
-    """What the teacher said, as in a signal: `ids`, `logprobs` of each position, and the mass of the rest.
+    """The teacher's support as flat arrays: token ids and log-probabilities of each position, and its remainder.
 
-    The exact ones of position p end at `stops[p]`; behind them are those that were sampled, whose mean surprisal is
-    `surprisals[p]`.
+    Exact entries of position p end at `exact_stops[p]`. Sampled entries follow; their mean surprisal, in nats, is
+    `mean_surprisals[p]`.
     """
 
     offsets: NDArray[np.int64]
@@ -49,36 +49,38 @@ class TeacherArrays(NamedTuple):
     mean_surprisals: NDArray[np.float64]
 
 
-# The columns of an item. `HERE` is the distribution of what comes next, NONE inside of a token. `PAST` is that of the
-# last boundary before, NONE where nobody looks back, `TOKEN` what stands there, `CUT` how many of its bytes lie before.
+# The columns of an item for one model. NEXT: the distribution over the next token, NONE inside of a token. PREVIOUS:
+# that of the last boundary before, NONE where it is not used. TOKEN: the observed token there. BYTES: how many of its
+# bytes precede the item.
 NEXT_DISTRIBUTION, PREVIOUS_DISTRIBUTION, BOUNDARY_TOKEN, BOUNDARY_BYTES = range(4)
 STUDENT_COLUMNS, TEACHER_COLUMNS = 0, 4
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _is_complete(said: TeacherArrays, position: int) -> bool:
-    """Say whether what is exact at a position is all of the distribution."""
+def _is_complete(support: TeacherArrays, position: int) -> bool:
+    """Return whether the exact entries of a position are the complete distribution."""
     return bool(
-        said.remainder_mass[position] <= MIN_REMAINDER and said.exact_stops[position] == said.offsets[position + 1]
+        support.remainder_mass[position] <= MIN_REMAINDER
+        and support.exact_stops[position] == support.offsets[position + 1]
     )
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _sorted_index(side: SortedVocabulary, token: int) -> int:
-    """Return where a token stands in the order of bytes; NONE for one that spells nothing, or that there is not."""
+    """Return the index of a token in byte order; NONE for tokens without bytes and ids outside of the vocabulary."""
     return side.sorted_indices[token] if token < len(side.sorted_indices) else NONE
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _byte_length(side: SortedVocabulary, token: int) -> int:
-    """Return how many bytes a token spells."""
+    """Return the number of bytes of a token."""
     rank = _sorted_index(side, token)
     return side.byte_offsets[rank + 1] - side.byte_offsets[rank] if rank >= 0 else 0
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _token_cell(side: SortedVocabulary, token: int) -> int:
-    """Return the cell of a token."""
+    """Return the cell of a token; NONE for ids outside of the vocabulary."""
     return side.token_cells[token] if token < len(side.token_cells) else NONE
 
 
@@ -86,8 +88,8 @@ def _token_cell(side: SortedVocabulary, token: int) -> int:
 def _have_equal_bytes(
     student: SortedVocabulary, teacher: SortedVocabulary, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]
 ) -> bool:
-    """Say whether two runs of tokens spell the same bytes, each token some, or are two tokens that spell none."""
-    at, byte, left = -1, 0, 0  # of the student: token, place in the pool, bytes left
+    """Return whether two runs of tokens have equal bytes: no token is empty, or both are one token without bytes."""
+    at, byte, left = -1, 0, 0  # of the student: token, index in `token_bytes`, bytes left
     for token in teacher_ids:
         size = _byte_length(teacher, token)
         if size == 0:
@@ -117,17 +119,17 @@ def find_boundaries(
     teacher_path: TokenPath,
     spans: NDArray[np.int32],
 ) -> NDArray[np.int64]:
-    """Return the byte offsets at which the sides are compared, in their order: the boundaries of either side.
+    """Return the token boundaries of either model at which both are compared, in text order.
 
     Args:
         student: the student's vocabulary.
-        teacher: the teacher's.
+        teacher: the teacher's vocabulary.
         student_path: the student's tokens.
-        teacher_path: the teacher's.
-        spans: int32 [C, 4].
+        teacher_path: the teacher's tokens.
+        spans: int32 [C, 4], aligned spans: student start and stop, teacher start and stop.
 
     Returns:
-        int64 [I, 8], the columns above for the student, then for the teacher.
+        int64 [I, 8], the columns NEXT_DISTRIBUTION ... BOUNDARY_BYTES for the student, then for the teacher.
     """
     most = 0
     for span in range(len(spans)):
@@ -169,16 +171,16 @@ def _add_boundary(
     t_cut: int,
     item: NDArray[np.int64],
 ) -> bool:
-    """Write an item where both sides know what they need, and say whether they do.
+    """Write an item, and return whether both models have the distributions that it needs.
 
-    A side stands `cut` bytes inside of its token, 0 at its beginning.
+    `s_cut` and `t_cut` are the bytes of the current token before the item; 0 at a token boundary.
     """
     _fill_boundary_side(student, student_path, s, s_cut, item[STUDENT_COLUMNS : STUDENT_COLUMNS + 4])
     _fill_boundary_side(teacher, teacher_path, t, t_cut, item[TEACHER_COLUMNS : TEACHER_COLUMNS + 4])
     if student_path.distribution_indices[s] == NONE or teacher_path.distribution_indices[t] == NONE:
         return False
     if item[STUDENT_COLUMNS + PREVIOUS_DISTRIBUTION] == NONE or item[TEACHER_COLUMNS + PREVIOUS_DISTRIBUTION] == NONE:
-        # Nobody looks back where one cannot, and inside of a token there is nothing else to look at.
+        # Without a previous boundary on one side neither side uses it; then only shared boundaries can be compared.
         item[STUDENT_COLUMNS + PREVIOUS_DISTRIBUTION] = item[TEACHER_COLUMNS + PREVIOUS_DISTRIBUTION] = NONE
         return s_cut == 0 and t_cut == 0
     return True
@@ -186,7 +188,7 @@ def _add_boundary(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _fill_boundary_side(side: SortedVocabulary, path: TokenPath, at: int, cut: int, place: NDArray[np.int64]) -> None:
-    """Write where one side stands."""
+    """Write the columns of one model."""
     place[NEXT_DISTRIBUTION] = NONE if cut else path.distribution_indices[at]
     before = at if cut else at - 1
     place[BOUNDARY_TOKEN] = path.ids[before] if before >= 0 else NONE
@@ -196,21 +198,21 @@ def _fill_boundary_side(side: SortedVocabulary, path: TokenPath, at: int, cut: i
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def prefix_range(side: SortedVocabulary, token: int, size: int) -> tuple[int, int, int]:
-    """Find the tokens that begin with the first `size` bytes of a token.
+    """Return the range of the tokens that begin with the first `size` bytes of a token.
 
     Returns:
-        `low, longer, high`: tokens `order[low:longer]` spell just these bytes, `order[longer:high]` go on.
+        `low, longer, high`: in byte order, tokens `[low, longer)` equal these bytes, those of `[longer, high)` go on.
     """
     rank = side.sorted_indices[token]
     start = side.byte_offsets[rank]
-    low, stop = 0, rank  # the first that does not come before these bytes
+    low, stop = 0, rank  # search the first token with this prefix
     while low < stop:
         middle = (low + stop) // 2
         if _has_prefix(side, middle, start, size):
             stop = middle
         else:
             low = middle + 1
-    high, stop = rank + 1, len(side.token_ids)  # the first after `rank` that begins otherwise
+    high, stop = rank + 1, len(side.token_ids)  # search the first token after it with another prefix
     while high < stop:
         middle = (high + stop) // 2
         if _has_prefix(side, middle, start, size):
@@ -225,7 +227,7 @@ def prefix_range(side: SortedVocabulary, token: int, size: int) -> tuple[int, in
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _has_prefix(side: SortedVocabulary, rank: int, start: int, size: int) -> bool:
-    """Say whether the token at a rank begins with `size` bytes of the pool."""
+    """Return whether the token at an index in byte order begins with the `size` bytes at `start` in `token_bytes`."""
     at = side.byte_offsets[rank]
     if side.byte_offsets[rank + 1] - at < size:
         return False
@@ -236,20 +238,20 @@ def _has_prefix(side: SortedVocabulary, rank: int, start: int, size: int) -> boo
 
 
 class BoundaryScratch(NamedTuple):
-    """Scratch memory for one item at a time. A mark holds where it names the item; nothing is ever cleared.
+    """Scratch memory for one item at a time. An owner entry is valid if it is the item's number; nothing is cleared.
 
     Attributes:
-        cell_owner: int64 [cells], the item that has a cell.
-        slots: int64 [cells], which of the item's cells it is.
-        teacher_cell_owner: int64 [cells], the item for which the teacher's last boundary names a cell.
-        cells: int64 [cells], the item's cells, in the order in which the teacher names them.
+        cell_owner: int64 [cells], the last item that contains a cell.
+        slots: int64 [cells], the index of a cell among its item's cells.
+        teacher_cell_owner: int64 [cells], the last item whose previous teacher distribution reaches a cell.
+        cells: int64 [cells], the item's cells, in the order of the teacher's support.
         probs: float64 [cells], the teacher's probability of each.
         exact_probs: float64 [cells], the same without sampled tokens.
-        is_at_boundary: bool [cells], whether the teacher names each at the item itself.
-        teacher_cells: int64 [cells], those that the last boundary names, in any order.
-        tokens: int64 [student's tokens + 1], ranks << 32 | groups.
-        prefix_slots: int64 [longest support], those of the teacher's tokens that begin like the one that stands there.
-        prefix_indices: int64 [longest support], their ranks.
+        is_at_boundary: bool [cells], whether the teacher's next-token distribution at the item reaches each.
+        teacher_cells: int64 [cells], the cells that the teacher's previous distribution reaches, in any order.
+        tokens: int64 [student's tokens + 1], index in byte order << 32 | group.
+        prefix_slots: int64 [longest support], support entries that begin with the bytes since the previous boundary.
+        prefix_indices: int64 [longest support], the indices of these tokens in byte order.
     """
 
     cell_owner: NDArray[np.int64]
@@ -266,9 +268,9 @@ class BoundaryScratch(NamedTuple):
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def make_scratch(cells: int, tokens: int, said: TeacherArrays) -> BoundaryScratch:
-    """Return scratch memory for so many cells, tokens of the student, and for what the teacher said."""
-    longest = np.diff(said.offsets).max() if len(said.offsets) > 1 else 0
+def make_scratch(cells: int, tokens: int, support: TeacherArrays) -> BoundaryScratch:
+    """Return scratch memory for a number of cells, a number of student tokens and the teacher's longest support."""
+    longest = np.diff(support.offsets).max() if len(support.offsets) > 1 else 0
     return BoundaryScratch(
         np.full(cells, NONE, np.int64),
         np.empty(cells, np.int64),
@@ -286,143 +288,148 @@ def make_scratch(cells: int, tokens: int, said: TeacherArrays) -> BoundaryScratc
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _add_cell_mass(
-    marks: BoundaryScratch, number: int, count: int, cell: int, mass: float, here: bool, known: bool
+    scratch: BoundaryScratch, number: int, count: int, cell: int, mass: float, here: bool, known: bool
 ) -> int:
-    """Add the teacher's mass of a cell to an item; return how many cells it has now."""
+    """Add teacher mass of a cell to an item, and return the item's number of cells."""
     if cell == NONE or mass <= 0:
         return count
-    if marks.cell_owner[cell] != number:
-        marks.cell_owner[cell] = number
-        marks.slots[cell] = count
-        marks.cells[count] = cell
-        marks.probs[count] = marks.exact_probs[count] = 0.0
-        marks.is_at_boundary[count] = False
+    if scratch.cell_owner[cell] != number:
+        scratch.cell_owner[cell] = number
+        scratch.slots[cell] = count
+        scratch.cells[count] = cell
+        scratch.probs[count] = scratch.exact_probs[count] = 0.0
+        scratch.is_at_boundary[count] = False
         count += 1
-    marks.probs[marks.slots[cell]] += mass
+    scratch.probs[scratch.slots[cell]] += mass
     if known:
-        marks.exact_probs[marks.slots[cell]] += mass
-    marks.is_at_boundary[marks.slots[cell]] |= here
+        scratch.exact_probs[scratch.slots[cell]] += mass
+    scratch.is_at_boundary[scratch.slots[cell]] |= here
     return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def fill_teacher_cells(
-    side: SortedVocabulary, said: TeacherArrays, place: NDArray[np.int64], number: int, marks: BoundaryScratch
+    side: SortedVocabulary, support: TeacherArrays, place: NDArray[np.int64], number: int, scratch: BoundaryScratch
 ) -> tuple[int, float]:
-    """Write what the teacher says of the next bytes at one item.
+    """Write the teacher's next-byte distribution at one item into the scratch memory.
 
     Returns:
-        The number of its cells, and what the probabilities of the tokens at the item itself are multiplied with.
+        The number of cells, and the weight E / (E + M) of the teacher's next-token distribution.
     """
     count = 0
     weight = 1.0
     if place[PREVIOUS_DISTRIBUTION] != NONE:
         low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
-        alike = 0  # what begins like it
-        for slot in range(said.offsets[place[PREVIOUS_DISTRIBUTION]], said.exact_stops[place[PREVIOUS_DISTRIBUTION]]):
-            rank = _sorted_index(side, said.ids[slot])
+        alike = 0  # support entries with this prefix
+        for slot in range(
+            support.offsets[place[PREVIOUS_DISTRIBUTION]], support.exact_stops[place[PREVIOUS_DISTRIBUTION]]
+        ):
+            rank = _sorted_index(side, support.ids[slot])
             if low <= rank < high:
-                marks.prefix_slots[alike], marks.prefix_indices[alike] = slot, rank
+                scratch.prefix_slots[alike], scratch.prefix_indices[alike] = slot, rank
                 alike += 1
-        highest = -np.inf  # the likeliest of them may be e^-1000
-        for slot in marks.prefix_slots[:alike]:
-            highest = max(highest, said.logprobs[slot])
+        highest = -np.inf  # the largest may be e^-1000, so scale by it
+        for slot in scratch.prefix_slots[:alike]:
+            highest = max(highest, support.logprobs[slot])
         ended = runs_past = 0.0
         for entry in range(alike):
-            mass = np.exp(said.logprobs[marks.prefix_slots[entry]] - highest)
-            if marks.prefix_indices[entry] < longer:
+            mass = np.exp(support.logprobs[scratch.prefix_slots[entry]] - highest)
+            if scratch.prefix_indices[entry] < longer:
                 ended += mass
             else:
                 runs_past += mass
         weight = ended / (ended + runs_past)
         for entry in range(alike):
-            if marks.prefix_indices[entry] >= longer:
-                cell = side.suffix_cells[side.byte_offsets[marks.prefix_indices[entry]] + place[BOUNDARY_BYTES]]
-                mass = np.exp(said.logprobs[marks.prefix_slots[entry]] - highest) / (ended + runs_past)
-                count = _add_cell_mass(marks, number, count, cell, mass, False, True)
+            if scratch.prefix_indices[entry] >= longer:
+                cell = side.suffix_cells[side.byte_offsets[scratch.prefix_indices[entry]] + place[BOUNDARY_BYTES]]
+                mass = np.exp(support.logprobs[scratch.prefix_slots[entry]] - highest) / (ended + runs_past)
+                count = _add_cell_mass(scratch, number, count, cell, mass, False, True)
     if place[NEXT_DISTRIBUTION] != NONE:
-        for slot in range(said.offsets[place[NEXT_DISTRIBUTION]], said.offsets[place[NEXT_DISTRIBUTION] + 1]):
-            mass = weight * np.exp(np.float64(said.logprobs[slot]))
-            exact = slot < said.exact_stops[place[NEXT_DISTRIBUTION]]
-            count = _add_cell_mass(marks, number, count, _token_cell(side, said.ids[slot]), mass, True, exact)
+        for slot in range(support.offsets[place[NEXT_DISTRIBUTION]], support.offsets[place[NEXT_DISTRIBUTION] + 1]):
+            mass = weight * np.exp(np.float64(support.logprobs[slot]))
+            exact = slot < support.exact_stops[place[NEXT_DISTRIBUTION]]
+            count = _add_cell_mass(scratch, number, count, _token_cell(side, support.ids[slot]), mass, True, exact)
     return count, weight
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def sampling_correction(
-    side: SortedVocabulary, said: TeacherArrays, position: int, weight: float, number: int, marks: BoundaryScratch
+    side: SortedVocabulary, support: TeacherArrays, position: int, weight: float, number: int, scratch: BoundaryScratch
 ) -> tuple[float, float]:
-    """Return the correction of the value of one item, its other cell aside, and 1 without the sampled tokens.
+    """Return the sampling correction of one item's cells, and the mass left by the sampled tokens' estimates.
 
     Args:
         side: the teacher's vocabulary.
-        said: its signal.
-        position: where it predicts what comes next at the item.
-        weight: what these probabilities are multiplied with.
-        number: of the item.
-        marks: its cells, `slots` below 0 for those that the student cannot reach; `probs` are used up.
+        support: the teacher's support.
+        position: index of the teacher's next-token distribution at the item.
+        weight: factor of its probabilities.
+        number: the item's number.
+        scratch: the item's cells, `slots` below 0 for those that the student cannot reach; `probs` are overwritten.
+
+    Returns:
+        The correction without the remainder, in nats, and 1 minus the mass attributed to sampled tokens.
     """
     correction, outside = 0.0, 1.0
-    for slot in range(said.exact_stops[position], said.offsets[position + 1]):
-        cell = _token_cell(side, said.ids[slot])
-        if cell == NONE or marks.cell_owner[cell] != number or marks.slots[cell] < 0:
+    for slot in range(support.exact_stops[position], support.offsets[position + 1]):
+        cell = _token_cell(side, support.ids[slot])
+        if cell == NONE or scratch.cell_owner[cell] != number or scratch.slots[cell] < 0:
             continue
-        at, mass = marks.slots[cell], weight * np.exp(np.float64(said.logprobs[slot]))
-        correction += mass * sampled_log_correction(marks.exact_probs[at], weight, said.mean_surprisals[position])
-        if marks.probs[at] >= 0:  # once a cell
-            correction += negentropy(marks.exact_probs[at]) - negentropy(marks.probs[at])
-            marks.probs[at] = -1.0
-        outside -= weight * np.exp(-max(said.mean_surprisals[position], 0.0))
+        at, mass = scratch.slots[cell], weight * np.exp(np.float64(support.logprobs[slot]))
+        correction += mass * sampled_log_correction(scratch.exact_probs[at], weight, support.mean_surprisals[position])
+        if scratch.probs[at] >= 0:  # once per cell; the sign scratch it as done
+            correction += negentropy(scratch.exact_probs[at]) - negentropy(scratch.probs[at])
+            scratch.probs[at] = -1.0
+        outside -= weight * np.exp(-max(support.mean_surprisals[position], 0.0))
     return correction, outside
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def collect_teacher_cells(
     side: SortedVocabulary,
-    said: TeacherArrays,
+    support: TeacherArrays,
     place: NDArray[np.int64],
     since: int,
     own: int,
     number: int,
-    marks: BoundaryScratch,
+    scratch: BoundaryScratch,
 ) -> int:
-    """List the cells that the teacher's last boundary names, as tokens of either side are seen from `since` bytes on.
+    """List the cells that the teacher's previous distribution reaches, with tokens shortened by `since` bytes.
 
     Args:
         side: the teacher's vocabulary.
-        said: its signal.
-        place: where it stands.
-        since: the bytes of its token after which the student's token begins; 0 if that began at the same time.
-        own: the cell of the student's token, which is named in any case; NONE.
-        number: of the item.
-        marks: its `names` are filled.
+        support: the teacher's support.
+        place: the item's columns of the teacher.
+        since: the bytes of the teacher's token before the student's token begins; 0 if both begin together.
+        own: the cell of the student's token, which is always listed; NONE: it has none.
+        number: the item's number.
+        scratch: `teacher_cells` and `teacher_cell_owner` are filled.
 
     Returns:
         The number of cells.
     """
     count = 0
     if own != NONE:
-        marks.teacher_cell_owner[own], marks.teacher_cells[0] = number, own
+        scratch.teacher_cell_owner[own], scratch.teacher_cells[0] = number, own
         count = 1
     low, high = 0, 0
     if since:
         _, low, high = prefix_range(side, place[BOUNDARY_TOKEN], since)
-    for slot in range(said.offsets[place[PREVIOUS_DISTRIBUTION]], said.exact_stops[place[PREVIOUS_DISTRIBUTION]]):
-        token = said.ids[slot]
+    for slot in range(support.offsets[place[PREVIOUS_DISTRIBUTION]], support.exact_stops[place[PREVIOUS_DISTRIBUTION]]):
+        token = support.ids[slot]
         cell = NONE
         if since == 0:
             cell = _token_cell(side, token)
         elif low <= _sorted_index(side, token) < high:
             cell = side.suffix_cells[side.byte_offsets[_sorted_index(side, token)] + since]
-        if cell != NONE and marks.teacher_cell_owner[cell] != number:
-            marks.teacher_cell_owner[cell], marks.teacher_cells[count] = number, cell
+        if cell != NONE and scratch.teacher_cell_owner[cell] != number:
+            scratch.teacher_cell_owner[cell], scratch.teacher_cells[count] = number, cell
             count += 1
     return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _lower_bound(values: NDArray[np.int32], start: int, stop: int, least: int) -> int:
-    """Return where, in a rising stretch of an array, the first number of at least `least` stands; `stop`: nowhere."""
+    """Return the index of the first number >= `least` in the sorted range `[start, stop)`; `stop` if there is none."""
     while start < stop:
         middle = (start + stop) // 2
         if values[middle] < least:
@@ -443,20 +450,20 @@ def _list_continuations(
     group: int,
     some: NDArray[np.int64],
 ) -> int:
-    """List the tokens that begin with some bytes, and have a cell behind them, as rank << 32 | group.
+    """List the tokens with a prefix whose remaining bytes are in a cell, as index in byte order << 32 | group.
 
     Args:
-        side: their vocabulary.
+        side: the vocabulary.
         after: its continuations.
-        low: the first token that begins with these bytes.
-        size: how many they are.
-        cell: of what is left.
-        bounds: the lowest rank that is listed, and the one above the highest.
-        group: that is noted.
-        some: filled.
+        low: the first token with the prefix, in byte order.
+        size: the prefix's number of bytes.
+        cell: the cell of the remaining bytes.
+        bounds: the range [start, stop) of indices in byte order.
+        group: the group number to store.
+        some: output.
 
     Returns:
-        Their number.
+        The number of tokens.
     """
     node = side.byte_offsets[low] + size
     first = _lower_bound(after.cells, after.offsets[node], after.offsets[node + 1], cell)
@@ -477,44 +484,44 @@ def group_all_continuations(
     place: NDArray[np.int64],
     found: int,
     number: int,
-    marks: BoundaryScratch,
+    scratch: BoundaryScratch,
     runs: NDArray[np.int32],
-    widest: int,
+    scan_limit: int,
 ) -> int:
-    """Cut the student's tokens that begin with the bytes that are spelled into runs of one group.
+    """Group all student tokens that begin with the bytes since its previous boundary, as runs in byte order.
 
-    Groups are 0: they end here; 1: they go on into no cell of the item; 2 and more: into each of its cells.
+    Groups: 0, the token ends at the item; 1, it continues into none of the item's cells; 2 + i, into cell i.
 
     Args:
         side: the student's vocabulary.
         after: its continuations.
-        place: where it stands.
-        found: the number of the item's cells.
-        number: of the item.
-        marks: its cells.
-        runs: int32 [., 3], written: group, first and stop, in the order of bytes.
-        widest: so many tokens for each cell are looked through one by one; of more, those of the cells are searched.
+        place: the item's columns of the student.
+        found: the item's number of cells.
+        number: the item's number.
+        scratch: the item's cells.
+        runs: int32 [., 3], output: group, first and stop, in byte order.
+        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
 
     Returns:
         The number of runs.
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     count: int = _add_run(runs, 0, 0, low, longer)
-    if high - longer < widest * found:
+    if high - longer < scan_limit * found:
         for rank in range(longer, high):
             count = _add_run(
-                runs, count, _continuation_group(side, marks, number, rank, place[BOUNDARY_BYTES]), rank, rank + 1
+                runs, count, _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES]), rank, rank + 1
             )
         return count
     size = 0
     for slot in range(found):
-        cell, bounds = marks.cells[slot], (longer, high)
+        cell, bounds = scratch.cells[slot], (longer, high)
         size += _list_continuations(
-            side, after, low, place[BOUNDARY_BYTES], cell, bounds, 2 + slot, marks.tokens[size:]
+            side, after, low, place[BOUNDARY_BYTES], cell, bounds, 2 + slot, scratch.tokens[size:]
         )
-    marks.tokens[:size].sort()
+    scratch.tokens[:size].sort()
     at = longer
-    for token in marks.tokens[:size]:
+    for token in scratch.tokens[:size]:
         rank = token >> 32
         count = _add_run(runs, count, 1, at, rank)
         count = _add_run(runs, count, token & 0xFFFFFFFF, rank, rank + 1)
@@ -528,61 +535,61 @@ def group_teacher_continuations(
     after: PrefixContinuations,
     place: NDArray[np.int64],
     since: int,
-    names: int,
+    num_teacher_cells: int,
     number: int,
-    marks: BoundaryScratch,
+    scratch: BoundaryScratch,
     runs: NDArray[np.int32],
-    widest: int,
+    scan_limit: int,
 ) -> int:
-    """Do the same with the tokens alone whose cells, seen from `since` bytes on, the teacher names; and the own token.
+    """Group like `group_all_continuations`, but only the observed token and those in cells that the teacher reaches.
 
     Args:
         side: the student's vocabulary.
         after: its continuations.
-        place: where it stands.
-        since: the bytes of its token after which the teacher's begins; 0 if that began at the same time or before.
-        names: how many cells are named.
-        number: of the item.
-        marks: its cells, and the named ones.
-        runs: int32 [., 3], written: group, first and stop, in the order of bytes.
-        widest: so many tokens for each cell are looked through one by one; of more, those of the cells are searched.
+        place: the item's columns of the student.
+        since: the bytes of the student's token before the teacher's token begins; 0 if that begins there or before.
+        num_teacher_cells: the number of cells that the teacher's previous distribution reaches.
+        number: the item's number.
+        scratch: the item's cells, and those that the teacher reaches.
+        runs: int32 [., 3], output: group, first and stop, in byte order.
+        scan_limit: up to this many tokens per cell are scanned one by one; with more, the cells are searched.
 
     Returns:
         The number of runs.
     """
     low, longer, high = prefix_range(side, place[BOUNDARY_TOKEN], place[BOUNDARY_BYTES])
     own, count = side.sorted_indices[place[BOUNDARY_TOKEN]], 0
-    if high - low < widest * names:
+    if high - low < scan_limit * num_teacher_cells:
         for rank in range(low, high):
             cell = side.suffix_cells[side.byte_offsets[rank] + since]
-            if rank == own or (cell != NONE and marks.teacher_cell_owner[cell] == number):
-                group = 0 if rank < longer else _continuation_group(side, marks, number, rank, place[BOUNDARY_BYTES])
+            if rank == own or (cell != NONE and scratch.teacher_cell_owner[cell] == number):
+                group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
                 count = _add_run(runs, count, group, rank, rank + 1)
         return count
     lowest = prefix_range(side, place[BOUNDARY_TOKEN], since)[0] if since else 0
     size = 0
     if side.suffix_cells[side.byte_offsets[own] + since] == NONE:
-        marks.tokens[0], size = np.int64(own) << 32, 1
-    for cell in marks.teacher_cells[:names]:
-        size += _list_continuations(side, after, lowest, since, cell, (low, high), 0, marks.tokens[size:])
-    marks.tokens[:size].sort()
-    for token in marks.tokens[:size]:
+        scratch.tokens[0], size = np.int64(own) << 32, 1
+    for cell in scratch.teacher_cells[:num_teacher_cells]:
+        size += _list_continuations(side, after, lowest, since, cell, (low, high), 0, scratch.tokens[size:])
+    scratch.tokens[:size].sort()
+    for token in scratch.tokens[:size]:
         rank = token >> 32
-        group = 0 if rank < longer else _continuation_group(side, marks, number, rank, place[BOUNDARY_BYTES])
+        group = 0 if rank < longer else _continuation_group(side, scratch, number, rank, place[BOUNDARY_BYTES])
         count = _add_run(runs, count, group, rank, rank + 1)
     return count
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _continuation_group(side: SortedVocabulary, marks: BoundaryScratch, number: int, rank: int, cut: int) -> int:
-    """Return the group of a token that goes on: that of the cell of what it has left behind `cut` bytes."""
+def _continuation_group(side: SortedVocabulary, scratch: BoundaryScratch, number: int, rank: int, cut: int) -> int:
+    """Return the group of a longer token: that of the cell of its bytes after the first `cut`."""
     cell = side.suffix_cells[side.byte_offsets[rank] + cut]
-    return 2 + marks.slots[cell] if cell != NONE and marks.cell_owner[cell] == number else 1
+    return 2 + scratch.slots[cell] if cell != NONE and scratch.cell_owner[cell] == number else 1
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _add_run(runs: NDArray[np.int32], count: int, group: int, first: int, stop: int) -> int:
-    """Add tokens `[first, stop)`, to the last run if they go on with it; return how many runs there are then."""
+    """Add tokens `[first, stop)`, extending the last run if they continue it, and return the number of runs."""
     if first == stop:
         return count
     if count and runs[count - 1, 0] == group and runs[count - 1, 2] == first:
@@ -600,7 +607,7 @@ def sort_runs_by_group(
     firsts: NDArray[np.int32],
     stops: NDArray[np.int32],
 ) -> None:
-    """Write runs group by group, each in its order, and where the runs of each group end."""
+    """Write runs sorted by group, in stable order, and the end of each group's runs."""
     ends[:groups] = 0
     for run in range(len(runs)):
         ends[runs[run, 0]] += 1
@@ -616,7 +623,7 @@ def sort_runs_by_group(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _ensure_capacity(values: NDArray[Any], size: int) -> NDArray[Any]:
-    """Return the same array, or a longer one with its beginning, so that `size` numbers fit."""
+    """Return the array itself, or a longer copy, with capacity for `size` values."""
     if size <= len(values):
         return values
     longer = np.empty(2 * size, values.dtype)
@@ -627,19 +634,19 @@ def _ensure_capacity(values: NDArray[Any], size: int) -> NDArray[Any]:
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _boundary_correction(
     teacher: SortedVocabulary,
-    said: TeacherArrays,
+    support: TeacherArrays,
     here: int,
     weight: float,
     number: int,
-    marks: BoundaryScratch,
+    scratch: BoundaryScratch,
     kept: NDArray[np.float32],
     both: bool,
 ) -> Any:
-    """Return the correction of an item; `both`: the two sides have a boundary there."""
-    remainder = 1.0 - kept.sum()  # before what is sampled is marked there
-    correction, outside = sampling_correction(teacher, said, here, weight, number, marks)
-    if both and said.exact_stops[here] < said.offsets[here + 1]:
-        outside -= marks.exact_probs[: len(kept)].sum()
+    """Return the sampling correction of an item, in nats; `both`: it is a boundary of both models."""
+    remainder = 1.0 - kept.sum()  # before `sampling_correction` overwrites the probabilities
+    correction, outside = sampling_correction(teacher, support, here, weight, number, scratch)
+    if both and support.exact_stops[here] < support.offsets[here + 1]:
+        outside -= scratch.exact_probs[: len(kept)].sum()
         correction += remainder_correction(remainder, outside)
     return correction
 
@@ -649,24 +656,32 @@ def _group_runs(
     student: SortedVocabulary,
     teacher: SortedVocabulary,
     after: PrefixContinuations,
-    said: TeacherArrays,
-    ours: NDArray[np.int64],
-    theirs: NDArray[np.int64],
+    support: TeacherArrays,
+    student_item: NDArray[np.int64],
+    teacher_item: NDArray[np.int64],
     found: int,
     number: int,
-    marks: BoundaryScratch,
+    scratch: BoundaryScratch,
     runs: NDArray[np.int32],
-    widest: int,
+    scan_limit: int,
 ) -> Any:
-    """Write the runs of the student's longer tokens that lead into the item's cells; return how many there are."""
-    if _is_complete(said, theirs[PREVIOUS_DISTRIBUTION]):
-        return group_all_continuations(student, after, ours, found, number, marks, runs, widest)
-    since = max(0, ours[BOUNDARY_BYTES] - theirs[BOUNDARY_BYTES])
-    own = student.suffix_cells[student.byte_offsets[student.sorted_indices[ours[BOUNDARY_TOKEN]]] + since]
-    names = collect_teacher_cells(
-        teacher, said, theirs, max(0, theirs[BOUNDARY_BYTES] - ours[BOUNDARY_BYTES]), own, number, marks
+    """Write the runs of the student's longer tokens that continue into the item's cells, and return their number."""
+    if _is_complete(support, teacher_item[PREVIOUS_DISTRIBUTION]):
+        return group_all_continuations(student, after, student_item, found, number, scratch, runs, scan_limit)
+    since = max(0, student_item[BOUNDARY_BYTES] - teacher_item[BOUNDARY_BYTES])
+    own = student.suffix_cells[student.byte_offsets[student.sorted_indices[student_item[BOUNDARY_TOKEN]]] + since]
+    num_teacher_cells = collect_teacher_cells(
+        teacher,
+        support,
+        teacher_item,
+        max(0, teacher_item[BOUNDARY_BYTES] - student_item[BOUNDARY_BYTES]),
+        own,
+        number,
+        scratch,
     )
-    return group_teacher_continuations(student, after, ours, since, names, number, marks, runs, widest)
+    return group_teacher_continuations(
+        student, after, student_item, since, num_teacher_cells, number, scratch, runs, scan_limit
+    )
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -676,28 +691,28 @@ def fill_byte_cells(
     after: PrefixContinuations,
     member_offsets: NDArray[np.int64],
     members: NDArray[np.int32],
-    said: TeacherArrays,
+    support: TeacherArrays,
     items: NDArray[np.int64],
-    widest: int = LINEAR_SCAN_LIMIT,
+    scan_limit: int = LINEAR_SCAN_LIMIT,
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any]:
-    """Make the cells of all items.
+    """Return the cells of all items as flat arrays.
 
     Args:
         student: the student's vocabulary.
-        teacher: the teacher's.
+        teacher: the teacher's vocabulary.
         after: the student's continuations.
-        member_offsets: as in `BytePartition`.
-        members: as in `BytePartition`.
-        said: the teacher's signal.
-        items: as `find_boundaries` gives them.
-        widest: tokens for each cell that are looked through one by one; what is found does not depend on it.
+        member_offsets: `cell_token_offsets` of `BytePartition`.
+        members: `cell_tokens` of `BytePartition`.
+        support: the teacher's support.
+        items: boundaries, as `find_boundaries` returns them.
+        scan_limit: linear scan limit in tokens per cell; the result does not depend on it.
 
     Returns:
-        cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `Cells`, of the rows that predict what comes
-        next; run_offsets, firsts, stops as in `PrefixAlternatives`, of the rows before; corrections as in `Cells`.
+        cell_offsets, entry_offsets, teacher_probs, rows, tokens as in `LossCells`, for the next-token rows;
+        run_offsets, firsts, stops as in `PrefixAlternatives`, for the previous rows; corrections as in `LossCells`.
     """
     cells_of_both, width = len(member_offsets) - 1, len(student.token_cells)
-    marks = make_scratch(cells_of_both, len(student.token_ids), said)
+    scratch = make_scratch(cells_of_both, len(student.token_ids), support)
     runs, ends = np.empty((len(student.token_ids) + 1, 3), np.int32), np.empty(cells_of_both + 2, np.int64)
     cell_offsets = np.zeros(len(items) + 1, np.int64)
     entry_offsets, run_offsets = np.zeros(1024, np.int64), np.zeros(1024, np.int64)
@@ -706,72 +721,61 @@ def fill_byte_cells(
     corrections = np.zeros(len(items), np.float64)
     cells = entries = groups = written = 0
     for number in range(len(items)):
-        ours, theirs = (
-            items[number, STUDENT_COLUMNS : STUDENT_COLUMNS + 4],
-            items[number, TEACHER_COLUMNS : TEACHER_COLUMNS + 4],
-        )
-        found, weight = fill_teacher_cells(teacher, said, theirs, number, marks)
+        ours = items[number, STUDENT_COLUMNS : STUDENT_COLUMNS + 4]
+        theirs = items[number, TEACHER_COLUMNS : TEACHER_COLUMNS + 4]
+        row, position = ours[NEXT_DISTRIBUTION], theirs[NEXT_DISTRIBUTION]
+        found, weight = fill_teacher_cells(teacher, support, theirs, number, scratch)
         count = 0
         if ours[PREVIOUS_DISTRIBUTION] != NONE:
-            count = _group_runs(student, teacher, after, said, ours, theirs, found, number, marks, runs, widest)
-        # What the teacher says nothing of at the item itself, though it has a tail there, is in the other cell.
-        all_here = theirs[NEXT_DISTRIBUTION] == NONE or said.remainder_mass[theirs[NEXT_DISTRIBUTION]] <= MIN_REMAINDER
+            count = _group_runs(
+                student, teacher, after, support, ours, theirs, found, number, scratch, runs, scan_limit
+            )
+        # If the teacher's next-token distribution has a remainder, cells that it does not list belong to the remainder.
+        is_complete = position == NONE or support.remainder_mass[position] <= MIN_REMAINDER
         run_offsets = _ensure_capacity(run_offsets, groups + found + 3)
         firsts, stops = _ensure_capacity(firsts, written + count), _ensure_capacity(stops, written + count)
-        entry_offsets, probs = (
-            _ensure_capacity(entry_offsets, cells + found + 2),
-            _ensure_capacity(probs, cells + found),
-        )
+        entry_offsets = _ensure_capacity(entry_offsets, cells + found + 2)
+        probs = _ensure_capacity(probs, cells + found)
         sort_runs_by_group(runs[:count], found + 2, ends, firsts[written:], stops[written:])
         run_offsets[groups + 1] = written + ends[0]
         run_offsets[groups + 2] = written + ends[1]
         groups += 2
         for slot in range(found):
-            cell = marks.cells[slot]
+            cell = scratch.cells[slot]
             before = entries
-            if ours[NEXT_DISTRIBUTION] != NONE and (all_here or marks.is_at_boundary[slot]):
+            if row != NONE and (is_complete or scratch.is_at_boundary[slot]):
                 size = member_offsets[cell + 1] - member_offsets[cell]
                 rows, tokens = _ensure_capacity(rows, entries + size), _ensure_capacity(tokens, entries + size)
                 first = member_offsets[cell]
-                for member in range(size):  # an assignment of slices has a price of its own, fifty times an item
-                    rows[entries + member] = ours[NEXT_DISTRIBUTION]
+                for member in range(size):  # a slice assignment costs fifty times as much as one element
+                    rows[entries + member] = row
                     tokens[entries + member] = members[first + member]
                 entries += size
             if entries == before and ends[slot + 2] == ends[slot + 1]:
-                marks.slots[cell] = NONE
-                continue  # nothing of the student lands here
-            kept_slot = cells - cell_offsets[number]  # not after its own place
-            marks.probs[kept_slot], marks.exact_probs[kept_slot] = marks.probs[slot], marks.exact_probs[slot]
-            marks.slots[cell] = kept_slot
+                scratch.slots[cell] = NONE
+                continue  # the student cannot reach this cell
+            kept_slot = cells - cell_offsets[number]  # at most `slot`
+            scratch.probs[kept_slot], scratch.exact_probs[kept_slot] = scratch.probs[slot], scratch.exact_probs[slot]
+            scratch.slots[cell] = kept_slot
             cells += 1
             groups += 1
             entry_offsets[cells] = entries
             run_offsets[groups] = written + ends[slot + 2]
         written += count
-        kept = marks.probs[: cells - cell_offsets[number]]
-        elsewhere = (
-            ends[0] > 0 if ours[NEXT_DISTRIBUTION] == NONE else entries - entry_offsets[cell_offsets[number]] < width
-        )
+        kept = scratch.probs[: cells - cell_offsets[number]]
+        elsewhere = ends[0] > 0 if row == NONE else entries - entry_offsets[cell_offsets[number]] < width
         if ends[1] == ends[0] and not elsewhere:
-            total = kept.sum()  # nothing of the student can be in the other cell: it is compared within the cells
+            total = kept.sum()  # the student cannot have a remainder here: compare within the cells only
             kept /= total
-            marks.exact_probs[: len(kept)] /= total
+            scratch.exact_probs[: len(kept)] /= total
             weight /= total
         probs[cell_offsets[number] : cells] = kept
-        if theirs[NEXT_DISTRIBUTION] != NONE:
-            both = ours[NEXT_DISTRIBUTION] != NONE
+        if position != NONE:
             corrections[number] = _boundary_correction(
-                teacher, said, theirs[NEXT_DISTRIBUTION], weight, number, marks, kept, both
+                teacher, support, position, weight, number, scratch, kept, row != NONE
             )
         cell_offsets[number + 1] = cells
     return (
-        cell_offsets,
-        entry_offsets[: cells + 1],
-        probs[:cells],
-        rows[:entries],
-        tokens[:entries],
-        run_offsets[: groups + 1],
-        firsts[:written],
-        stops[:written],
-        corrections,
-    )
+        cell_offsets, entry_offsets[: cells + 1], probs[:cells], rows[:entries], tokens[:entries],
+        run_offsets[: groups + 1], firsts[:written], stops[:written], corrections,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The loops over entries, compiled by numba, without the GIL: making cells, and reading and writing them on a CPU.
+"""Numba kernels for projected cells: building them, and grouped log-sum-exp and scatter-add on the CPU.
 
-The slow, readable twin of the first is in the tests; the others do what torch's own operations do elsewhere.
+They release the GIL. The tests contain a slow reference of `fill_cells`; on GPUs torch operations replace the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _max_cells_and_entries(
     support_ids: NDArray[np.int32],
     column_offsets: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Return upper bounds of the numbers of cells and of entries that `fill_cells` writes."""
+    """Return upper bounds for the numbers of cells and entries that `fill_cells` writes."""
     width = len(column_offsets) - 1
     most_cells = 0
     most_entries = 0
@@ -54,8 +54,8 @@ def _sampling_correction(
     known: NDArray[np.float64],
     probs: NDArray[np.float32],
 ) -> float:
-    """Return the correction of the item with positions `[start, stop)` and cells `[first_cell, cells)`."""
-    found = 0.0
+    """Return the sampling correction, in nats, of an item: positions `[start, stop)`, cells `[first_cell, cells)`."""
+    correction = 0.0
     outside = 1.0
     sampled = False
     positions = stop - start
@@ -66,10 +66,10 @@ def _sampling_correction(
             if 0 <= token < len(cell_of_token) and cell_of_token[token] >= first_cell:
                 cell = cell_of_token[token]
                 mass = np.exp(support_logprobs[slot]) / positions
-                found += mass * sampled_log_correction(known[cell], 1 / positions, surprisals[position])
+                correction += mass * sampled_log_correction(known[cell], 1 / positions, surprisals[position])
                 outside -= np.exp(-max(surprisals[position], 0.0)) / positions
-                if probs[cell] >= 0:  # once a cell, which is marked by its sign
-                    found += negentropy(known[cell]) - negentropy(probs[cell])
+                if probs[cell] >= 0:  # once per cell; the sign marks it as done
+                    correction += negentropy(known[cell]) - negentropy(probs[cell])
                     probs[cell] = -probs[cell]
     remainder = 1.0
     for cell in range(first_cell, cells):
@@ -77,8 +77,8 @@ def _sampling_correction(
         remainder -= probs[cell]
         outside -= known[cell]
     if sampled:
-        found += remainder_correction(remainder, outside)
-    return found
+        correction += remainder_correction(remainder, outside)
+    return correction
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -96,10 +96,9 @@ def fill_cells(
     exact_stops: NDArray[np.int64],
     surprisals: NDArray[np.float64],
 ) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Return the first six arrays of `Cells` for items of averaged rows and averaged teacher positions.
+    """Return the first six arrays of `LossCells`, for items that average rows and teacher positions; and corrections.
 
-    The seventh are the corrections. `exact_entry_stops` and `surprisals` are those of the positions, as in
-    `sampled_values`.
+    `exact_stops` and `surprisals` are those of `xtk.losses.sampling_correction`, per teacher position.
     """
     items = len(row_start)
     width = len(column_offsets) - 1
@@ -125,7 +124,7 @@ def fill_cells(
             for slot in range(support_offsets[position], support_offsets[position + 1]):
                 token = support_ids[slot]
                 if not 0 <= token < width or column_offsets[token + 1] == column_offsets[token]:
-                    continue  # nothing of the student lands here
+                    continue  # no student token maps to this token
                 if cell_of_token[token] < first_cell:
                     cell_of_token[token] = cells
                     tokens_of_cells[cells] = token
@@ -149,14 +148,14 @@ def fill_cells(
             probs,
         )
         rows = row_stop[item] - row_start[item]
-        share = np.float32(np.log(rows))
+        log_num_rows = np.float32(np.log(rows))
         for cell in range(first_cell, cells):
             token = tokens_of_cells[cell]
             for row in range(row_start[item], row_stop[item]):
                 for at in range(column_offsets[token], column_offsets[token + 1]):
                     entry_rows[entries] = row
                     entry_tokens[entries] = column_students[at]
-                    entry_log_weights[entries] = column_log_weights[at] - share
+                    entry_log_weights[entries] = column_log_weights[at] - log_num_rows
                     entries += 1
             entry_offsets[cell + 1] = entries
         cell_offsets[item + 1] = cells
@@ -168,12 +167,12 @@ def fill_cells(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def group_logsumexp_(values: NDArray[np.float32], groups: NDArray[np.int64], count: int) -> NDArray[np.float32]:
-    """Return the log-sum-exp of values in groups, and turn the values, in place, into their shares of it.
+    """Return the log-sum-exp of each group; the values become, in place, their softmax within the group.
 
     Args:
-        values: [n]; of one group they follow each other.
-        groups: int64 [n], rising.
-        count: of groups; an empty one has -inf.
+        values: [n]; overwritten.
+        groups: int64 [n], the group of each value, sorted.
+        count: number of groups; an empty one gets -inf.
     """
     result = np.full(count, -np.inf, values.dtype)
     start = 0
@@ -196,6 +195,6 @@ def group_logsumexp_(values: NDArray[np.float32], groups: NDArray[np.int64], cou
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def scatter_add_(values: NDArray[np.float32], indices: NDArray[np.int64], increments: NDArray[np.float32]) -> None:
-    """Add to values, in place, at places that may come twice."""
+    """Add increments to values, in place, at indices that may repeat."""
     for at in range(len(indices)):
         values[indices[at]] += increments[at]

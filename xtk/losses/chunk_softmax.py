@@ -1,7 +1,7 @@
-"""What a chunk of logits says at entries and rests, and the gradient of its logits.
+"""Log-probabilities of selected entries and remainders in a chunk of logits, and the gradient of its logits.
 
-The logits of a chunk need not be in one piece: other processes may have other columns, and an item whose rows are more
-than a chunk is read in several. What is read is added up over the pieces; the gradient is written a piece at a time.
+A chunk's logits may be split into windows: with tensor parallelism each process has some columns, and an item with more
+rows than a chunk is computed in several windows. Sums are accumulated over windows; gradients are written per window.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MIN_SUM = 1e-37
 
 @dataclass
 class LossChunk:
-    """The items of one term whose rows lie in one chunk; offsets and rows begin at 0.
+    """The items of one loss term whose rows are in one chunk; offsets, rows and items are relative to the chunk.
 
-    `weights` are those of the entries within their own row, without the averaging over an item's rows. Rests are listed
-    for items whose teacher has one: their rows, the item of each (counted among these items), the log of the share of a
-    row. `item_groups` are the items of all cells, then of all rests; `of_items` are the weights of items. In a chain,
-    `cells` counts its links too, and each row of a rest is an item of its own.
+    `weights` are the entries' weights within their own row, without the averaging over an item's rows. Remainders are
+    listed for items that have one: their rows, the item of each, and the log of each row's weight in the average.
+    `item_groups` are the items of all cells, then of all remainders. With a prefix product, `num_cells` includes the
+    prefix cells, and each remainder row is listed separately.
     """
 
     num_items: int
@@ -57,19 +57,19 @@ class LossChunk:
 
     @property
     def num_remainders(self) -> int:
-        """How many rests there are, each of one or more rows."""
+        """Number of remainders; with a prefix product, of remainder rows."""
         return len(self.remainder_probs) if self.prefix_product is None else len(self.remainder_rows)
 
 
 @dataclass(frozen=True)
 class LogitsWindow:
-    """The piece of a chunk's logits that exists at one time.
+    """The rows and columns of a chunk's logits that are in memory at one time.
 
     Attributes:
-        first_row, stop_row: its rows.
-        first_token: its first token.
-        num_tokens: how many tokens.
-        is_whole_chunk: whether it is all of the chunk.
+        first_row, stop_row: its rows within the chunk.
+        first_token: token id of its first column.
+        num_tokens: number of columns.
+        is_whole_chunk: whether it covers the chunk.
     """
 
     first_row: int
@@ -80,11 +80,11 @@ class LogitsWindow:
 
     @property
     def rows(self) -> slice:
-        """Its rows, among those of the chunk."""
+        """Its rows within the chunk."""
         return slice(self.first_row, self.stop_row)
 
     def entry_indices(self, rows: Tensor, tokens: Tensor) -> WindowIndices:
-        """Return where entries (row, token) stand in it."""
+        """Return the flat indices of those entries (row, token) that are in the window."""
         if self.is_whole_chunk:
             return WindowIndices(rows * self.num_tokens + tokens, None)
         inside = (
@@ -97,7 +97,7 @@ class LogitsWindow:
         return WindowIndices((rows[which] - self.first_row) * self.num_tokens + tokens[which] - self.first_token, which)
 
     def row_indices(self, rows: Tensor) -> WindowIndices:
-        """Return which of its rows some rows are."""
+        """Return the window's row index of those rows that are in the window."""
         if self.is_whole_chunk:
             return WindowIndices(rows, None)
         which = ((rows >= self.first_row) & (rows < self.stop_row)).nonzero()[:, 0]
@@ -106,17 +106,17 @@ class LogitsWindow:
 
 @dataclass(frozen=True)
 class WindowIndices:
-    """Places in a window: flat indices, and of which of all they are; None: of all, in their order."""
+    """Indices into a window, and which of the requested elements they belong to; None: all of them, in order."""
 
     local: Tensor
     selected: Tensor | None
 
     def select(self, values: Tensor) -> Tensor:
-        """Pick, of values of all, those that are here."""
+        """Return the values of the elements in this window, out of the values of all."""
         return values if self.selected is None else values[self.selected]
 
     def scatter_into(self, values: Tensor, total: Tensor) -> None:
-        """Write the values that are here into those of all."""
+        """Write the values of the elements in this window into those of all."""
         if self.selected is None:
             total.copy_(values)
         else:
@@ -125,16 +125,16 @@ class WindowIndices:
 
 @dataclass(frozen=True)
 class ChunkStatistics:
-    """What the logits of a chunk say; a sum over the tokens of a window is one over all tokens when it is added up.
+    """Softmax statistics of a chunk, or of a window of it; sums over windows add up to those of the chunk.
 
     Attributes:
         row_max: [n], the largest logit of each row.
-        exp_sums: [n], the sum of the exponentials of the logits over it.
-        remainder_sums: [rest rows] of each part, what is left of this sum without the entries.
-        entry_logits: [entries] of each part, their logits.
-        alternative_logits: [alternatives] of each part that has some, their logits.
-        largest: of each part that compares ranks, the student's largest.
-        included_sums: [items] of each such part, the sums over the tokens that take part.
+        exp_sums: [n], the sum of `exp(logit - row_max)`.
+        remainder_sums: for each part, [remainder rows], this sum without the part's entries.
+        entry_logits: for each part, [entries], their logits.
+        alternative_logits: for each part with prefix alternatives, [alternatives], their logits.
+        largest: for each part with sorted probabilities, the student's largest logits.
+        included_sums: for each such part, [items], the sums over the included tokens.
     """
 
     row_max: Tensor
@@ -147,15 +147,15 @@ class ChunkStatistics:
 
     @property
     def row_logsumexp(self) -> Tensor:
-        """[n], the log-sum-exp of each row."""
+        """Log-sum-exp of each row, [n]."""
         return self.exp_sums.log() + self.row_max
 
 
 @dataclass(frozen=True)
 class WindowStatistics:
-    """A window that was read: its exponentials, from which the entries of the part `removed` are taken out.
+    """Statistics of a window, and its exponentials, without the entries of part `removed_chunk`.
 
-    `covered` is what the entries of a part with rests have of the exponentials.
+    `entry_exponentials` are the weighted exponentials of the entries, for each part with remainders.
     """
 
     window: LogitsWindow
@@ -171,8 +171,8 @@ class WindowStatistics:
 def read_window(
     logits: Tensor, window: LogitsWindow, chunks: list[LossChunk], shard: HeadShard | None
 ) -> WindowStatistics:
-    """Read a window; its logits are written over."""
-    # The last part with a rest: its entries are taken out of the exponentials, to be spread.
+    """Return the statistics of a window; its logits are overwritten by exponentials."""
+    # The last part with remainders: its entries stay removed from the exponentials, as its gradient needs them.
     removed = max((number for number, part in enumerate(chunks) if len(part.remainder_rows)), default=-1)
     entries = [window.entry_indices(part.rows, part.tokens) for part in chunks]
     before = [
@@ -180,7 +180,7 @@ def read_window(
         for part in chunks
         if part.alternatives is not None
     ]
-    rests = [window.row_indices(part.remainder_rows) for part in chunks]
+    remainders = [window.row_indices(part.remainder_rows) for part in chunks]
     flat = logits.view(-1)
     taken, taken_before = ([flat.take(places.local) for places in some] for some in (entries, before))
     of_ranks = [part.sorted_probs for part in chunks if part.sorted_probs is not None]
@@ -189,46 +189,46 @@ def read_window(
     if shard is not None:
         shard.all_reduce_max(highest)
     exponentials = logits.sub_(highest[:, None]).exp_()
-    normaliser = exponentials.sum(1)
+    normalizer = exponentials.sum(1)
     masses = [ranks.included_sums(exponentials, window.first_row, window.first_token) for ranks in of_ranks]
     covered: list[Tensor | None] = []
     left = []
-    # That of `removed` comes last, and is not put back.
-    for part, places, rest in zip(chunks, entries, rests, strict=True):
+    # The entries of part `removed` are processed last, and are not added back.
+    for part, places, remainder in zip(chunks, entries, remainders, strict=True):
         if not len(part.remainder_rows):
             covered.append(None)
-            left.append(normaliser[:0])
+            left.append(normalizer[:0])
             continue
         own = flat.take(places.local).mul_(places.select(part.weights))
         scatter_add_(flat, places.local, -own)
-        left.append(exponentials.sum(1)[rest.local])
+        left.append(exponentials.sum(1)[remainder.local])
         if part is not chunks[removed]:
             scatter_add_(flat, places.local, own)
         covered.append(own)
-    said = ChunkStatistics(highest, normaliser, left, taken, taken_before, largest, masses)
-    return WindowStatistics(window, exponentials, removed, entries, before, rests, covered, said)
+    statistics = ChunkStatistics(highest, normalizer, left, taken, taken_before, largest, masses)
+    return WindowStatistics(window, exponentials, removed, entries, before, remainders, covered, statistics)
 
 
 def combine_windows(
     windows: list[WindowStatistics], chunks: list[LossChunk], shard: HeadShard | None
 ) -> ChunkStatistics:
-    """Return what all windows of a chunk say, of this process and of all that have other columns."""
+    """Return the statistics of a chunk from those of its windows, summed over the processes with other columns."""
     if shard is None and len(windows) == 1:
-        said = windows[0].statistics
-        for rest in said.remainder_sums:
-            rest.clamp_min_(MIN_SUM)
-        return said
+        statistics = windows[0].statistics
+        for remainder in statistics.remainder_sums:
+            remainder.clamp_min_(MIN_SUM)
+        return statistics
     like = windows[0].statistics.exp_sums
-    highest = torch.cat([reading.statistics.row_max for reading in windows])
-    normaliser = torch.cat([reading.statistics.exp_sums for reading in windows])
+    highest = torch.cat([window.statistics.row_max for window in windows])
+    normalizer = torch.cat([window.statistics.exp_sums for window in windows])
     left = [like.new_zeros(len(part.remainder_rows)) for part in chunks]
     entries = [like.new_zeros(len(part.rows)) for part in chunks]
     before = [like.new_zeros(len(part.alternatives.rows)) for part in chunks if part.alternatives is not None]
-    for reading in windows:
-        said = reading.statistics
+    for window in windows:
+        statistics = window.statistics
         for places, values, total in zip(
-            [*reading.remainder_indices, *reading.entry_indices, *reading.alternative_indices],
-            [*said.remainder_sums, *said.entry_logits, *said.alternative_logits],
+            [*window.remainder_indices, *window.entry_indices, *window.alternative_indices],
+            [*statistics.remainder_sums, *statistics.entry_logits, *statistics.alternative_logits],
             [*left, *entries, *before],
             strict=True,
         ):
@@ -244,31 +244,31 @@ def combine_windows(
         largest = [
             ranks.merge_largest(_gather_largest(some, shard)) for ranks, some in zip(of_ranks, largest, strict=True)
         ]
-        sums = [normaliser, *left, *entries, *before, *masses]
+        sums = [normalizer, *left, *entries, *before, *masses]
         together = shard.all_reduce_sum(torch.cat(sums))
         for values, total in zip(torch.split(together, [len(values) for values in sums]), sums, strict=True):
             total.copy_(values)
-    left = [rest.clamp_min_(MIN_SUM) for rest in left]
-    return ChunkStatistics(highest, normaliser, left, entries, before, largest, masses)
+    left = [sums.clamp_min_(MIN_SUM) for sums in left]
+    return ChunkStatistics(highest, normalizer, left, entries, before, largest, masses)
 
 
 def _gather_largest(own: LargestLogits, shard: HeadShard) -> list[LargestLogits]:
-    """Return what each process of the group found among its tokens."""
+    """Return the largest logits that each process of the group found in its columns."""
     tokens, logits = shard.all_gather(own.tokens), shard.all_gather(own.logits)
     return [LargestLogits(*one) for one in zip(tokens, logits, strict=True)]
 
 
 @dataclass(frozen=True)
 class RankGradients:
-    """The gradients of what the student's largest tokens of one part say.
+    """Gradients for the student's largest tokens of one part.
 
     Attributes:
-        rows, tokens: [H], where they stand.
+        rows, tokens: [H], their rows and token ids.
         logprob_gradients: [H], of their log-probabilities.
-        item_rows: [items].
-        mass_gradients: [items], of the probability of all tokens that take part.
+        item_rows: [items], the row of each item.
+        mass_gradients: [items], of the total probability of the included tokens.
         masses: [items], these probabilities.
-        sorted_probs: which tokens take part.
+        sorted_probs: tells which tokens are included.
     """
 
     rows: Tensor
@@ -282,7 +282,7 @@ class RankGradients:
 
 @dataclass(frozen=True)
 class ChunkGradients:
-    """The gradients of log-probabilities: of the entries, rest rows and alternatives of each part; and of ranks."""
+    """Gradients of log-probabilities, per part: entries, remainder rows, alternatives, and largest tokens."""
 
     entries: list[Tensor]
     remainders: list[Tensor]
@@ -295,30 +295,30 @@ def logits_gradient(
 ) -> Tensor:
     """Turn the exponentials of a window into the gradient of its logits, in place.
 
-    The gradient is `exponentials * factors`, with more factors for the tokens of bands, that of each entry at its
-    place, and that of each rest spread over what is left of its rows. Nothing is added to be taken away again: where a
-    rest is tiny, its factor is huge.
+    The gradient is `exponentials * factors`, plus the gradient of each entry at its index, plus that of each remainder
+    distributed over the tokens outside of the entries; included tokens of sorted probabilities have more factors.
+    Nothing is added and subtracted again: where a remainder is tiny, its factor is huge.
 
     Args:
-        window_statistics: the window, just read.
-        statistics: what the whole chunk says.
-        gradients: of it.
-        chunks: the items.
+        window_statistics: result of `read_window`.
+        statistics: of the whole chunk.
+        gradients: of the chunk's log-probabilities.
+        chunks: the items of each term.
     """
     window, exponentials = window_statistics.window, window_statistics.exponentials
     flat = exponentials.view(-1)
     in_all = torch.zeros_like(statistics.exp_sums)
     runs = [part.alternatives for part in chunks if part.alternatives is not None]
-    for part, of_entries, of_rests in zip(chunks, gradients.entries, gradients.remainders, strict=True):
+    for part, of_entries, of_remainders in zip(chunks, gradients.entries, gradients.remainders, strict=True):
         scatter_add_(in_all, part.rows, of_entries)
-        scatter_add_(in_all, part.remainder_rows, of_rests)
+        scatter_add_(in_all, part.remainder_rows, of_remainders)
     for run, of_before in zip(runs, gradients.alternatives, strict=True):
         scatter_add_(in_all, run.rows, of_before)
     bands = []
     for some in gradients.ranks:
         scatter_add_(in_all, some.rows, some.logprob_gradients)
         mask = some.sorted_probs.included_mask(window.first_token, window.num_tokens, exponentials.dtype)
-        if mask is not None:  # else they are all of the row, whose mass is not moved
+        if mask is not None:  # else all tokens are included, and their mass is constant 1
             scatter_add_(in_all, some.item_rows, some.masses * some.mass_gradients)
             of_band = torch.zeros_like(in_all).index_add_(0, some.item_rows, some.mass_gradients) / statistics.exp_sums
             bands.append((of_band[window.rows], mask))
@@ -335,14 +335,16 @@ def logits_gradient(
         places = window.entry_indices(some.rows, some.tokens)
         sparse.append((places.local, places.select(some.logprob_gradients)))
     in_place, more = factors, list[Tensor]()
-    for number, (part, own, rests) in enumerate(
+    for number, (part, own, remainders) in enumerate(
         zip(chunks, window_statistics.entry_exponentials, window_statistics.remainder_indices, strict=True)
     ):
         if own is None:
             continue
         places, of_left = window_statistics.entry_indices[number], torch.zeros_like(factors)
         scatter_add_(
-            of_left, rests.local, rests.select(gradients.remainders[number] / statistics.remainder_sums[number])
+            of_left,
+            remainders.local,
+            remainders.select(gradients.remainders[number] / statistics.remainder_sums[number]),
         )
         if number == window_statistics.removed_chunk:
             in_place = factors + of_left
@@ -367,8 +369,8 @@ def logits_gradient(
 
 
 def scatter_add_(values: Tensor, indices: Tensor, increments: Tensor) -> None:
-    """Add to values [n], in place, at places that may come twice."""
-    if values.device.type == "cpu":  # three times as fast as torch's, which is written for all shapes
+    """Add increments to values [n], in place, at indices that may repeat."""
+    if values.device.type == "cpu":  # three times as fast as torch's general scatter
         cell_kernels.scatter_add_(values.numpy(), indices.numpy(), increments.numpy())
     else:
         values.scatter_add_(0, indices, increments)

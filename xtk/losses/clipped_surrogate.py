@@ -1,4 +1,4 @@
-"""Surrogates: what stands in the place of a divergence where the student learns from what it drew."""
+"""PPO-style clipped surrogate, used instead of a divergence for completions sampled from the student."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 
 from xtk.losses.loss_cells import ClippedSurrogate
 
-MAX_LOG_RATIO = 20.0  # of the logarithm of a ratio, so that one token cannot overflow a sum
+MAX_LOG_RATIO = 20.0  # nats, so that one importance ratio cannot overflow a sum
 
 
 @dataclass(frozen=True)
 class TermSurrogate:
-    """`ClippedSurrogate` of the items of a term, or of some of them.
+    """`ClippedSurrogate` for the items of a loss term, or for some of them.
 
     Attributes:
-        ratio_statistics: float64 [3], of all items that went through this object or its parts: how many, the sum of
-            their ratios,
-            and how many ratios were clipped where that counts, so that their gradient is 0.
+        ratio_statistics: float64 [3], accumulated over all items that this object or its selections evaluated: their
+            number, the sum of their importance ratios, and the number of ratios whose clipping sets the gradient to 0.
     """
 
     sampling_logprobs: Tensor
@@ -31,30 +30,30 @@ class TermSurrogate:
 
     @classmethod
     def from_surrogate(cls, surrogate: ClippedSurrogate) -> TermSurrogate:
-        """Take the arrays as they are."""
+        """Return the surrogate with its arrays as CPU tensors."""
         arrays = torch.from_numpy(surrogate.sampling_logprobs), torch.from_numpy(surrogate.advantages)
         return cls(*arrays, surrogate.min_ratio, surrogate.max_ratio)
 
     def to(self, device: torch.device) -> TermSurrogate:
-        """Return the same on a device, which has seen nothing."""
+        """Return a copy on a device, with statistics of 0."""
         logprobs, advantages = (one.to(device, non_blocking=True) for one in (self.sampling_logprobs, self.advantages))
-        seen = torch.zeros(3, dtype=torch.float64, device=device)
-        return dataclasses.replace(self, sampling_logprobs=logprobs, advantages=advantages, ratio_statistics=seen)
+        zeros = torch.zeros(3, dtype=torch.float64, device=device)
+        return dataclasses.replace(self, sampling_logprobs=logprobs, advantages=advantages, ratio_statistics=zeros)
 
     def select(self, items: slice) -> TermSurrogate:
-        """Cut out some items."""
+        """Return the surrogate of some items; the statistics are shared."""
         return dataclasses.replace(
             self, sampling_logprobs=self.sampling_logprobs[items], advantages=self.advantages[items]
         )
 
     def item_losses(self, log_probs: Tensor) -> Tensor:
-        """Return what each item adds [items].
+        """Return each item's loss [items], and update the statistics.
 
         Args:
-            log_probs: [items], fp64, what the student says now.
+            log_probs: [items], fp64, the current student's log-probabilities.
         """
         ratios = (log_probs - self.sampling_logprobs).clamp_max(MAX_LOG_RATIO).exp()
-        # min(ratio a, clip(ratio) a) is clipped above for what is to become likelier, below for all else.
+        # min(ratio a, clip(ratio) a) is clipped from above for positive advantages, from below for all others.
         bounded = torch.where(self.advantages > 0, ratios.clamp_max(self.max_ratio), ratios.clamp_min(self.min_ratio))
         with torch.no_grad():
             clipped = (bounded != ratios) & (self.advantages != 0)

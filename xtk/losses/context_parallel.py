@@ -1,8 +1,9 @@
-"""Hidden states of a text that several processes hold in pieces, brought to where the losses need them.
+"""Exchange of hidden states between context-parallel processes, so that each computes the losses of whole items.
 
-With context parallelism a process has the states of some positions: a stretch of the text, or one from its front and
-one from its back (zigzag). An item of a loss may need rows that two of them hold. So rows travel before the head: each
-process gets an even share of all rows, cut between items, and their gradients travel back. Losses never see the layout.
+With context parallelism a process has the states of some positions: one block of the text, or one from its front and
+one from its back (zigzag). An item of a loss may need rows of two processes. So rows are exchanged before the output
+head: each process gets an equal number of rows, split between items, and gradients return the same way. Losses never
+see the layout.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from xtk.losses.fused_loss import LossTensors, allowed_splits
 
 @dataclass(frozen=True)
 class StateExchange:
-    """Who sends which rows to whom; every process of the group works out the same plan.
+    """Plan of which rows each process sends and receives; every process of the group computes the same plan.
 
     Attributes:
-        first_received_row: the first row that this process gets; with losses that look back, one more than it answers
-            for.
-        start, stop: the rows that it answers for.
-        sent_rows: int64, which of its own rows it sends, to rank 0 first.
-        sent_counts: how many to each rank.
-        received_counts: how many come from each rank.
-        arrival_order: int64, where in what came each row from `base` to `stop` is.
-        group: torch's process group.
+        first_received_row: the first row that this process receives: `start`, or the row before it where a loss needs
+            the previous row.
+        start, stop: the rows whose losses this process computes.
+        sent_rows: int64, indices of the local rows that it sends, those for rank 0 first.
+        sent_counts: number of rows sent to each rank.
+        received_counts: number of rows received from each rank.
+        arrival_order: int64 [stop - first_received_row], the index of each row among those received.
+        group: a torch.distributed process group.
     """
 
     first_received_row: int
@@ -49,34 +50,33 @@ class StateExchange:
     def make_plan(
         cls, rows_by_rank: Sequence[NDArray[np.int64]], terms: Sequence[LossTensors], group: Any
     ) -> StateExchange:
-        """Work out who answers for which rows.
+        """Return the exchange plan of this process.
 
         Args:
-            rows_by_rank: of each rank of the group, the rows whose states it has, in the order in which it has them.
-                Rows are
-                those of the whole text that the losses compare, counted from 0; each is held once.
+            rows_by_rank: for each rank of the group, the rows whose states it has, in its order. Rows are those of the
+                whole text that the losses compare, counted from 0; each is on exactly one rank.
             terms: the losses of the whole text.
-            group: torch's process group.
+            group: a torch.distributed process group.
 
         Raises:
-            XtkError: a row is held twice, or by nobody.
+            XtkError: a row is on two ranks or on none.
         """
         ranks, rank = len(rows_by_rank), torch.distributed.get_rank(group)
         everything = np.concatenate([*rows_by_rank, np.zeros(0, np.int64)])
         rows = len(everything)
         if not np.array_equal(np.sort(everything), np.arange(rows)):
             raise XtkError(
-                "the rows of a text are not each held by one process",
-                where=f"{ranks} processes hold {', '.join(str(len(some)) for some in rows_by_rank)} rows",
-                hint="count the rows that the losses compare from 0, over all documents of the micro-batch",
+                "context parallelism: each row of hidden states must be on exactly one process",
+                where=f"{ranks} processes with {', '.join(str(len(some)) for some in rows_by_rank)} rows",
+                hint="number the compared rows from 0 over all documents of the micro-batch, each on one rank",
             )
         owner, place = np.empty(rows, np.int64), np.empty(rows, np.int64)
         for number, some in enumerate(rows_by_rank):
             owner[some], place[some] = number, np.arange(len(some))
-        again = int(any(term.alternatives is not None for term in terms))
-        cuts = np.flatnonzero(allowed_splits(rows, terms))
-        edges = [0, *(int(_nearest_split(cuts, rows * number / ranks)) for number in range(1, ranks)), rows]
-        bases = [max(0, edge - again) if edge < stop else edge for edge, stop in itertools.pairwise(edges)]
+        overlap = int(any(term.alternatives is not None for term in terms))
+        splits = np.flatnonzero(allowed_splits(rows, terms))
+        edges = [0, *(int(_nearest_split(splits, rows * number / ranks)) for number in range(1, ranks)), rows]
+        bases = [max(0, edge - overlap) if edge < stop else edge for edge, stop in itertools.pairwise(edges)]
         wanted = [np.arange(base, stop) for base, stop in zip(bases, edges[1:], strict=True)]
         mine = wanted[rank]
         sent = [place[some[owner[some] == rank]] for some in wanted]
@@ -95,26 +95,26 @@ class StateExchange:
         )
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Return the states [stop - base, H] of which this process computes losses; every process has to call it.
+        """Return the states [stop - first_received_row, H] for this process's losses; a collective call.
 
         Args:
-            states: [rows held here, H]. Their gradients come back from wherever they went.
+            states: [local rows, H]. Their gradients are sent back and summed.
         """
         return _ExchangeStates.apply(states, self)  # type: ignore[no-any-return, no-untyped-call]
 
     def local_terms(self, terms: Sequence[LossTensors]) -> list[LossTensors]:
-        """Return the losses of the items that this process answers for."""
+        """Return the losses restricted to the items of this process."""
         return [term.select(self.start, self.stop, self.first_received_row) for term in terms]
 
 
-def _nearest_split(cuts: NDArray[np.int64], wanted: float) -> np.int64:
-    """Return the cut nearest to where one is wanted."""
-    nearest: np.int64 = cuts[np.abs(cuts - wanted).argmin()]
+def _nearest_split(splits: NDArray[np.int64], target: float) -> np.int64:
+    """Return the allowed split nearest to a target row."""
+    nearest: np.int64 = splits[np.abs(splits - target).argmin()]
     return nearest
 
 
 class _ExchangeStates(torch.autograd.Function):
-    """Rows sent by a plan, and gradients by the same plan backwards."""
+    """All-to-all of rows by a plan, and of their gradients by the reversed plan."""
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, plan: StateExchange) -> Tensor:
@@ -133,5 +133,5 @@ class _ExchangeStates(torch.autograd.Function):
         back[plan.arrival_order.to(gradient.device)] = gradient
         returned = gradient.new_empty(len(plan.sent_rows), gradient.shape[1])
         torch.distributed.all_to_all_single(returned, back, plan.sent_counts, plan.received_counts, group=plan.group)
-        # A row that a loss looks back to went to two processes, and has the sum of what comes from both.
+        # A row that a loss needs as the previous row was sent to two processes; its gradient is the sum of both.
         return gradient.new_zeros(ctx.shape).index_add_(0, plan.sent_rows.to(gradient.device), returned), None

@@ -10,7 +10,7 @@ from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs
 class CrossEntropy:
     """ce: `-ln s(x_i)`, averaged over the trained student tokens `x_i`.
 
-    One cell a token, which holds all of the data's probability.
+    One cell per token, of probability 1 in the data.
     """
 
     comparison_space = "text"
@@ -19,7 +19,7 @@ class CrossEntropy:
     requires = "nothing"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a trained token."""
+        """Return one item per trained token."""
         size = len(example.positions)
         return LossCells(
             cell_offsets=np.arange(size + 1, dtype=np.int64),

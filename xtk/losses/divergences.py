@@ -1,7 +1,7 @@
-"""Distances between two distributions over cells, cell by cell: `--loss NAME:divergence=jsd,beta=0.5`.
+"""Divergences between two distributions over cells: `--loss NAME:divergence=jsd,beta=0.5`.
 
-`p` is the teacher's, `q` the student's probability of a cell, the other cell among them. The sum over the cells of an
-item is never negative, and 0 only for equal distributions.
+`p` is the teacher's and `q` the student's probability of a cell; the remainder is one of the cells. The sum over the
+cells of an item is never negative, and 0 only for equal distributions.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ DIVERGENCES = {
     "tvd": "xtk.losses.divergences:TotalVariationDistance",
 }
 
-# A teacher's probability below this is nothing that fp32 could tell from a rounding error.
+# A smaller remainder of the teacher is within the rounding error of fp32.
 MIN_REMAINDER = 1e-6
 MIN_PROB = 1e-37
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What all have.
+    """Base class of all divergences.
 
     Attributes:
-        temperature: tau; both sides are raised to 1 / tau and normalised, and the loss is multiplied by tau^2. Over the
-            whole vocabulary this divides both logits by tau; the other cell counts as one token.
+        temperature: tau; both distributions are raised to 1 / tau and normalized, and the loss is multiplied by tau^2.
+            Over the full vocabulary this divides both logits by tau; the remainder counts as one token.
     """
 
     temperature: float = 1.0
 
     @property
     def is_linear_in_teacher(self) -> bool:
-        """Whether it is linear in p, but for what does not move the student.
+        """Whether it is linear in p, up to terms that do not depend on the student.
 
-        Then estimates of p without bias give gradients without bias, and a cell that p leaves empty costs nothing.
+        Then unbiased estimates of p give unbiased gradients, and cells with p = 0 add nothing.
         """
         return False
 
     @property
     def min_remainder(self) -> float:
-        """What an empty other cell of the teacher counts as."""
+        """Probability to which an empty remainder of the teacher is raised."""
         return 0.0
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return what each cell adds [cells].
+        """Return each cell's term of the divergence [cells].
 
         Args:
-            probs: [cells], the teacher's.
-            log_probs: [cells], the student's; finite.
+            probs: [cells], the teacher's probabilities.
+            log_probs: [cells], the student's log-probabilities; finite.
         """
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class ForwardKLDivergence(Divergence):
 
     @property
     def is_linear_in_teacher(self) -> bool:
-        """Say that it is, unless p is raised to a power."""
+        """Whether the temperature is 1: otherwise p is raised to a power."""
         return self.temperature == 1
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class ForwardKLDivergence(Divergence):
 
 @dataclass(frozen=True)
 class ReverseKLDivergence(Divergence):
-    """reverse-kl: `q ln(q / p)`; an other cell of the teacher that is empty counts as 1e-6, what fp32 can tell."""
+    """reverse-kl: `q ln(q / p)`; an empty remainder of the teacher counts as 1e-6, the resolution of fp32."""
 
     @property
     def min_remainder(self) -> float:
-        """What fp32 can tell from nothing."""
+        """Probability that fp32 can distinguish from rounding errors, 1e-6."""
         return MIN_REMAINDER
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
@@ -94,12 +94,12 @@ class ReverseKLDivergence(Divergence):
 
 @dataclass(frozen=True)
 class JensenShannonDivergence(Divergence):
-    """jsd: `beta p ln(p / m) + (1 - beta) q ln(q / m)`, `m = beta p + (1 - beta) q`, as TRL has it.
+    """jsd: `beta p ln(p / m) + (1 - beta) q ln(q / m)`, `m = beta p + (1 - beta) q`, as in TRL.
 
     Attributes:
         beta: 0 is forward-kl, 1 reverse-kl.
-        rescale: divided by `beta (1 - beta)`. Without it the gradient vanishes towards both ends, at which the formula
-            jumps to the full divergence; with it both ends are reached continuously.
+        rescale: divide by `beta (1 - beta)`. Without it the gradient vanishes as beta approaches 0 or 1, where the
+            value jumps to the full KL; with it the limits are continuous.
     """
 
     beta: float = 0.5
@@ -107,16 +107,16 @@ class JensenShannonDivergence(Divergence):
 
     @property
     def min_remainder(self) -> float:
-        """As that of the reverse divergence, where it is one."""
+        """As for reverse-kl if beta is 1, else 0."""
         return MIN_REMAINDER if self.beta == 1 else 0.0
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return the weighted sum of both divergences from the mixture."""
+        """Return the weighted sum of both KL terms against the mixture."""
         if self.beta in (0, 1):
             return (ForwardKLDivergence() if self.beta == 0 else ReverseKLDivergence()).cell_values(probs, log_probs)
         mixture = _log_mixture(self.beta, probs, log_probs)
-        ours = torch.xlogy(probs, probs) - probs * mixture
-        value = self.beta * ours + (1 - self.beta) * log_probs.exp() * (log_probs - mixture)
+        teacher_terms = torch.xlogy(probs, probs) - probs * mixture
+        value = self.beta * teacher_terms + (1 - self.beta) * log_probs.exp() * (log_probs - mixture)
         return value / (self.beta * (1 - self.beta)) if self.rescale else value
 
 
@@ -125,13 +125,13 @@ class SkewForwardKLDivergence(Divergence):
     """skew-forward-kl: `p ln(p / (a p + (1 - a) q))`; DistiLLM, arXiv 2402.03898.
 
     Attributes:
-        skew: a, how much of the teacher is mixed into the student.
+        skew: a, the teacher's fraction of the mixture.
     """
 
     skew: float = 0.1
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return the divergence from the mixture."""
+        """Return the KL terms against the mixture."""
         return torch.xlogy(probs, probs) - probs * _log_mixture(self.skew, probs, log_probs)
 
 
@@ -140,40 +140,40 @@ class SkewReverseKLDivergence(Divergence):
     """skew-reverse-kl: `q ln(q / (a q + (1 - a) p))`; DistiLLM, arXiv 2402.03898.
 
     Attributes:
-        skew: a, how much of the student is mixed into the teacher.
+        skew: a, the student's fraction of the mixture.
     """
 
     skew: float = 0.1
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return the divergence from the mixture."""
+        """Return the KL terms against the mixture."""
         return log_probs.exp() * (log_probs - _log_mixture(1 - self.skew, probs, log_probs))
 
 
 @dataclass(frozen=True)
 class TotalVariationDistance(Divergence):
-    """tvd: `|p - q| / 2`, the total variation."""
+    """tvd: `|p - q| / 2`, the total variation distance."""
 
     def cell_values(self, probs: Tensor, log_probs: Tensor) -> Tensor:
-        """Return half of the difference."""
+        """Return half of the absolute difference."""
         return (probs - log_probs.exp()).abs() / 2
 
 
-def _log_mixture(share: float, probs: Tensor, log_probs: Tensor) -> Tensor:
-    """Return the logarithm of `share p + (1 - share) q`."""
-    return torch.logaddexp(probs.log() + math.log(share), log_probs + math.log1p(-share))
+def _log_mixture(fraction: float, probs: Tensor, log_probs: Tensor) -> Tensor:
+    """Return the logarithm of `fraction p + (1 - fraction) q`."""
+    return torch.logaddexp(probs.log() + math.log(fraction), log_probs + math.log1p(-fraction))
 
 
 def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Divergence:
     """Return a divergence with its options.
 
     Args:
-        name: of the table.
-        options: as they were written.
-        loss_text: how the whole was written, for messages.
+        name: a key of `DIVERGENCES`.
+        options: option names and values as text.
+        loss_text: the --loss specification, for messages.
 
     Raises:
-        XtkError: there is no such divergence or option, or an option's value makes no sense.
+        XtkError: unknown divergence or option, or an option's value is invalid.
     """
     return _check_divergence(
         from_options(load_registered(DIVERGENCES, name, "divergence"), options, loss_text), loss_text
@@ -181,18 +181,30 @@ def make_divergence(name: str, options: dict[str, str], loss_text: str) -> Diver
 
 
 def divergence_options(name: str) -> list[str]:
-    """Return the options of a divergence."""
+    """Return the option names of a divergence."""
     return option_names(load_registered(DIVERGENCES, name, "divergence"))
 
 
 def _check_divergence(divergence: Divergence, place: str) -> Divergence:
     if not 0 < divergence.temperature < math.inf:
-        raise XtkError(f"temperature of the loss {place} is {divergence.temperature}", hint="a number above 0")
+        raise XtkError(
+            f"--loss {place}: temperature must be above 0 and finite, not {divergence.temperature}",
+            hint="use temperature=1 for unscaled logits",
+        )
     if isinstance(divergence, JensenShannonDivergence):
         if not 0 <= divergence.beta <= 1:
-            raise XtkError(f"beta of the loss {place} is {divergence.beta}", hint="from 0, forward, to 1, reverse")
+            raise XtkError(
+                f"--loss {place}: beta must be from 0 to 1, not {divergence.beta}",
+                hint="use beta=0 for forward KL, beta=0.5 for Jensen-Shannon, beta=1 for reverse KL",
+            )
         if divergence.rescale and divergence.beta in (0, 1):
-            raise XtkError(f"the loss {place} cannot be rescaled at its ends", hint="they are the limits already")
+            raise XtkError(
+                f"--loss {place}: rescale=true needs a beta strictly between 0 and 1",
+                hint="remove rescale=true: at beta 0 and 1 the loss is the full KL already",
+            )
     if isinstance(divergence, SkewForwardKLDivergence | SkewReverseKLDivergence) and not 0 < divergence.skew < 1:
-        raise XtkError(f"skew of the loss {place} is {divergence.skew}", hint="between 0 and 1; 0 is the KL itself")
+        raise XtkError(
+            f"--loss {place}: skew must be above 0 and below 1, not {divergence.skew}",
+            hint="use skew=0.1; for a KL without skew use divergence=forward-kl or divergence=reverse-kl",
+        )
     return divergence

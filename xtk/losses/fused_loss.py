@@ -1,15 +1,15 @@
-"""From hidden states to losses and gradients, chunk by chunk.
+"""Fused output head and losses: values and gradients from hidden states, chunk by chunk, without [N, V] logits.
 
-All losses read the student at a few places of a row's logits: the log-probabilities of *entries* (row, token), and the
-*rest* of a row, what its entries leave over. Each is the log of a part of the softmax, and the gradient of such a log
-with respect to the row's logits is the softmax restricted to that part, minus the whole softmax. So of a chunk of rows
-one matrix product gives the logits, a small autograd graph over cells gives the gradients `g` of entries and rests, and
+All losses depend on few parts of a row's softmax: *entries* (row, token), and the *remainder* of a row, the tokens that
+are not entries. The gradient of the log of a part with respect to the row's logits is the softmax within that part
+minus the full softmax. So for a chunk of rows one matrix product gives the logits, a small autograd graph over cells
+gives the gradients `g` of the parts' log-probabilities, and
 
     d loss / d logits[n, v] = sum over parts of row n of g * (softmax within the part - softmax)[n, v]
 
-is multiplied into the gradients of the hidden states and of the head at once. Nothing of size `[N, V]` lives longer
-than its chunk, and no product is computed twice. The rest is summed over what is left, never taken as one minus the
-entries: a student that is sure, and wrong, has a rest of 1e-9, and fp32 does not know 1 - 1e-9.
+is multiplied into the gradients of the hidden states and of the output head. No tensor of size `[N, V]` outlives
+its chunk, and no product is computed twice. The remainder is summed over its tokens, never computed as one minus the
+entries: a confident, wrong student has a remainder of 1e-9, and fp32 cannot represent 1 - 1e-9.
 """
 
 from __future__ import annotations
@@ -45,33 +45,34 @@ from xtk.losses.prefix_products import TermPrefixProduct
 from xtk.losses.sorted_probs import ChunkSortedProbs, LargestLogits, TermSortedProbs
 from xtk.models.output_head import ChunkedLogits, OutputHead
 
-# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller rest of the teacher is none.
+# Probabilities from stored fp32 log-probabilities sum to 1 within this; a smaller remainder counts as 0.
 MIN_REMAINDER = 1e-6
-# What the student has of a cell at least, where p-kl is compared as published; X-Token.
+# Smallest probability of the student in a cell for p-kl with published=true, as in X-Token.
 PUBLISHED_EPSILON = 1e-10
 
 
 @dataclass(frozen=True)
 class LossTensors:
-    """One loss of the sum: the structure of its `Cells` on the CPU, their numbers on a device.
+    """One loss term: the structure of its `LossCells` on the CPU, their values on a device.
 
     Attributes:
-        first_rows: [C], the first row of each item, rising.
-        row_counts: [C], how many rows are averaged, or chained; 0 for an item without cells, or inside of a token.
-        remainder_probs: [C], the teacher's probability of the other cell; 0 where there is none to speak of.
-        has_remainder: bool [C], whether the other cell is looked at.
-        rows_averaged: float32 [entries], over how many rows the item of an entry is averaged.
-        scale: what each item is multiplied with: the weight over the global count of items.
-        divergence: between both sides of an item.
-        alternatives: what the row before each item says, for losses that look back; None: nothing.
-        prefix_product: what the cells of each item are multiplied with; None: nothing.
-        sorted_probs: what is compared by rank beside the cells; None: nothing.
-        outside_mode: what becomes of the mass outside of the cells; a key of `OUTSIDES`.
-        factor: of the divergence.
-        surrogate: what stands in the place of the divergence; None: nothing.
-        weights: float32 [C], how much each item counts; None: 1.
-        counts: float64 [C], how much each counts in what the loss is averaged over; None: 1.
-        corrections: float64 [C], added to the value of each item, not to its gradient; None: nothing.
+        first_rows: [C], the first row of each item, sorted.
+        row_counts: [C], number of rows that are averaged, or multiplied; 0 for an item without cells or inside of a
+            token.
+        remainder_probs: [C], the teacher's remainder; 0 where it is within rounding.
+        has_remainder: bool [C], whether the student's remainder is computed.
+        rows_averaged: float32 [entries], number of rows over which the item of an entry is averaged.
+        scale: factor of each item: the term's weight over the global number of items.
+        divergence: between the teacher's and the student's cells.
+        alternatives: alternative tokens in the previous row, for losses that need them; None: none.
+        prefix_product: prefix tokens whose probabilities multiply the cells; None: none.
+        sorted_probs: probabilities that are compared by rank, in addition to the cells; None: none.
+        outside_mode: treatment of the mass outside of the cells; a key of `OUTSIDE_MODES`.
+        factor: factor of the divergence.
+        surrogate: a clipped surrogate that replaces the divergence; None: none.
+        weights: float32 [C], weight of each item in the sum; None: 1.
+        counts: float64 [C], weight of each item in the denominator; None: 1.
+        corrections: float64 [C], added to the value of each item, not to its gradient; None: none.
     """
 
     cell_offsets: Tensor
@@ -100,20 +101,20 @@ class LossTensors:
 
     @property
     def num_items(self) -> int:
-        """C."""
+        """Number of items, C."""
         return len(self.first_rows)
 
     @property
     def denominator(self) -> float:
-        """What the loss is averaged over: the items, or the weights of their documents."""
+        """Number of items, or sum of their documents' weights, over which the loss is averaged."""
         return self.num_items if self.counts is None else float(self.counts.sum())
 
     def with_row_weights(self, counts: NDArray[np.float64] | None, factors: NDArray[np.float64] | None) -> LossTensors:
-        """Return the same with items that count as the rows in which they begin do.
+        """Return a copy in which each item has the weight of its first row.
 
         Args:
-            counts: [N], how often each row counts, in the sum and in what the loss is averaged over; None: once.
-            factors: [N], what each row is multiplied with in the sum alone; None: 1.
+            counts: [N], weight of each row in the sum and in the denominator; None: 1.
+            factors: [N], factor of each row in the sum only; None: 1.
         """
         given = [weights[self.first_rows.numpy()] for weights in (counts, factors) if weights is not None]
         if not given:
@@ -125,7 +126,7 @@ class LossTensors:
         )
 
     def to(self, device: torch.device, scale: float) -> LossTensors:
-        """Return the same on a device, with the scale that is known by then."""
+        """Return a copy on a device, with a scale."""
         names = (
             "entry_cells", "teacher_probs", "rows", "tokens", "log_weights", "rows_averaged", "weights", "corrections",
         )  # fmt: skip
@@ -139,7 +140,7 @@ class LossTensors:
         )
 
     def select(self, start: int, stop: int, first_row: int) -> LossTensors:
-        """Return the items whose first row is in `[start, stop)`, for states whose first row is `base`."""
+        """Return the items whose first row is in `[start, stop)`, with rows relative to `first_row`."""
         low, high = torch.searchsorted(self.first_rows, torch.tensor([start, stop])).tolist()
         offsets = self.cell_offsets[low : high + 1]
         cells = slice(int(offsets[0]), int(offsets[-1]))
@@ -176,7 +177,7 @@ class LossTensors:
 
     @classmethod
     def from_cells(cls, cells: LossCells) -> LossTensors:
-        """Work out the structure of cells, on the CPU."""
+        """Return cells as tensors on the CPU, with scale 1."""
         firsts = cells.entry_offsets[cells.cell_offsets[:-1]]
         stops = cells.entry_offsets[cells.cell_offsets[1:]]
         has_cells, closed = np.diff(cells.cell_offsets) > 0, np.zeros(cells.num_items, np.bool_)
@@ -187,12 +188,12 @@ class LossTensors:
         else:
             counts = (has_cells & ~cells.alternatives.is_inside_token).astype(np.int64)
             closed = cells.alternatives.has_no_remainder(cells.cell_offsets)
-        if cells.prefix_product is not None:  # without a cell all of both sides is in the other one, which is looked at
+        if cells.prefix_product is not None:  # even an item without cells has a remainder, of probability 1
             counts, has_cells = cells.prefix_product.num_prefix_tokens + 1, np.ones(cells.num_items, np.bool_)
-        rests = _remainder_probs(cells)
-        has_rest = (
+        remainder_probs = _remainder_probs(cells)
+        has_remainder = (
             has_cells
-            & (rests > 0 if cells.divergence.is_linear_in_teacher else ~closed)
+            & (remainder_probs > 0 if cells.divergence.is_linear_in_teacher else ~closed)
             & (cells.outside_mode == "other")
         )
         averaged = np.repeat(counts.astype(np.float32), stops - firsts)
@@ -201,8 +202,8 @@ class LossTensors:
             entry_offsets=torch.from_numpy(cells.entry_offsets),
             first_rows=torch.from_numpy(first_rows),
             row_counts=torch.from_numpy(counts),
-            remainder_probs=torch.from_numpy(rests),
-            has_remainder=torch.from_numpy(has_rest),
+            remainder_probs=torch.from_numpy(remainder_probs),
+            has_remainder=torch.from_numpy(has_remainder),
             entry_cells=torch.from_numpy(
                 np.repeat(np.arange(len(cells.teacher_probs), dtype=np.int32), np.diff(cells.entry_offsets))
             ),
@@ -226,23 +227,23 @@ class LossTensors:
 
     @property
     def correction(self) -> Tensor | float:
-        """What the values of all items are corrected by together: a scalar, without a gradient."""
+        """Sum of the corrections of all items: a scalar without a gradient."""
         if self.corrections is None:
             return 0.0
         return (self.corrections if self.weights is None else self.corrections * self.weights).sum()
 
 
 def _remainder_probs(cells: LossCells) -> NDArray[np.float64]:
-    """Return [C], the teacher's probability of the other cell."""
+    """Return [C], the teacher's remainder."""
     if cells.remainder_probs is not None:
         return cells.remainder_probs
     items = np.repeat(np.arange(cells.num_items), np.diff(cells.cell_offsets))
-    rests = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.num_items)
-    return np.where(rests > MIN_REMAINDER, rests, 0)
+    remainder_probs = 1 - np.bincount(items, cells.teacher_probs.astype(np.float64), minlength=cells.num_items)
+    return np.where(remainder_probs > MIN_REMAINDER, remainder_probs, 0)
 
 
 def allowed_splits(num_rows: int, terms: Sequence[LossTensors]) -> NDArray[np.bool_]:
-    """Return [rows + 1], before which rows no item is cut in two."""
+    """Return bool [rows + 1], the rows before which a chunk may begin without splitting an item."""
     free = np.ones(num_rows + 1, np.bool_)
     for term in terms:
         several = term.row_counts > 1
@@ -252,7 +253,7 @@ def allowed_splits(num_rows: int, terms: Sequence[LossTensors]) -> NDArray[np.bo
 
 
 def chunk_starts(num_rows: int, size: int, terms: Sequence[LossTensors]) -> list[int]:
-    """Return where chunks of about `size` rows begin, so that no item straddles two of them."""
+    """Return the first rows of chunks of about `size` rows, and the number of rows; no item is in two chunks."""
     if num_rows == 0:
         return [0]
     free = allowed_splits(num_rows, terms)
@@ -270,15 +271,15 @@ def chunk_starts(num_rows: int, size: int, terms: Sequence[LossTensors]) -> list
 
 
 class FusedLossFunction(torch.autograd.Function):
-    """The sum of all terms, with gradients computed on the way forward."""
+    """Autograd function of the total loss, whose gradients are computed in the forward pass."""
 
     @staticmethod
     def forward(
         ctx: Any, head: OutputHead, terms: Sequence[LossTensors], chunk: int, bias: Tensor | None, *pairs: Tensor
     ) -> Tensor:
-        """Return the unscaled sum of each term, [terms]; `backward` is of the scaled total.
+        """Return the unscaled sum of each term, [terms]; `backward` returns gradients of the scaled total.
 
-        `pairs` are what the matrices of the head are multiplied with, then the matrices.
+        `pairs` are the inputs of the head's matrices, followed by the matrices.
         """
         ctx.head, ctx.terms, ctx.chunk = head, terms, chunk
         ctx.save_for_backward(bias, *pairs)
@@ -288,14 +289,14 @@ class FusedLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Any, ...]:
-        """Hand out the gradients of the scaled total, times the gradient that comes in at the first term."""
+        """Return the gradients of the scaled total, times the incoming gradient of the first term."""
         (factor,) = outputs
-        # They are given away and not kept, so that nothing has to be copied; who asks twice waits twice.
+        # They are returned without a copy and not kept; a second backward pass computes them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             bias, *pairs = ctx.saved_tensors
             _, gradients = _forward_backward(ctx.head, ctx.terms, ctx.chunk, bias, pairs, ctx.needed)
-        # A head's gradient takes a while to read; on a CPU it can be seen that it stays as it is.
+        # Multiplying a head's gradient takes time; on a CPU a factor of 1 is seen without synchronization.
         if factor.device.type != "cpu" or factor[0] != 1:
             for gradient in gradients:
                 if gradient is not None:
@@ -306,16 +307,16 @@ class FusedLossFunction(torch.autograd.Function):
 def fused_loss(
     states: Tensor, head: OutputHead, terms: Sequence[LossTensors], chunk_rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scaled total and each term's sum over items.
+    """Return the scaled total loss, and each term's sum over items.
 
-    Of a head in shards every process of the group gives the same states, terms and chunk. All get the same total, the
-    gradient of the states is the whole one, and that of the head is of the process's own rows.
+    With a sharded head all processes of the group pass the same states, terms and chunk size. All get the same total
+    and the full gradient of the states; the gradient of the head is that of the process's own rows.
 
     Args:
         states: [N, H], rows of hidden states (or of logits [N, V], if the head has no weight).
-        head: makes logits of them.
-        terms: the losses.
-        chunk_rows: rows whose logits exist at one time.
+        head: the output head.
+        terms: the loss terms.
+        chunk_rows: number of rows whose logits are in memory at one time.
 
     Returns:
         total: a scalar, `sum over terms of scale * sum over items`, with a gradient.
@@ -330,7 +331,7 @@ def fused_loss(
         if term.corrections is not None:
             values[number] += term.correction
     # The value is the scaled total. The gradient comes in through the first element alone, where
-    # FusedLoss expects it: its gradients are already those of the total.
+    # FusedLossFunction expects it: its gradients are already those of the total.
     total = (values * scales).sum() + (sums[0] - detached[0])
     return total, values
 
@@ -344,24 +345,24 @@ def _forward_backward(
     pairs: Sequence[Tensor],
     needed: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Return the sums of all terms, and the gradients of the bias and the pairs, as far as they are needed."""
+    """Return the sums of all terms, and the gradients of the bias and the pairs where they are needed."""
     count = max(1, len(pairs) // 2)
     inputs, states, shard = pairs[:count], pairs[0], head.shard
     compute = _compute_dtype(states, head.weight)
     gradients = _GradientAccumulator(head, [bias, *pairs], needed, compute)
-    # A second memory as large as the logits is asked for by a soft cap, and by what several losses leave over.
+    # A soft cap, and remainders of several terms, each need another buffer as large as the logits.
     several = sum(bool(term.has_remainder.any()) for term in terms) > 1
     size = max(1, chunk // (1 + several + (head.softcap is not None)))
     if shard is not None:
         size = shard.all_reduce_min(size, states.device)
-    # Who looks back needs the last row of the chunk before: it is computed twice, and adds to its gradient twice.
-    again = int(any(term.alternatives is not None for term in terms))
-    starts = chunk_starts(len(states), max(1, size - again), terms)
+    # Losses with alternatives need the last row of the previous chunk: it is computed twice, and both gradients add up.
+    overlap = int(any(term.alternatives is not None for term in terms))
+    starts = chunk_starts(len(states), max(1, size - overlap), terms)
     logits_of = ChunkedLogits(head, states, size, compute, with_softcap_gradient=any(needed))
     first_token, width = 0 if shard is None else shard.first_token, head.num_logits(states)
     sums = torch.zeros(len(terms), dtype=accumulation_dtype(compute), device=states.device)
     for start, stop in itertools.pairwise(starts):
-        base = max(0, start - again)
+        base = max(0, start - overlap)
         parts = [_chunk_of_term(term, start, stop, base, sums.dtype) for term in terms]
         edges = [*range(0, stop - base, size), stop - base]
         windows = [
@@ -380,26 +381,26 @@ def _loss_of_chunk(
     parts: list[LossChunk],
     gradients: _GradientAccumulator,
 ) -> Tensor:
-    """Return each term's sum [terms] over the items of a chunk, whose first row is `base`, and add their gradients."""
+    """Return each term's sum [terms] over the items of a chunk with first row `base`, and add their gradients."""
     shard = gradients.shard
 
-    def reading(window: LogitsWindow) -> WindowStatistics:
+    def compute_window(window: LogitsWindow) -> WindowStatistics:
         return read_window(logits_of.from_matrix_inputs([some[window.rows] for some in inputs]), window, parts, shard)
 
-    readings = [reading(window) for window in windows]
-    said = combine_windows(readings, parts, shard)
-    values, of_parts = _loss_and_gradients(parts, said, gradients.wanted)
+    by_window = [compute_window(window) for window in windows]
+    statistics = combine_windows(by_window, parts, shard)
+    values, of_parts = _loss_and_gradients(parts, statistics, gradients.wanted)
     if of_parts is None:
         return values
-    for window, first in zip(windows, readings, strict=True):
-        again = first if len(windows) == 1 else reading(window)
-        d_logits = logits_gradient(again, said, of_parts, parts)
+    for window, first in zip(windows, by_window, strict=True):
+        current = first if len(windows) == 1 else compute_window(window)  # the logits buffer was reused
+        d_logits = logits_gradient(current, statistics, of_parts, parts)
         gradients.add(slice(base + window.first_row, base + window.stop_row), d_logits, inputs, window.rows, logits_of)
     return values
 
 
 def accumulation_dtype(compute: torch.dtype) -> torch.dtype:
-    """Return in what losses are computed: fp32, or fp64 for fp64."""
+    """Return the dtype in which losses are computed: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if compute == torch.float64 else torch.float32
 
 
@@ -412,7 +413,7 @@ def _compute_dtype(states: Tensor, weight: Tensor | None) -> torch.dtype:
 
 
 class _GradientAccumulator:
-    """Where the gradients of a head and of what goes into it add up: each in the memory in which it is handed out."""
+    """Sums of the gradients of a head's matrices, bias and inputs, in the tensors that `backward` returns."""
 
     def __init__(
         self, head: OutputHead, tensors: Sequence[Tensor | None], needed: Sequence[bool], compute: torch.dtype
@@ -430,14 +431,14 @@ class _GradientAccumulator:
     def add(
         self, rows: slice, d_logits: Tensor, inputs: Sequence[Tensor], among: slice, logits_of: ChunkedLogits
     ) -> None:
-        """Multiply the gradient [n, V] of some rows' logits, which is written over, into all others.
+        """Add the gradients that follow from the gradient [n, V] of some rows' logits, which is overwritten.
 
         Args:
-            rows: which, of the gradients.
-            d_logits: theirs.
-            inputs: what the matrices were multiplied with.
-            among: which rows of that.
-            logits_of: made the logits.
+            rows: the rows within the gradients.
+            d_logits: gradient of their logits.
+            inputs: inputs of the matrices for the chunk.
+            among: the rows within `inputs`.
+            logits_of: computed the logits.
         """
         if logits_of.softcap_gradient is not None:
             d_logits.mul_(logits_of.softcap_gradient)
@@ -460,7 +461,7 @@ class _GradientAccumulator:
             self._bias.add_(d_logits.sum(0), alpha=self._scale)
 
     def finish(self) -> list[Tensor | None]:
-        """Return all gradients, when all rows are added; those of what goes in, of all shards."""
+        """Return all gradients after the last row; those of inputs are summed over the head's shards."""
         for gradient in self._inputs:
             if gradient is not None and self.shard is not None:
                 self.shard.all_reduce_sum(gradient)
@@ -469,7 +470,7 @@ class _GradientAccumulator:
         return self._all
 
 
-# A product that is added to another dtype is made of so many rows at a time.
+# Rows at a time of a product that is added to a tensor of another dtype.
 PRODUCT_ROWS = 8192
 
 
@@ -483,24 +484,24 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> No
 
 
 def _chunk_of_term(term: LossTensors, start: int, stop: int, base: int, wide: torch.dtype) -> LossChunk:
-    """Cut out the items of rows `[start, stop)`, for logits whose first row is `base`."""
+    """Return the items whose first row is in `[start, stop)`, for a chunk of logits with first row `base`."""
     low, high = torch.searchsorted(term.first_rows, torch.tensor([start, stop])).tolist()
     cell_offsets = term.cell_offsets[low : high + 1]
     cells = slice(int(cell_offsets[0]), int(cell_offsets[-1]))
     entry_offsets = term.entry_offsets[cells.start : cells.stop + 1]
     entries = slice(int(entry_offsets[0]), int(entry_offsets[-1]))
-    has_rest = term.has_remainder[low:high]
-    counts = term.row_counts[low:high][has_rest]
-    rest_items = torch.arange(len(counts)).repeat_interleave(counts)
-    within = torch.arange(len(rest_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    items, owners = torch.arange(high - low), has_rest.nonzero()[:, 0]
+    has_remainder = term.has_remainder[low:high]
+    counts = term.row_counts[low:high][has_remainder]
+    remainder_items = torch.arange(len(counts)).repeat_interleave(counts)
+    within = torch.arange(len(remainder_items)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    items, owners = torch.arange(high - low), has_remainder.nonzero()[:, 0]
     of_cells, real = items.repeat_interleave(torch.diff(cell_offsets)), torch.arange(cells.stop - cells.start)
-    device, shares, chain = term.rows.device, -counts[rest_items].to(wide).log(), None
+    device, row_log_weights, prefix = term.rows.device, -counts[remainder_items].to(wide).log(), None
     teacher_probs = term.teacher_probs[cells]
     if term.prefix_product is not None:
-        chain = term.prefix_product.for_chunk(slice(low, high), cell_offsets, owners[rest_items], within)
-        real, shares = chain.final_cells, torch.zeros_like(shares)
-        chain, teacher_probs = chain.to(device), teacher_probs[real.to(device)]
+        prefix = term.prefix_product.for_chunk(slice(low, high), cell_offsets, owners[remainder_items], within)
+        real, row_log_weights = prefix.final_cells, torch.zeros_like(row_log_weights)
+        prefix, teacher_probs = prefix.to(device), teacher_probs[real.to(device)]
     log_weights = term.log_weights[entries].to(wide)
     return LossChunk(
         num_items=high - low,
@@ -511,17 +512,17 @@ def _chunk_of_term(term: LossTensors, start: int, stop: int, base: int, wide: to
         tokens=term.tokens[entries],
         log_weights=log_weights,
         weights=log_weights.exp().mul_(term.rows_averaged[entries]),
-        remainder_probs=term.remainder_probs[low:high][has_rest].to(device),
-        remainder_rows=(term.first_rows[low:high][has_rest][rest_items] + within - base).to(device),
-        remainder_items=(rest_items if chain is None else torch.arange(len(rest_items))).to(device),
-        remainder_log_weights=shares.to(device),
+        remainder_probs=term.remainder_probs[low:high][has_remainder].to(device),
+        remainder_rows=(term.first_rows[low:high][has_remainder][remainder_items] + within - base).to(device),
+        remainder_items=(remainder_items if prefix is None else torch.arange(len(remainder_items))).to(device),
+        remainder_log_weights=row_log_weights.to(device),
         item_groups=torch.cat([of_cells[real], owners]).to(device),
         scale=term.scale,
         divergence=term.divergence,
         alternatives=None
         if term.alternatives is None
         else term.alternatives.for_chunk(slice(low, high), cell_offsets, base, owners),
-        prefix_product=chain,
+        prefix_product=prefix,
         sorted_probs=None if term.sorted_probs is None else term.sorted_probs.for_chunk(slice(low, high), base, wide),
         outside_mode=term.outside_mode,
         factor=term.factor,
@@ -531,25 +532,29 @@ def _chunk_of_term(term: LossTensors, start: int, stop: int, base: int, wide: to
 
 
 def _loss_and_gradients(
-    parts: list[LossChunk], said: ChunkStatistics, with_gradient: bool
+    parts: list[LossChunk], statistics: ChunkStatistics, with_gradient: bool
 ) -> tuple[Tensor, ChunkGradients | None]:
-    """Return each term's sum [terms], and the gradients of the scaled total."""
-    log_totals, log_normaliser, before = said.row_logsumexp, said.exp_sums.log(), iter(said.alternative_logits)
-    by_rank = iter(zip(said.largest, said.included_sums, strict=True))
+    """Return each term's sum [terms], and the gradients of the scaled total; None without gradients."""
+    log_totals, log_normaliser, before = (
+        statistics.row_logsumexp,
+        statistics.exp_sums.log(),
+        iter(statistics.alternative_logits),
+    )
+    by_rank = iter(zip(statistics.largest, statistics.included_sums, strict=True))
     values, gradients = [], ChunkGradients([], [], [], [])
-    for part, logits, left in zip(parts, said.entry_logits, said.remainder_sums, strict=True):
+    for part, logits, left in zip(parts, statistics.entry_logits, statistics.remainder_sums, strict=True):
         log_probs = logits - log_totals[part.rows] + part.log_weights
-        log_rests = left.log() - log_normaliser[part.remainder_rows] + part.remainder_log_weights
+        log_remainders = left.log() - log_normaliser[part.remainder_rows] + part.remainder_log_weights
         sums = [
             _GroupLogSumExp(log_probs, part.entry_cells, part.num_cells),
-            _GroupLogSumExp(log_rests, part.remainder_items, part.num_remainders),
+            _GroupLogSumExp(log_remainders, part.remainder_items, part.num_remainders),
         ]
         if part.alternatives is not None:
             of_rows = next(before) - log_totals[part.alternatives.rows]
             sums.append(_GroupLogSumExp(of_rows, part.alternatives.groups, len(part.alternatives.group_items)))
         leaves, ranked = [side.log_sums for side in sums], None
         if part.sorted_probs is not None:
-            ranked = _LargestLogprobs.from_chunk(part.sorted_probs, *next(by_rank), said)
+            ranked = _LargestLogprobs.from_chunk(part.sorted_probs, *next(by_rank), statistics)
             leaves += [ranked.log_probs, ranked.masses]
         with torch.enable_grad():
             value = _weighted_loss(part, [leaf.requires_grad_(with_gradient) for leaf in leaves], ranked)
@@ -569,7 +574,7 @@ def _loss_and_gradients(
 
 @dataclass(frozen=True)
 class _LargestLogprobs:
-    """The student's largest tokens of the items of one part: which ranks have one, and what they say."""
+    """Log-probabilities of the student's largest tokens for the items of one part."""
 
     ranks: ChunkSortedProbs
     ranks_with_token: Tensor
@@ -581,49 +586,52 @@ class _LargestLogprobs:
 
     @classmethod
     def from_chunk(
-        cls, ranks: ChunkSortedProbs, largest: LargestLogits, sums: Tensor, said: ChunkStatistics
+        cls, ranks: ChunkSortedProbs, largest: LargestLogits, sums: Tensor, statistics: ChunkStatistics
     ) -> _LargestLogprobs:
-        """Read them off what a chunk says."""
+        """Return them from the statistics of a chunk."""
         held = (largest.tokens >= 0).nonzero()[:, 0]
         item_rows = ranks.rows.to(held.device)
         rows = item_rows[ranks.rank_items[held]]
-        log_probs = largest.logits[held] - said.row_logsumexp[rows]
-        masses = torch.ones_like(sums) if ranks.excluded_tokens is None else sums / said.exp_sums[item_rows]
+        log_probs = largest.logits[held] - statistics.row_logsumexp[rows]
+        masses = torch.ones_like(sums) if ranks.excluded_tokens is None else sums / statistics.exp_sums[item_rows]
         return cls(ranks, held, rows, largest.tokens[held], log_probs, item_rows, masses)
 
     def gradient(self, of_logprobs: Tensor, of_masses: Tensor) -> RankGradients:
-        """Return their gradients, with where they belong."""
+        """Return their gradients with rows and tokens."""
         return RankGradients(
             self.rows, self.tokens, of_logprobs, self.item_rows, of_masses, self.masses.detach(), self.ranks
         )
 
 
 def _weighted_loss(part: LossChunk, leaves: list[Tensor], ranked: _LargestLogprobs | None) -> Tensor:
-    """Return the weighted sum over items of what a loss says.
+    """Return the weighted sum of a loss over its items.
 
     Args:
         part: the items.
-        leaves: log-probabilities of cells, and of rests; of the groups of the rows before, for losses that look back;
-            of the largest tokens, and the mass of all of them, for losses that compare ranks.
-        ranked: which tokens these are.
+        leaves: log-probabilities of cells and of remainders; then, with alternatives, those of their groups; then, with
+            sorted probabilities, those of the largest tokens, and the probabilities of all included tokens.
+        ranked: the largest tokens; None: no sorted probabilities.
     """
     if part.alternatives is not None:
-        said = part.alternatives.condition_cells(*leaves[:3])
+        log_probs = part.alternatives.condition_cells(*leaves[:3])
     elif part.prefix_product is not None:
-        said = part.prefix_product.apply_prefix(*leaves[:2])
+        log_probs = part.prefix_product.apply_prefix(*leaves[:2])
     else:
-        said = (leaves[0], leaves[1])
+        log_probs = (leaves[0], leaves[1])
     if part.surrogate is not None:
-        values = part.surrogate.item_losses(torch.cat(said))  # without any rests
+        values = part.surrogate.item_losses(torch.cat(log_probs))  # there are no remainders
         return (values if part.item_weights is None else values * part.item_weights).sum()
-    value = part.factor * _weighted_divergence(part, torch.cat(said))
+    value = part.factor * _weighted_divergence(part, torch.cat(log_probs))
     if ranked is None:
         return value
     before = None if part.prefix_product is None else part.prefix_product.prefix_logprobs(leaves[0])
-    of_ranks, behind = ranked.ranks.rank_distances(ranked.ranks_with_token, leaves[-2], leaves[-1], before)
+    by_rank, after_last_rank = ranked.ranks.rank_distances(ranked.ranks_with_token, leaves[-2], leaves[-1], before)
     if part.item_weights is not None:
-        of_ranks, behind = of_ranks * part.item_weights[ranked.ranks.rank_items], behind * part.item_weights
-    return value + of_ranks.sum() + behind.sum()
+        by_rank, after_last_rank = (
+            by_rank * part.item_weights[ranked.ranks.rank_items],
+            after_last_rank * part.item_weights,
+        )
+    return value + by_rank.sum() + after_last_rank.sum()
 
 
 def _weighted_divergence(part: LossChunk, log_probs: Tensor) -> Tensor:
@@ -631,10 +639,10 @@ def _weighted_divergence(part: LossChunk, log_probs: Tensor) -> Tensor:
 
     Args:
         part: the items.
-        log_probs: [cells + rests], the student's.
+        log_probs: [cells + remainders], the student's.
 
     Returns:
-        A scalar, not negative but for rounding.
+        A scalar, not negative except for rounding.
     """
     probs = torch.cat([part.teacher_probs.to(log_probs.dtype), part.remainder_probs.to(log_probs.dtype)])
     items, power = part.num_items, 1 / part.divergence.temperature
@@ -658,22 +666,22 @@ class _GroupLogSumExp:
     """Log-sum-exp of values in groups, and its gradient.
 
     Attributes:
-        log_sums: [groups]; -inf of an empty one.
+        log_sums: [groups]; -inf for an empty one.
     """
 
     def __init__(self, values: Tensor, groups: Tensor, count: int) -> None:
         self._groups = groups
         if values.device.type == "cpu":
             self.log_sums = torch.from_numpy(cell_kernels.group_logsumexp_(values.numpy(), groups.numpy(), count))
-            self._shares = values
+            self._softmax = values
             return
         groups = groups.long()
         highest = values.new_full((count,), -torch.inf).scatter_reduce_(0, groups, values, "amax")
         exponentials = values.sub_(highest[groups]).exp_()
         sums = values.new_zeros(count).scatter_add_(0, groups, exponentials)
         self.log_sums = sums.log() + highest
-        self._shares = exponentials.div_(sums[groups])
+        self._softmax = exponentials.div_(sums[groups])
 
     def gradient(self, of_log_sums: Tensor) -> Tensor:
         """Return the gradient of the values [n], given that of the log-sums [groups]."""
-        return self._shares.mul_(of_log_sums[self._groups])
+        return self._softmax.mul_(of_log_sums[self._groups])

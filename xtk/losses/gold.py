@@ -1,4 +1,4 @@
-"""gold: tokens of equal bytes by their names, all others by their ranks."""
+"""gold: KL over tokens with equal bytes in both vocabularies, and L1 over the sorted probabilities of all others."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from xtk.losses.loss_cells import ComparisonSpace, LossCells, LossInputs, span_r
 from xtk.losses.pairs_and_ranks import paired_and_ranked_cells
 from xtk.projection.projection import ProjectionColumns, TokenPairs
 
-DEFAULT_MAX_RANKS = 8192  # ranks; X-Token, arXiv 2605.21699
+DEFAULT_MAX_RANKS = 8192  # as in X-Token, arXiv 2605.21699
 
 
 @dataclass(frozen=True)
 class GOLD:
-    """gold: `a KL((P_t(m), rest) | (P_s(m), rest)) + b sum_r |P_t(r) - P_s(r)|`, averaged over spans.
+    """gold: `a KL((P_t(m), t_rem) | (P_s(m), s_rem)) + b sum_r |P_t(r) - P_s(r)|`, averaged over spans.
 
-    `m` are tokens of equal bytes on both sides, `r` the ranks of all other tokens, each side's own. Of a span of k
-    tokens `P(v) = x_1 ... x_(k-1) p_k(v)`: the probabilities of its own tokens before the last, times the last
-    distribution. All that is no pair is in the other cell of the KL. Of what the teacher does not name, no token is
-    guessed: behind its ranks is at least nothing and at most its tail; only what the student has beyond that counts.
-    Options: `common`, a, the share of the teacher's vocabulary that has a partner; `uncommon`, b, what is missing to
-    1; `cap`, ranks at most, 8192; `divergence` and what it has, of the pairs; `published=true`: no other cell and
-    nothing behind the ranks, which can be negative. TRL's GOLD with its "bayesian" merge.
+    `m` are the paired tokens, with equal bytes in both vocabularies; `r` are the ranks of all other tokens, sorted by
+    probability in each model separately. For a span of k tokens `P(v) = x_1 ... x_(k-1) p_k(v)`: the probabilities of
+    the model's own tokens before the last, times its last distribution. `t_rem` and `s_rem` are the remainders, all
+    mass outside of the pairs. Tokens that the teacher does not list are not guessed: their mass after the last rank is
+    between 0 and the teacher's remainder, and only student mass beyond that counts. Options: `paired_weight` (a, the
+    fraction of the teacher's vocabulary that is paired); `ranked_weight` (b, 1 - a); `max_ranks` (8192); `divergence`
+    and its options, for the pairs; `published=true` (no remainder, and nothing after the last rank; can be negative).
+    TRL's GOLD with its "bayesian" merge.
     """
 
     common: float | None = None
@@ -38,20 +39,26 @@ class GOLD:
     requires = "ranks"
 
     def __post_init__(self) -> None:
-        """Refuse weights and caps that make no sense."""
+        """Refuse negative or non-finite weights, and a negative number of ranks."""
         for name, weight in (("common", self.common), ("uncommon", self.uncommon)):
             if weight is not None and not 0 <= weight < float("inf"):
-                raise XtkError(f"{name} of this loss is {weight}", hint="0 or a number above it")
+                raise XtkError(
+                    f"{name} of the losses gold and h-kl must be at least 0 and finite, not {weight}",
+                    hint=f"use --loss gold:{name}=1",
+                )
         if self.cap < 0:
-            raise XtkError(f"cap of this loss is {self.cap}", hint="how many ranks are compared: 0 or more")
+            raise XtkError(
+                f"max_ranks of the losses gold and h-kl must be at least 0, not {self.cap}",
+                hint=f"use --loss gold:max_ranks={DEFAULT_MAX_RANKS}; 0 compares only paired tokens",
+            )
 
     def default_weights(self, pairs: TokenPairs) -> tuple[float, float]:
-        """Return the weights of both parts where none are given."""
-        share = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
-        return share, 1 - share
+        """Return the default weights of the paired and the ranked part."""
+        paired_fraction = len(pairs.paired_students) / max(1, len(pairs.student_of_teacher))
+        return paired_fraction, 1 - paired_fraction
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a span."""
+        """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)
         pairs = comparison_space.pairs
         common, uncommon = self.default_weights(pairs)

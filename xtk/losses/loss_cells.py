@@ -1,8 +1,8 @@
-"""Cells: the common ground on which a student and a teacher are compared.
+"""Cells: the events on which the distributions of student and teacher are compared.
 
-An item (a token, a boundary, a span) has cells. A cell has the teacher's probability, and *entries*: pairs
-of a row of the student's logits and a token, whose weighted probabilities add up to the student's
-probability of the cell. What both sides have outside of the cells is the other cell.
+A loss averages over items: tokens, boundaries or spans. An item has cells. A cell has the teacher's probability, and
+*entries*: pairs of a row of the student's logits and a token, whose weighted probabilities add up to the student's
+probability of the cell. The probability of each model outside of the cells is its remainder.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from xtk.projection.byte_partition import BytePartition
 from xtk.projection.projection import ProjectionColumns
 from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
-# What a loss needs beside an example: W by teacher token, or the partition of both vocabularies, or nothing.
+# What a loss needs in addition to its inputs: the projection W by teacher token, a partition of both vocabularies, or
+# nothing.
 ComparisonSpace = ProjectionColumns | BytePartition | None
 
 FORWARD_KL = ForwardKLDivergence()
@@ -28,19 +29,17 @@ FORWARD_KL = ForwardKLDivergence()
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One document or several, seen by both models, on the way into a loss.
+    """Inputs of a loss: one or more documents as tokens of both models, with the teacher's log-probabilities.
 
     Attributes:
-        student_ids: int32 [T], the whole sequence.
-        positions: int64 [N], rising: positions whose logits are needed; row r predicts token `rows[r] + 1`.
-        spans: int32 [C, 4], the trained spans, in positions of both sequences.
+        student_ids: int32 [T], the full sequence.
+        positions: int64 [N], sorted: positions whose logits are needed; row r predicts token `positions[r] + 1`.
+        spans: int32 [C, 4], the trained spans: student start and stop, teacher start and stop.
         teacher_ids: int32 [S], the teacher's sequence; empty without a teacher.
-        teacher_logprobs: what the teacher said; None without a teacher.
-        sampling_logprobs: float32 [N], the log-probabilities at which the student drew the tokens of the rows; nan
-            where
-            it did not draw them. None: it drew nothing.
-        advantages: float32 [N], by how much the reward of the document of each row is better than that of others; None:
-            0.
+        teacher_logprobs: the teacher's log-probabilities; None without a teacher.
+        sampling_logprobs: float32 [N], log-probabilities of the rows' tokens when the student sampled them; nan for
+            tokens that were not sampled. None: no tokens were sampled.
+        advantages: float32 [N], the advantage of each row's document; None: 0.
     """
 
     student_ids: NDArray[np.int32]
@@ -53,11 +52,11 @@ class LossInputs:
 
 
 def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
-    """Put documents one after the other, as if they were one: cells are made for a whole batch at once."""
+    """Return the concatenation of several inputs, so that cells are built for a batch at once."""
     students = np.cumsum([0, *(len(example.student_ids) for example in examples)])[:-1]
     teachers = np.cumsum([0, *(len(example.teacher_ids) for example in examples)])[:-1]
     shifts = np.column_stack([students, students, teachers, teachers]).astype(np.int32)
-    signals = [example.teacher_logprobs for example in examples if example.teacher_logprobs is not None]
+    teacher_outputs = [example.teacher_logprobs for example in examples if example.teacher_logprobs is not None]
     return LossInputs(
         student_ids=_concatenate_as([example.student_ids for example in examples], np.int32),
         positions=_concatenate_as(
@@ -70,7 +69,9 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
             ]
         ),
         teacher_ids=_concatenate_as([example.teacher_ids for example in examples], np.int32),
-        teacher_logprobs=_join_teacher_logprobs(signals, teachers) if len(signals) == len(examples) else None,
+        teacher_logprobs=_join_teacher_logprobs(teacher_outputs, teachers)
+        if len(teacher_outputs) == len(examples)
+        else None,
         sampling_logprobs=_concatenate_optional([one.sampling_logprobs for one in examples], examples, np.nan),
         advantages=_concatenate_optional([one.advantages for one in examples], examples, 0.0),
     )
@@ -79,7 +80,7 @@ def join_inputs(examples: Sequence[LossInputs]) -> LossInputs:
 def _concatenate_optional(
     parts: Sequence[NDArray[np.float32] | None], examples: Sequence[LossInputs], missing: float
 ) -> NDArray[np.float32] | None:
-    """Return numbers of rows, `missing` where a document has none; None where all have none."""
+    """Return the concatenated values of rows, `missing` for documents without; None if no document has any."""
     if all(part is None for part in parts):
         return None
     filled = [
@@ -89,27 +90,33 @@ def _concatenate_optional(
     return _concatenate_as(filled, np.float32)
 
 
-def _join_teacher_logprobs(signals: Sequence[TeacherLogprobs], shifts: NDArray[np.int64]) -> TeacherLogprobs:
-    firsts = np.cumsum([0, *(len(signal.ids) for signal in signals)])
+def _join_teacher_logprobs(teacher_outputs: Sequence[TeacherLogprobs], shifts: NDArray[np.int64]) -> TeacherLogprobs:
+    firsts = np.cumsum([0, *(len(teacher.ids) for teacher in teacher_outputs)])
     return TeacherLogprobs(
         positions=_concatenate_as(
-            [signal.positions + at for signal, at in zip(signals, shifts, strict=True)], np.int32
+            [teacher.positions + at for teacher, at in zip(teacher_outputs, shifts, strict=True)], np.int32
         ),
         offsets=np.concatenate(
-            [*(signal.offsets[:-1] + first for signal, first in zip(signals, firsts, strict=False)), firsts[-1:]]
+            [
+                *(teacher.offsets[:-1] + first for teacher, first in zip(teacher_outputs, firsts, strict=False)),
+                firsts[-1:],
+            ]
         ),
-        ids=_concatenate_as([signal.ids for signal in signals], np.int32),
-        logprobs=_concatenate_as([signal.logprobs for signal in signals], np.float32),
-        remainder_mass=_concatenate_as([signal.remainder_mass for signal in signals], np.float32),
-        observed_logprobs=_concatenate_as([signal.observed_logprobs for signal in signals], np.float32),
-        entropy=_concatenate_as([signal.entropy for signal in signals], np.float32),
+        ids=_concatenate_as([teacher.ids for teacher in teacher_outputs], np.int32),
+        logprobs=_concatenate_as([teacher.logprobs for teacher in teacher_outputs], np.float32),
+        remainder_mass=_concatenate_as([teacher.remainder_mass for teacher in teacher_outputs], np.float32),
+        observed_logprobs=_concatenate_as([teacher.observed_logprobs for teacher in teacher_outputs], np.float32),
+        entropy=_concatenate_as([teacher.entropy for teacher in teacher_outputs], np.float32),
         exact_counts=None
-        if all(signal.exact_counts is None for signal in signals)
+        if all(teacher.exact_counts is None for teacher in teacher_outputs)
         else _concatenate_as(
-            [np.diff(signal.offsets) if signal.exact_counts is None else signal.exact_counts for signal in signals],
+            [
+                np.diff(teacher.offsets) if teacher.exact_counts is None else teacher.exact_counts
+                for teacher in teacher_outputs
+            ],
             np.int64,
         ),
-        precision=next((signal.precision for signal in signals if signal.precision), ""),
+        precision=next((teacher.precision for teacher in teacher_outputs if teacher.precision), ""),
     )
 
 
@@ -120,20 +127,19 @@ def _concatenate_as(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class PrefixAlternatives:
-    """What else the row before could have meant by the bytes that are spelled since.
+    """Alternative tokens for the bytes since the student's previous token boundary.
 
-    The tokens of an item that begin with these bytes are in groups: those that end where the item stands, those that
-    go on into none of its cells, then those that go on into each of its cells. Groups of all items follow each
-    other, a group is some runs of the student's vocabulary in the order of its bytes, and it may be empty.
+    An item's alternatives are the student tokens that begin with these bytes, in groups: tokens that end at the item,
+    tokens that continue into none of its cells, then tokens that continue into each of its cells. The groups of all
+    items are concatenated; a group is a list of runs of the vocabulary in byte order, and may be empty.
 
     Attributes:
-        rows: int32 [C], the row of the student's logits that they are read from; -1: there are none to weigh.
-        is_inside_token: bool [C], the item stands inside of a token of the student: no row predicts what comes next
-            there.
-        sorted_token_ids: int32 [n], the student's tokens in the order of their bytes.
+        rows: int32 [C], the row of the student's logits that predicts them; -1: the item has no alternatives.
+        is_inside_token: bool [C], whether the item is inside of a student token, where no row predicts the next bytes.
+        sorted_token_ids: int32 [n], the student's tokens in byte order.
         run_offsets: int64 [2 C + cells + 1], the runs of each group.
-        firsts: int32 [runs], in that order.
-        stops: int32 [runs].
+        firsts: int32 [runs], first index of each run in `sorted_token_ids`.
+        stops: int32 [runs], one past its last index.
     """
 
     rows: NDArray[np.int32]
@@ -144,7 +150,7 @@ class PrefixAlternatives:
     stops: NDArray[np.int32]
 
     def has_no_remainder(self, cell_offsets: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return [C], the items of which nothing of the student can be in the other cell."""
+        """Return bool [C], the items in which the student's remainder is always 0."""
         first = cell_offsets[:-1] + 2 * np.arange(len(self.rows))
         closed: NDArray[np.bool_] = self.is_inside_token & (self.run_offsets[first + 2] == self.run_offsets[first])
         return closed
@@ -152,17 +158,16 @@ class PrefixAlternatives:
 
 @dataclass(frozen=True)
 class PrefixProduct:
-    """The student's own tokens that lead to the last row of each item: their probabilities multiply its cells.
+    """The student's observed tokens before the last row of each item, whose probabilities multiply its cells.
 
-    The first cells of an item are its links: one a row, from its first row on, each of one entry, the token that stands
-    there. All other cells are of the row behind them. What the links and that row leave over, each
-    behind the links before it, is the other cell.
+    The first cells of an item are its prefix cells: one per row from its first row on, each with one entry, the
+    observed token. All other cells are of the next row. The remainder is the sum, over all these rows, of the mass
+    outside of the row's cells times the probabilities of the prefix tokens before the row.
 
     Attributes:
-        num_prefix_tokens: int64 [C], how many of the cells of an item are links.
-        temperature: tau. Where it is not 1, items have one cell, of probability P; compared are `P^(1/tau)` and what
-            that
-            leaves over, as the teacher's probabilities are given.
+        num_prefix_tokens: int64 [C], number of prefix cells of each item.
+        temperature: tau. If it is not 1, each item has one cell, of probability P, and `P^(1/tau)` and
+            `1 - P^(1/tau)` are compared with the teacher's probabilities, which are given in this form.
     """
 
     num_prefix_tokens: NDArray[np.int64]
@@ -171,16 +176,16 @@ class PrefixProduct:
 
 @dataclass(frozen=True)
 class SortedProbs:
-    """Probabilities in the last row of each item that are compared by their ranks, whatever they are of.
+    """Sorted probabilities in the last row of each item, compared rank by rank.
 
     Attributes:
-        rows: int32 [C], of the student's logits.
+        rows: int32 [C], rows of the student's logits.
         offsets: int64 [C+1], the ranks of item c.
-        probs: float32 [ranks], the teacher's, falling within an item.
-        min_remainder: float32 [C], what the teacher has behind the last rank at least,
-        max_remainder: float32 [C], and at most.
-        excluded_tokens: int32 [n], the student's tokens that take no part; None: all do.
-        weight: of the sum of differences, beside the divergence of the cells.
+        probs: float32 [ranks], the teacher's probabilities, descending within an item.
+        min_remainder: float32 [C], lower bound of the teacher's mass after the last rank.
+        max_remainder: float32 [C], upper bound of that mass.
+        excluded_tokens: int32 [n], student tokens that are not ranked; None: all are.
+        weight: factor of the sum of absolute differences.
     """
 
     rows: NDArray[np.int32]
@@ -194,14 +199,14 @@ class SortedProbs:
 
 @dataclass(frozen=True)
 class ClippedSurrogate:
-    """What was known of items when the student drew them, each of one cell, of probability P.
+    """Clipped surrogate for items of one cell, of probability P, that the student sampled.
 
-    In the place of a divergence stands `-min(ratio a, clip(ratio, low, high) a)`, `ratio = P / P_old`.
+    It replaces the divergence by `-min(ratio a, clip(ratio, min_ratio, max_ratio) a)`, `ratio = P / P_old`.
 
     Attributes:
-        sampling_logprobs: float64 [C], `ln P_old`.
-        advantages: float64 [C], a; a constant.
-        min_ratio, max_ratio: where the ratio is clipped.
+        sampling_logprobs: float64 [C], `ln P_old`, at the time of sampling.
+        advantages: float64 [C], a; constants.
+        min_ratio, max_ratio: bounds of the importance ratio.
     """
 
     sampling_logprobs: NDArray[np.float64]
@@ -210,10 +215,10 @@ class ClippedSurrogate:
     max_ratio: float
 
 
-# What becomes of the mass that is in no cell.
+# Treatment of the mass outside of the cells.
 OUTSIDE_MODES = {
-    "other": "one more cell on both sides",
-    "ignored": "nothing: the divergence of parts of distributions, as GOLD is published; it can be negative",
+    "other": "the remainder is one more cell of both distributions",
+    "ignored": "dropped, as GOLD is published; the divergence can be negative",
     "renormalised": "the student's cells are divided by their sum, as p-kl is published; it can be negative",
 }
 
@@ -225,23 +230,22 @@ class LossCells:
     Attributes:
         cell_offsets: int64 [C+1], the cells of item c.
         entry_offsets: int64 [cells+1], the entries of each cell.
-        teacher_probs: [cells], sum to at most 1 an item; the rest is the other cell. Those of links are 0.
-        rows: int32 [entries], row of the student's logits. Items come in the order of their rows.
+        teacher_probs: [cells], sum to at most 1 per item; the difference to 1 is the remainder. 0 for prefix cells.
+        rows: int32 [entries], row of the student's logits. Items are sorted by their rows.
         tokens: int32 [entries], student token.
-        log_weights: float32 [entries].
-        item_rows: int32 [C], the row of each item, rising; None: that of its first entry.
-        alternatives: what the rows before say, for losses that look back; None: nothing.
-        divergence: between both sides.
-        prefix_product: what the cells of each item are multiplied with; None: nothing.
-        sorted_probs: what is compared beside the cells; None: nothing.
-        remainder_probs: float64 [C], the teacher's probability of the other cell, where `teacher_probs` cannot tell a
-            small
-            one; None: what they leave over.
-        outside_mode: a key of `OUTSIDES`.
-        factor: of the divergence.
-        surrogate: what stands in the place of the divergence; None: nothing.
-        corrections: float64 [C], what is added to the value of each item, not to its gradient, so that from sampled
-            tokens it estimates the divergence. None: nothing.
+        log_weights: float32 [entries], log of the factor of the entry's probability.
+        item_rows: int32 [C], the row of each item, sorted; None: that of its first entry.
+        alternatives: alternative tokens in the previous rows, for losses that need them; None: none.
+        divergence: between the teacher's and the student's cells.
+        prefix_product: prefix tokens whose probabilities multiply the cells; None: none.
+        sorted_probs: probabilities that are compared by rank, in addition to the cells; None: none.
+        remainder_probs: float64 [C], the teacher's remainder, where float32 `teacher_probs` are too coarse for it;
+            None: 1 minus their sum.
+        outside_mode: a key of `OUTSIDE_MODES`.
+        factor: factor of the divergence.
+        surrogate: a clipped surrogate that replaces the divergence; None: none.
+        corrections: float64 [C], added to the value of each item, not to its gradient, so that values from sampled
+            tokens estimate the divergence. None: none.
     """
 
     cell_offsets: NDArray[np.int64]
@@ -263,7 +267,7 @@ class LossCells:
 
     @property
     def num_items(self) -> int:
-        """C, what the loss is averaged over."""
+        """Number of items, C, over which the loss is averaged."""
         return len(self.cell_offsets) - 1
 
     @property
@@ -271,19 +275,19 @@ class LossCells:
         """int64 [C], the row of each item, rising."""
         if self.item_rows is not None:
             return self.item_rows.astype(np.int64)
-        # An item without a cell (nothing of the support can be reached) has no row; it goes with its neighbour.
+        # An item without a cell (no support token can be reached) has no row; it gets its neighbor's.
         rows = self.rows if len(self.rows) else np.zeros(1, np.int32)
         return rows[np.minimum(self.entry_offsets[self.cell_offsets[:-1]], len(rows) - 1)].astype(np.int64)
 
 
 class Loss(Protocol):
-    """One line of the table of losses.
+    """Interface of the losses in `LOSSES`.
 
     Attributes:
-        comparison_space: a key of `GROUNDS`.
-        averaged_over: what it is averaged over.
-        unit: of its value.
-        requires: a key of `ASKS`.
+        comparison_space: a key of `COMPARISON_SPACES`.
+        averaged_over: the kind of items in the denominator.
+        unit: unit of its value.
+        requires: a key of `TEACHER_REQUIREMENTS`.
     """
 
     comparison_space: str
@@ -292,16 +296,16 @@ class Loss(Protocol):
     requires: str
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Cut one document into cells."""
+        """Return the cells of one document, or of several joined ones."""
 
 
 @dataclass(frozen=True)
 class ItemRanges:
-    """Which rows and which teacher positions make up each item.
+    """The rows and the teacher positions of each item.
 
     Attributes:
-        row_start, row_stop: int64 [C], rows of the student's logits, averaged.
-        position_start, position_stop: int64 [C], indices into the signal, averaged.
+        row_start, row_stop: int64 [C], ranges of rows of the student's logits.
+        position_start, position_stop: int64 [C], ranges of indices into the teacher's log-probabilities.
     """
 
     row_start: NDArray[np.int64]
@@ -311,33 +315,33 @@ class ItemRanges:
 
 
 def span_ranges(example: LossInputs) -> ItemRanges:
-    """Return the rows and signal positions of the spans that both models predict.
+    """Return the rows and teacher positions of the spans that both models predict.
 
-    A span is left out where one of its tokens has no distribution: on the student's side the first token
-    of a text without a start token, on the teacher's a position that the cache does not hold.
+    A span is left out if one of its tokens has no distribution: for the student the first token of a text without a
+    start token, for the teacher a position that the cache does not contain.
     """
-    signal = example.teacher_logprobs
-    assert signal is not None
+    teacher = example.teacher_logprobs
+    assert teacher is not None
     spans = example.spans
     row = np.full(len(example.student_ids) + 1, -1, np.int64)
     row[example.positions + 1] = np.arange(len(example.positions))
     position = np.full(len(example.teacher_ids) + 1, -1, np.int64)
-    position[signal.positions] = np.arange(len(signal))
+    position[teacher.positions] = np.arange(len(teacher))
     first_row, last_row = row[spans[:, 0]], row[spans[:, 1] - 1]
     first_position, last_position = position[spans[:, 2]], position[spans[:, 3] - 1]
-    whole = (first_row >= 0) & (last_row - first_row == spans[:, 1] - 1 - spans[:, 0])
-    whole &= (first_position >= 0) & (last_position - first_position == spans[:, 3] - 1 - spans[:, 2])
-    return ItemRanges(first_row[whole], last_row[whole] + 1, first_position[whole], last_position[whole] + 1)
+    kept = (first_row >= 0) & (last_row - first_row == spans[:, 1] - 1 - spans[:, 0])
+    kept &= (first_position >= 0) & (last_position - first_position == spans[:, 3] - 1 - spans[:, 2])
+    return ItemRanges(first_row[kept], last_row[kept] + 1, first_position[kept], last_position[kept] + 1)
 
 
 def range_sums(values: NDArray[np.float32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return float64 [C], the sum of values in each range `[start, stop)`; infinite ones stay in theirs."""
+    """Return float64 [C], the sum of values in each range `[start, stop)`; infinite values affect only their range."""
     owners = np.repeat(np.arange(len(starts)), stops - starts)
     return np.bincount(owners, values[range_indices(starts, stops)], len(starts)).astype(np.float64)
 
 
 def range_indices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return what is in the ranges `[start, stop)`, one range behind the other."""
+    """Return the indices in the ranges `[start, stop)`, concatenated."""
     sizes = stops - starts
     firsts = np.cumsum(sizes) - sizes
     within: NDArray[np.int64] = np.arange(sizes.sum()) + np.repeat(starts - firsts, sizes)
@@ -347,11 +351,11 @@ def range_indices(starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArra
 def observed_token_cells(
     example: LossInputs, ranges: ItemRanges, probs: NDArray[np.float64], temperature: float = 1.0
 ) -> LossCells:
-    """Make one cell of each range: the student's own tokens, its last in a cell and those before it as links.
+    """Return one item per range, with one cell: the student's last token there, after the prefix of those before it.
 
     Args:
-        example: both sides.
-        ranges: whose rows these are.
+        example: the inputs of the loss.
+        ranges: rows of each item.
         probs: float64 [C], the teacher's probability of each cell.
         temperature: as in `PrefixProduct`.
     """
@@ -374,27 +378,27 @@ def observed_token_cells(
 def projected_cells(
     example: LossInputs, ranges: ItemRanges, columns: ProjectionColumns, *, published: bool = False
 ) -> LossCells:
-    """Make one cell of each teacher token that the teacher's support reaches and the projection can reach.
+    """Return items with one cell per teacher token that is in the teacher's support and mapped by the projection.
 
-    The teacher's probability of a cell is its mean over the item's positions, where a support that does not
-    hold the token counts as 0 and its mass goes to the other cell. The student's is the mean over the item's rows of
-    what W carries to the token. Teacher tokens that no student token reaches are in the other cell on both sides.
-    `published`: the teacher's means are those of p-kl as published.
+    The teacher's probability of a cell is its mean over the item's positions; a support without the token counts as 0,
+    and its mass goes to the remainder. The student's is the mean over the item's rows of its projected probability.
+    Teacher tokens that no student token maps to are in the remainder of both. `published`: use the teacher's means of
+    p-kl as published.
     """
     from xtk.losses.cell_kernels import fill_cells
     from xtk.losses.sampling_correction import exact_entry_stops, mean_surprisals
     from xtk.losses.sorted_prob_kernels import fill_published_cells
 
-    signal = example.teacher_logprobs
-    assert signal is not None
+    teacher = example.teacher_logprobs
+    assert teacher is not None
     inputs = (
         ranges.row_start,
         ranges.row_stop,
         ranges.position_start,
         ranges.position_stop,
-        signal.offsets,
-        signal.ids,
-        signal.logprobs,
+        teacher.offsets,
+        teacher.ids,
+        teacher.logprobs,
         columns.offsets,
         columns.student_ids,
         columns.log_weights,
@@ -402,9 +406,9 @@ def projected_cells(
     item_rows = ranges.row_start.astype(np.int32)
     if published:
         return dataclasses.replace(LossCells(*fill_published_cells(*inputs)), item_rows=item_rows)
-    stops = exact_entry_stops(signal)
-    surprisals = mean_surprisals(signal.offsets, stops, signal.logprobs, signal.entropy)
+    stops = exact_entry_stops(teacher)
+    surprisals = mean_surprisals(teacher.offsets, stops, teacher.logprobs, teacher.entropy)
     *arrays, corrections = fill_cells(*inputs, stops, surprisals)
     return dataclasses.replace(
-        LossCells(*arrays), item_rows=item_rows, corrections=None if signal.exact_counts is None else corrections
+        LossCells(*arrays), item_rows=item_rows, corrections=None if teacher.exact_counts is None else corrections
     )

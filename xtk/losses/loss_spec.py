@@ -1,4 +1,4 @@
-"""`--loss NAME:key=value,...`: which losses, with which weights."""
+"""Parsing of `--loss NAME:key=value,...`: names, weights and options of the losses."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
     from xtk.losses.divergences import Divergence
     from xtk.losses.loss_cells import Loss
 
-# The divergence from a teacher who is certain, a sum of differences, and what is none: nothing can take their place.
+# Cross-entropy on observed tokens, a sum of absolute differences, and a surrogate: they take no other divergence.
 WITHOUT_DIVERGENCE = ("ce", "uld", "policy-gradient")
 
 
-AUTO_LOSS = "auto"  # in the place of a loss: one that suits the pair and the cache
+AUTO_LOSS = "auto"  # chooses a loss that fits the two tokenizers and the cache
 
 
 @dataclass(frozen=True)
 class LossSpec(OptionSpec):
-    """One term of the total.
+    """One term of the total loss.
 
     Attributes:
-        name: a name of the table, or `AUTO`.
+        name: a key of `LOSSES`, or `AUTO_LOSS`.
         weight: its factor in the sum.
-        options: its own, those of its divergence, and the divergence's name where the loss is not called after it.
+        options: the loss's options, its divergence's options, and `divergence` if the name does not imply it.
     """
 
     def make_loss(self) -> Loss:
-        """Return the loss, with its own options.
+        """Return the loss with its options.
 
         Raises:
-            XtkError: an option's value makes no sense.
+            XtkError: an option's value is invalid.
         """
         from xtk.losses import LOSSES
 
@@ -46,10 +46,10 @@ class LossSpec(OptionSpec):
         return loss
 
     def make_divergence(self) -> Divergence:
-        """Return what the loss takes between both sides.
+        """Return the divergence that the loss applies to its cells.
 
         Raises:
-            XtkError: an unknown divergence, or an option that it does not have, or whose value makes no sense.
+            XtkError: unknown divergence or option, or an option's value is invalid.
         """
         from xtk.losses import LOSSES
         from xtk.losses.divergences import DIVERGENCES, divergence_options, make_divergence
@@ -71,10 +71,10 @@ class LossSpec(OptionSpec):
 
 
 def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
-    """Read `p-kl`, `ce:weight=0.5`, ....
+    """Parse specifications such as `p-kl` or `ce:weight=0.5`.
 
     Raises:
-        XtkError: an unknown loss or option, a weight that is no positive number, a loss named twice.
+        XtkError: unknown loss or option, a weight that is not a positive number, or the same loss twice.
     """
     from xtk.losses import LOSSES
 
@@ -82,18 +82,23 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
     for text in texts:
         name, _, options = text.partition(":")
         if name == AUTO_LOSS and options:
-            raise XtkError(f"the loss {AUTO_LOSS} has no options", hint="name the loss: --loss byte-kl:weight=0.5")
+            raise XtkError(
+                f"--loss {AUTO_LOSS} takes no options",
+                hint="name a loss to give it options, such as --loss byte-kl:weight=0.5",
+            )
         if name not in LOSSES and name != AUTO_LOSS:
             raise unknown_name_error("loss", name, LOSSES)
         if name in [result.name for result in results]:
-            raise XtkError(f"the loss {name} is asked for twice", hint="one --loss for each, with its weight")
+            raise XtkError(
+                f"--loss {name} is given twice", hint=f"use it once, with a weight: --loss {name}:weight=0.5"
+            )
         pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
         weights = [value for key, value in pairs if key == "weight"]
         others = {key.replace("_", "-"): value for key, value in pairs if key != "weight"}
         weight = parse_weight(weights[-1], name, "loss") if weights else 1.0
         loss = LossSpec(name, weight, tuple(sorted(others.items())))
         if others:
-            loss.make_divergence()  # what is wrong with it is told now
+            loss.make_divergence()  # report errors now
             loss.make_loss()
         results.append(loss)
     return results

@@ -1,4 +1,4 @@
-"""A term of a sum of losses: what it compares, and how a document comes to it."""
+"""One term of the total loss, and the inputs that it gets for a document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 @dataclass(frozen=True)
 class TeacherOutput:
-    """One teacher's word on a document: what it read, and what it said."""
+    """One teacher's tokens and log-probabilities for a document."""
 
     tokens: TokenSequence
     logprobs: TeacherLogprobs
@@ -26,18 +26,17 @@ class TeacherOutput:
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One term of the sum that a run makes small: a loss, and whose word it is about.
+    """One term of the total loss: a loss, its divergence, its weight and its teacher.
 
     Attributes:
-        loss: makes the cells.
-        divergence: between both sides of them.
-        comparison_space: what both sides stand on.
-        name: how metrics call it.
+        loss: builds the cells.
+        divergence: compares the two distributions over the cells.
+        comparison_space: projection or byte partition that the loss needs; None: neither.
+        name: the name in metrics.
         weight: its factor in the sum.
-        teacher_index: which teacher's word, of a loss that is about one.
-        teacher_weight: of the teacher, in a sum of several.
-        denominator_group: terms of one pool have one denominator: what all of them are averaged over; "": none but its
-            own.
+        teacher_index: index of its teacher, if the loss uses one.
+        teacher_weight: the teacher's weight among several.
+        denominator_group: terms with the same group are divided by their common number of items; "": by their own.
     """
 
     loss: Loss
@@ -51,34 +50,35 @@ class LossTerm:
 
     @property
     def uses_teacher(self) -> bool:
-        """Whether it is about a teacher's word."""
+        """Whether the loss compares with a teacher."""
         return self.loss.comparison_space != "text"
 
     @property
     def accepts_samples(self) -> bool:
-        """Whether it learns from estimates without bias; if not, from the teacher's exact ids, and a tail."""
+        """Whether it can use sampled tokens (unbiased estimates); if not, it uses exact entries and a remainder."""
         return self.loss.requires != "ranks" and self.divergence.is_linear_in_teacher
 
     def to_tensors(self, inputs: LossInputs) -> LossTensors:
-        """Return the loss of an example, not yet scaled."""
+        """Return the loss of an example as tensors on the CPU, with scale 1."""
         return LossTensors.from_cells(
             replace(self.loss.build_cells(inputs, self.comparison_space), divergence=self.divergence)
         )
 
 
 def make_loss_inputs(student: TokenSequence, document: Document, teacher_output: TeacherOutput | None) -> LossInputs:
-    """Bring a document, as a student reads it, together with what a teacher said of it.
+    """Return the inputs of losses for a document: student tokens, aligned spans and the teacher's log-probabilities.
 
     Args:
-        student: its tokens.
-        document: itself.
-        teacher_output: what the teacher read and said; None: nothing.
+        student: the student's tokens of the document.
+        document: the document, which may contain sampled tokens with advantages.
+        teacher_output: the teacher's tokens and log-probabilities; None: no teacher.
     """
     rows = np.flatnonzero(student.train_mask).astype(np.int64) - 1
     own: dict[str, NDArray[np.float32]] = {}
-    if (drawn := document.sampled_tokens) is not None and np.array_equal(student.ids, drawn.ids[: len(student)]):
-        own["sampling_logprobs"] = np.where(drawn.sampled_mask[rows + 1], drawn.logprobs[rows + 1], np.float32(np.nan))
-        own["advantages"] = np.full(len(rows), drawn.advantage, np.float32)
+    if (sampled := document.sampled_tokens) is not None and np.array_equal(student.ids, sampled.ids[: len(student)]):
+        logprobs = np.where(sampled.sampled_mask[rows + 1], sampled.logprobs[rows + 1], np.float32(np.nan))
+        own["sampling_logprobs"] = logprobs
+        own["advantages"] = np.full(len(rows), sampled.advantage, np.float32)
     if teacher_output is None:
         return LossInputs(student.ids, rows, np.zeros((0, 4), np.int32), np.zeros(0, np.int32), None, **own)
     spans = align_sequences(student, teacher_output.tokens)

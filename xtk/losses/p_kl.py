@@ -1,4 +1,4 @@
-"""p-kl: projected distributions, averaged over a span."""
+"""p-kl: KL between the teacher's and the projected student's distributions, averaged over each span."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from xtk.projection.projection import ProjectionColumns
 
 @dataclass(frozen=True)
 class PKL:
-    """p-kl: `KL((mean t_A, rest) | (mean y_A, rest))`, `y = W^T s`, averaged over spans.
+    """p-kl: `KL((mean t_A, t_rem) | (mean y_A, y_rem))`, `y = W^T s`, averaged over spans.
 
-    Distributions are averaged arithmetically over the positions of the span, on both sides, and both are
-    normalised. `A` is the union of the teacher's supports in the span; a token that one position's support does
-    not hold counts as 0 there. Options: `divergence` and what it has; `published=true`. After X-Token, arXiv
-    2605.21699, whose published form averages the teacher geometrically without normalising, and the student
-    arithmetically, normalised and with 1e-10 added, over the same tokens: here those that every position of a span
-    names. So it is not 0 for equal models, can be negative, and pays 23 nats for mass that no student token reaches.
+    Both models' distributions are averaged arithmetically over the positions of the span, and are normalized. `A` is
+    the union of the teacher's supports in the span; a token counts as 0 at positions whose support lacks it. `t_rem`
+    and `y_rem` are the remainders, the probabilities outside of `A`. Options: `divergence` and its options;
+    `published=true`. After X-Token, arXiv 2605.21699. Its published form averages the teacher geometrically without
+    normalizing, and the student arithmetically, normalized and with 1e-10 added, over the same tokens: here those in
+    the support of every position of the span. That form is not 0 for equal models, can be negative, and adds 23 nats
+    times the mass that no student token maps to.
     """
 
     published: bool = False
@@ -28,7 +29,7 @@ class PKL:
     requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a span."""
+        """Return one item per span."""
         assert isinstance(comparison_space, ProjectionColumns)
         cells = projected_cells(example, span_ranges(example), comparison_space, published=self.published)
         return replace(cells, outside_mode="renormalised") if self.published else cells

@@ -1,4 +1,4 @@
-"""policy-gradient: what the student drew, made likelier or less likely by what a teacher, or a reward, says of it."""
+"""policy-gradient: clipped policy gradient on sampled completions, with advantages from a teacher and from rewards."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ OBSERVED_ADVANTAGE = "realised"
 class PolicyGradient:
     """policy-gradient: `-min(ratio a, clip(ratio, 1 - epsilon, 1 + epsilon_high) a)`, averaged over spans.
 
-    `a = c clip(ln P_t - ln P_old, -clip, clip) + r A`, a constant, and `ratio = P_s / P_old`. `P` is the product of the
-    probabilities of a span's own tokens: the teacher's, the student's, and those at which the student drew them. `A` is
-    the document's advantage, its reward beside those of its group; 0 without rewards. Spans that the student did not
-    draw are left out. The value is a surrogate and no distance: it can be negative, and its gradient is what counts.
-    Unclipped and at `ratio = 1`, A aside, that is on average the gradient of `c KL(P_s | P_t)` over what may stand in
-    the span, the text before it held fixed. A ratio above e^20 counts as that. Options: `clip`, 5 nats; `epsilon`, 0.2;
-    `epsilon-high`, the same; `teacher`, c, 1; `reward`, r, 1: `teacher=0` is GRPO; `advantage`, `realised` alone, since
-    a divergence is the same whichever token was drawn, and has no gradient on average as an advantage. PPO, Schulman et
-    al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
+    `a = c clip(ln P_t - ln P_old, -clip, clip) + r A` is a constant, and `ratio = P_s / P_old`. `P` is the product of
+    the probabilities of a span's own tokens: by the teacher, by the student, and by the student when it sampled them.
+    `A` is the document's advantage, its reward relative to its group; 0 without rewards. Spans that the student did not
+    sample are left out. The value is a surrogate, not a distance: it can be negative, and only its gradient matters.
+    Without clipping, with `ratio = 1` and `A = 0`, the expected gradient is that of `c KL(P_s | P_t)` over the possible
+    contents of the span, given the text before it. Ratios above e^20 count as e^20. Options: `clip` (5 nats);
+    `epsilon` (0.2); `epsilon_high` (as `epsilon`); `teacher_weight` (c, 1); `reward_weight` (r, 1); `teacher_weight=0`
+    is GRPO; `advantage` (only `observed`: a divergence is the same whichever token was sampled, so that as an advantage
+    it has an expected gradient of 0). PPO, Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
     """
 
     clip: float = 5.0
@@ -46,25 +46,38 @@ class PolicyGradient:
     advantage: str = OBSERVED_ADVANTAGE
 
     comparison_space = "spans"
-    averaged_over = "spans that the student drew"
+    averaged_over = "spans that the student sampled"
     unit = "nats, a surrogate"
     requires = "realised"
 
     def __post_init__(self) -> None:
-        """Refuse what makes no sense, and advantages that teach nothing."""
+        """Refuse options out of range, and advantages with an expected gradient of 0."""
         if not 0 < self.clip < float("inf"):
-            raise XtkError(f"clip of the loss policy-gradient is {self.clip}", hint="nats, above 0: clip=5")
+            raise XtkError(
+                f"clip of the loss policy-gradient must be above 0 and finite, not {self.clip}",
+                hint="use --loss policy-gradient:clip=5 (nats)",
+            )
         if not 0 < self.epsilon <= 1:
-            raise XtkError(f"epsilon of the loss policy-gradient is {self.epsilon}", hint="above 0, and at most 1")
+            raise XtkError(
+                f"epsilon of the loss policy-gradient must be above 0 and at most 1, not {self.epsilon}",
+                hint="use --loss policy-gradient:epsilon=0.2",
+            )
         if not 0 < self._upper_epsilon < float("inf"):
             raise XtkError(
-                f"epsilon-high of the loss policy-gradient is {self._upper_epsilon}", hint="a number above 0"
+                f"epsilon_high of the loss policy-gradient must be above 0 and finite, not {self._upper_epsilon}",
+                hint="use --loss policy-gradient:epsilon_high=0.28",
             )
         for name, factor in (("teacher", self.teacher), ("reward", self.reward)):
             if not 0 <= factor < float("inf"):
-                raise XtkError(f"{name} of the loss policy-gradient is {factor}", hint="0 or a number above it")
+                raise XtkError(
+                    f"{name} of the loss policy-gradient must be at least 0 and finite, not {factor}",
+                    hint=f"use --loss policy-gradient:{name}=1",
+                )
         if self.teacher == self.reward == 0:
-            raise XtkError("teacher and reward of the loss policy-gradient are both 0", hint="one of them above 0")
+            raise XtkError(
+                "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
+                hint="set at least one of them above 0",
+            )
         if self.advantage != OBSERVED_ADVANTAGE:
             raise self._advantage_error()
 
@@ -78,26 +91,26 @@ class PolicyGradient:
         if self.advantage not in {*LOSSES, *DIVERGENCES}:
             return unknown_name_error("advantage", self.advantage, [OBSERVED_ADVANTAGE])
         return XtkError(
-            f"{self.advantage} cannot be an advantage: it is the same whichever token was drawn, so that its gradient, "
-            "held constant and times that of ln P, is 0 on average",
-            hint=f"--loss {self.advantage} beside --loss policy-gradient, which differentiates it",
+            f"the loss policy-gradient cannot use {self.advantage} as its advantage: a divergence does not depend on "
+            "the sampled token, so that its expected gradient is 0",
+            hint=f"remove advantage={self.advantage}, and add --loss {self.advantage} as a separate term",
         )
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a span that the student drew."""
-        ranges, signal = span_ranges(example), example.teacher_logprobs
-        assert signal is not None
+        """Return one item per span that the student sampled."""
+        ranges, teacher_logprobs = span_ranges(example), example.teacher_logprobs
+        assert teacher_logprobs is not None
         nothing = np.zeros(len(example.positions), np.float32)
         logprobs = nothing + np.nan if example.sampling_logprobs is None else example.sampling_logprobs
         rewards = nothing if example.advantages is None else example.advantages
-        old = range_sums(logprobs, ranges.row_start, ranges.row_stop)
-        drawn = np.isfinite(old)
-        old, ranges = old[drawn], ItemRanges(*(part[drawn] for part in vars(ranges).values()))
-        theirs = range_sums(signal.observed_logprobs, ranges.position_start, ranges.position_stop)
-        advantages = self.teacher * np.clip(theirs - old, -self.clip, self.clip)
+        old_sums = range_sums(logprobs, ranges.row_start, ranges.row_stop)
+        sampled = np.isfinite(old_sums)
+        old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in vars(ranges).values()))
+        teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
+        advantages = self.teacher * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
         advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
         return replace(
-            observed_token_cells(example, ranges, np.ones(len(old))),
-            surrogate=ClippedSurrogate(old, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
+            observed_token_cells(example, ranges, np.ones(len(old_sums))),
+            surrogate=ClippedSurrogate(old_sums, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),
             outside_mode="ignored",
         )

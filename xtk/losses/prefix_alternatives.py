@@ -1,4 +1,4 @@
-"""Bayes' rule on the bytes that are spelled: what a student says comes next, given what else it could have meant."""
+"""Bayes' rule over alternative tokens for the same bytes: the student's distribution over the next bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from xtk.losses.loss_cells import PrefixAlternatives
 
 @dataclass(frozen=True)
 class TermAlternatives:
-    """`PrefixAlternatives` of one term: their structure on the CPU, their numbers on a device."""
+    """`PrefixAlternatives` of one loss term: structure on the CPU, token ids and runs on a device."""
 
     rows: Tensor
     is_inside_token: Tensor
@@ -24,19 +24,19 @@ class TermAlternatives:
 
     @classmethod
     def from_alternatives(cls, alternatives: PrefixAlternatives) -> TermAlternatives:
-        """Take the arrays as they are."""
+        """Return the alternatives with their arrays as CPU tensors."""
         names = [field.name for field in dataclasses.fields(cls)]
         return cls(*(torch.from_numpy(getattr(alternatives, name)) for name in names))
 
     def to(self, device: torch.device) -> TermAlternatives:
-        """Return the same on a device."""
+        """Return a copy with token ids and runs on a device."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True) for name in ("sorted_token_ids", "firsts", "stops")
         }
         return dataclasses.replace(self, **moved)
 
     def select(self, items: slice, cell_offsets: Tensor, first_row: int) -> TermAlternatives:
-        """Return those of some items, whose cells are given, for states whose first row is `base`."""
+        """Return those of some items with the given cell offsets, with rows relative to `first_row`."""
         offsets = self.run_offsets[cell_offsets[0] + 2 * items.start : cell_offsets[-1] + 2 * items.stop + 1]
         runs = slice(int(offsets[0]), int(offsets[-1]))
         rows = self.rows[items]
@@ -52,13 +52,13 @@ class TermAlternatives:
     def for_chunk(
         self, items: slice, cell_offsets: Tensor, first_row: int, remainder_items: Tensor
     ) -> ChunkAlternatives:
-        """Write out the runs of some items.
+        """Return the alternatives of some items, with their runs expanded to tokens.
 
         Args:
-            items: which.
+            items: range of items.
             cell_offsets: [items + 1], their cells.
-            first_row: the row of the logits that comes first in the chunk.
-            remainder_items: [R], those of them that have an other cell, counted among them.
+            first_row: the chunk's first row.
+            remainder_items: [R], indices of those items that have a remainder.
         """
         device, count = self.sorted_token_ids.device, items.stop - items.start
         cells = torch.diff(cell_offsets)
@@ -74,8 +74,8 @@ class TermAlternatives:
         rows = (self.rows[items] - first_row).long()[group_items].to(device)[of_groups]
         is_cell = torch.ones(len(group_items), dtype=torch.bool)
         is_cell[ended] = is_cell[ended + 1] = False
-        assumed = torch.zeros_like(is_cell)
-        assumed[ended[self.rows[items] < 0]] = True
+        certain = torch.zeros_like(is_cell)
+        certain[ended[self.rows[items] < 0]] = True
         return ChunkAlternatives(
             rows=rows,
             tokens=tokens,
@@ -83,14 +83,14 @@ class TermAlternatives:
             group_items=group_items.to(device),
             ending_groups=ended.to(device),
             cell_groups=is_cell.nonzero()[:, 0].to(device),
-            certain_groups=assumed.to(device),
+            certain_groups=certain.to(device),
             is_inside_token=self.is_inside_token[items][remainder_items].to(device),
             remainder_items=remainder_items.to(device),
         )
 
 
 def _concatenated_ranges(firsts: Tensor, sizes: Tensor) -> Tensor:
-    """Return `firsts[0], firsts[0] + 1, ...`, as many as its size, then those of the next."""
+    """Return the concatenation of the ranges `[firsts[i], firsts[i] + sizes[i])`."""
     before = sizes.cumsum(0) - sizes
     shifts = (firsts - before).repeat_interleave(sizes)
     return torch.arange(len(shifts), device=sizes.device) + shifts
@@ -98,20 +98,19 @@ def _concatenated_ranges(firsts: Tensor, sizes: Tensor) -> Tensor:
 
 @dataclass
 class ChunkAlternatives:
-    """The alternatives of the items of one chunk; items, groups, cells and rows are counted from 0.
+    """The alternatives of the items of one chunk; items, groups, cells and rows are relative to the chunk.
 
     Attributes:
-        rows: [E], of the chunk.
-        tokens: [E].
-        groups: [E], rising; a group may be empty.
+        rows: [E], row of each alternative.
+        tokens: [E], its token.
+        groups: [E], its group, sorted; a group may be empty.
         group_items: [G], the item of each group.
-        ending_groups: [items], the group of the tokens that end where the item stands. The next one is of those that
-            go on into
-            no cell, then come those of the item's cells.
+        ending_groups: [items], the group of the tokens that end at the item. The next group is that of tokens that
+            continue into no cell, followed by those of the item's cells.
         cell_groups: [cells], the group of each cell.
-        certain_groups: bool [G], groups that are certain: of what ended, where nobody looks back.
-        remainder_items: [R], the items that have an other cell.
-        is_inside_token: bool [R], whether they stand inside of a token of the student.
+        certain_groups: bool [G], groups of probability 1: the ending group of items without alternatives.
+        remainder_items: [R], the items that have a remainder.
+        is_inside_token: bool [R], whether these items are inside of a student token.
     """
 
     rows: Tensor
@@ -124,29 +123,29 @@ class ChunkAlternatives:
     remainder_items: Tensor
     is_inside_token: Tensor
 
-    def condition_cells(self, here: Tensor, rests: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-        """Weigh what is predicted here with what the alternatives leave.
+    def condition_cells(self, next_logprobs: Tensor, remainders: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of the cells, conditioned on the bytes since the previous token boundary.
 
         Args:
-            here: [cells], log-probabilities in the rows that predict what comes next; -inf where there is none.
-            rests: [R], the same of what is left over there.
+            next_logprobs: [cells], log-probabilities in the next-token rows; -inf where there is none.
+            remainders: [R], log-probabilities of the remainders in these rows.
             groups: [G], log-probabilities of the alternatives.
 
         Returns:
-            [cells] and [R], log-probabilities of the cells and of the other cells.
+            [cells] and [R], log-probabilities of the cells and of the remainders.
         """
         groups = groups.masked_fill(self.certain_groups, 0.0)
         total = group_logsumexp(groups, self.group_items, len(self.ending_groups))
         ended, of_cells = groups[self.ending_groups], self.group_items[self.cell_groups]
-        cells = torch.logaddexp(ended[of_cells] + here, groups[self.cell_groups]) - total[of_cells]
-        # Of what ended inside of a token it is not known what comes next: all of it is in the other cell.
-        rests = rests.masked_fill(self.is_inside_token, 0.0)
-        further = groups[self.ending_groups[self.remainder_items] + 1]
-        return cells, torch.logaddexp(ended[self.remainder_items] + rests, further) - total[self.remainder_items]
+        cells = torch.logaddexp(ended[of_cells] + next_logprobs, groups[self.cell_groups]) - total[of_cells]
+        # Inside of a token, the continuation of the ending group is unknown: all its mass is in the remainder.
+        remainders = remainders.masked_fill(self.is_inside_token, 0.0)
+        no_cell = groups[self.ending_groups[self.remainder_items] + 1]
+        return cells, torch.logaddexp(ended[self.remainder_items] + remainders, no_cell) - total[self.remainder_items]
 
 
 def group_logsumexp(values: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Return the log-sum-exp of values in groups, in each of which one value is finite, with a gradient."""
+    """Return the log-sum-exp of each group, differentiable; each group needs at least one finite value."""
     highest = values.detach().new_full((count,), -torch.inf).scatter_reduce_(0, groups, values.detach(), "amax")
     sums = values.new_zeros(count).scatter_add(0, groups, (values - highest[groups]).exp())
     return sums.log() + highest

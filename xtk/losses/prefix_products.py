@@ -1,4 +1,4 @@
-"""Products along the student's own tokens: how likely it is to come to the last row of an item."""
+"""Products of the student's probabilities of its own tokens before the last row of an item."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from torch import Tensor
 from xtk.losses.loss_cells import PrefixProduct
 from xtk.losses.prefix_alternatives import group_logsumexp
 
-# Where the logarithm of 1 - exp(x) is taken as a multiple of -x.
+# Lower bound of 1 - P in the formula near P = 1, to keep it and its gradient finite.
 MIN_REMAINDER = 1e-30
 
 
 @dataclass(frozen=True)
 class TermPrefixProduct:
-    """`PrefixProduct` of one term, on the CPU."""
+    """`PrefixProduct` of one loss term, on the CPU."""
 
     num_prefix_tokens: Tensor
     temperature: float
 
     @classmethod
-    def from_prefix_product(cls, chain: PrefixProduct) -> TermPrefixProduct:
-        """Take the array as it is."""
-        return cls(torch.from_numpy(chain.num_prefix_tokens), chain.temperature)
+    def from_prefix_product(cls, prefix_product: PrefixProduct) -> TermPrefixProduct:
+        """Return the prefix product with its array as a CPU tensor."""
+        return cls(torch.from_numpy(prefix_product.num_prefix_tokens), prefix_product.temperature)
 
     def for_chunk(self, items: slice, cell_offsets: Tensor, owners: Tensor, within: Tensor) -> ChunkPrefixProduct:
-        """Cut out some items.
+        """Return the prefix products of some items.
 
         Args:
-            items: which.
+            items: range of items.
             cell_offsets: [items + 1], their cells.
-            owners: [rest rows], the items whose rows are listed for their rests, counted among these.
-            within: [rest rows], which of the item's rows.
+            owners: [remainder rows], the item of each remainder row, relative to the range.
+            within: [remainder rows], the row's index within its item.
         """
-        links = self.num_prefix_tokens[items]
-        starts = links.cumsum(0) - links
+        num_prefix = self.num_prefix_tokens[items]
+        starts = num_prefix.cumsum(0) - num_prefix
         cells = torch.diff(cell_offsets)
         of_cells = torch.arange(len(cells)).repeat_interleave(cells)
         within_item = torch.arange(len(of_cells)) - (cell_offsets[:-1] - cell_offsets[0])[of_cells]
-        is_link = within_item < links[of_cells]
-        real = (~is_link).nonzero()[:, 0]
+        is_prefix = within_item < num_prefix[of_cells]
+        final_cells = (~is_prefix).nonzero()[:, 0]
         distinct, groups = torch.unique_consecutive(owners, return_inverse=True)
         return ChunkPrefixProduct(
-            prefix_cells=is_link.nonzero()[:, 0],
-            final_cells=real,
-            cell_starts=starts[of_cells[real]],
-            cell_stops=(starts + links)[of_cells[real]],
+            prefix_cells=is_prefix.nonzero()[:, 0],
+            final_cells=final_cells,
+            cell_starts=starts[of_cells[final_cells]],
+            cell_stops=(starts + num_prefix)[of_cells[final_cells]],
             item_starts=starts,
-            item_stops=starts + links,
+            item_stops=starts + num_prefix,
             remainder_starts=starts[owners],
             remainder_stops=starts[owners] + within,
             remainder_groups=groups,
@@ -62,15 +62,15 @@ class TermPrefixProduct:
 
 @dataclass
 class ChunkPrefixProduct:
-    """The chains of the items of one chunk. Sums over links run from a start to a stop in the order of all links.
+    """The prefix products of the items of one chunk. Starts and stops are ranges in the list of all L prefix cells.
 
     Attributes:
-        prefix_cells, final_cells: [L], [cells - L], which cells are links, and which are not.
-        cell_starts, cell_stops: [cells - L], the links before a cell.
-        item_starts, item_stops: [items], the links of each item.
-        remainder_starts, remainder_stops: [rest rows], the links before each row.
-        remainder_groups: [rest rows], rising, which of the items with an other cell a row belongs to.
-        remainder_items: [R], these items.
+        prefix_cells, final_cells: [L] and [cells - L], indices of the prefix cells and of all other cells.
+        cell_starts, cell_stops: [cells - L], the prefix cells before each final cell.
+        item_starts, item_stops: [items], the prefix cells of each item.
+        remainder_starts, remainder_stops: [remainder rows], the prefix cells before each remainder row.
+        remainder_groups: [remainder rows], sorted, index of the row's item in `remainder_items`.
+        remainder_items: [R], the items with a remainder.
         temperature: tau.
     """
 
@@ -87,7 +87,7 @@ class ChunkPrefixProduct:
     temperature: float
 
     def to(self, device: torch.device) -> ChunkPrefixProduct:
-        """Return the same on a device."""
+        """Return a copy on a device."""
         tensors = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "temperature"
         }
@@ -96,7 +96,7 @@ class ChunkPrefixProduct:
         )
 
     def prefix_logprobs(self, cells: Tensor) -> Tensor:
-        """Return [items], fp64, the log-probability to come to the last row of each item.
+        """Return [items], fp64, the log-probability of the prefix of each item.
 
         Args:
             cells: [cells], log-probabilities in their own rows.
@@ -104,37 +104,39 @@ class ChunkPrefixProduct:
         sums = self._sums(cells)
         return sums[self.item_stops] - sums[self.item_starts]
 
-    def apply_prefix(self, cells: Tensor, rests: Tensor) -> tuple[Tensor, Tensor]:
-        """Multiply the cells of each item with its links.
+    def apply_prefix(self, cells: Tensor, remainders: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of final cells and remainders, multiplied by the prefixes.
 
         Args:
             cells: [cells], log-probabilities in their own rows.
-            rests: [rest rows], those of what each row leaves over.
+            remainders: [remainder rows], log-probabilities of each row's remainder.
 
         Returns:
-            [cells - L] and [R], fp64: log-probabilities of the cells that are no links and of the other cells.
+            [cells - L] and [R], fp64: log-probabilities of the final cells and of the remainders.
         """
         sums = self._sums(cells)
-        said = cells[self.final_cells].double() + sums[self.cell_stops] - sums[self.cell_starts]
-        rests = rests.double() + sums[self.remainder_stops] - sums[self.remainder_starts]
-        others = group_logsumexp(rests, self.remainder_groups, len(self.remainder_items))
+        cell_logprobs = cells[self.final_cells].double() + sums[self.cell_stops] - sums[self.cell_starts]
+        remainders = remainders.double() + sums[self.remainder_stops] - sums[self.remainder_starts]
+        remainder_logprobs = group_logsumexp(remainders, self.remainder_groups, len(self.remainder_items))
         if self.temperature == 1:
-            return said, others
-        return said / self.temperature, log_tempered_remainder(said[self.remainder_items], others, self.temperature)
+            return cell_logprobs, remainder_logprobs
+        return cell_logprobs / self.temperature, log_tempered_remainder(
+            cell_logprobs[self.remainder_items], remainder_logprobs, self.temperature
+        )
 
     def _sums(self, cells: Tensor) -> Tensor:
-        # A running sum over a whole chunk: fp64, since its differences are small.
+        # Cumulative sum over a chunk: fp64, because its differences are small.
         return torch.cat([cells.new_zeros(1, dtype=torch.float64), cells[self.prefix_cells].double().cumsum(0)])
 
 
 def log_tempered_remainder(log_probs: Tensor, log_remainders: Tensor, temperature: float) -> Tensor:
-    """Return `ln(1 - P^(1 / root))`, finite and with a finite gradient at both ends.
+    """Return `ln(1 - P^(1 / tau))`, finite and with a finite gradient at P = 0 and P = 1.
 
-    Near `P = 1` it is `ln(1 - P) - ln(root)`, and `ln(1 - P)` is known better than `P`; elsewhere `ln P` is.
+    Near `P = 1` it is `ln(1 - P) - ln(tau)`, where `ln(1 - P)` is more precise than `P`; elsewhere `ln P` is used.
 
     Args:
         log_probs: [n], `ln P`.
-        log_remainders: [n], `ln(1 - P)`, summed over what is left.
+        log_remainders: [n], `ln(1 - P)`, summed over the remaining tokens.
         temperature: tau.
     """
     near = log_remainders < math.log(0.5)

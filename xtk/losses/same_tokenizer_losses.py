@@ -7,7 +7,7 @@ from xtk.projection.projection import ProjectionColumns
 
 
 class TokenDivergenceLoss:
-    """What all have: one item a token, whose cells are the tokens of the teacher's support."""
+    """Base class: one item per token, whose cells are the tokens of the teacher's support."""
 
     comparison_space = "tokens"
     averaged_over = "tokens"
@@ -15,50 +15,51 @@ class TokenDivergenceLoss:
     requires = "distribution"
 
     def build_cells(self, example: LossInputs, comparison_space: ComparisonSpace) -> LossCells:
-        """Return one item a token; `ground` is the identity."""
+        """Return one item per token; `comparison_space` is the identity projection."""
         assert isinstance(comparison_space, ProjectionColumns)
         return projected_cells(example, span_ranges(example), comparison_space)
 
 
 class ForwardKL(TokenDivergenceLoss):
-    """forward-kl: `sum_A t ln(t/s) + t_rest ln(t_rest/s_rest)` at each token, averaged over tokens.
+    """forward-kl: `sum_A t ln(t/s) + t_rem ln(t_rem/s_rem)` at each token, averaged over tokens.
 
-    The exact KL of the coarsening to `A` and one other cell: a lower bound of the full KL, equal to it when
-    the support holds the whole vocabulary.
+    `A` is the teacher's support; `t_rem` and `s_rem` are the remainders, the probabilities outside of `A`. A lower
+    bound of the full KL, equal to it if the support is the full vocabulary.
     """
 
 
 class ReverseKL(TokenDivergenceLoss):
-    """reverse-kl: `sum_A s ln(s/t) + s_rest ln(s_rest/t_rest)` at each token, averaged over tokens.
+    """reverse-kl: `sum_A s ln(s/t) + s_rem ln(s_rem/t_rem)` at each token, averaged over tokens.
 
-    It asks the teacher about what the student finds likely, so it wants a support that has it: `given`, or much of the
-    vocabulary. A rest of the teacher that is empty counts as 1e-6, what fp32 can tell.
+    It needs the teacher's probabilities of the student's most likely tokens, so it works best with the support
+    `candidates` or with a large part of the vocabulary. An empty remainder of the teacher counts as 1e-6, the
+    resolution of fp32.
     """
 
 
 class JSD(TokenDivergenceLoss):
     """jsd: `beta KL(t|m) + (1 - beta) KL(s|m)`, `m = beta t + (1 - beta) s`, at each token, averaged over tokens.
 
-    Generalised Jensen-Shannon divergence over the support and one other cell, with beta as in TRL: 0 is forward-kl, 1
-    reverse-kl. `rescale=true` divides by `beta (1 - beta)`, so that both ends are reached without a jump.
+    Generalized Jensen-Shannon divergence over the support and the remainder, with beta as in TRL: 0 is forward-kl, 1
+    reverse-kl. `rescale=true` divides by `beta (1 - beta)`, which makes the limits at 0 and 1 continuous.
     """
 
 
 class SkewForwardKL(TokenDivergenceLoss):
     """skew-forward-kl: `KL(t | a t + (1 - a) s)` at each token, averaged over tokens; a is `skew`.
 
-    After DistiLLM, arXiv 2402.03898, over the support and one other cell.
+    After DistiLLM, arXiv 2402.03898, over the support and the remainder.
     """
 
 
 class SkewReverseKL(TokenDivergenceLoss):
     """skew-reverse-kl: `KL(s | a s + (1 - a) t)` at each token, averaged over tokens; a is `skew`.
 
-    After DistiLLM, arXiv 2402.03898, over the support and one other cell.
+    After DistiLLM, arXiv 2402.03898, over the support and the remainder.
     """
 
 
 class TVD(TokenDivergenceLoss):
-    """tvd: `1/2 (sum_A |t - s| + |t_rest - s_rest|)`, the total variation at each token, averaged over tokens."""
+    """tvd: `1/2 (sum_A |t - s| + |t_rem - s_rem|)`, the total variation at each token, averaged over tokens."""
 
     unit = "probability"

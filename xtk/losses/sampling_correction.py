@@ -1,9 +1,9 @@
-"""Corrections of the values of losses from sampled tokens, so that they estimate the divergence.
+"""Corrections of loss values that are computed from sampled tokens, so that they estimate the forward KL.
 
 The forward KL is `sum p ln p - sum p ln q`. With unbiased estimates of the teacher's probabilities p the second sum is
-unbiased, and so is the gradient. The first sum is not: 16 samples look like a distribution over 16 tokens. It does not
-depend on the student, and the teacher's entropy is stored: the correction of an item is the difference of the first
-sum, as the entropy gives it, and as the samples give it.
+unbiased, and so is the gradient. The first sum is biased: 16 samples look like a distribution over 16 tokens. It does
+not depend on the student, and the teacher's entropy is stored: the correction of an item is the first sum computed from
+the entropy, minus the first sum computed from the samples.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from xtk.tokens.teacher_logprobs import TeacherLogprobs
 
 
 def exact_entry_stops(signal: TeacherLogprobs) -> NDArray[np.int64]:
-    """Return int64 [P], where the exact entries of each position end; sampled ones follow."""
+    """Return int64 [P], the end of the exact entries of each position; sampled entries follow."""
     return signal.offsets[1:] if signal.exact_counts is None else signal.offsets[:-1] + signal.exact_counts
 
 
@@ -26,13 +26,13 @@ def exact_entry_stops(signal: TeacherLogprobs) -> NDArray[np.int64]:
 def mean_surprisals(
     offsets: NDArray[np.int64], stops: NDArray[np.int64], logprobs: NDArray[np.float32], entropies: NDArray[np.float32]
 ) -> NDArray[np.float64]:
-    """Return float64 [P], the mean of -ln t over what tokens were sampled from; 0 where none were.
+    """Return float64 [P], the mean of -ln t, in nats, over the tokens that were sampled from; 0 without samples.
 
     Args:
-        offsets: int64 [P + 1], of the entries.
-        stops: int64 [P], where the exact ones end.
-        logprobs: float32 [E].
-        entropies: float32 [P], of the whole distributions, nats.
+        offsets: int64 [P + 1], the entries of each position.
+        stops: int64 [P], the end of its exact entries.
+        logprobs: float32 [E], the teacher's log-probabilities.
+        entropies: float32 [P], entropies of the full distributions, nats.
     """
     found = np.zeros(len(stops), np.float64)
     for position in range(len(stops)):
@@ -55,15 +55,15 @@ def negentropy(probability: float) -> float:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def sampled_log_correction(exact_mass: float, position_weight: float, surprisal: float) -> float:
-    """Return by how much `p ln p` of a cell grows for each unit of mass that a sampled token stands for.
+    """Return the increase of a cell's `p ln p` per unit of mass that a sampled token represents.
 
-    The token gets the mean log-probability of all that could be sampled. Summed over the samples of a position this is
-    exact where each token is alone in its cell.
+    The token gets the mean log-probability of all tokens that were sampled from. Summed over the samples of a position
+    this is exact if each token has a cell for itself.
 
     Args:
         exact_mass: the cell's mass without sampled tokens.
-        position_weight: what the position's probabilities are multiplied with.
-        surprisal: of the position.
+        position_weight: factor of the position's probabilities.
+        surprisal: the position's mean surprisal, nats.
     """
     if exact_mass <= 0:
         return math.log(position_weight) - surprisal if position_weight > 0 else 0.0
@@ -74,13 +74,13 @@ def sampled_log_correction(exact_mass: float, position_weight: float, surprisal:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def remainder_correction(remainder: float, outside: float) -> float:
-    """Return the correction of an item's other cell, `r ln(r / q)`, so that it is `r ln(outside / q)`.
+    """Return the correction that turns an item's remainder term `r ln(r / q)` into `r ln(outside / q)`.
 
-    With sampled tokens the student's other cell is all that is in no cell, and the teacher's only what the student
-    cannot reach.
+    With sampled tokens the student's remainder is all mass outside of the cells, and the teacher's is only the mass
+    that the student cannot reach.
 
     Args:
-        remainder: r, the teacher's estimate.
-        outside: the teacher's mass in no cell.
+        remainder: r, the estimate of the teacher's remainder.
+        outside: the teacher's mass outside of the cells.
     """
     return remainder * math.log(max(outside, remainder)) - negentropy(remainder) if remainder > 1e-6 else 0.0

@@ -1,4 +1,4 @@
-"""Loops over supports and rows of logits, compiled by numba, for losses that merge spans and compare by rank."""
+"""Numba kernels for losses on paired tokens and sorted probabilities, and for p-kl as published."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-# Of the teacher's probabilities less is left over by rounding.
+# A smaller remainder of the teacher is a rounding error.
 MIN_REMAINDER = 1e-6
 
 
@@ -27,25 +27,26 @@ def fill_paired_cells(
     student_of_teacher: NDArray[np.int32],
     max_ranks: int,
 ) -> tuple[Any, ...]:
-    """Return links and cells of pairs, and the ranks of what has no partner, of the last row of each item.
+    """Return the prefix cells and paired cells of each item, and the sorted probabilities of unpaired tokens.
 
     Args:
-        row_start: int64 [C], the first row of the student of each item.
-        row_stop: int64 [C], one behind the last.
-        position_start: int64 [C], the first position of the signal of each item.
-        position_stop: int64 [C], one behind the last.
-        student_tokens: int32 [N], the student's token that each row predicts.
-        support_offsets: int64 [P+1], where what the teacher said at each position begins.
-        support_ids: int32 [E].
-        support_logprobs: float32 [E].
-        teacher_tokens: int32 [P], the token that stands at each position.
-        observed_logprobs: float32 [P], of it.
-        student_of_teacher: int32 [U], the student's token for each of the teacher's; -1: none, and it is ranked.
-        max_ranks: ranks of an item at most.
+        row_start: int64 [C], the first student row of each item.
+        row_stop: int64 [C], one past its last row.
+        position_start: int64 [C], the first teacher position of each item.
+        position_stop: int64 [C], one past its last position.
+        student_tokens: int32 [N], the observed student token of each row.
+        support_offsets: int64 [P+1], the support entries of each teacher position.
+        support_ids: int32 [E], their tokens.
+        support_logprobs: float32 [E], their log-probabilities.
+        teacher_tokens: int32 [P], the observed token of each position.
+        observed_logprobs: float32 [P], its log-probability.
+        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none, it is ranked.
+        max_ranks: largest number of ranks per item.
 
     Returns:
-        cell_offsets [C+1], probs [cells], rows [cells], tokens [cells], links [C], rank_offsets [C+1], rank_probs
-        [ranks], behind [C], what is known to be ranked behind the last; tails [C], what is not known.
+        cell_offsets [C+1], probs [cells], rows [cells], tokens [cells], num_prefix_tokens [C], rank_offsets [C+1],
+        rank_probs [ranks], after_last_rank [C], the listed mass after the last rank; remainders [C], the mass that the
+        teacher does not list.
     """
     items = len(row_start)
     most_cells = 0
@@ -57,13 +58,13 @@ def fill_paired_cells(
         most_ranks += named
     cell_offsets, rank_offsets = np.zeros(items + 1, np.int64), np.zeros(items + 1, np.int64)
     probs, rows = np.zeros(most_cells, np.float32), np.empty(most_cells, np.int32)
-    tokens, links = np.empty(most_cells, np.int32), np.empty(items, np.int64)
+    tokens, num_prefix_tokens = np.empty(most_cells, np.int32), np.empty(items, np.int64)
     rank_probs = np.empty(most_ranks, np.float32)
-    behind, tails = np.zeros(items, np.float32), np.zeros(items, np.float32)
+    after_last_rank, remainders = np.zeros(items, np.float32), np.zeros(items, np.float32)
     cells = 0
     ranks = 0
     for item in range(items):
-        links[item] = row_stop[item] - row_start[item] - 1
+        num_prefix_tokens[item] = row_stop[item] - row_start[item] - 1
         for row in range(row_start[item], row_stop[item] - 1):
             rows[cells], tokens[cells] = row, student_tokens[row]
             cells += 1
@@ -73,28 +74,28 @@ def fill_paired_cells(
         before = np.exp(before)
         last = position_stop[item] - 1
         slots = range(support_offsets[last], support_offsets[last + 1])
-        tail, least = 1.0, 0.0
+        remainder, least = 1.0, 0.0
         for slot in slots:
-            tail -= np.exp(np.float64(support_logprobs[slot]))
+            remainder -= np.exp(np.float64(support_logprobs[slot]))
             least = min(least, support_logprobs[slot])
-        tail = tail if tail > MIN_REMAINDER else 0.0
+        remainder = remainder if remainder > MIN_REMAINDER else 0.0
         first = ranks
         known = 0.0
         for slot in slots:
             token, logprob = support_ids[slot], np.float64(support_logprobs[slot])
             prob = np.exp(logprob)
-            partner = student_of_teacher[token] if 0 <= token < len(student_of_teacher) else -1
-            if partner >= 0:
-                probs[cells], rows[cells], tokens[cells] = before * prob, row_stop[item] - 1, partner
+            paired_token = student_of_teacher[token] if 0 <= token < len(student_of_teacher) else -1
+            if paired_token >= 0:
+                probs[cells], rows[cells], tokens[cells] = before * prob, row_stop[item] - 1, paired_token
                 cells += 1
-            elif token == teacher_tokens[last] and logprob <= least and prob < tail:
-                known += prob  # it may stand here for being what is written: others may be likelier
+            elif token == teacher_tokens[last] and logprob <= least and prob < remainder:
+                known += prob  # listed only because it is the observed token: unlisted tokens may be more likely
             else:
                 rank_probs[ranks] = before * prob
                 ranks += 1
         rank_probs[first:ranks] = -np.sort(-rank_probs[first:ranks])
-        behind[item] = before * known + rank_probs[first + max_ranks : ranks].sum()
-        tails[item] = before * tail
+        after_last_rank[item] = before * known + rank_probs[first + max_ranks : ranks].sum()
+        remainders[item] = before * remainder
         ranks = min(ranks, first + max_ranks)
         cell_offsets[item + 1], rank_offsets[item + 1] = cells, ranks
     return (
@@ -102,11 +103,11 @@ def fill_paired_cells(
         probs[:cells],
         rows[:cells],
         tokens[:cells],
-        links,
+        num_prefix_tokens,
         rank_offsets,
         rank_probs[:ranks],
-        behind,
-        tails,
+        after_last_rank,
+        remainders,
     )
 
 
@@ -117,15 +118,15 @@ def largest_columns(
     offsets: NDArray[np.int64],
     included: NDArray[np.bool_],
 ) -> NDArray[np.int64]:
-    """Return the columns of the largest values of some rows, falling; -1 where there are no more.
+    """Return the columns of the largest values of some rows, in descending order; -1 where there are no more.
 
-    A heap of as many values as are asked for, the smallest on top: of V values in any order some K ln(V / K) get in.
+    Uses a heap of the K largest values, the smallest on top: of V values in random order about K ln(V / K) enter it.
 
     Args:
         values: [n, V].
         rows: int64 [items].
-        offsets: int64 [items + 1], how many of each.
-        included: bool [V], the columns that take part.
+        offsets: int64 [items + 1], ranges in the result; their sizes are the numbers of columns per item.
+        included: bool [V], the columns to consider.
     """
     result = np.full(offsets[-1], -1, np.int64)
     most = 0
@@ -161,7 +162,7 @@ def largest_columns(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _sift_down(heap: NDArray[np.floating[Any]], columns: NDArray[np.int64], top: int, size: int) -> None:
-    """Let a value of a heap sink until it is the smallest of those below it."""
+    """Move the value at `top` down until it is the smallest of its subtree."""
     value, column = heap[top], columns[top]
     while 2 * top + 1 < size:
         child = 2 * top + 1
@@ -187,9 +188,10 @@ def fill_published_cells(
     column_students: NDArray[np.int32],
     column_log_weights: NDArray[np.float32],
 ) -> tuple[Any, Any, Any, Any, Any, Any]:
-    """Return the six arrays of `Cells` for p-kl as published, of the tokens that every position of an item names.
+    """Return the first six arrays of `LossCells` for p-kl as published.
 
-    The teacher's cells are geometric means of distributions that are normalised over these tokens.
+    The cells of an item are the tokens in the support of all its positions. The teacher's probabilities are geometric
+    means of the distributions normalized over these tokens.
     """
     items, width = len(row_start), len(column_offsets) - 1
     most_cells = 0
@@ -213,7 +215,7 @@ def fill_published_cells(
             for slot in range(support_offsets[position], support_offsets[position + 1]):
                 if 0 <= support_ids[slot] < width:
                     named[support_ids[slot]] += 1
-        normalisers = 0.0
+        normalizers = 0.0
         for position in range(first, stop):
             total = 0.0
             for slot in range(support_offsets[position], support_offsets[position + 1]):
@@ -221,13 +223,13 @@ def fill_published_cells(
                 if 0 <= token < width and named[token] == stop - first:
                     total += np.exp(support_logprobs[slot])
                     logs[token] += support_logprobs[slot]
-            normalisers += np.log(total) if total > 0 else 0.0
+            normalizers += np.log(total) if total > 0 else 0.0
         rows = row_stop[item] - row_start[item]
         for slot in range(support_offsets[first], support_offsets[first + 1]):
             token = support_ids[slot]
             if not 0 <= token < width or named[token] < stop - first:
                 continue
-            probs[cells] = np.exp((logs[token] - normalisers) / (stop - first))
+            probs[cells] = np.exp((logs[token] - normalizers) / (stop - first))
             for row in range(row_start[item], row_stop[item]):
                 for at in range(column_offsets[token], column_offsets[token + 1]):
                     entry_rows[entries], entry_tokens[entries] = row, column_students[at]

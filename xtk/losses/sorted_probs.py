@@ -1,4 +1,4 @@
-"""Probabilities by rank: the student's largest of a row against the teacher's, one after the other."""
+"""Comparison of sorted probabilities: the student's largest of a row against the teacher's, rank by rank."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from xtk.losses import sorted_prob_kernels
 from xtk.losses.loss_cells import SortedProbs
 
-# Rows at a time, where a row is looked at through a mask: the copy is a part of the chunk.
+# Rows at a time where a mask is applied, so that the copy is small compared to the chunk.
 BLOCK_ROWS = 32
 
 
 @dataclass(frozen=True)
 class TermSortedProbs:
-    """`Ranks` of one term: their structure on the CPU, their numbers on a device."""
+    """`SortedProbs` of one loss term: structure on the CPU, values on a device."""
 
     rows: Tensor
     offsets: Tensor
@@ -29,25 +29,25 @@ class TermSortedProbs:
 
     @classmethod
     def from_sorted_probs(cls, ranks: SortedProbs) -> TermSortedProbs:
-        """Take the arrays as they are."""
+        """Return the sorted probabilities with their arrays as CPU tensors."""
         tensors = {
             name: torch.from_numpy(getattr(ranks, name))
             for name in ("rows", "offsets", "probs", "min_remainder", "max_remainder")
         }
-        unranked = None if ranks.excluded_tokens is None else torch.from_numpy(ranks.excluded_tokens)
-        return cls(**tensors, excluded_tokens=unranked, weight=ranks.weight)
+        excluded = None if ranks.excluded_tokens is None else torch.from_numpy(ranks.excluded_tokens)
+        return cls(**tensors, excluded_tokens=excluded, weight=ranks.weight)
 
     def to(self, device: torch.device) -> TermSortedProbs:
-        """Return the same on a device."""
+        """Return a copy with values on a device."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
             for name in ("probs", "min_remainder", "max_remainder")
         }
-        unranked = None if self.excluded_tokens is None else self.excluded_tokens.to(device, non_blocking=True)
-        return dataclasses.replace(self, **moved, excluded_tokens=unranked)
+        excluded = None if self.excluded_tokens is None else self.excluded_tokens.to(device, non_blocking=True)
+        return dataclasses.replace(self, **moved, excluded_tokens=excluded)
 
     def select(self, items: slice, first_row: int) -> TermSortedProbs:
-        """Return those of some items, for states whose first row is `base`."""
+        """Return those of some items, with rows relative to `first_row`."""
         offsets = self.offsets[items.start : items.stop + 1]
         return dataclasses.replace(
             self,
@@ -59,12 +59,12 @@ class TermSortedProbs:
         )
 
     def for_chunk(self, items: slice, first_row: int, dtype: torch.dtype) -> ChunkSortedProbs:
-        """Cut out some items.
+        """Return those of some items for a chunk.
 
         Args:
-            items: which.
-            first_row: the row of the logits that comes first in the chunk.
-            dtype: what the loss is computed in.
+            items: range of items.
+            first_row: the chunk's first row.
+            dtype: dtype in which the loss is computed.
         """
         some, device = self.select(items, first_row), self.probs.device
         counts = torch.diff(some.offsets)
@@ -82,16 +82,16 @@ class TermSortedProbs:
 
 @dataclass(frozen=True)
 class ChunkSortedProbs:
-    """The ranks of the items of one chunk.
+    """The sorted probabilities of the items of one chunk.
 
     Attributes:
-        rows: [items], of the chunk, on the CPU.
-        counts: [items], how many ranks each has, on the CPU.
-        probs: [ranks], the teacher's.
-        min_remainder, max_remainder: [items], what the teacher has behind the last rank.
-        rank_items: [ranks], the item of each.
-        excluded_tokens: the tokens that take no part; None: all do.
-        weight: of the sum of differences.
+        rows: [items], rows within the chunk, on the CPU.
+        counts: [items], number of ranks of each, on the CPU.
+        probs: [ranks], the teacher's probabilities.
+        min_remainder, max_remainder: [items], bounds of the teacher's mass after the last rank.
+        rank_items: [ranks], the item of each rank.
+        excluded_tokens: tokens that are not ranked; None: all are.
+        weight: factor of the sum of absolute differences.
     """
 
     rows: Tensor
@@ -104,7 +104,7 @@ class ChunkSortedProbs:
     weight: float
 
     def included_mask(self, start: int, width: int, dtype: torch.dtype) -> Tensor | None:
-        """Return [width], 1 for the tokens from `start` on that take part, 0 for others; None: all do."""
+        """Return [width], 1 for ranked tokens from token id `start` on, 0 for excluded ones; None: all are ranked."""
         if self.excluded_tokens is None:
             return None
         outside = self.excluded_tokens.long() - start
@@ -113,24 +113,24 @@ class ChunkSortedProbs:
         return mask
 
     def find_largest(self, logits: Tensor, first: int, start: int) -> LargestLogits:
-        """Find the largest of some logits [n, width], of rows from `first` and tokens from `start` on."""
+        """Return the largest logits of each item in a window [n, width] with first row `first`, first token `start`."""
         here = ((self.rows >= first) & (self.rows < first + len(logits))).nonzero()[:, 0]
         counts = self.counts[here]
         mask = self.included_mask(start, logits.shape[1], logits.dtype)
         found = _largest_tokens(logits, self.rows[here] - first, counts, mask).to(logits.device)
         tokens = torch.full((len(self.rank_items),), -1, dtype=torch.int64, device=logits.device)
-        said = torch.full(tokens.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
+        largest_logits = torch.full(tokens.shape, -torch.inf, dtype=logits.dtype, device=logits.device)
         wanted = torch.zeros(len(self.rows), dtype=torch.bool)
         wanted[here] = True
         ranks = wanted.to(logits.device)[self.rank_items].nonzero()[:, 0][found >= 0]
         found = found[found >= 0]
         tokens[ranks] = found + start
         rows = (self.rows - first).to(logits.device)[self.rank_items[ranks]]
-        said[ranks] = logits.view(-1).take(rows * logits.shape[1] + found)
-        return LargestLogits(tokens, said)
+        largest_logits[ranks] = logits.view(-1).take(rows * logits.shape[1] + found)
+        return LargestLogits(tokens, largest_logits)
 
     def included_sums(self, exponentials: Tensor, first: int, start: int) -> Tensor:
-        """Return [items], the sums over the tokens that take part, of rows from `first` and tokens from `start` on."""
+        """Return [items], sums of exponentials over ranked tokens in a window with first row `first`, token `start`."""
         rows = (self.rows - first).to(exponentials.device)
         here = (rows >= 0) & (rows < len(exponentials))
         mask = self.included_mask(start, exponentials.shape[1], exponentials.dtype)
@@ -138,45 +138,45 @@ class ChunkSortedProbs:
         return torch.where(here, of_rows[rows.clamp(0, len(exponentials) - 1)], of_rows.new_zeros(()))
 
     def merge_largest(self, several: list[LargestLogits]) -> LargestLogits:
-        """Return the largest of all, of what was found among different tokens of the same rows."""
-        tokens, said = torch.cat([one.tokens for one in several]), torch.cat([one.logits for one in several])
+        """Return the largest logits of each item, out of those found in different windows of the same rows."""
+        tokens, largest_logits = torch.cat([one.tokens for one in several]), torch.cat([one.logits for one in several])
         owners = self.rank_items.repeat(len(several))
-        order = said.argsort(descending=True, stable=True)
+        order = largest_logits.argsort(descending=True, stable=True)
         order = order[owners[order].argsort(stable=True)]
         counts = self.counts.to(tokens.device)
         begins = (counts.cumsum(0) - counts)[self.rank_items]
         within = torch.arange(len(self.rank_items), device=tokens.device) - begins
         chosen = order[begins * len(several) + within]
-        return LargestLogits(tokens[chosen], said[chosen])
+        return LargestLogits(tokens[chosen], largest_logits[chosen])
 
     def rank_distances(
         self, ranks_with_token: Tensor, log_probs: Tensor, masses: Tensor, prefix_logprobs: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return what each rank adds [ranks], and what is behind the last rank of each item [items].
+        """Return the weighted difference of each rank [ranks], and that after the last rank of each item [items].
 
         Args:
-            ranks_with_token: [H], the ranks that the student has a token for.
-            log_probs: [H], the student's largest.
-            masses: [items], of all tokens that take part.
-            prefix_logprobs: [items], log-probabilities that multiply a row; None: nothing does.
+            ranks_with_token: [H], the ranks for which the student has a token.
+            log_probs: [H], its log-probabilities.
+            masses: [items], the student's probability of all ranked tokens.
+            prefix_logprobs: [items], log-probabilities of the prefixes that multiply a row; None: no prefixes.
         """
         probs = log_probs.exp()
         if prefix_logprobs is not None:
             factors = prefix_logprobs.exp().to(probs.dtype)
             probs, masses = probs * factors[self.rank_items[ranks_with_token]], masses * factors
-        ours = torch.zeros_like(self.probs).index_copy(0, ranks_with_token, probs)
-        rests = (masses - torch.zeros_like(masses).index_add(0, self.rank_items, ours)).clamp_min(0)
-        outside = (rests - self.max_remainder).relu() + (self.min_remainder - rests).relu()
-        return self.weight * (self.probs - ours).abs(), self.weight * outside
+        student_probs = torch.zeros_like(self.probs).index_copy(0, ranks_with_token, probs)
+        remainders = (masses - torch.zeros_like(masses).index_add(0, self.rank_items, student_probs)).clamp_min(0)
+        outside = (remainders - self.max_remainder).relu() + (self.min_remainder - remainders).relu()
+        return self.weight * (self.probs - student_probs).abs(), self.weight * outside
 
 
 @dataclass(frozen=True)
 class LargestLogits:
-    """The student's largest logits of each item, falling.
+    """The student's largest logits of each item, in descending order.
 
     Attributes:
         tokens: int64 [ranks]; -1 where there are no more.
-        logits: [ranks]; -inf there.
+        logits: [ranks]; -inf where there are no more.
     """
 
     tokens: Tensor
@@ -184,7 +184,7 @@ class LargestLogits:
 
 
 def scale_rows(exponentials: Tensor, factors: Tensor, bands: list[tuple[Tensor, Tensor]]) -> None:
-    """Multiply [n, V], in place, by factors [n] and those of each band [n], added for the tokens of its mask [V]."""
+    """Multiply [n, V], in place, by row factors [n] plus, for tokens in a band's mask [V], the band's factors [n]."""
     if not bands:
         exponentials.mul_(factors[:, None])
         return
@@ -198,13 +198,13 @@ def scale_rows(exponentials: Tensor, factors: Tensor, bands: list[tuple[Tensor, 
 
 
 def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-    """Return int64 [ranks], the tokens of the largest logits of some rows, falling; -1 where there are no more.
+    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
 
     Args:
         logits: [n, V].
         rows: [items], on the CPU.
-        counts: [items], how many of each, on the CPU.
-        mask: [V], 0 for tokens that take no part.
+        counts: [items], number of tokens for each, on the CPU.
+        mask: [V], 0 for excluded tokens; None: none are.
     """
     if logits.device.type == "cpu":
         ranked = torch.ones(logits.shape[1], dtype=torch.bool) if mask is None else mask > 0
@@ -215,15 +215,15 @@ def _largest_tokens(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor |
 
 
 def largest_by_topk(logits: Tensor, rows: Tensor, counts: Tensor, mask: Tensor | None) -> Tensor:
-    """Return int64 [ranks], the tokens of the largest logits of some rows, falling; -1 where there are no more.
+    """Return int64 [ranks], the tokens of the largest logits of some rows, descending; -1 where there are no more.
 
-    What `rank_kernels.largest` does on a CPU, a few rows at a time.
+    The same as `sorted_prob_kernels.largest_columns`, for GPUs; it works on a few rows at a time.
 
     Args:
         logits: [n, V].
         rows: [items], on the CPU.
-        counts: [items], how many of each, on the CPU.
-        mask: [V], 0 for tokens that take no part; None: all do.
+        counts: [items], number of tokens for each, on the CPU.
+        mask: [V], 0 for excluded tokens; None: none are.
     """
     device = logits.device
     found = [torch.zeros(0, dtype=torch.int64, device=device)]

@@ -1,1 +1,1 @@
-"""Floor 2: any causal language model of transformers, cut into body and head."""
+"""Causal language models of transformers: loading, checks, training setup, and the split into backbone and head."""

@@ -1,7 +1,7 @@
-"""Loading causal language models, and cutting them between hidden states and logits.
+"""Loading of causal language models, and their split into a backbone and an output head.
 
-Logits `[B, T, V]` are the largest thing in distillation. Cut before the head, a model gives hidden
-states, and whoever needs logits makes those of a few rows at a time.
+Logits `[B, T, V]` are the largest tensor in distillation. The backbone returns hidden states; losses compute the logits
+of a few rows at a time with the head.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from xtk.tokens.tokenizer import Tokenizer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 RELATIVE_TOLERANCE = 1e-3
 CONFIGURATION_BYTES = 1 << 24
-LARGEST_RANK = 1024  # of adapters, that peft may allocate whatever their weights are
-# Arguments of `from_pretrained` that say where weights go.
+LARGEST_RANK = 1024  # LoRA rank up to which peft may allocate an adapter without a check of its weights
+# Arguments of `from_pretrained` that determine the devices of weights.
 PLACEMENT_OPTIONS = frozenset({"device_map", "max_memory", "offload_folder", "distributed_config"})
 
 
 def silence_transformers() -> None:
-    """Silence transformers' advice and progress bars; its errors stay."""
+    """Disable transformers' warnings and progress bars; errors are still shown."""
     import transformers
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -52,7 +52,7 @@ def silence_transformers() -> None:
 
 
 def default_device() -> torch.device:
-    """Return the accelerator if there is one, else the CPU."""
+    """Return the CUDA device if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -68,17 +68,17 @@ def load_causal_lm(
     """Load a model from a local folder.
 
     Args:
-        folder: configuration and safetensors.
-        dtype: of its weights.
-        device: where it goes; the CPU if left out. Where `options` say where, it stays there.
-        trust_remote_code: run the model's own Python code, which the user has to ask for.
-        adapter: a folder of peft's, of an adapter of this model, which is merged into its weights (or stands beside
-            them, where these are quantised).
-        options: more arguments of `from_pretrained`.
+        folder: contains config.json and safetensors files.
+        dtype: dtype of the weights.
+        device: device of the model; None: the CPU. Ignored if `options` determine the devices.
+        trust_remote_code: run Python code that comes with the model; needs the user's consent.
+        adapter: folder of a peft adapter of this model. It is merged into the weights, or loaded without merging if
+            these are quantized.
+        options: further arguments of `from_pretrained`.
 
     Raises:
-        XtkError: there is no model, its files are damaged, weights of it are missing, of another shape or not finite,
-            or it wants code of its own to be run.
+        XtkError: there is no model, its files are corrupt, weights are missing, of another shape or not finite, or it
+            needs its own Python code.
     """
     import transformers
 
@@ -89,22 +89,22 @@ def load_causal_lm(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, told = transformers.AutoModelForCausalLM.from_pretrained(
+            model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=trust_remote_code,
                 use_safetensors=True,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are refused below, by their names
+                ignore_mismatched_sizes=True,  # refused below, with their names
                 **options,
             )
     except Exception as wrong:
         raise loading_error(folder, wrong) from wrong
-    WeightMismatches.from_loading_info(told).check(folder)
+    WeightMismatches.from_loading_info(loading_info).check(folder)
     for module in model.modules():
-        # On CPUs with AVX512-BF16, bitsandbytes 0.50 packs a matrix anew at its first pass in eval mode: for inference
-        # alone, since no gradient comes through it from then on, and not at all below 64 columns.
+        # On CPUs with AVX512-BF16, bitsandbytes 0.50 repacks a matrix in its first eval-mode forward pass. This suits
+        # inference only, because it stops gradients, and it does not work with fewer than 64 columns.
         if getattr(module, "support_avx512bf16_for_cpu", False):
             module.support_avx512bf16_for_cpu = False
     check_weights_finite(model, folder)
@@ -116,9 +116,9 @@ def load_causal_lm(
 
 
 def _fix_tied_head_flag(model: Any, folder: Path) -> None:
-    """Correct a configuration that says that the output head is the embedding, where the files hold another head.
+    """Set tie_word_embeddings to false where the weight files contain a separate output head.
 
-    transformers uses the head of the files then; vLLM, which reads the configuration, would use the embedding.
+    transformers uses the head in the files then; vLLM, which reads the configuration, would use the embedding.
     """
     parts = (model.config, model.config.get_text_config())
     stated = [part for part in parts if getattr(part, "tie_word_embeddings", False)]
@@ -127,8 +127,8 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight is not embedding.weight:
         note_once(
-            f"warning: {folder}: config.json has tie_word_embeddings true, but the weights hold an output head of "
-            "their own, which is used; other programs may use the embedding instead"
+            f"warning: {folder}: config.json has tie_word_embeddings true, but the weights contain a separate output "
+            "head; xtk uses the head, other programs may use the embedding"
         )
         for part in stated:
             part.tie_word_embeddings = False
@@ -137,17 +137,17 @@ def _fix_tied_head_flag(model: Any, folder: Path) -> None:
 def check_loadable(
     folder: Path, tokenizer: Tokenizer, *, trust_remote_code: bool = False, adapter: Path | None = None
 ) -> None:
-    """Find out what can be known without reading a model's weights, before hours of other work: it can be loaded.
+    """Check that a model can be loaded, without reading its weights, so that errors come before hours of other work.
 
     Args:
-        folder: as `load_causal_lm` is given it.
-        tokenizer: the model's.
-        trust_remote_code: run the model's own Python code.
-        adapter: a folder of peft's.
+        folder: as for `load_causal_lm`.
+        tokenizer: the model's tokenizer.
+        trust_remote_code: run Python code that comes with the model.
+        adapter: folder of a peft adapter.
 
     Raises:
-        XtkError: there is no model, its files are damaged, weights of it are missing or of another shape, or it has
-            fewer rows than its tokenizer has tokens.
+        XtkError: there is no model, its files are corrupt, weights are missing or of another shape, or it has fewer
+            embedding rows than its tokenizer has tokens.
     """
     configuration = load_model_config(folder, trust_remote_code=trust_remote_code)
     _check_weight_files(folder)
@@ -163,21 +163,25 @@ def check_loadable(
 
 
 def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the configuration of a model, as transformers has it.
+    """Return the transformers configuration of a model.
 
     Args:
-        folder: with config.json.
-        trust_remote_code: run the model's own Python code, and kernels of a hub that its configuration names.
+        folder: contains config.json.
+        trust_remote_code: run Python code that comes with the model, and hub kernels that its configuration names.
 
     Raises:
-        XtkError: there is none, it cannot be read, it is larger than any model's, or it wants code of others to be run.
+        XtkError: there is no configuration, it cannot be read or is too large, or it needs remote code.
     """
     import transformers
 
     silence_transformers()
     content = read_model_config(folder)
     if not content:
-        raise XtkError("there is no model in this folder (config.json)", where=str(folder))
+        raise XtkError(
+            "the folder contains no model: config.json is missing",
+            where=str(folder),
+            hint="use a folder written by save_pretrained, or a hub id",
+        )
     _reject_hub_kernels(hub_kernel_repositories(content), str(folder / "config.json"), trust_remote_code)
     try:
         with warnings.catch_warnings():
@@ -190,39 +194,44 @@ def load_model_config(folder: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def _reject_hub_kernels(names: Sequence[str], where: str, trust_remote_code: bool) -> None:
-    """Refuse to download and run code of a hub.
+    """Refuse kernels that would be downloaded from a hub and run.
 
     Raises:
-        XtkError: names the repository.
+        XtkError: a name is a hub repository, and remote code is not trusted.
     """
     if found := [] if trust_remote_code else [name for name in names if "/" in name]:
         raise XtkError(
-            f"this model runs a kernel from a hub: {found[0]}",
+            f"the model needs the kernel {found[0]}, which is code from a hub",
             where=where,
-            hint="--trust-remote-code, if you trust it; or attn_implementation sdpa",
+            hint='use --trust-remote-code if you trust it, or set attn_implementation to "sdpa"',
         )
 
 
 def _check_weight_files(folder: Path) -> None:
-    """Refuse a folder without weights.
+    """Refuse a folder without safetensors weights.
 
     Raises:
-        XtkError: what it lacks.
+        XtkError: there are no weights, or only pickles.
     """
     if not weight_files(folder):
-        pickled = any(folder.glob("*.bin"))
+        if any(folder.glob("*.bin")):
+            raise XtkError(
+                "the model's weights are pickle files (*.bin), which xtk does not load",
+                where=str(folder),
+                hint="load the model with transformers and save it with save_pretrained, which writes safetensors",
+            )
         raise XtkError(
-            "this model's weights are pickles" if pickled else "there are no weights in this folder (*.safetensors)",
+            "the folder contains no weights (*.safetensors)",
             where=str(folder),
-            hint="save it again with save_pretrained, which writes safetensors" if pickled else None,
+            hint="copy or download the model's *.safetensors files into it",
         )
 
 
 def _load_adapter(model: Any, adapter: Path) -> Any:
-    """Put an adapter into a model.
+    """Return a model with an adapter, merged unless the model is quantized.
 
     Raises:
-        XtkError: peft is not there, the adapter's weights are not, or it belongs to another model.
+        XtkError: peft is not installed, the adapter has no weights, or it belongs to another model.
     """
     check_adapter(adapter)
     from peft import PeftModel
@@ -231,8 +240,8 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if getattr(model, "quantization_method", None):
-                told = model.load_adapter(str(adapter))
-                WeightMismatches.from_loading_info(told.to_dict()).check(adapter)
+                loading_info = model.load_adapter(str(adapter))
+                WeightMismatches.from_loading_info(loading_info.to_dict()).check(adapter)
                 return model
             adapted = PeftModel.from_pretrained(model, str(adapter))
             check_adapter_weights(adapted, adapter)
@@ -242,21 +251,29 @@ def _load_adapter(model: Any, adapter: Path) -> Any:
 
 
 def check_adapter(adapter: Path) -> None:
-    """Refuse an adapter without weights, or any where peft is not there, before peft makes anything of its files.
+    """Refuse adapters without files or with an invalid rank, and missing peft, before peft reads the files.
 
     Raises:
-        XtkError: tells which.
-        Damaged: its configuration states a rank that its weights do not have.
+        XtkError: a file is missing, or peft is not installed.
+        CorruptError: the configuration is invalid, or its rank is larger than that of the weights.
     """
     configuration = adapter / "adapter_config.json"
     for path in (configuration, adapter / ADAPTER_FILE):
         if not path.is_file():  # peft would download weights from the hub, or read a pickle
-            raise XtkError(f"there are no weights in this adapter ({path.name})", where=str(adapter))
+            raise XtkError(
+                f"the adapter folder has no {path.name}",
+                where=str(adapter),
+                hint="save the adapter again with peft's save_pretrained, or download it again",
+            )
     with configuration.open("rb") as stream:
         content = stream.read(CONFIGURATION_BYTES).decode(errors="replace")
-    described = parse_json(content, what="this file", where=str(configuration))
+    described = parse_json(content, what="the adapter's configuration", where=str(configuration))
     if not isinstance(described, dict):
-        raise CorruptError("this file is no JSON object", where=str(configuration))
+        raise CorruptError(
+            "the adapter's configuration is not a JSON object",
+            where=str(configuration),
+            hint="copy or download the adapter again",
+        )
     patterns = described.get("rank_pattern")
     stated = [described.get("r"), *(patterns.values() if isinstance(patterns, dict) else ())]
     largest = max(
@@ -264,32 +281,42 @@ def check_adapter(adapter: Path) -> None:
     )
     for rank in stated:
         if isinstance(rank, int | float) and rank > max(largest, LARGEST_RANK):
-            what = f"this adapter states the rank {rank:,}, and the largest of its weights is {largest:,}"
+            what = f"the adapter's configuration has rank {rank:,}, but the largest rank of its weights is {largest:,}"
             raise CorruptError(what, where=str(configuration), hint="copy or download the adapter again")
     if importlib.util.find_spec("peft") is None:
-        raise XtkError("an adapter needs peft", where=str(adapter), hint="pip install 'xtk[peft]'")
+        raise XtkError(
+            "an adapter needs the package peft, which is not installed",
+            where=str(adapter),
+            hint="run pip install 'xtk[peft]'",
+        )
 
 
 def loading_error(folder: Path, wrong: Exception) -> XtkError:
-    """Return what a user can act on for what transformers or peft raised over the files of a folder."""
+    """Return an XtkError for an exception that transformers or peft raised while loading a folder."""
     if isinstance(wrong, XtkError):
         return wrong
     text = " ".join(str(wrong).split())
     if "trust_remote_code" in text:
         return XtkError(
-            "this model runs Python code of its own", where=str(folder), hint="--trust-remote-code, if you trust it"
+            "the model needs Python code from its own folder",
+            where=str(folder),
+            hint="use --trust-remote-code if you trust the code",
         )
     if type(wrong).__name__ == "SafetensorError" or "safetensors" in text.lower():
         return CorruptError(
-            f"the weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
+            f"the model's weights cannot be read: {text}", where=str(folder), hint="copy or download the model again"
         )
     if not isinstance(wrong, ValueError | OSError | RuntimeError | ImportError) or isinstance(wrong, RecursionError):
-        text = f"{type(wrong).__name__}: {text}"  # whose text alone is a name, or nothing
-    return XtkError(f"this model cannot be loaded: {text[:300]}", where=str(folder))
+        text = f"{type(wrong).__name__}: {text}"  # the text of other types may be a bare name, or empty
+    return XtkError(
+        f"transformers cannot load the model: {text[:300]}",
+        where=str(folder),
+        hint="check that the model's files are complete, and that the installed transformers supports the model",
+    )
 
 
 def max_context_length(configuration: Any) -> int | None:
-    """Return the most tokens that a model was made to read; None if its configuration does not say."""
+    """Return a model's context length in tokens; None if its configuration does not contain it."""
     configuration = configuration.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "seq_length"):
         value = getattr(configuration, name, None)
@@ -299,10 +326,10 @@ def max_context_length(configuration: Any) -> int | None:
 
 
 def check_embedding_rows(model: Any, tokenizer: Tokenizer) -> None:
-    """Refuse a model that has no embedding row for a token of its tokenizer.
+    """Refuse a model with fewer embedding rows than its tokenizer has tokens.
 
     Raises:
-        XtkError: tells how many rows and tokens there are.
+        XtkError: with both numbers.
     """
     _check_row_count(model.get_input_embeddings().weight.shape[0], tokenizer)
 
@@ -310,20 +337,21 @@ def check_embedding_rows(model: Any, tokenizer: Tokenizer) -> None:
 def _check_row_count(rows: int, tokenizer: Tokenizer) -> None:
     if rows < len(tokenizer):
         raise XtkError(
-            f"the model has {rows:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
+            f"the model has {rows:,} embedding rows, but its tokenizer has {len(tokenizer):,} tokens",
             where=str(tokenizer.name),
-            hint="the tokenizer that the model was trained with; or xtk distill --resize-vocabulary, which adds rows",
+            hint="use the model's original tokenizer, or add rows with xtk distill --resize-vocabulary",
         )
 
 
 class BackboneWithHead(nn.Module):
-    """A causal language model that gives hidden states, with its head apart.
+    """A causal language model split into a backbone, which returns hidden states, and an output head.
 
-    What the model makes of its head's output is tried once: a scale, a soft cap, nothing. Where it is something else,
-    or the head is no matrix, logits stand in for hidden states: right, and larger.
+    A forward pass at construction finds how the model transforms its head's output: a scale, a soft cap, or not at
+    all. If it is another transformation, or the head is not a matrix, logits replace the hidden states: correct, but
+    with more memory.
 
     Args:
-        model: any causal language model of transformers; with or without LoRA of peft, also on its head.
+        model: any causal language model of transformers, with or without peft's LoRA, also on its head.
     """
 
     def __init__(self, model: Any) -> None:
@@ -331,24 +359,24 @@ class BackboneWithHead(nn.Module):
         self.model = model
         self._logit_transform = self._find_logit_transform()
         self._shard: HeadShard | None = None
-        self._packing: str | None = None  # the attention with which rows of documents are read, once it was found
+        self._packing: str | None = None  # the attention implementation for packed sequences, once found
 
     @property
     def _base_model(self) -> Any:
-        """The model itself, inside of what peft puts around it."""
+        """The transformers model, without peft's wrapper."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
     def _backbone(self) -> Any:
-        """What makes hidden states; the whole model, if it does not say."""
+        """The module that returns hidden states; the full model if it is unknown."""
         inner = self._base_model
         body = inner.base_model
-        # Llama 4 calls its body otherwise than it says.
+        # Llama 4 has a base_model_prefix that is not the name of its backbone.
         return getattr(inner, "model", inner) if body is inner else body
 
     @torch.no_grad()
     def _find_logit_transform(self) -> LogitTransform | None:
-        """Return what the model does to `head(body(ids))`; None if it cannot be cut there."""
+        """Return the transformation of `head(backbone(ids))` to logits; None if the model cannot be split there."""
         inner = self._base_model
         head, body = inner.get_output_embeddings(), self._backbone
         if head is None or body is inner or _split_head(head) is None:
@@ -367,12 +395,12 @@ class BackboneWithHead(nn.Module):
         try:
             made = self.model(input_ids=ids, use_cache=False).logits
             states = body(input_ids=ids, use_cache=False).last_hidden_state
-        except Exception as wrong:  # a configuration that fits its weights may describe what cannot be computed
-            told = " ".join(str(wrong).split())[:300]
+        except Exception as wrong:  # a configuration that fits its weights may still be impossible to run
+            cause = " ".join(str(wrong).split())[:300]
             raise XtkError(
-                f"this model cannot be run as its configuration describes it: {type(wrong).__name__}: {told}",
+                f"the model's forward pass fails: {type(wrong).__name__}: {cause}",
                 where=f"{type(inner).__name__} of {getattr(inner, 'name_or_path', '')}",
-                hint="config.json of this very model; or a smaller model, where memory is what is missing",
+                hint="check that config.json belongs to these weights; if memory is short, use a smaller model",
             ) from wrong
         finally:
             watch.remove()
@@ -387,7 +415,7 @@ class BackboneWithHead(nn.Module):
 
     @property
     def head(self) -> OutputHead:
-        """The head, as parameters."""
+        """The output head with the model's parameters; without a weight if the model cannot be split."""
         if self._logit_transform is None:
             return OutputHead(None)
         found = _split_head(self._base_model.get_output_embeddings(), shared=True)
@@ -400,24 +428,24 @@ class BackboneWithHead(nn.Module):
         )
 
     def compile_backbone(self, backend: str = "inductor") -> None:
-        """Compile what makes hidden states, in place, for rows of any length: names of parameters stay as they are.
+        """Compile the backbone in place, for sequences of any length; parameter names do not change.
 
         Args:
-            backend: torch.compile's.
+            backend: torch.compile backend.
         """
         (self.model if self._logit_transform is None else self._backbone).compile(dynamic=True, backend=backend)
 
     def apply_tensor_parallel(self, mesh: Any) -> None:
-        """Cut matrices, and the vocabulary of the head, over the processes of a mesh of one dimension.
+        """Shard matrices, and the vocabulary of the head, over the processes of a one-dimensional mesh.
 
         Raises:
-            XtkError: this model cannot be cut so.
+            XtkError: the model does not support tensor parallelism.
         """
         if self._logit_transform is None:
             raise XtkError(
-                "a head that cannot be told from its model is not cut by its vocabulary",
+                "tensor parallelism is not supported: the output head cannot be separated from this model",
                 where=type(self._base_model).__name__,
-                hint="--parallel fsdp instead of tp",
+                hint="use --parallel fsdp instead of tp",
             )
         apply_tensor_parallel(self.model, mesh)
         weight = self.head.weight
@@ -426,9 +454,10 @@ class BackboneWithHead(nn.Module):
 
     @torch.no_grad()
     def enable_packing(self) -> bool:
-        """Find how the model reads documents that stand in one row, each by itself; return whether it can.
+        """Enable several documents per sequence without attention between them; return whether the model can.
 
-        It is tried: with attention by document, then with the model's own, which learns of documents by positions.
+        Tested by forward passes: with xtk's attention by document, then with the model's own attention, which may
+        separate documents by position ids.
         """
         if self._packing is None:
             own, training = self._base_model.config._attn_implementation, self.model.training
@@ -448,11 +477,11 @@ class BackboneWithHead(nn.Module):
 
     @property
     def supports_context_parallel(self) -> bool:
-        """Whether several processes can share a row, once `pack` was called: attention is by document, and is ours."""
+        """Whether a sequence can be split over processes: `enable_packing` was called and chose xtk's attention."""
         return self._packing == packed_attention.ATTENTION_NAME
 
     def _is_packed(self, ids: Tensor, alone: Tensor) -> bool:
-        """Say whether two documents, of 5 and of 7 tokens, are read in one row as they are alone."""
+        """Return whether two documents, of 5 and 7 tokens, give the same output packed as separately."""
         row = PackedSequence((5, 7))
         try:
             self.model.set_attn_implementation(self._packing)
@@ -464,16 +493,16 @@ class BackboneWithHead(nn.Module):
             getattr(configuration, "attention_chunk_size", None)
             or (getattr(configuration, "sliding_window", None) and row.seen_windows == {None})
         ):
-            return False  # layers look back less far than they say
+            return False  # the layers use a shorter window than they pass to the attention
         return _is_close(together, alone)
 
     def forward(self, input_ids: Tensor, packed: PackedSequence | None = None) -> Tensor:
-        """Return hidden states [B, T, H] (or logits [B, T, V] where the head cannot be cut off).
+        """Return hidden states [B, T, H] (or logits [B, T, V] if the head cannot be separated).
 
         Args:
-            input_ids: [B, T], padded on the right: what stands after a token never changes it, so no mask is needed.
-                With `row` [1, T], what this process has of a row of documents.
-            packed: the documents, for a model that reads them so (`pack`).
+            input_ids: [B, T], padded on the right: attention is causal, so no mask is needed. With `packed` [1, T],
+                this process's tokens of the packed sequence.
+            packed: the documents of a packed sequence; needs `enable_packing`.
         """
         more: dict[str, Any] = {}
         if packed is not None:
@@ -491,7 +520,7 @@ class BackboneWithHead(nn.Module):
 
 @dataclass(frozen=True)
 class LogitTransform:
-    """What a model does to its head's output x: `cap tanh(scale x / cap)`, or `scale x`."""
+    """Transformation of the head's output x to logits: `softcap tanh(scale x / softcap)`, or `scale x`."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -502,16 +531,16 @@ class LogitTransform:
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 
-# How configurations call the scale of logits; whether it multiplies (Cohere, Falcon-H1, HyperCLOVA X) or divides
-# (Granite) is found out by trying.
+# Configuration keys of the scale of logits. Some models multiply by it (Cohere, Falcon-H1, HyperCLOVA X), others divide
+# (Granite): both are tested.
 LOGIT_SCALE_KEYS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 SOFTCAP_KEYS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def _candidate_transforms(configuration: Any) -> list[LogitTransform]:
     configuration = configuration.get_text_config()
-    said = [getattr(configuration, name, None) for name in LOGIT_SCALE_KEYS]
-    numbers = [float(number) for number in said if isinstance(number, int | float) and number]
+    values = [getattr(configuration, name, None) for name in LOGIT_SCALE_KEYS]
+    numbers = [float(number) for number in values if isinstance(number, int | float) and number]
     scales = [1.0, *numbers, *(1 / number for number in numbers)]
     caps = [None, *(float(cap) for name in SOFTCAP_KEYS if (cap := getattr(configuration, name, None)))]
     return [LogitTransform(scale, softcap) for scale in scales for softcap in caps]
@@ -523,13 +552,13 @@ def _is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 def _split_head(head: Any, *, shared: bool = False) -> tuple[nn.Linear, list[HeadAdapter]] | None:
-    """Take a head apart, into its matrix and what LoRA adds to it; None for what is neither.
+    """Return a head's linear layer and its LoRA adapters; None for other heads.
 
-    A matrix that is offloaded, quantised or sharded is none, nor is LoRA in one of its variants.
+    Offloaded, quantized and sharded matrices, and variants of LoRA, are not supported.
 
     Args:
-        head: a module.
-        shared: whether it was taken apart before its matrix was shared by processes, by xtk.
+        head: the head's module.
+        shared: accept a matrix that xtk has sharded over processes.
     """
     if type(head).__name__ == "ModulesToSaveWrapper":
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]

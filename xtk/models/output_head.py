@@ -1,4 +1,4 @@
-"""The head of a language model: logits of a few rows of hidden states at a time."""
+"""Output head of a language model, optionally sharded or with LoRA, and logits computed in chunks of rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from xtk.errors import XtkError
 
 @dataclass(frozen=True)
 class HeadAdapter:
-    """LoRA on a head: `scaling * (states @ down^T) @ up^T` is added to the logits.
+    """LoRA on a head: `scaling * (states @ lora_a^T) @ lora_b^T` is added to the logits.
 
     Attributes:
         lora_a: [r, H].
         lora_b: [V, r].
-        scaling: alpha / r, as peft has it.
-        dropout: of the states on their way in, if any.
+        scaling: alpha / r, as in peft.
+        dropout: dropout of the input states; None: none.
     """
 
     lora_a: Tensor
@@ -29,7 +29,7 @@ class HeadAdapter:
     dropout: nn.Module | None = None
 
     def project_down(self, states: Tensor) -> Tensor:
-        """Return [N, r], what `up` is multiplied with."""
+        """Return the input of `lora_b`, [N, r]."""
         states = states.to(self.lora_a.dtype)
         if self.dropout is not None:
             states = self.dropout(states)
@@ -38,12 +38,12 @@ class HeadAdapter:
 
 @dataclass(frozen=True)
 class HeadShard:
-    """The rows of a head that this process has, where a group of processes has them all.
+    """The shard of this process of a head whose vocabulary is split over a group of processes.
 
     Attributes:
-        first_token: the first of them.
-        vocab_size: V of the whole head.
-        group: torch's process group; its ranks hold the rows in their order.
+        first_token: token id of the shard's first row.
+        vocab_size: V of the full head.
+        group: a torch.distributed process group; its ranks have the rows in order.
     """
 
     first_token: int
@@ -52,39 +52,39 @@ class HeadShard:
 
     @classmethod
     def from_group(cls, num_rows: int, group: Any) -> HeadShard:
-        """Learn from all processes of a group how many rows each has; all of them have to call it.
+        """Return this process's shard, given its number of rows; a collective call.
 
         Raises:
-            XtkError: a process has none.
+            XtkError: a process has no rows.
         """
         counts: list[int] = [0] * torch.distributed.get_world_size(group)
         torch.distributed.all_gather_object(counts, num_rows, group=group)
         if 0 in counts:
             raise XtkError(
-                "a process has no row of the head",
+                "tensor parallelism: a process has no rows of the output head",
                 where=f"rank {counts.index(0)} of {len(counts)}; the head has {sum(counts):,} rows",
-                hint="fewer processes for this vocabulary",
+                hint="use a smaller tp in --parallel",
             )
         return cls(sum(counts[: torch.distributed.get_rank(group)]), sum(counts), group)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum values over the group, in place; autograd does not see it."""
+        """Sum values over the group, in place and without autograd, and return them."""
         torch.distributed.all_reduce(values, group=self.group)
         return values
 
     def all_reduce_max(self, values: Tensor) -> Tensor:
-        """Take the largest of each value over the group, in place."""
+        """Take the maximum of each value over the group, in place, and return them."""
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MAX, group=self.group)
         return values
 
     def all_gather(self, values: Tensor) -> list[Tensor]:
-        """Return the values of each process of the group, all of one shape."""
+        """Return the values of each process of the group; all have the same shape."""
         several = [torch.empty_like(values) for _ in range(torch.distributed.get_world_size(self.group))]
         torch.distributed.all_gather(several, values.contiguous(), group=self.group)
         return several
 
     def all_reduce_min(self, number: int, device: torch.device) -> int:
-        """Return the smallest of a number over the group."""
+        """Return the minimum of a number over the group."""
         values = torch.tensor(number, device=device)
         torch.distributed.all_reduce(values, torch.distributed.ReduceOp.MIN, group=self.group)
         return int(values)
@@ -92,16 +92,16 @@ class HeadShard:
 
 @dataclass(frozen=True)
 class OutputHead:
-    """What turns hidden states into logits: `cap(scale * (states @ weight^T + bias + adapters))`.
+    """Output head: maps hidden states to logits, `cap(scale * (states @ weight^T + bias + adapters))`.
 
     Attributes:
-        weight: [V, H]; None if the model's logits cannot be told as above. The "hidden states" are then the logits
+        weight: [V, H]; None if the model's logits do not have this form. The "hidden states" are then the logits
             themselves.
         bias: [V] or None.
-        scale: of the logits (Cohere, Granite, Falcon-H1, HyperCLOVA X).
-        softcap: c, where the logits x are `c tanh(x / c)` (Gemma); None: as they are.
+        scale: factor of the logits (Cohere, Granite, Falcon-H1, HyperCLOVA X).
+        softcap: c of the soft cap `c tanh(x / c)` on logits x (Gemma); None: no soft cap.
         adapters: LoRA on the head.
-        shard: whose rows these are, if other processes have the others; None: all of them.
+        shard: this process's rows, if the head is sharded; None: all rows.
     """
 
     weight: Tensor | None
@@ -112,35 +112,35 @@ class OutputHead:
     shard: HeadShard | None = None
 
     def num_logits(self, states: Tensor) -> int:
-        """Return V, the columns of the logits of some states; of a shard, those of this process."""
+        """Return V, the number of columns of the logits; with a shard, of this process's."""
         return states.shape[1] if self.weight is None else self.weight.shape[0]
 
     def matrix_inputs(self, states: Tensor) -> list[Tensor]:
-        """Return what the matrices are multiplied with, [N, H] and a [N, r] for each adapter."""
+        """Return the inputs of `matrices`: [N, H], and [N, r] for each adapter."""
         return [states, *(adapter.project_down(states) for adapter in self.adapters)]
 
     @property
     def matrices(self) -> list[Tensor]:
-        """The matrices [V, H], [V, r], ... whose products add up to the logits; none if the states are logits."""
+        """The matrices [V, H], [V, r], ... whose products sum to the logits; empty if the states are logits."""
         return [] if self.weight is None else [self.weight, *(adapter.lora_b for adapter in self.adapters)]
 
 
 class ChunkedLogits:
-    """Makes logits [n, V] of a few rows at a time, in memory that is used again for the next rows.
+    """Computes logits [n, V] of a few rows at a time, in a buffer that is reused by the next call.
 
-    Fresh memory for each chunk costs more in page faults than the exponentials of its logits.
+    New memory for each chunk would cost more in page faults than the exponentials of its logits.
 
     Args:
-        head: the matrix, or none if states are logits already.
-        states: [N, H], whose rows will be given.
-        rows: how many at most at a time.
-        dtype: of the product; the logits are fp32 (fp64 for fp64).
-        slopes: whether `slope` is wanted.
+        head: the output head.
+        states: [N, H], the rows that will be passed in chunks.
+        max_rows: largest number of rows per call.
+        dtype: dtype of the product; the logits are fp32 (fp64 for fp64).
+        with_softcap_gradient: compute `softcap_gradient`.
 
     Attributes:
-        matrices: those of the head, in the dtype of the product.
-        softcap_gradient: [n, V], what a soft cap multiplies gradients with, of the last logits; None without a cap.
-        scratch: [n, V] in the dtype of the product, memory that is free between two calls.
+        matrices: matrices of the head, in the dtype of the product.
+        softcap_gradient: [n, V], derivative of the soft cap at the last logits; None without a soft cap.
+        scratch: [n, V] in the dtype of the product, a buffer that is free between two calls.
     """
 
     def __init__(
@@ -156,31 +156,33 @@ class ChunkedLogits:
         self._compute = dtype or (states.dtype if weight is None else weight.dtype)
         self.matrices = [matrix.detach().to(self._compute) for matrix in head.matrices]
         self._bias = None if head.bias is None else head.bias.detach()
-        wide = torch.float64 if self._compute == torch.float64 else torch.float32
+        logits_dtype = torch.float64 if self._compute == torch.float64 else torch.float32
         size = (min(max_rows, len(states)), head.num_logits(states))
-        self._logits = states.new_empty(size, dtype=wide)
-        self._narrow = None if self._compute == wide or weight is None else states.new_empty(size, dtype=self._compute)
-        self._slopes = (
-            states.new_empty(size, dtype=wide) if with_softcap_gradient and head.softcap is not None else None
+        self._logits = states.new_empty(size, dtype=logits_dtype)
+        self._product_buffer = (
+            None if self._compute == logits_dtype or weight is None else states.new_empty(size, dtype=self._compute)
+        )
+        self._softcap_gradient_buffer = (
+            states.new_empty(size, dtype=logits_dtype) if with_softcap_gradient and head.softcap is not None else None
         )
         self.softcap_gradient: Tensor | None = None
         self.scratch: Tensor | None = None
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Return the logits of some rows; they stand until the next call.
+        """Return the logits of some rows; they are overwritten by the next call.
 
         Args:
-            states: [n, H], n at most as many as were said.
+            states: [n, H], n at most `max_rows`.
         """
         with torch.no_grad():
             return self.from_matrix_inputs(self._head.matrix_inputs(states) if self.matrices else [states])
 
     def from_matrix_inputs(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the same of what the matrices are multiplied with, [n, H], [n, r], ..., without the head's scale."""
+        """Return the logits for inputs of the head's matrices, [n, H], [n, r], ...; overwritten by the next call."""
         logits = self._logits[: len(inputs[0])]
         if not self.matrices:
             return logits.copy_(inputs[0])
-        product = self.scratch = logits if self._narrow is None else self._narrow[: len(logits)]
+        product = self.scratch = logits if self._product_buffer is None else self._product_buffer[: len(logits)]
         for number, (rows, matrix) in enumerate(zip(inputs, self.matrices, strict=True)):
             if number:
                 product.addmm_(rows.to(self._compute), matrix.T)
@@ -196,15 +198,17 @@ class ChunkedLogits:
 
     def _capped(self, logits: Tensor, cap: float) -> Tensor:
         torch.tanh(logits.div_(cap), out=logits)
-        if self._slopes is not None:
-            self.softcap_gradient = torch.mul(logits, logits, out=self._slopes[: len(logits)]).neg_().add_(1)
+        if self._softcap_gradient_buffer is not None:
+            self.softcap_gradient = (
+                torch.mul(logits, logits, out=self._softcap_gradient_buffer[: len(logits)]).neg_().add_(1)
+            )
         return logits.mul_(cap)
 
 
-# Each chunk reads the whole head once more: at 64 MiB of logits that is half of the time, at 256 MiB a tenth.
+# Each chunk reads the full head again: with 64 MiB of logits that is half of the time, with 256 MiB a tenth.
 MAX_CHUNK_BYTES = 256 << 20
 
 
 def chunk_rows(vocab_size: int) -> int:
-    """Return how many rows of logits [n, V] in fp32 fit the budget of a chunk."""
+    """Return the number of rows of fp32 logits [n, V] that fit into `MAX_CHUNK_BYTES`, at least 16."""
     return max(16, MAX_CHUNK_BYTES // (4 * vocab_size))

@@ -1,10 +1,9 @@
-"""Attention over documents that stand one behind the other in a row, and over rows that several processes share.
+"""Attention within the documents of packed sequences, with context parallelism.
 
-A packed row [1, T] holds documents without padding between them. No token may look into the document before its own. A
-mask [T, T] would say so, at a price of T x T; here each document is attended to by itself, so that the price is the sum
-of squares. With context parallelism each process has two stretches of the row, one from its front and one from its back
-(zigzag: so all have as much to do, since a late token looks at more than an early one). Keys and values of all are
-gathered; queries stay where they are.
+A packed sequence [1, T] contains several documents without padding. No token may attend to other documents. A mask
+[T, T] would cost T x T; here attention is computed per document, which costs the sum of squared lengths. With context
+parallelism each process has two blocks of the sequence, one from its front and one from its back (zigzag: this balances
+the work, since late tokens attend to more tokens). Keys and values are gathered from all processes; queries are not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.nn import functional
 from xtk.errors import XtkError
 
 ATTENTION_NAME = "xtk"
-# What this attention knows to do; a model that hands it more (soft caps, sinks, biases) keeps its own.
+# Arguments that this attention can ignore. Models that pass others (soft caps, sinks, biases) keep their attention.
 _IGNORED_ARGUMENTS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "is_causal", "cache_position", "layer_idx"}
 )
@@ -30,14 +29,14 @@ _IGNORED_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class PackedSequence:
-    """Documents that stand one behind the other, and which part of them this process has.
+    """A sequence of concatenated documents, and this process's part of it.
 
     Attributes:
-        lengths: of the documents, in their order; they fill the row.
-        group: torch's process group, whose ranks share the row; None: this process has all of it.
-        num_ranks: how many share it; the row is a multiple of `2 * ranks` long.
-        rank: which of them this process is.
-        seen_windows: the windows with which layers looked at it, once they did.
+        lengths: lengths of the documents, in order; they sum to the sequence length.
+        group: a torch.distributed process group that shares the sequence; None: this process has all of it.
+        num_ranks: size of the group; the sequence length is a multiple of `2 * num_ranks`.
+        rank: this process's rank.
+        seen_windows: sliding windows that layers have used on the sequence; None in it: a layer without one.
     """
 
     lengths: tuple[int, ...]
@@ -49,30 +48,32 @@ class PackedSequence:
 
     @property
     def num_tokens(self) -> int:
-        """T, the tokens of the whole row."""
+        """Sequence length, T."""
         return sum(self.lengths)
 
     def token_indices(self, rank: int) -> NDArray[np.int64]:
-        """Return which tokens of the row a process has, in its order."""
+        """Return the token indices that a process has, in its order."""
         if self.num_ranks == 1:
             return np.arange(self.num_tokens)
-        pieces = np.arange(self.num_tokens).reshape(2 * self.num_ranks, -1)
-        return np.concatenate([pieces[rank], pieces[2 * self.num_ranks - 1 - rank]])
+        blocks = np.arange(self.num_tokens).reshape(2 * self.num_ranks, -1)
+        return np.concatenate([blocks[rank], blocks[2 * self.num_ranks - 1 - rank]])
 
     def position_ids(self) -> NDArray[np.int64]:
-        """Return [T], the place of each token in its document."""
+        """Return the position of each token in its document, [T]."""
         return np.concatenate([np.arange(length) for length in self.lengths])
 
     def attention_segments(self) -> list[tuple[int, int, int, int]]:
-        """Return (first, past, start, stop): tokens first to past of those held here look at start to stop of the row.
+        """Return (first, past, start, stop) tuples: local tokens [first, past) attend to tokens [start, stop).
 
-        The last of them looks at all of these, the one before it at one less, and so on.
+        The last local token attends to all of them, the one before it to one less, and so on.
         """
         if not self._segments:
             edges = np.cumsum([0, *self.lengths])
             chunk = self.num_tokens // (2 * self.num_ranks) if self.num_ranks > 1 else self.num_tokens
-            begins = [0] if self.num_ranks == 1 else [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
-            for number, begin in enumerate(begins):
+            block_starts = (
+                [0] if self.num_ranks == 1 else [self.rank * chunk, (2 * self.num_ranks - 1 - self.rank) * chunk]
+            )
+            for number, begin in enumerate(block_starts):
                 inside = edges[(edges > begin) & (edges < begin + chunk)]
                 for low, high in itertools.pairwise([begin, *inside.tolist(), begin + chunk]):
                     start = int(edges[np.searchsorted(edges, low, side="right") - 1])
@@ -82,7 +83,7 @@ class PackedSequence:
 
 
 class UnsupportedAttention(XtkError):
-    """A model asks for what this attention does not do."""
+    """A model needs a feature that this attention does not support."""
 
 
 def packed_attention(
@@ -97,30 +98,32 @@ def packed_attention(
     packed: PackedSequence | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within documents; what transformers calls when a model's attention is `NAME`.
+    """Return causal attention within documents; transformers calls it for the attention implementation `xtk`.
 
     Args:
         module: the layer.
-        query: [1, heads, T, D], of the tokens that are held here; without `row` [B, heads, T, D], whole documents.
+        query: [1, heads, T, D], this process's tokens; without `packed` [B, heads, T, D], one document per row.
         key: [1, key-value heads, T, D].
         value: [1, key-value heads, T, D].
-        attention_mask: None, as transformers makes none for an attention that it does not know.
-        dropout: of attention weights.
-        scaling: of their logits.
-        sliding_window: how many tokens back, with itself, a token looks; None: all of its document.
-        packed: the documents; None: each has a row of its own, padded on the right.
-        kwargs: what else the layer hands on.
+        attention_mask: None; transformers builds no mask for custom attention.
+        dropout: dropout probability of attention weights.
+        scaling: factor of the attention logits.
+        sliding_window: number of tokens, including itself, to which a token attends; None: all of its document.
+        packed: the documents; None: one document per row, padded on the right.
+        kwargs: other arguments of the layer.
 
     Returns:
         [B, T, heads, D], and None.
 
     Raises:
-        NotThisAttention: the layer asks for more than this.
+        UnsupportedAttention: the layer needs a mask or another feature.
     """
     more = sorted(name for name, wanted in kwargs.items() if wanted is not None and name not in _IGNORED_ARGUMENTS)
     if attention_mask is not None or more or not getattr(module, "is_causal", True):
         raise UnsupportedAttention(
-            f"this model's attention is more than causal attention ({', '.join(more) or 'a mask'})"
+            "packed sequences are not supported: the model's attention needs more than a causal mask "
+            f"({', '.join(more) or 'its own mask'})",
+            hint="use --no-packing",
         )
     groups = query.shape[1] // key.shape[1]
     if packed is not None and packed.num_ranks > 1:
@@ -130,18 +133,18 @@ def packed_attention(
     if packed is None:
         return _attend_segment(query, key, value, dropout, scaling, sliding_window).transpose(1, 2).contiguous(), None
     packed.seen_windows.add(sliding_window)
-    found = [
+    outputs = [
         _attend_segment(query[:, :, first:past], key[:, :, start:stop], value[:, :, start:stop], dropout, scaling,
                 sliding_window)
         for first, past, start, stop in packed.attention_segments()
     ]  # fmt: skip
-    return torch.cat(found, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 
 def _attend_segment(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attend where the last query looks at all keys, and each before it at one less."""
+    """Return causal attention where the last query attends to all keys, and each one before it to one less."""
     queries, keys = query.shape[2], key.shape[2]
     if window is not None and keys <= window:
         window = None
@@ -149,22 +152,26 @@ def _attend_segment(
         return functional.scaled_dot_product_attention(
             query, key, value, dropout_p=dropout, scale=scaling, is_causal=queries > 1
         )
-    own = torch.arange(keys - queries, keys, device=query.device)[:, None]
-    theirs = torch.arange(keys, device=query.device)
-    seen = theirs <= own if window is None else (theirs <= own) & (theirs > own - window)
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=seen, dropout_p=dropout, scale=scaling)
+    query_positions = torch.arange(keys - queries, keys, device=query.device)[:, None]
+    key_positions = torch.arange(keys, device=query.device)
+    mask = (
+        key_positions <= query_positions
+        if window is None
+        else (key_positions <= query_positions) & (key_positions > query_positions - window)
+    )
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
 
 
 def _gather_keys_values(local: Tensor, row: PackedSequence) -> Tensor:
-    """Return [2, 1, heads, T, D] of the whole row, from what each process has of it."""
-    everything: Tensor = _AllGatherSequence.apply(local, row)  # type: ignore[no-untyped-call]
+    """Return keys and values of the full sequence, [2, 1, heads, T, D], gathered from all processes."""
+    gathered: Tensor = _AllGatherSequence.apply(local, row)  # type: ignore[no-untyped-call]
     order = np.concatenate([row.token_indices(rank) for rank in range(row.num_ranks)])
     back = torch.from_numpy(np.argsort(order)).to(local.device)
-    return everything.index_select(3, back)
+    return gathered.index_select(3, back)
 
 
 class _AllGatherSequence(torch.autograd.Function):
-    """All parts of a row, rank by rank; backwards the sum of what all processes say of one's own."""
+    """All-gather of a sequence's parts by rank; the backward pass sums the gradients of all processes."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, row: PackedSequence) -> Tensor:
@@ -184,7 +191,7 @@ class _AllGatherSequence(torch.autograd.Function):
 
 
 def register_attention() -> None:
-    """Tell transformers of this attention."""
+    """Register this attention in transformers under `ATTENTION_NAME`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, packed_attention)

@@ -1,4 +1,4 @@
-"""The weights of a model as the headers of its files describe them, without reading the weights."""
+"""Names, dtypes and shapes of a model's weights, from safetensors headers only."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _HINT = "copy or download the model again"
 
 
 def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
-    """Return the files of safetensors from which transformers or peft loads the weights in a folder; none if none is.
+    """Return the safetensors files from which transformers or peft loads the weights of a folder; may be empty.
 
-    That is `model.safetensors`, else the shards that the index names, else an adapter's file, else all there are.
+    That is `model.safetensors`, else the shards in the index, else the adapter's file, else all safetensors files.
 
     Args:
-        folder: of a model or of an adapter.
-        allow_missing: leave out files that the index names and that do not exist.
+        folder: folder of a model or an adapter.
+        allow_missing: leave out files that are in the index but do not exist.
 
     Raises:
-        Damaged: the index cannot be read, names a file of another folder, or names files that do not exist.
+        CorruptError: the index cannot be read, or contains a file of another folder or a missing file.
     """
     for name in (SINGLE_FILE,) if (folder / INDEX_FILE).is_file() else (SINGLE_FILE, ADAPTER_FILE):
         if (folder / name).is_file():
@@ -33,38 +33,39 @@ def weight_files(folder: Path, *, allow_missing: bool = False) -> list[Path]:
     if missing and allow_missing:
         return [folder / name for name in names if name not in missing]
     if missing:
-        what = f"missing files of weights: {len(missing):,} of {len(names):,} ({format_names(missing)})"
+        what = f"weight files in the index are missing: {len(missing):,} of {len(names):,} ({format_names(missing)})"
         raise CorruptError(what, where=str(folder / INDEX_FILE), hint=_HINT)
     return [folder / name for name in names]
 
 
 def read_weight_index(folder: Path) -> dict[str, str]:
-    """Return {tensor: file} of the index of sharded weights.
+    """Return {tensor: file} from the index of sharded weights.
 
     Raises:
-        Damaged: it cannot be read, or names a file of another folder.
+        CorruptError: it cannot be read, or contains a file of another folder.
     """
     path = folder / INDEX_FILE
     try:
         named = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         pairs = {str(name): str(file) for name, file in named.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError("the index of the weights cannot be read", where=str(path), hint=_HINT) from None
+        raise CorruptError("the index of the weight files cannot be read", where=str(path), hint=_HINT) from None
     for file in pairs.values():
         if Path(file).name != file or "\0" in file:
-            raise CorruptError(f"the index of the weights names a file of another folder: {file!r}", where=str(path))
+            what = f"the index of the weight files contains a path outside of the folder: {file!r}"
+            raise CorruptError(what, where=str(path), hint=_HINT)
     return pairs
 
 
 def read_weight_headers(folder: Path, *, allow_missing: bool = False) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return {name: (dtype as safetensors calls it, shape)} of the weights in a folder.
+    """Return {name: (safetensors dtype, shape)} of the weights in a folder.
 
     Args:
-        folder: of a model or of an adapter.
-        allow_missing: leave out files that the index names and that do not exist.
+        folder: folder of a model or an adapter.
+        allow_missing: leave out files that are in the index but do not exist.
 
     Raises:
-        Damaged: a file is missing, is no safetensors, or is cut short.
+        CorruptError: a file is missing, not in safetensors format, or truncated.
     """
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for path in weight_files(folder, allow_missing=allow_missing):
@@ -87,12 +88,15 @@ def _read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             for name, tensor in header.items()  # type: ignore[union-attr]
         }
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):
-        raise CorruptError("the weights cannot be read", where=str(path), hint=_HINT) from None
+        what = "the model's weights cannot be read: the safetensors header is invalid"
+        raise CorruptError(what, where=str(path), hint=_HINT) from None
     if path.stat().st_size != 8 + size + end:
-        raise CorruptError("the weights are cut short", where=str(path), hint=_HINT)
+        actual, expected = path.stat().st_size, 8 + size + end
+        what = f"the safetensors file has {actual:,} bytes instead of {expected:,}"
+        raise CorruptError(what, where=str(path), hint=_HINT)
     return found
 
 
 def format_names(names: list[str]) -> str:
-    """Return the first names of a list, and how many more there are."""
+    """Return the first three names as text, and the number of others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

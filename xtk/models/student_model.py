@@ -1,4 +1,4 @@
-"""What becomes of a student's model before it is trained: adapters, packed weights, frozen parts; how it is kept."""
+"""The student model: loading for training with adapters, quantization and frozen parameters; saving."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ from xtk.models.weight_validation import check_adapter_weights
 from xtk.registry import unknown_name_error
 from xtk.tokens.tokenizer import Tokenizer
 
-# The dtypes that weights can be trained in: fp16 has no room for small gradients.
+# The dtypes of trainable weights. Small gradients underflow in fp16.
 TRAINABLE_DTYPES = ("float32", "bfloat16")
 ALL_LINEAR = ("all-linear",)
-# Rows of a resized vocabulary come in such numbers, which tensor cores and vocabulary shards like.
+# A resized vocabulary has a multiple of this many rows, for tensor cores and vocabulary shards.
 VOCABULARY_MULTIPLE = 64
-# How the same numbers are computed; what a run gives does not depend on it.
+# Options that change how results are computed, but not the results.
 EXECUTION_OPTIONS = ("attn_implementation", "torch_compile")
 _HUB_SNAPSHOT = re.compile(r"models--(?P<owner>[^/]+?)--(?P<name>[^/]+)/snapshots/(?P<revision>[^/]+)$")
 
 
 @dataclass(frozen=True)
 class StudentModelConfig:
-    """How a student's model is loaded and what of it is trained, in the words of Hugging Face.
+    """Options of loading the student and of its trainable parameters, named as in Hugging Face.
 
     Attributes:
-        dtype: in which weights are held, and trained if they are.
-        attn_implementation: transformers' name of how attention is computed; "": what transformers takes.
-        torch_compile: compile the model's body.
-        load_in_4bit: pack the matrices into NF4, their scales packed again (QLoRA); they cannot be trained.
-        load_in_8bit: pack the matrices into int8; they cannot be trained.
+        dtype: dtype of the weights.
+        attn_implementation: attention implementation of transformers; "": the default.
+        torch_compile: compile the backbone.
+        load_in_4bit: quantize the matrices to NF4 with double quantization (QLoRA); they cannot be trained.
+        load_in_8bit: quantize the matrices to int8; they cannot be trained.
         lora_r: rank of the LoRA adapters, which are trained instead of the matrices; 0: no adapters.
         lora_alpha: adapters are multiplied by `lora_alpha / lora_r`; 0: twice `lora_r`.
-        lora_dropout: of what goes into adapters.
-        lora_target_modules: ends of the names of modules that get adapters; "all-linear": all but the head.
-        lora_modules_to_save: ends of the names of modules that are trained whole beside them.
-        use_dora: adapters of directions, with the lengths of columns trained beside them.
-        freeze: regular expressions; parameters whose names hold one of them stay as they are.
+        lora_dropout: dropout of the adapters' inputs.
+        lora_target_modules: name suffixes of modules that get adapters; "all-linear": all but the head.
+        lora_modules_to_save: name suffixes of modules that are fully trained in addition to the adapters.
+        use_dora: train DoRA adapters: directions and column magnitudes.
+        freeze: regular expressions; parameters whose names match one are not trained.
         resize_vocabulary: add embedding rows for tokens that have none.
 
     Raises:
-        XtkError: a value that is not known, or options that say nothing together.
+        XtkError: an invalid value, or options that exclude each other.
     """
 
     dtype: str = "float32"
@@ -69,48 +69,54 @@ class StudentModelConfig:
 
     def __post_init__(self) -> None:
         if self.dtype not in TRAINABLE_DTYPES:
-            raise unknown_name_error("dtype to train in", self.dtype, TRAINABLE_DTYPES)
+            raise unknown_name_error("training dtype", self.dtype, TRAINABLE_DTYPES)
         if self.load_in_4bit and self.load_in_8bit:
-            raise XtkError("--load-in-4bit and --load-in-8bit do not go together")
+            raise XtkError("--load-in-4bit and --load-in-8bit exclude each other", hint="remove one of them")
         if self.lora_r < 0:
-            raise XtkError(f"--lora-r is {self.lora_r}; it is a rank, 1 or more, or 0 for no adapters")
+            raise XtkError(f"--lora-r must be at least 0, not {self.lora_r}", hint="use --lora-r 16, or 0 for no LoRA")
         if not 0 <= self.lora_dropout < 1:
-            raise XtkError(f"--lora-dropout is {self.lora_dropout}; it is a number from 0 to less than 1")
+            raise XtkError(
+                f"--lora-dropout must be at least 0 and below 1, not {self.lora_dropout}",
+                hint="use --lora-dropout 0.05",
+            )
         if self.lora_alpha < 0:
-            raise XtkError(f"--lora-alpha is {self.lora_alpha}; it is a number above 0, or 0 for twice --lora-r")
+            raise XtkError(
+                f"--lora-alpha must be at least 0, not {self.lora_alpha}",
+                hint="use --lora-alpha 32, or 0 for twice --lora-r",
+            )
         given = [name for name in self._non_default_options() if name.startswith("lora_") or name == "use_dora"]
         if given and not self.lora_r:
             option = given[0].replace("_", "-")
-            raise XtkError(f"--{option} says how adapters are made, and there are none", hint="--lora-r 16")
+            raise XtkError(f"--{option} needs LoRA adapters, but --lora-r is 0", hint="add --lora-r 16")
         if self.resize_vocabulary and self.is_quantized:
             raise XtkError(
-                "a vocabulary is not resized over packed weights: its new rows could not be kept with the adapter",
-                hint="resize it before: model.resize_token_embeddings(len(tokenizer)), save_pretrained",
+                "--resize-vocabulary does not work with --load-in-4bit or --load-in-8bit: adapters store no new rows",
+                hint="resize the model first: model.resize_token_embeddings(len(tokenizer)), then save_pretrained",
             )
 
     @property
     def is_quantized(self) -> bool:
-        """Whether matrices are packed into fewer bits."""
+        """Whether matrices are quantized to 4 or 8 bits."""
         return self.load_in_4bit or self.load_in_8bit
 
     def _non_default_options(self) -> dict[str, Any]:
-        """Return what is not as usual."""
+        """Return the options that differ from their defaults."""
         values = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def identity_options(self) -> dict[str, Any]:
-        """Return what changes the student, as far as it is not as usual; JSON."""
+        """Return the non-default options that change the trained student, as JSON values."""
         return {name: value for name, value in self._non_default_options().items() if name not in EXECUTION_OPTIONS}
 
 
 @dataclass(frozen=True)
 class StudentSource:
-    """Where a student's weights come from.
+    """Source of the student's weights.
 
     Attributes:
-        model: a folder with configuration and weights.
-        adapter: a folder of peft's, of an adapter of this model that is trained on; None: there is none.
-        checkpoint: what `save_trainable` wrote in this run, from which it goes on; None: it begins.
+        model: folder with configuration and weights.
+        adapter: folder of a peft adapter of this model, which is trained further; None: none.
+        checkpoint: folder written by `save_trainable`, from which the run resumes; None: a new run.
     """
 
     model: Path
@@ -129,30 +135,30 @@ def load_student(
     options: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Any:
-    """Load a model for training: only what is to be trained asks for gradients.
+    """Return a model for training, in which only the trained parameters require gradients.
 
     Args:
-        source: of its weights.
-        config: what is done with it.
-        tokenizer: the student's, whose tokens need rows.
-        device: where it goes.
-        mixed_precision: "bf16" if the model will compute in it.
-        trust_remote_code: run the model's own Python code.
-        options: more arguments of `from_pretrained`.
-        quiet: tell nothing.
+        source: source of the weights.
+        config: adapters, quantization and frozen parameters.
+        tokenizer: the student's tokenizer, whose tokens need embedding rows.
+        device: device of the model.
+        mixed_precision: "bf16" if the model will compute in bf16.
+        trust_remote_code: run Python code that comes with the model.
+        options: further arguments of `from_pretrained`.
+        quiet: print no notes.
 
     Returns:
-        A model of transformers, or peft's around it.
+        A transformers model, or a peft model around it.
 
     Raises:
-        XtkError: it cannot be loaded, or not in this way.
+        XtkError: the model cannot be loaded, or not with this configuration.
     """
     adapted = bool(config.lora_r or source.adapter)
-    whole = source.model if adapted or source.checkpoint is None else source.checkpoint
-    model = _load_base_model(whole, config, device, mixed_precision, trust_remote_code, dict(options or {}))
+    folder = source.model if adapted or source.checkpoint is None else source.checkpoint
+    model = _load_base_model(folder, config, device, mixed_precision, trust_remote_code, dict(options or {}))
     if not adapted and getattr(model, "quantization_method", None):
         raise XtkError(
-            "packed weights cannot be trained", where=str(whole), hint="train adapters over them: --lora-r 16"
+            "quantized weights cannot be trained", where=str(folder), hint="train LoRA adapters: add --lora-r 16"
         )
     if config.resize_vocabulary:
         _resize_vocabulary(model, tokenizer, config, adapted)
@@ -165,35 +171,38 @@ def load_student(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(parameter.dtype == torch.bfloat16 for parameter in trained):
         terminal.note(
-            "distill: weights are trained in bf16: updates smaller than a 256th of a weight are lost "
-            "(--dtype float32 --mixed-precision bf16 keeps them)"
+            "distill: warning: the trained weights are bf16, so updates below 1/256 of a weight are lost; "
+            "use --dtype float32 --mixed-precision bf16 to keep them"
         )
     if adapted or config.identity_options():
         count, of = (sum(one.numel() for one in some) for some in (trained, model.parameters()))
-        terminal.note(f"distill: {count:,} of {of:,} numbers of the model are trained")
+        terminal.note(f"distill: {count:,} of {of:,} parameters are trained")
     return model
 
 
 def _load_base_model(
     folder: Path,
-    preparation: StudentModelConfig,
+    config: StudentModelConfig,
     device: torch.device,
     mixed_precision: str,
     trust_remote_code: bool,
     options: dict[str, Any],
 ) -> Any:
-    """Load the model itself, with the attention and the packing that are asked for."""
-    if preparation.attn_implementation:
-        options["attn_implementation"] = preparation.attn_implementation
-    if preparation.is_quantized:
+    """Return the base model with the configured attention and quantization."""
+    if config.attn_implementation:
+        options["attn_implementation"] = config.attn_implementation
+    if config.is_quantized:
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise XtkError("--load-in-4bit and --load-in-8bit need bitsandbytes", hint="pip install 'xtk[qlora]'")
+            raise XtkError(
+                "--load-in-4bit and --load-in-8bit need the package bitsandbytes, which is not installed",
+                hint="run pip install 'xtk[qlora]'",
+            )
         from transformers import BitsAndBytesConfig
 
-        narrow = "bf16" in mixed_precision or preparation.dtype == "bfloat16"
+        narrow = "bf16" in mixed_precision or config.dtype == "bfloat16"
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=preparation.load_in_4bit,
-            load_in_8bit=preparation.load_in_8bit,
+            load_in_4bit=config.load_in_4bit,
+            load_in_8bit=config.load_in_8bit,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16 if narrow else torch.float32,
@@ -202,20 +211,20 @@ def _load_base_model(
     try:
         return load_causal_lm(
             folder,
-            dtype=DTYPES[preparation.dtype],
+            dtype=DTYPES[config.dtype],
             device=device,
             trust_remote_code=trust_remote_code,
             options=options,
         )
     except XtkError as wrong:
-        if preparation.attn_implementation and re.search("attention|attn|kernel", wrong.what, re.IGNORECASE):
-            where = f"--attn-implementation {preparation.attn_implementation}, {folder}"
-            raise XtkError(wrong.what, where=where, hint="sdpa and eager are there without more") from wrong
+        if config.attn_implementation and re.search("attention|attn|kernel", wrong.what, re.IGNORECASE):
+            where = f"--attn-implementation {config.attn_implementation}, {folder}"
+            raise XtkError(wrong.what, where=where, hint="use --attn-implementation sdpa or eager") from wrong
         raise
 
 
-def _resize_vocabulary(model: Any, tokenizer: Tokenizer, preparation: StudentModelConfig, adapted: bool) -> None:
-    """Add embedding rows for tokens that have none, around the mean of those that are there."""
+def _resize_vocabulary(model: Any, tokenizer: Tokenizer, config: StudentModelConfig, adapted: bool) -> None:
+    """Add embedding rows for tokens that have none, initialized around the mean of the existing rows."""
     rows = model.get_input_embeddings().weight.shape[0]
     if rows >= len(tokenizer):
         return
@@ -224,38 +233,41 @@ def _resize_vocabulary(model: Any, tokenizer: Tokenizer, preparation: StudentMod
         for name, module in model.named_modules()
         if module is model.get_input_embeddings() or module is model.get_output_embeddings()
     }
-    whole = {one.rpartition(".")[2] for one in preparation.lora_modules_to_save}
-    if adapted and not set(ends) <= whole:
+    fully_trained = {one.rpartition(".")[2] for one in config.lora_modules_to_save}
+    if adapted and not set(ends) <= fully_trained:
         raise XtkError(
-            "adapters leave new rows of the vocabulary untrained",
-            where=f"{rows:,} rows for {len(tokenizer):,} tokens",
-            hint=f"--lora-modules-to-save {','.join(ends)} trains the embeddings whole",
+            "with LoRA, the new embedding rows of --resize-vocabulary would stay untrained",
+            where=f"{rows:,} embedding rows for {len(tokenizer):,} tokens",
+            hint=f"add --lora-modules-to-save {','.join(ends)}, which trains the full embeddings",
         )
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=VOCABULARY_MULTIPLE)
-    terminal.note(f"distill: the vocabulary has {model.get_input_embeddings().weight.shape[0]:,} rows, {rows:,} before")
+    new_rows = model.get_input_embeddings().weight.shape[0]
+    terminal.note(f"distill: embeddings resized from {rows:,} to {new_rows:,} rows")
 
 
 def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentModelConfig) -> Any:
-    """Put an adapter into a model: that of the checkpoint, the one that the student came with, or a new one.
+    """Return a peft model with a trainable adapter: from the checkpoint, from the student's adapter, or a new one.
 
     Raises:
-        XtkError: peft is not there, the adapter cannot be read, or modules that are not there were named.
+        XtkError: peft is not installed, the adapter cannot be read, or a named module does not exist.
     """
     if importlib.util.find_spec("peft") is None:
-        raise XtkError("adapters need peft", hint="pip install 'xtk[peft]'")
+        raise XtkError(
+            "LoRA adapters need the package peft, which is not installed", hint="run pip install 'xtk[peft]'"
+        )
     found = source.checkpoint or source.adapter
     if source.adapter and config.lora_r:
         raise XtkError(
-            "the student is an adapter already, which is trained on as it is",
+            "the student is already an adapter, which is trained further as it is, so --lora-r does not apply",
             where=str(source.adapter),
-            hint="leave the options of LoRA out, or merge it into its model (peft: merge_and_unload), and begin there",
+            hint="remove the --lora options, or merge the adapter first with merge_and_unload of peft",
         )
     if source.adapter and not source.checkpoint:
         check_adapter(source.adapter)
     from peft import LoraConfig, PeftModel, get_peft_model
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft asks transformers in a way that it will not know for long
+        warnings.simplefilter("ignore")  # peft uses deprecated functions of transformers
         if found is not None:
             try:
                 trained = PeftModel.from_pretrained(model, str(found), is_trainable=True)
@@ -270,9 +282,9 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
         tied = _tied_embedding_names(model)
         if targets != ALL_LINEAR and set(targets) & tied:
             raise XtkError(
-                "embedding and head are one matrix in this model, and an adapter is of one of them",
+                "embedding and output head are tied in this model, so neither can get a LoRA adapter",
                 where=f"--lora-target-modules {','.join(targets)}",
-                hint=f"--lora-modules-to-save {min(tied)}, which trains both whole",
+                hint=f"use --lora-modules-to-save {min(tied)}, which fully trains both",
             )
         described = LoraConfig(
             task_type="CAUSAL_LM",
@@ -287,18 +299,21 @@ def attach_trainable_adapter(model: Any, source: StudentSource, config: StudentM
         try:
             return _set_base_model_name(get_peft_model(model, described), source.model)
         except ValueError as wrong:
-            raise XtkError(f"peft makes no such adapter: {' '.join(str(wrong).split())[:300]}") from wrong
+            raise XtkError(
+                f"peft refuses the LoRA options: {' '.join(str(wrong).split())[:300]}",
+                hint="change --lora-target-modules, --lora-modules-to-save or --use-dora",
+            ) from wrong
 
 
-def _check_module_names(names: Sequence[str], asked: Sequence[str]) -> None:
-    """Refuse a module that no name ends in."""
-    for one in asked:
+def _check_module_names(names: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Refuse names that are not a suffix of any module's name."""
+    for one in suffixes:
         if not any(name == one or name.endswith(f".{one}") for name in names):
-            raise unknown_name_error("module", one, {name.rpartition(".")[2] for name in names} - {""})
+            raise unknown_name_error("module of the student", one, {name.rpartition(".")[2] for name in names} - {""})
 
 
 def _tied_embedding_names(model: Any) -> set[str]:
-    """Return the last parts of the names of embedding and head, where they are one matrix; else none."""
+    """Return the last parts of the names of embedding and head if they are tied, else an empty set."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     if ends[1] is None or ends[0].weight is not ends[1].weight:
         return set()
@@ -306,7 +321,7 @@ def _tied_embedding_names(model: Any) -> set[str]:
 
 
 def _set_base_model_name(model: Any, folder: Path) -> Any:
-    """Let the adapter tell which model it belongs to, wherever it is read: a hub id, or an absolute path."""
+    """Set the adapter's base model to a hub id or an absolute path, which is valid wherever it is loaded."""
     found = _HUB_SNAPSHOT.search(folder.resolve().as_posix())
     described = model.peft_config[model.active_adapter]
     described.base_model_name_or_path = f"{found['owner']}/{found['name']}" if found else str(folder.resolve())
@@ -315,32 +330,39 @@ def _set_base_model_name(model: Any, folder: Path) -> Any:
 
 
 def freeze_parameters(model: Any, patterns: Sequence[str]) -> None:
-    """Let parameters whose names hold one of some regular expressions stay as they are.
+    """Exclude parameters whose names match a regular expression from training.
 
-    Tied parameters have several names, each of which holds for all.
+    Tied parameters have several names; a match of one freezes all.
 
     Raises:
-        XtkError: a pattern that no name holds; or nothing is left to train.
+        XtkError: an invalid pattern, a pattern that matches no parameter, or no parameter is left to train.
     """
     parameters = list(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
         try:
             found = [parameter for name, parameter in parameters if re.search(pattern, name)]
         except re.error as wrong:
-            raise XtkError(f"--freeze {pattern} is no regular expression: {wrong}") from None
+            raise XtkError(
+                f"--freeze {pattern} is not a valid regular expression: {wrong}",
+                hint="use a part of a parameter's name, such as --freeze embed_tokens",
+            ) from None
         if not found:
             parts = {part for name, _ in parameters for part in name.split(".") if not part.isdigit()}
-            raise unknown_name_error("parameter", pattern, parts)
+            raise unknown_name_error("parameter of the student", pattern, parts)
         for parameter in found:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise XtkError("nothing is left to train", where="--freeze " + " --freeze ".join(patterns))
+        raise XtkError(
+            "--freeze matches all parameters, so nothing would be trained",
+            where="--freeze " + " --freeze ".join(patterns),
+            hint="remove a pattern, or use a narrower one",
+        )
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the trained parameters in groups for an optimizer: matrices decay; biases and norms do not.
+    """Return the trained parameters in optimizer groups: matrices with weight decay; biases and norms without.
 
-    As in Hugging Face's trainer, embeddings decay. The biases of a mixture's experts are a matrix, and are biases.
+    As in the Hugging Face trainer, embeddings decay. Biases of mixture-of-experts layers, which are matrices, do not.
     """
     groups: dict[float, list[torch.nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, parameter in model.named_parameters():
@@ -351,39 +373,39 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def is_peft_model(model: Any) -> bool:
-    """Whether a model is peft's around one of transformers."""
+    """Return whether a model is a peft model around a transformers model."""
     return hasattr(model, "merge_and_unload") and hasattr(model, "peft_config")
 
 
 def has_mergeable_adapter(model: Any) -> bool:
-    """Whether a model has adapters that its weights can take up: packed ones cannot."""
+    """Return whether a model has adapters that can be merged: the weights are not quantized."""
     return is_peft_model(model) and not getattr(model.get_base_model(), "quantization_method", None)
 
 
 def save_trainable(model: Any, folder: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
-    """Write what training changes, for `load_student` to go on from: the adapter alone, or the whole model.
+    """Write the trained weights, from which `load_student` resumes: the adapter only, or the full model.
 
     Args:
-        model: of transformers, or peft's around it.
-        folder: which is there.
-        state_dict: by the model's names of them, if its own are cut over processes; None: its own.
+        model: a transformers model, or a peft model around it.
+        folder: an existing folder.
+        state_dict: full weights by name, if the model's are sharded over processes; None: the model's weights.
     """
-    given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties what it is given
+    given = {} if state_dict is None else {"state_dict": dict(state_dict)}  # transformers empties this dict
     if not is_peft_model(model):
         model.save_pretrained(folder, safe_serialization=True, **given)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # What is saved beside the adapters was named; peft would ask the hub whether the vocabulary was resized.
+        # Modules to save are named in the options; otherwise peft would query the hub for the original vocabulary size.
         model.save_pretrained(folder, safe_serialization=True, save_embedding_layers=False, **given)
-    (folder / "README.md").unlink(missing_ok=True)  # peft's form, with its blanks
+    (folder / "README.md").unlink(missing_ok=True)  # peft's unfilled template
 
 
 def save_final_student(model: Any, folder: Path) -> None:
-    """Write the finished student, the last thing that is done with the model.
+    """Write the finished student; the model cannot be used afterwards.
 
-    Adapters are merged into the model's weights, and kept beside them in `adapter/`. Over packed weights, to which
-    nothing can be added without a loss, the adapter is all that is written.
+    Adapters are merged into the model's weights, and also written to `adapter/`. Quantized weights cannot be
+    merged without loss; for them only the adapter is written.
     """
     if not has_mergeable_adapter(model):
         save_trainable(model, folder)

@@ -1,4 +1,4 @@
-"""Models whose weights no process has whole: matrices cut for tensor parallelism, and weights shared out (FSDP2)."""
+"""Sharding of weights over processes: tensor parallelism and FSDP2."""
 
 from __future__ import annotations
 
@@ -13,36 +13,40 @@ from xtk.errors import XtkError
 
 
 def to_local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this process has of a tensor that processes share; gradients go where they belong."""
+    """Return this process's shard of a DTensor, differentiable; other tensors are returned as they are."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def apply_tensor_parallel(model: Any, mesh: Any) -> None:
-    """Cut a model's matrices over the processes of a mesh, by the plan that transformers has for it.
+    """Shard a model's matrices over the processes of a mesh, by transformers' tensor parallel plan.
 
-    The head keeps its rows where they are: its logits are never gathered. A head that is the embedding stays it.
+    The head is sharded by vocabulary, and its logits are not gathered. A head tied to the embedding stays tied.
 
     Args:
-        model: of transformers, loaded, on the CPU or a device; the same in every process.
-        mesh: of one dimension.
+        model: a loaded transformers model, equal in every process.
+        mesh: a one-dimensional device mesh.
 
     Raises:
-        XtkError: transformers has no plan for it, or cannot cut it into so many.
+        XtkError: transformers has no plan for the model, or cannot shard it into so many parts.
     """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if getattr(model, "peft_config", None) or getattr(model, "quantization_method", None):
-        raise XtkError("adapters and quantised weights are not cut by matrices", hint="--parallel fsdp instead of tp")
+        raise XtkError(
+            "tensor parallelism is not supported with adapters or quantized weights",
+            hint="use --parallel fsdp instead of tp",
+        )
     configuration = model.config.get_text_config()
     heads = [getattr(configuration, name, None) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
     if any(count % mesh.size() for count in heads):
         raise XtkError(
-            f"{heads[0]} heads and {heads[1]} key-value heads are not cut into {mesh.size()}",
-            where=f"{type(model).__name__}, tp={mesh.size()}",
-            hint="a smaller tp, or --parallel fsdp",
+            f"tensor parallelism: {heads[0]} attention heads and {heads[1]} key-value heads are not divisible by "
+            f"tp={mesh.size()}",
+            where=type(model).__name__,
+            hint="use a smaller tp, or --parallel fsdp",
         )
     name = next((name for name, module in model.named_modules() if module is head), "")
     tied = head is not None and head.weight is embedding.weight
@@ -56,16 +60,16 @@ def apply_tensor_parallel(model: Any, mesh: Any) -> None:
             apply_tensor_parallelism(model, mesh, plan)
     except (ValueError, KeyError, RuntimeError, NotImplementedError, AttributeError) as wrong:
         raise XtkError(
-            f"this model cannot be cut by matrices: {' '.join(str(wrong).split())[:200]}",
+            f"transformers cannot apply tensor parallelism to the model: {' '.join(str(wrong).split())[:200]}",
             where=f"{type(model).__name__}, tp={mesh.size()}",
-            hint="--parallel fsdp instead of tp",
+            hint="use --parallel fsdp instead of tp",
         ) from None
     if tied:
         head.weight = embedding.weight
 
 
 def decoder_layers(model: Any) -> Iterator[nn.Module]:
-    """Yield the decoder layers of a model: those modules that transformers never splits over devices."""
+    """Yield the decoder layers of a model: the modules that transformers never splits over devices."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     names = set(getattr(inner, "_no_split_modules", None) or ())
     for module in inner.modules():
@@ -74,22 +78,22 @@ def decoder_layers(model: Any) -> Iterator[nn.Module]:
 
 
 def apply_fsdp(student: nn.Module, model: Any, mesh: Any, *, bf16: bool, cpu_offload: bool) -> None:
-    """Share out the weights of a model over processes, layer by layer (FSDP2).
+    """Shard the weights of a model over processes, layer by layer (FSDP2).
 
     Gradients are averaged over the mesh, in fp32.
 
     Args:
-        student: the module whose forward pass is called; what is in no layer is gathered for all of it.
+        student: the module whose forward pass is called; its parameters outside of layers form one FSDP unit.
         model: the language model in it.
-        mesh: of one dimension, or of replicas and shards.
-        bf16: compute in bf16; weights that are kept and updated stay in fp32.
-        cpu_offload: keep weights and optimizer in the memory of the CPU.
+        mesh: a device mesh of one dimension, or of replicas and shards.
+        bf16: compute in bf16; the sharded weights stay in fp32.
+        cpu_offload: keep weights and optimizer state in CPU memory.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     settings: dict[str, Any] = {
         "mesh": mesh,
-        # torch would cast what stands in the arguments too, within dataclasses: the teacher's probabilities.
+        # Otherwise torch would also cast inputs inside of dataclasses, such as the teacher's probabilities.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )

@@ -1,4 +1,4 @@
-"""What a model's files of weights hold, compared with what the model needs."""
+"""Checks of weight files: missing, unexpected, misshapen and non-finite weights."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from xtk.models.safetensors_headers import format_names, read_weight_headers
 from xtk.models.weight_sharding import to_local_tensor
 
 _HINT = "copy or download the model again"
-# How safetensors calls numbers that were packed after training; their names are those of a library.
+# safetensors dtypes of quantized weights; their tensor names depend on the quantization library.
 QUANTIZED_DTYPES = ("U8", "I8", "I4", "F8_E4M3", "F8_E5M2", "I32")
 _printed_lines: set[str] = set()
 
 
 @dataclass(frozen=True)
 class WeightMismatches:
-    """Names of weights that differ between files and model; all sorted.
+    """Weights that differ between files and model, sorted by name.
 
     Attributes:
-        missing: those that the model has and the files do not: transformers fills them with random numbers.
-        unexpected: those that the files have and the model does not.
-        reshaped: those of another shape, with both shapes.
+        missing: in the model but not in the files: transformers initializes them randomly.
+        unexpected: in the files but not in the model.
+        reshaped: (name, shape in the file, shape in the model) where the shapes differ.
     """
 
     missing: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class WeightMismatches:
 
     @classmethod
     def from_loading_info(cls, loading_info: Mapping[str, Any]) -> Self:
-        """Return what the loading info of transformers contains: tied heads and known buffers are left out there."""
+        """Return the mismatches in transformers' loading info, which leaves out tied heads and known buffers."""
         reshaped = {(str(name), tuple(stored), tuple(own)) for name, stored, own in loading_info["mismatched_keys"]}
         return cls(
             tuple(sorted(loading_info["missing_keys"])),
@@ -47,21 +47,21 @@ class WeightMismatches:
         )
 
     def check(self, folder: Path, *, quiet: bool = False) -> None:
-        """Refuse weights that are missing or of another shape; note those that are not used, once a folder.
+        """Refuse missing weights and other shapes; print a note on unexpected weights, once per folder.
 
         Raises:
-            Damaged: names the first of them.
+            CorruptError: with the first names.
         """
         if self.missing:
-            what = f"missing weights: {len(self.missing):,} ({format_names(list(self.missing))})"
+            what = f"weights are missing from the files: {len(self.missing):,} ({format_names(list(self.missing))})"
             raise CorruptError(what, where=str(folder), hint=_HINT)
         if self.reshaped:
             shapes = [f"{name} {list(stored)} instead of {list(own)}" for name, stored, own in self.reshaped]
-            what = f"weights of another shape than the configuration states: {len(shapes):,} ({format_names(shapes)})"
-            raise CorruptError(what, where=str(folder), hint="the configuration that belongs to these weights")
+            what = f"weights have other shapes than in the configuration: {len(shapes):,} ({format_names(shapes)})"
+            raise CorruptError(what, where=str(folder), hint="use the config.json that belongs to these weights")
         if self.unexpected and not quiet:
             names = list(self.unexpected)
-            note_once(f"warning: {folder}: {len(names):,} weights that the model does not use ({format_names(names)})")
+            note_once(f"warning: {folder}: the model does not use {len(names):,} weights ({format_names(names)})")
 
 
 def note_once(line: str) -> None:
@@ -72,14 +72,14 @@ def note_once(line: str) -> None:
 
 
 def check_adapter_weights(model: Any, adapter: Path) -> None:
-    """Refuse an adapter whose files do not hold all weights of the one that peft made of its configuration.
+    """Refuse an adapter whose files lack weights that its configuration implies.
 
     Args:
-        model: of peft, with the adapter in it.
-        adapter: the folder it was loaded from.
+        model: the peft model with the adapter.
+        adapter: folder from which the adapter was loaded.
 
     Raises:
-        Damaged: weights are missing, of another shape, or not finite.
+        CorruptError: weights are missing, of another shape, or not finite.
     """
     _compare_adapter_weights(model, {name: shape for name, (_, shape) in read_weight_headers(adapter).items()}).check(
         adapter
@@ -93,7 +93,7 @@ def _compare_adapter_weights(model: Any, stored: Mapping[str, tuple[int, ...]]) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         needed = get_peft_model_state_dict(model, save_embedding_layers=False)
-    # An adapter may hold the embeddings too, which peft loads into the model itself.
+    # An adapter file may also contain the embeddings, which peft loads into the base model.
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return WeightMismatches(
         tuple(sorted(needed.keys() - stored.keys())),
@@ -109,14 +109,14 @@ def _compare_adapter_weights(model: Any, stored: Mapping[str, tuple[int, ...]]) 
 def compare_headers_with_config(
     configuration: Any, headers: Mapping[Path, Mapping[str, tuple[str, tuple[int, ...]]]]
 ) -> dict[Path, WeightMismatches]:
-    """Compare the headers of files with the model that a configuration describes; no weight is read or made.
+    """Return {folder: mismatches} between file headers and the model of a configuration, without reading weights.
 
-    transformers itself loads them, without content: it knows which are tied, and what older files call them. Packed
-    weights, and models that need code of their own, are left out.
+    transformers loads meta tensors, because it knows which weights are tied and their names in older files. Quantized
+    weights and models with their own Python code are not checked.
 
     Args:
-        configuration: of transformers.
-        headers: by its folder, what `read_weight_headers` returned of the model, and then of an adapter of it.
+        configuration: a transformers configuration.
+        headers: {folder: result of `read_weight_headers`}, first of the model, then of its adapters.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
@@ -132,7 +132,7 @@ def compare_headers_with_config(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model, told = known.from_pretrained(
+            model, loading_info = known.from_pretrained(
                 None,
                 config=configuration,
                 state_dict={name: torch.empty(shape, device="meta") for name, (_, shape) in stored.items()},
@@ -141,10 +141,10 @@ def compare_headers_with_config(
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            found = {folder: WeightMismatches.from_loading_info(told)}
+            found = {folder: WeightMismatches.from_loading_info(loading_info)}
             for adapter, of_adapter in adapters:
                 found[adapter] = _compare_adapter_header(model, adapter, of_adapter)
-    except Exception:  # whatever a model does that tensors without content cannot
+    except Exception:  # some models cannot be built from meta tensors; then there is nothing to check
         return {}
     return found
 
@@ -160,9 +160,9 @@ def _compare_adapter_header(
 
 
 def non_finite_parameters(model: Any) -> list[str]:
-    """Return the names of a model's parameters that hold NaN or infinity, of what this process has of them.
+    """Return the names of a model's parameters with NaN or infinity in this process's shards.
 
-    One pass over memory, without a copy; packed weights and those that are on no device are left out.
+    One pass over memory, without a copy; quantized weights and meta tensors are skipped.
     """
     return [name for name, parameter in model.named_parameters() if not _is_finite(to_local_tensor(parameter))]
 
@@ -171,14 +171,14 @@ def non_finite_parameters(model: Any) -> list[str]:
 def _is_finite(tensor: Tensor) -> bool:
     if tensor.is_meta or not tensor.is_floating_point() or tensor.itemsize < 2 or not tensor.numel():
         return True
-    return all(bool(torch.isfinite(one)) for one in torch.aminmax(tensor.detach()))  # NaN comes through both
+    return all(bool(torch.isfinite(one)) for one in torch.aminmax(tensor.detach()))  # both are NaN if any value is
 
 
 def check_weights_finite(model: Any, folder: Path) -> None:
-    """Refuse weights with NaN or infinity, as they are in memory.
+    """Refuse weights with NaN or infinity in their dtype in memory.
 
     Raises:
-        Damaged: names them, and the dtype.
+        CorruptError: with the first names, and the dtype.
     """
     names = non_finite_parameters(model)
     if names:
@@ -186,5 +186,5 @@ def check_weights_finite(model: Any, folder: Path) -> None:
         raise CorruptError(
             f"weights are not finite (NaN or infinity) in {dtype}: {len(names):,} ({format_names(names)})",
             where=str(folder),
-            hint="--dtype bfloat16 or float32" if dtype == "float16" else _HINT,
+            hint="use --dtype bfloat16 or --dtype float32" if dtype == "float16" else _HINT,
         )

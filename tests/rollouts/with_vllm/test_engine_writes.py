@@ -89,7 +89,10 @@ def test_apart_it_writes_the_same_and_takes_weights_through_a_folder(students, w
 
 
 def test_an_engine_option_that_is_none_is_told_from_another_process(students):
-    for option, said in (("tensor_paralel_size=2", "did you mean"), ("logprobs_mode=raw_logits", "is set by xtk")):
+    for option, said in (
+        ("tensor_paralel_size=2", "did you mean"),
+        ("logprobs_mode=raw_logits", "xtk sets this argument"),
+    ):
         with pytest.raises(XtkError, match=said):
             SubprocessGenerator(request_of(students[0], engine=[option]), "vllm", SURROUNDINGS)
 

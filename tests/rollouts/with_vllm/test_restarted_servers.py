@@ -49,10 +49,10 @@ def test_a_server_that_was_restarted_gets_the_weights_again(students, tmp_path, 
         end = time.monotonic() + 300
         while fate.is_alive() or time.monotonic() < end:
             assert error_of(new, writer.generate(asks_of(), GREEDY)) < 1e-4
-            if not fate.is_alive() and "answers again" in (said := capsys.readouterr().err):
+            if not fate.is_alive() and "responding again" in (said := capsys.readouterr().err):
                 break
-        assert "; trying again" in said
-        assert "no answer for 3" in said, "a line every 30 seconds"
+        assert "; retrying" in said
+        assert "no response for 3" in said, "a line every 30 seconds"
         assert error_of(old, writer.generate(asks_of(), GREEDY)) > 0.1
     finally:
         for server in running:

@@ -84,7 +84,7 @@ def test_the_engine_says_what_transformers_says(teacher, tmp_path, support, engi
     ("engine", "said"),
     [
         ("tensor_paralel_size=2", "did you mean --engine tensor_parallel_size"),
-        ("max_logprobs=5", "--engine max_logprobs is set by xtk: use --top-k"),
+        ("max_logprobs=5", "--engine max_logprobs is not allowed: xtk sets this argument"),
         ("max_num_seqs=0", "vLLM cannot run this model"),
     ],
 )
