@@ -212,7 +212,9 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
         assert (np.diff(sequence.byte_ends) >= 0).all()
         assert not sequence.train_mask[0]
         assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
-        spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.text_runs.tolist()]
+        spelled = [
+            read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.text_runs.tolist()
+        ]
         # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
         assert sequence.byte_ends[sequence.text_mask].max(initial=0) <= len(document.text.encode())
@@ -416,13 +418,13 @@ def test_a_template_that_writes_a_content_twice_is_no_trap():
 @pytest.mark.parametrize(
     ("template", "what"),
     [
-        ("{% for %}", "cannot be read"),
+        ("{% for %}", "invalid chat template"),
         (STRICT, "the user begins"),
-        ("{{ nothing.at.all }}", "refuses a conversation"),
-        ("{{ ''.__class__.__mro__ }}", "refuses a conversation"),
-        ("{{ messages[99].content }}", "refuses a conversation"),
-        ("{{ 1 // 0 }}", "refuses a conversation"),
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses a conversation"),
+        ("{{ nothing.at.all }}", "refuses this conversation"),
+        ("{{ ''.__class__.__mro__ }}", "refuses this conversation"),
+        ("{{ messages[99].content }}", "refuses this conversation"),
+        ("{{ 1 // 0 }}", "refuses this conversation"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "refuses this conversation"),
     ],
 )
 def test_a_template_that_fails_is_told_with_its_reason(families, tmp_path, template, what):

@@ -33,7 +33,7 @@ def test_a_composed_character_counts_for_all_that_it_was_made_from(found):
     assert (result.num_characters, result.rewritten, result.dropped) == (7, 3, 0)
     assert result.examples == {("e\u0301", "é"): 1, ("\u2126", "Ω"): 1}
     # They look alike, so the warning shows code points.
-    assert "'e\\u0301' as '\\xe9' 1 time" in result.warning()
+    assert "'e\\u0301' to '\\xe9' 1 time" in result.warning()
 
 
 def test_dropped_white_space_control_characters_and_lone_accents(found):
@@ -63,8 +63,8 @@ def test_the_letter_that_metaspace_reads_as_a_space_is_rewritten(found):
 def test_the_warning_tells_the_share_and_the_most_frequent_examples(found):
     warning = found("byte-lower", ["xÉ"] * 20 + ["B"]).warning()
     assert warning == (
-        "byte-lower cannot spell 51.22% of the characters of these texts (21 of 41: 21 rewritten), "
-        "and what it reads instead is compared; most often 'É' as 'e' 20 times; 'B' as 'b' 1 time"
+        "byte-lower changes 51.22% of the characters of these texts (21 of 41: 21 rewritten); "
+        "the changed text is compared; most frequent: 'É' to 'e' 20 times; 'B' to 'b' 1 time"
     )
     assert "'xyz' unknown 1 time" in found("word-level", ["xyz"]).warning()
     assert "' \\n ' dropped 1 time" in found("word-piece", [" \n "]).warning()

@@ -153,7 +153,7 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
             "at temperature 0 all 4 answers to a problem are equal",
         ),
         ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
-        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "no JSON object"),
+        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
         ("run_sum:include_path=tasks", "executes generated code"),
     ]:
         with pytest.raises(XtkError) as refusal:

@@ -82,7 +82,15 @@ def assert_same_words(
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 assert np.array_equal(one.tokens.ids, other.tokens.ids)
-                for name in ("positions", "offsets", "ids", "logprobs", "remainder_mass", "observed_logprobs", "entropy"):
+                for name in (
+                    "positions",
+                    "offsets",
+                    "ids",
+                    "logprobs",
+                    "remainder_mass",
+                    "observed_logprobs",
+                    "entropy",
+                ):
                     assert np.array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name)), name
 
 
@@ -315,7 +323,7 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     [
         ("top=4", "no option of a teacher called 'top'"),
         ("top_k=many", "top_k is 'many', and no number"),
-        ("top_k=0", "a support holds at least one id"),
+        ("top_k=0", "--top-k is 0; must be at least 1"),
         ("top_k=4,top-k=5", "given twice"),
         ("backend=jax", "no backend called 'jax'"),
         ("backend=vllm,support=sample", "does not give the support sample"),

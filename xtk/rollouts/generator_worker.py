@@ -1,4 +1,4 @@
-"""The process of `xtk.rollouts.subprocess_generator`: python -m xtk.rollouts.generator_worker DESCRIPTOR PARENT."""
+"""Subprocess of `SubprocessGenerator`: python -m xtk.rollouts.generator_worker FILE_DESCRIPTOR PARENT_PID."""
 
 from __future__ import annotations
 
@@ -19,54 +19,54 @@ from xtk.subprocesses import die_with_parent
 
 
 def main(pipe: Connection) -> None:
-    """Open a backend, and do what is asked until nobody asks. What goes wrong is sent back, and ends nothing."""
-    writer: Generator | None = None
+    """Open a backend and serve requests until the pipe closes. Errors are sent back; the process goes on."""
+    generator: Generator | None = None
     try:
         while True:
             words, arrays = generator_ipc.receive_message(pipe)
             try:
-                if writer is None:
+                if generator is None:
                     request = generator_ipc.deserialize_config(words["request"])
-                    writer = load_registered(GENERATORS, words["backend"], "backend").open(request)
-                    generator_ipc.send_message(pipe, {"context": writer.context_length})
+                    generator = load_registered(GENERATORS, words["backend"], "backend").open(request)
+                    generator_ipc.send_message(pipe, {"context": generator.context_length})
                 else:
-                    generator_ipc.send_message(pipe, *_handle_request(writer, words, arrays))
+                    generator_ipc.send_message(pipe, *_handle_request(generator, words, arrays))
             except Exception as failure:
                 generator_ipc.send_message(pipe, generator_ipc.serialize_error(_as_xtk_error(failure)))
-    except (EOFError, OSError):  # whoever asked has gone
+    except (EOFError, OSError):  # the parent process has closed the pipe
         return
 
 
 def _handle_request(
-    writer: Generator, words: dict[str, Any], arrays: generator_ipc.Arrays
+    generator: Generator, words: dict[str, Any], arrays: generator_ipc.Arrays
 ) -> tuple[dict[str, Any], generator_ipc.Arrays]:
     if words["do"] == "write":
-        found = writer.generate(
+        found = generator.generate(
             generator_ipc.deserialize_requests(arrays), generator_ipc.deserialize_sampling(words["sampling"])
         )
         return {"finishes": [one.finish_reason for one in found]}, generator_ipc.serialize_completions(found)
     if words["do"] == "update":
-        writer.update_weights(Path(words["folder"]))
-    elif words["do"] == "rest":
-        writer.sleep()
+        generator.update_weights(Path(words["folder"]))
+    elif words["do"] == "sleep":
+        generator.sleep()
     else:
-        writer.wake_up()
+        generator.wake_up()
     return {}, {}
 
 
 def _as_xtk_error(failure: Exception) -> XtkError:
-    mendable = failure if isinstance(failure, XtkError) else from_os_error(failure)
-    if mendable is None:
+    error = failure if isinstance(failure, XtkError) else from_os_error(failure)
+    if error is None:
         traceback.print_exc()
-        mendable = XtkError(
-            f"the process that writes failed: {type(failure).__name__}: {failure}", hint="its traceback stands above"
+        error = XtkError(
+            f"the generation process failed: {type(failure).__name__}: {failure}", hint="see its traceback above"
         )
-    return mendable
+    return error
 
 
 if __name__ == "__main__":
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent, signal.SIGKILL)
-    os.set_inheritable(descriptor, False)  # what this starts is not to hold the pipe open
+    os.set_inheritable(descriptor, False)  # subprocesses must not keep the pipe open
     terminal.set_quiet(True)
     main(Connection(descriptor))

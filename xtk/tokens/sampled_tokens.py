@@ -1,7 +1,7 @@
-"""Documents that a student wrote: its tokens are kept as it drew them, never tokenised anew.
+"""Decoding and alignment of sampled tokens: a rollout keeps the ids that the student sampled, without retokenization.
 
-The text of a stretch that was drawn is what its tokens spell, up to the first that spells no text: a control token, or
-bytes that are no UTF-8. What comes behind is drawn too, and is compared with nothing.
+The text of a run of sampled tokens ends before the first token without text: a special token, or bytes that are not
+UTF-8. Tokens after it are part of the sequence but not aligned.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from xtk.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """What some tokens spell.
+    """The text of tokens.
 
     Attributes:
-        text: up to the first token that spells none.
-        byte_ends: int32 [n], the byte of the text where each of the tokens that spell it ends.
-        end_token: which token says that it has ended; -1: none does.
+        text: text up to the first token without text.
+        byte_ends: int32 [n], the byte ends of the tokens in the text.
+        end_token: index of the stop token after the text; -1 without one.
     """
 
     text: str
@@ -35,12 +35,12 @@ class DecodedTokens:
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> DecodedTokens:
-    """Return what tokens spell that a model drew in a row.
+    """Return the text of consecutively sampled tokens.
 
     Args:
-        tokenizer: its.
+        tokenizer: the tokenizer of the model that sampled them.
         ids: int32 [n].
-        at_text_start: whether no text is before them; then a space that the tokenizer puts in front is none of theirs.
+        at_text_start: whether no text precedes them; then a space that the tokenizer prepends is not part of the text.
     """
     control = tokenizer.vocabulary.special_mask[ids] | np.isin(ids, list(tokenizer.end_ids))
     count = int(control.argmax()) if control.any() else len(ids)
@@ -48,135 +48,145 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
     space = int(at_text_start and tokenizer.adds_prefix_space and raw.startswith(b" "))
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(raw[space:])
-    except UnicodeDecodeError as wrong:
-        text = raw[space : space + wrong.start].decode()
+    except UnicodeDecodeError as error:
+        text = raw[space : space + error.start].decode()
     ends = np.maximum(np.cumsum(tokenizer.vocabulary.byte_lengths[ids[:count]]) - space, 0).astype(np.int32)
     ends = ends[: int(np.searchsorted(ends, len(text.encode()), side="right"))]
-    whole = len(ends) == count and count == len(ids) - 1
-    return DecodedTokens(text, ends, count if whole and int(ids[count]) in tokenizer.end_ids else -1)
+    complete = len(ends) == count and count == len(ids) - 1
+    return DecodedTokens(text, ends, count if complete and int(ids[count]) in tokenizer.end_ids else -1)
 
 
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
-    """Return the tokens of a document that a model with this tokenizer wrote, as it reads them; None for others."""
-    drawn = document.sampled_tokens
-    if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint:
+    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None.
+
+    Raises:
+        XtkError: an id is not in the vocabulary.
+    """
+    sampled = document.sampled_tokens
+    if sampled is None or sampled.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
     size = len(tokenizer.vocabulary)
-    if len(drawn.ids) and int(drawn.ids.max()) >= size:
-        raise _text_mismatch_error(tokenizer, f"token id {int(drawn.ids.max())} is not in the vocabulary of {size:,}")
+    if len(sampled.ids) and int(sampled.ids.max()) >= size:
+        raise XtkError(
+            f"student_ids of a rollout has {int(sampled.ids.max())}; token ids of this tokenizer are 0 to {size - 1:,}",
+            where=tokenizer.name,
+            hint="use the output of xtk rollout unchanged",
+        )
     template = tokenizer.template_fingerprint if document.conversation is not None else ""
-    return drawn if drawn.template_fingerprint == template else None
+    return sampled if sampled.template_fingerprint == template else None
 
 
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
-    """Return the parts of a `TokenSequence` of sampled tokens, without prompts, templates and tool messages.
+    """Return the fields of a `TokenSequence` of sampled tokens, not aligned in prompts, templates and tool messages.
 
     Raises:
-        XtkError: the trained segments are not what the tokens spell.
+        XtkError: the text of the trained segments differs from that of the tokens.
     """
     ids, size = sampled.ids, len(sampled.ids)
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
-    ends, closers = np.zeros(size, np.int32), np.full(len(document.segments), -1, np.int32)
-    pieces: list[tuple[int, int, int]] = []
+    ends, end_tokens = np.zeros(size, np.int32), np.full(len(document.segments), -1, np.int32)
+    text_runs: list[tuple[int, int, int]] = []
     runs = sampled.sampled_runs()
     if len(runs) != len(numbers):
         raise _text_mismatch_error(
-            tokenizer, f"{len(runs):,} stretches of tokens were drawn, and {len(numbers):,} are trained"
+            tokenizer, f"{len(runs):,} runs of sampled tokens, but {len(numbers):,} trained segments"
         )
     for (start, stop), number in zip(runs.tolist(), numbers, strict=True):
         begin, text = int(edges[number]), document.segments[number].text
-        said = decode_tokens(tokenizer, ids[start:stop], at_text_start=begin == 0)
-        if said.text != text:
-            raise _text_mismatch_error(tokenizer, f"the tokens spell {said.text[:60]!r}, and the text is {text[:60]!r}")
+        decoded = decode_tokens(tokenizer, ids[start:stop], at_text_start=begin == 0)
+        if decoded.text != text:
+            raise _text_mismatch_error(
+                tokenizer, f"the tokens decode to {decoded.text[:60]!r}, but the text is {text[:60]!r}"
+            )
         if start:
             ends[start - 1] = begin
-        past = start + len(said.byte_ends)
-        ends[start:past] = begin + said.byte_ends
+        past = start + len(decoded.byte_ends)
+        ends[start:past] = begin + decoded.byte_ends
         if past > start:
-            pieces.append((start, past, begin))
-        if said.end_token >= 0:
-            closers[number] = start + said.end_token
+            text_runs.append((start, past, begin))
+        if decoded.end_token >= 0:
+            end_tokens[number] = start + decoded.end_token
     trained = sampled.sampled_mask.copy()
     trained[:1] = False
     return {
         "ids": ids,
         "byte_ends": np.maximum.accumulate(ends) if size else ends,
         "train_mask": trained,
-        "text_runs": np.array(pieces, np.int32).reshape(-1, 3),
-        "segment_end_tokens": closers,
+        "text_runs": np.array(text_runs, np.int32).reshape(-1, 3),
+        "segment_end_tokens": end_tokens,
     }
 
 
 def _text_mismatch_error(tokenizer: Tokenizer, what: str) -> XtkError:
     return XtkError(
-        f"the text of a rollout is not that of its tokens: {what}",
+        f"a rollout's text does not match its student_ids: {what}",
         where=tokenizer.name,
-        hint="rollouts as xtk rollout wrote them; without their student_ids they are data as any other",
+        hint="use the output of xtk rollout unchanged, or remove student_ids to tokenize the text again",
     )
 
 
 def replace_prompt(tokenizer: Tokenizer, prompt: str, document: Document) -> SampledTokens | None:
-    """Return the tokens of a text that a model with this tokenizer wrote, behind another prompt; None for others."""
-    drawn = sampled_tokens_for(tokenizer, document)
-    if drawn is None or not drawn.sampled_mask.any():
+    """Return the sampled tokens of a text after another prompt; None if they are of another tokenizer or template."""
+    sampled = sampled_tokens_for(tokenizer, document)
+    if sampled is None or not sampled.sampled_mask.any():
         return None
-    first = int(drawn.sampled_mask.argmax())
+    first = int(sampled.sampled_mask.argmax())
     front = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
     before = np.concatenate([front, tokenizer.encode([prompt])[0].ids])
     return replace(
-        drawn,
-        ids=np.concatenate([before, drawn.ids[first:]]),
-        sampled_mask=np.concatenate([np.zeros(len(before), np.bool_), drawn.sampled_mask[first:]]),
-        logprobs=np.concatenate([np.zeros(len(before), np.float32), drawn.logprobs[first:]]),
+        sampled,
+        ids=np.concatenate([before, sampled.ids[first:]]),
+        sampled_mask=np.concatenate([np.zeros(len(before), np.bool_), sampled.sampled_mask[first:]]),
+        logprobs=np.concatenate([np.zeros(len(before), np.float32), sampled.logprobs[first:]]),
     )
 
 
 def splice_sampled_tokens(
     tokenizer: Tokenizer, document: Document, sampled: SampledTokens, sequence_fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Put drawn tokens into what a model with the writer's tokenizer read behind another prompt or template.
+    """Return the fields of a `TokenSequence` with sampled tokens in place of tokenized text, after another prompt.
 
-    A stretch is put in where it begins and ends at the edge of a token; elsewhere it stays as it was tokenised.
+    A run is replaced only if it begins and ends on token boundaries.
 
     Args:
-        tokenizer: the writer's.
-        document: what the student wrote.
-        sampled: its tokens.
-        sequence_fields: of the `TokenSequence` that was read, in bytes of the document.
+        tokenizer: the student's.
+        document: the rollout.
+        sampled: its sampled tokens.
+        sequence_fields: fields of the tokenized `TokenSequence`, in bytes of the document.
 
     Returns:
-        The parts of another `TokenSequence`.
+        The fields of the new `TokenSequence`.
     """
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
     ids, ends, trained = sequence_fields["ids"], sequence_fields["byte_ends"], sequence_fields["train_mask"]
-    pieces, closers = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
+    text_runs, end_tokens = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
     for (start, stop), number in reversed(list(zip(sampled.sampled_runs().tolist(), numbers, strict=True))):
         first, last = int(edges[number]), int(edges[number + 1])
-        said = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
-        if not len(said.byte_ends) or said.byte_ends[-1] != last - first:
+        decoded = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
+        if not len(decoded.byte_ends) or decoded.byte_ends[-1] != last - first:
             continue
-        for at, (low, high, begin) in enumerate(pieces):
+        for at, (low, high, begin) in enumerate(text_runs):
             starts = np.concatenate([np.array([begin], np.int32), ends[low : high - 1]])
             left = int(np.searchsorted(starts, first)) + low
             right = int(np.searchsorted(ends[low:high], last)) + low + 1
             if not (left < right <= high and starts[left - low] == first and ends[right - 1] == last):
                 continue
-            own = sampled.ids[start : start + len(said.byte_ends)]
+            own = sampled.ids[start : start + len(decoded.byte_ends)]
             more = len(own) - (right - left)
             ids = np.concatenate([ids[:left], own, ids[right:]])
-            ends = np.concatenate([ends[:left], first + said.byte_ends, ends[right:]]).astype(np.int32)
+            ends = np.concatenate([ends[:left], first + decoded.byte_ends, ends[right:]]).astype(np.int32)
             trained = np.concatenate([trained[:left], np.ones(len(own), np.bool_), trained[right:]])
-            pieces[at] = [low, high + more, begin]
-            pieces[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in pieces[at + 1 :]]
-            closers[closers >= right] += more
+            text_runs[at] = [low, high + more, begin]
+            text_runs[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in text_runs[at + 1 :]]
+            end_tokens[end_tokens >= right] += more
             break
     trained[:1] = False
     return {
         "ids": ids,
         "byte_ends": ends,
         "train_mask": trained,
-        "text_runs": np.array(pieces, np.int32).reshape(-1, 3),
-        "segment_end_tokens": closers,
+        "text_runs": np.array(text_runs, np.int32).reshape(-1, 3),
+        "segment_end_tokens": end_tokens,
     }
