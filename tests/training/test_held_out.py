@@ -109,7 +109,7 @@ def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_nothing(pair, cach
     found = evaluate(pair.student, caches / "student", ["forward-kl"])
     assert found["eval_top1_agreement"] == 1.0
     assert abs(found["eval_forward-kl"]) < 1e-5
-    assert found["eval_kd"] == found["eval_loss"] == found["eval_forward-kl"]
+    assert found["eval_distillation_loss"] == found["eval_loss"] == found["eval_forward-kl"]
 
 
 def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
@@ -135,8 +135,8 @@ def test_of_draws_alone_nobody_knows_the_likeliest_token(pair, caches):
 
 def test_held_out_caches_of_others_are_refused(pair, caches):
     for held_out, message in [
-        ((caches / "student",), "a held-out cache is of another teacher"),
-        ((caches / "teacher", caches / "teacher"), "there are 2 held-out caches of 1 teachers"),
+        ((caches / "student",), "a held-out cache comes from a teacher with another vocabulary"),
+        ((caches / "teacher", caches / "teacher"), "--eval-data has 2 caches for 1 teachers"),
     ]:
         with pytest.raises(XtkError, match=message):
             inputs_of(pair.student, [caches / "teacher"], recipe_of(["byte-kl"]), (), held_out)
@@ -179,14 +179,14 @@ def evaluated(run, arguments, caches, tmp_path_factory) -> Path:
     command = [*arguments, "--eval-data", caches / "teacher", *EVALUATED, "--dataloader-num-workers", 2, "-o", folder]
     run(*command)
     (folder / "xtk.json").unlink()  # as if it had ended behind its last checkpoint
-    assert "going on from" in run(*command).stderr
+    assert "resuming from" in run(*command).stderr
     return folder
 
 
 @pytest.mark.slow
 def test_evaluations_and_workers_change_nothing(plain, evaluated):
     assert (plain / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
-    clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
+    clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
     records = [
         [
             {key: value for key, value in record.items() if key not in clocks and not key.startswith("eval_")}
@@ -207,9 +207,12 @@ def test_the_gain_is_known(run, evaluated, with_dropout, caches):
         found = json.loads(run("evaluate", folder, data, "--json").stdout)["bits_per_byte"]
         assert records[step]["eval_bits_per_byte"] == pytest.approx(found, rel=1e-6)
     assert records[STEPS]["eval_bits_per_byte"] < records[0]["eval_bits_per_byte"]
-    expected = {"bits_per_byte", "ce", "byte-kl", "kd", "loss", "top1_agreement"}
+    expected = {"bits_per_byte", "ce", "byte-kl", "distillation_loss", "loss", "top1_agreement"}
     assert set(records[0]) == {"step", *(f"eval_{name}" for name in expected)}
-    assert all(0 < records[step]["memory"] < 64 and 0 <= records[step]["waiting"] <= 1 for step in range(1, STEPS + 1))
+    assert all(
+        0 < records[step]["peak_memory_gib"] < 64 and 0 <= records[step]["data_wait_fraction"] <= 1
+        for step in range(1, STEPS + 1)
+    )
     assert all(math.isfinite(value) for record in records.values() for value in record.values())
 
 
@@ -276,7 +279,7 @@ def test_workers_end_with_the_run_and_a_killed_one_ends_it(arguments, tmp_path):
         _, told = process.communicate(timeout=60)
         assert process.returncode == expected, told
         assert "Traceback" not in told
-        assert (victim == "worker") == ("a process that makes batches was killed" in told)
+        assert (victim == "worker") == ("a DataLoader worker process was killed" in told)
         while any(words_of(worker) for worker in workers) and time.monotonic() < until + 30:
             time.sleep(0.05)
         assert not any(words_of(worker) for worker in workers)

@@ -20,8 +20,9 @@ from xtk.training.metrics_file import MetricsFile, read_metrics
 from xtk.training.train_config import TrainConfig
 
 STEPS = 24
-REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
-            "seconds", "unaligned", "waiting", "memory", "skipped_steps"}  # fmt: skip
+REPORTED = {"step", "loss", "ce", "p-kl", "distillation_loss", "learning_rate", "gradient_norm", "tokens",
+            "tokens_per_second", "training_seconds", "unaligned_fraction", "data_wait_fraction", "peak_memory_gib",
+            "skipped_steps"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, t
     assert code == -signal.SIGKILL
     done = run_xtk(*arguments, output)
     assert done.stdout == f"{output}\n"
-    assert f"going on from {output}/checkpoint-" in done.stderr
+    assert f"resuming from {output}/checkpoint-" in done.stderr
     assert_same(output, whole)
 
 
@@ -62,7 +63,7 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(arguments, whole, tmp
     code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
     assert code == 130
     assert "Traceback" not in stderr
-    assert "going on from" in run_xtk(*arguments, output).stderr
+    assert "resuming from" in run_xtk(*arguments, output).stderr
     assert_same(output, whole)
 
 
@@ -88,7 +89,7 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, who
     other = [*arguments, output, "--max-steps", 1]
     refused = run_xtk(*other, code=1)
     assert refused.stdout == ""
-    assert "there is a run of another recipe" in refused.stderr
+    assert "this folder has a run with other options or inputs" in refused.stderr
     assert f"max_steps: {STEPS} there, 1 asked for" in refused.stderr
     assert "--force" in refused.stderr
     assert_same(output, whole)
@@ -141,7 +142,7 @@ def test_the_newest_checkpoints_are_kept_and_whole(whole):
         tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
         content = json.loads((whole / name / "xtk.json").read_text())
         assert content["kind"] == "checkpoint"
-        assert (content["version"], content["processes"]) == (3, 1)
+        assert (content["version"], content["num_processes"]) == (4, 1)
         assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
         AutoModelForCausalLM.from_pretrained(whole / name)
     assert len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1
