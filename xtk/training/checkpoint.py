@@ -56,6 +56,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model import is_peft_model, save_trainable
 from xtk.training import distributed
 from xtk.training.sharded_state import (
+    SKIP_HINT,
     ShardedStateReader,
     TensorBlock,
     WriteAssignment,
@@ -528,13 +529,16 @@ class CheckpointSaver:
         for name, parameter in self._trained.items():
             missing = expected - set(self._optimizer.state.get(parameter) or expected)
             if missing:
-                raise CorruptError(f"the optimizer state of {name} has no {min(missing)}", where=str(folder))
+                what = f"the optimizer state of {name} has no {min(missing)}"
+                raise CorruptError(what, where=str(folder), hint=SKIP_HINT)
 
     def _check_names(self, folder: Path, saved: set[str]) -> None:
         for names, has in ((saved - set(self._trained), "does not train"), (set(self._trained) - saved, "also trains")):
             if names:
                 raise CorruptError(
-                    f"the checkpoint belongs to another model: this student {has} {min(names)}", where=str(folder)
+                    f"the checkpoint belongs to another model: this student {has} {min(names)}",
+                    where=str(folder),
+                    hint=SKIP_HINT,
                 )
 
 
@@ -595,7 +599,9 @@ def _without_distributed_config(configuration: Any) -> Iterator[None]:
 def _check_dtype(key: str, name: str, found: torch.dtype, expected: torch.dtype, folder: Path) -> None:
     if found != expected:
         raise CorruptError(
-            f"optimizer state {key} of {name} has the dtype {found} instead of {expected}", where=str(folder)
+            f"optimizer state {key} of {name} has the dtype {found} instead of {expected}",
+            where=str(folder),
+            hint=SKIP_HINT,
         )
 
 

@@ -300,7 +300,7 @@ def _text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, stu
 
 
 def _cache_source(combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
-    """Return the documents of all caches, combined as `--combine-teachers` says."""
+    """Return the documents of all caches, combined by the method of `--combine-teachers`."""
     caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
     if len(caches) == 1:
         return CacheSource(*caches)

@@ -97,7 +97,7 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here
     terminal.restore_stdout()  # the main worker prints to it
     try:
-        with tempfile.TemporaryDirectory(prefix="xtk-told-") as os.environ[REPORTED_ERRORS_VARIABLE]:
+        with tempfile.TemporaryDirectory(prefix="xtk-errors-") as os.environ[REPORTED_ERRORS_VARIABLE]:
             run(get_args_parser().parse_args([*command, "-m", "xtk", *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
         rank, code = _first_failure(failed.failures)

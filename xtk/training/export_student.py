@@ -189,7 +189,9 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     stated = read_run_manifest(folder, (CHECKPOINT,))
     verify_files(folder, stated)
     if (stated.get("step"), stated.get("run_fingerprint")) != (wanted.checkpoint, run_fingerprint(identity)):
-        raise CorruptError("the checkpoint belongs to another step or run", where=str(folder))
+        raise CorruptError(
+            "the checkpoint belongs to another step or run", where=str(folder), hint="export another one"
+        )
     return folder, {"steps": wanted.checkpoint, "recipe": identity, "metrics": last}, metrics
 
 
@@ -286,7 +288,9 @@ def _merged_weights(
         )
     except TypeError as wrong:
         raise CorruptError(
-            f"the run's recipe has an unknown option for the student: {wrong}", where=str(source)
+            f"the run's recipe has an unknown option for the student: {wrong}",
+            where=str(source),
+            hint="export with the version of xtk that trained this run",
         ) from None
     origin = StudentSource(base, None if preparation.lora_r else adapter, adapter)
     model = load_student(

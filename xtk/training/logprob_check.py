@@ -86,7 +86,7 @@ class LogprobCheck:
         if not difference <= self.max_difference:
             raise MismatchError(
                 f"the engine's log-probabilities differ from the student's by {difference:.3g} nats per token "
-                f"on average, more than {self.max_difference:g}: it does not use the student's weights",
+                f"on average, more than {self.max_difference:g}: the engine does not have the student's weights",
                 where=f"{len(some)} compared rollouts, before the first training step on them",
                 hint="check that no other run sends weights to this server and that --rollout-dtype and "
                 "--rollout-engine do not quantize or change the model; or use --rollout-backend transformers",

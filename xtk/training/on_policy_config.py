@@ -81,7 +81,9 @@ def parse_stop_condition(text: str) -> StopCondition:
     try:
         return StopCondition(found["name"], found["sign"], float(found["limit"]))
     except ValueError:
-        raise XtkError(f"--stop-if {text!r}: {found['limit']} is not a number") from None
+        raise XtkError(
+            f"--stop-if {text!r}: {found['limit']} is not a number", hint="use for example entropy<0.05"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,9 @@ class OnPolicyConfig:
         if self.devices and self.backend != "vllm":
             raise XtkError("--devices rollout=... needs --rollout-backend vllm", hint="use it, or remove rollout=...")
         if self.server and self.backend != "server":
-            raise XtkError(f"--rollout-server needs --rollout-backend server, not {self.backend}")
+            raise XtkError("--rollout-server needs --rollout-backend server", hint="use it, or remove --rollout-server")
         if self.engine and self.backend != "vllm":
-            raise XtkError(f"--rollout-engine needs --rollout-backend vllm, not {self.backend}")
+            raise XtkError("--rollout-engine needs --rollout-backend vllm", hint="use it, or remove --rollout-engine")
         if self.backend not in GENERATORS:
             raise unknown_name_error("rollout backend", self.backend, GENERATORS)
 

@@ -25,6 +25,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.training import distributed
 
 HEADER_KEY = "xtk"
+SKIP_HINT = "move this checkpoint out of the run folder to resume from an earlier one"
 
 
 @dataclass(frozen=True, order=True)
@@ -221,7 +222,7 @@ class ShardedStateReader:
                 if stored
                 else "is missing"
             )
-            raise CorruptError(f"the checkpoint belongs to another model: {name} {shapes}", where=where)
+            raise CorruptError(f"the checkpoint belongs to another model: {name} {shapes}", where=where, hint=SKIP_HINT)
         here = local_tensor(sharded_like)
         values = torch.empty(here.shape, dtype=stored[0].dtype, device=here.device)
         missing = values.numel()
@@ -233,7 +234,8 @@ class ShardedStateReader:
                     part[common.slices_within(wanted.start)] = self._read(one, common).to(here.device)
                     missing -= common.num_elements
         if missing:
-            raise CorruptError(f"{missing:,} values of {name} are missing", where=str(stored[0].path.parent))
+            where = str(stored[0].path.parent)
+            raise CorruptError(f"{missing:,} values of {name} are missing", where=where, hint=SKIP_HINT)
         return with_sharding_of(sharded_like, values)
 
     def read_unsharded(self, name: str) -> Tensor:
@@ -262,5 +264,5 @@ def as_corrupt_error(path: Path) -> Iterator[None]:
         raise CorruptError(
             f"cannot read the checkpoint: {wrong}",
             where=str(path),
-            hint="move this checkpoint out of the run folder to resume from the one before it",
+            hint=SKIP_HINT,
         ) from None

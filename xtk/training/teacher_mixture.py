@@ -27,18 +27,19 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
         are in ascending order. `entropy` is the mean of the entropies, a lower bound.
     """
     size = len(teacher_logprobs[0])
-    shares = np.asarray(weights, np.float64)
+    weight_per_teacher = np.asarray(weights, np.float64)
     unique_keys, entries = np.unique(
-        np.concatenate([_keys(signal) for signal in teacher_logprobs]), return_inverse=True
+        np.concatenate([_keys(teacher) for teacher in teacher_logprobs]), return_inverse=True
     )
-    by_teacher = np.repeat(np.arange(len(teacher_logprobs)), [len(signal.ids) for signal in teacher_logprobs])
+    by_teacher = np.repeat(np.arange(len(teacher_logprobs)), [len(teacher.ids) for teacher in teacher_logprobs])
     mass = (
-        np.concatenate([np.exp(signal.logprobs.astype(np.float64)) for signal in teacher_logprobs]) * shares[by_teacher]
+        np.concatenate([np.exp(teacher.logprobs.astype(np.float64)) for teacher in teacher_logprobs])
+        * weight_per_teacher[by_teacher]
     )
-    remainders = np.array([signal.remainder_mass for signal in teacher_logprobs], np.float64)
+    remainders = np.array([teacher.remainder_mass for teacher in teacher_logprobs], np.float64)
     positions = unique_keys >> 32
     exact = np.bincount(
-        entries, np.concatenate([_exact_entries(signal) for signal in teacher_logprobs]), minlength=len(unique_keys)
+        entries, np.concatenate([_exact_entries(teacher) for teacher in teacher_logprobs]), minlength=len(unique_keys)
     )
     exact = exact == len(teacher_logprobs)
     # A teacher without a remainder gives every id that it does not list probability 0.
@@ -52,7 +53,8 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
     with np.errstate(divide="ignore"):
         logprobs = np.log(probs[kept_ones])
         observed = np.log(
-            shares @ np.exp(np.array([signal.observed_logprobs for signal in teacher_logprobs], np.float64))
+            weight_per_teacher
+            @ np.exp(np.array([teacher.observed_logprobs for teacher in teacher_logprobs], np.float64))
         )
     counts = np.bincount(positions[kept], minlength=size)
     return TeacherLogprobs(
@@ -60,13 +62,15 @@ def mix_teacher_logprobs(teacher_logprobs: Sequence[TeacherLogprobs], weights: S
         offsets=np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)]),
         ids=(unique_keys[kept_ones] & 0xFFFFFFFF).astype(np.int32),
         logprobs=logprobs.astype(np.float32),
-        remainder_mass=(shares @ remainders + left).astype(np.float32),
+        remainder_mass=(weight_per_teacher @ remainders + left).astype(np.float32),
         observed_logprobs=observed.astype(np.float32),
-        entropy=(shares @ np.array([signal.entropy for signal in teacher_logprobs], np.float64)).astype(np.float32),
+        entropy=(weight_per_teacher @ np.array([teacher.entropy for teacher in teacher_logprobs], np.float64)).astype(
+            np.float32
+        ),
         exact_counts=None
-        if all(signal.exact_counts is None for signal in teacher_logprobs)
+        if all(teacher.exact_counts is None for teacher in teacher_logprobs)
         else np.bincount(positions[kept & exact], minlength=size),
-        precision=next((signal.precision for signal in teacher_logprobs if signal.precision), ""),
+        precision=next((teacher.precision for teacher in teacher_logprobs if teacher.precision), ""),
     )
 
 

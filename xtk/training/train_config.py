@@ -128,7 +128,7 @@ class TrainConfig:
                 bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
                 raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be {bounds}")
         if self.max_batch_tokens < 0:
-            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}, but must be at least 0 (0: no limit)")
+            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}, but must be at least 0 (0: not used)")
         if self.teacher_block_steps < 0:
             raise XtkError(
                 f"--teacher-block-steps is {self.teacher_block_steps}, but must be at least 0 (0: automatic)"
