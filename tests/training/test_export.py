@@ -214,7 +214,7 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         export_student(ExportConfig(tied), Path(), force=False)
     (tmp_path / "here").rmdir()
     monkeypatch.chdir(tmp_path)
-    for told, output in (("other things", "mine"), ("this is a file", "empty.json"), ("another -o", tied / "x")):
+    for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
         with pytest.raises(XtkError) as refused:
             export_student(ExportConfig(tied), tmp_path / output, force=True)
         assert told in str(refused.value)

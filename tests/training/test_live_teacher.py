@@ -278,7 +278,7 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
     with pytest.raises(XtkError, match="a document names no teacher"):
         live_inputs(pair.student, data, teachers, combine_teachers="route")
     data.write_text(json.dumps({"text": "x", "by": "nobody"}) + "\n")
-    with pytest.raises(XtkError, match="a document names the teacher 'nobody'"):
+    with pytest.raises(XtkError, match="a document names the unknown teacher 'nobody'"):
         live_inputs(pair.student, data, teachers, {"route": "by"}, combine_teachers="route")
 
 
@@ -359,7 +359,7 @@ def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path
         live_inputs(pair.student, corpus, [teacher], combine_teachers="mixture")
     with pytest.raises(MismatchError, match="mixture needs teachers with the same tokenizer"):
         live_inputs(pair.student, corpus, [teacher, live(pair.student)], combine_teachers="mixture")
-    with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\., top-k\+sample"):
+    with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\. with top-k\+sample"):
         live_inputs(pair.student, corpus, [live(pair.teacher, "support=none")])
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [5, 6, 7]}) + "\n")

@@ -517,7 +517,7 @@ def test_refusals(pair, prompts, tmp_path):
     bare = tmp_path / "bare.jsonl"
     bare.write_text(json.dumps({"prompt": "Anna has"}) + "\n")
     done = run(pair, bare, output.with_name("other"), "--max-steps", 1, "--lmbda", 0.5, code=1)
-    assert "give each prompt a completion" in done.stderr
+    assert "prompt and completion" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", "self:weights=base", *OPTIONS, "--max-steps", 1,
                    "-o", output.with_name("third"), code=1)  # fmt: skip
     assert "needs a student with an adapter" in done.stderr

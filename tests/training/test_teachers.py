@@ -171,7 +171,7 @@ def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, f
     run("cache-teacher", pair.teacher, "columns.jsonl", *exact, "-o", "c-routed", cwd=folder)
     run("cache-teacher", twin, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
     assert_same(step("routed", "twin", combine_teachers="route")[0], step("teacher")[0])
-    with pytest.raises(XtkError, match="names the teacher 'twin'"):
+    with pytest.raises(XtkError, match="names the unknown teacher 'twin'"):
         step("routed", "other", combine_teachers="route")
 
 
