@@ -165,7 +165,7 @@ def test_a_start_token_that_is_written_twice(wrong):
         single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", 0)]
     )
     backend.save(str(wrong.student / "tokenizer.json"))
-    assert "add_special_tokens=False" in found(duplicate_start_token(case_of(wrong)), "warning", "has two").hint
+    assert "add_special_tokens=False" in found(duplicate_start_token(case_of(wrong)), "warning", "get it twice").hint
 
 
 def test_templates_that_rewrite(wrong, tmp_path):
