@@ -20,7 +20,7 @@ from xtk.training.micro_batches import BatchSampler
 from xtk.training.parallel_config import parse_parallel
 from xtk.training.student_module import parallelize
 from xtk.training.train_config import LoggingConfig, RunPaths, TrainConfig
-from xtk.training.training_loop import TrainingRun, _maker, _optimizer, _step
+from xtk.training.training_loop import TrainingRun, _optimizer, _step, _step_batch_builder
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def take_steps(
     )
     recorder = Recorder(model)
     wrapped.train()
-    made = [_maker(run)(step) for step in range(steps)]
+    made = [_step_batch_builder(run)(step) for step in range(steps)]
     held_out = [ask()]
     results = []
     for micro_batches in made:
@@ -138,7 +138,7 @@ def take_steps(
         held_out.append(ask())
     optimizer = _optimizer(cut, recipe)
     for step in range(moved):
-        _step(run, optimizer, _maker(run)(step))
+        _step(run, optimizer, _step_batch_builder(run)(step))
     if moved:
         recorder.gradients |= {
             f"weights.{name}": whole(one.detach()).clone()

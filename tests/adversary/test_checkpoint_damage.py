@@ -95,8 +95,8 @@ def to_bfloat16(tensors: dict[str, Any], stored: dict[str, Any], name: str) -> N
     ("key", "change", "told"),
     [
         ("exp_avg", drop, "has no exp_avg"), ("step", drop, "has no step"),
-        ("exp_avg_sq", to_bfloat16, "is torch.bfloat16; the optimizer needs torch.float32"),
-        ("step", to_bfloat16, "is torch.bfloat16; the optimizer needs torch.float32"),
+        ("exp_avg_sq", to_bfloat16, "has the dtype torch.bfloat16 instead of torch.float32"),
+        ("step", to_bfloat16, "has the dtype torch.bfloat16 instead of torch.float32"),
     ],
 )  # fmt: skip
 def test_an_incomplete_state_of_the_optimizer_ends_in_a_sentence(trained, unfinished, key, change, told):
@@ -113,7 +113,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: flip(folder / "config.json", 40, 1), "does not match its checksum"),
     (swap_weights, "does not match its checksum"),
     (swap_state, "does not match its checksum"),
-    (other_step, "this is the checkpoint of step 2"),
+    (other_step, "the manifest is for step 2"),
     (cut_short, "this file has 1,000 bytes"),
     (lambda folder: (folder / "tokenizer.json").unlink(), "this file is missing"),
     (lambda folder: shutil.rmtree(folder / "trainer"), "a folder that the manifest lists is missing"),
@@ -125,7 +125,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (extra_adapter, "is not in the manifest of its folder"),
     (lambda folder: (folder / "model-9.safetensors").write_bytes(b"x"), "is not in the manifest of its folder"),
     (lambda folder: (folder / "trainer" / "more").write_bytes(b"x"), "is not in the manifest of its folder"),
-    (lambda folder: sign(folder, run_fingerprint="sha256:0"), "this checkpoint is of another run"),
+    (lambda folder: sign(folder, run_fingerprint="sha256:0"), "the checkpoint belongs to another run"),
 ]
 
 
@@ -135,7 +135,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(unfinished, c
     resumed = use(unfinished)
     assert (resumed.step, resumed.damaged) == (2, (unfinished / "checkpoint-4",))
     noted = capsys.readouterr().err
-    assert "distill: warning: checkpoint-4 cannot be used" in noted
+    assert "distill: warning: skipping checkpoint-4" in noted
     assert told in noted
 
 
@@ -159,7 +159,7 @@ def test_values_of_a_manifest_are_checked_before_they_are_used(unfinished, train
     if done.returncode:
         assert "checkpoint-4" in done.stderr
     else:
-        assert "checkpoint-4 cannot be used" in done.stderr or changes.keys() <= {"metrics_file"}
+        assert "skipping checkpoint-4" in done.stderr or changes.keys() <= {"metrics_file"}
         assert_same(unfinished, trained[1])
 
 
@@ -193,9 +193,9 @@ def test_a_flipped_bit_in_the_optimizer_costs_two_steps_and_no_number(trained, u
     place = before.index(state[name].numpy().tobytes()) + 3
     flip(part, place, 6)
     done = run_xtk(*trained[0], unfinished)
-    assert "warning: checkpoint-4 cannot be used: this file does not match its checksum" in done.stderr
+    assert "warning: skipping checkpoint-4: this file does not match its checksum" in done.stderr
     assert str(part) in done.stderr
-    assert "going on from" in done.stderr
+    assert "resuming from" in done.stderr
     assert "checkpoint-2" in done.stderr
     assert_same(unfinished, trained[1])
     stated = read_run_manifest(unfinished / "checkpoint-4", ("checkpoint",))
@@ -214,7 +214,7 @@ def test_where_no_checkpoint_is_left_the_run_does_not_begin_again_silently(train
     for step in (2, 4):
         flip(unfinished / f"checkpoint-{step}" / "model.safetensors", 7000, 3)
     done = run_xtk(*trained[0], unfinished, code=1)
-    assert "no checkpoint of this run can be used" in done.stderr
+    assert "all checkpoints of this run are corrupt" in done.stderr
     assert "--force, to train again from step 0" in done.stderr
     run_xtk(*trained[0], unfinished, "--force")
     assert_same(unfinished, trained[1])
@@ -224,7 +224,7 @@ def test_metrics_that_were_altered_are_not_certified(trained, unfinished):
     lines = (unfinished / "metrics.jsonl").read_text()
     (unfinished / "metrics.jsonl").write_text(lines.replace('"loss": 6', '"loss": 2', 1))
     done = run_xtk(*trained[0], unfinished, code=1)
-    assert "these metrics are not those that were there when checkpoint-4 was written" in done.stderr
+    assert "the metrics file has changed since checkpoint-4 was written" in done.stderr
     (unfinished / "metrics.jsonl").unlink()
     run_xtk(*trained[0], unfinished)
     assert (unfinished / "model.safetensors").read_bytes() == (trained[1] / "model.safetensors").read_bytes()

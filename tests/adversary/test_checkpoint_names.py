@@ -32,7 +32,7 @@ def odd(unfinished) -> Path:
 
 def test_a_run_goes_on_from_the_true_one_and_prunes_only_such(trained, odd):
     done = run_xtk(*trained[0], odd, "--save-total-limit", 1)
-    assert f"going on from {odd}/checkpoint-4" in done.stderr
+    assert f"resuming from {odd}/checkpoint-4" in done.stderr
     assert_same(odd, trained[1])
     assert list_checkpoints(odd) == [(4, odd / "checkpoint-4")]
     for name in (*ODD, "checkpoint-7", "checkpoint-8"):

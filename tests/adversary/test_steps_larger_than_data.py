@@ -15,7 +15,7 @@ from xtk.training.metrics_file import read_metrics
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler
 from xtk.training.train_config import TrainConfig
 
-NOTE = "each step takes the 15 documents of the data, once: --per-device-train-batch-size x "
+NOTE = "each step uses all 15 documents of the data once: --per-device-train-batch-size x "
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_prompts_of_a_step_are_those_there_are_once(pair, tmp_path):
         "--per-device-train-batch-size", 16, "--num-generations", 2, "--max-completion-length", 6, "--max-steps", 2,
         "--logging-steps", 1, "-o", tmp_path / "out",
     )  # fmt: skip
-    assert "each step takes the 6 completions of all prompts, once: " in done.stderr
+    assert "each step uses all 6 completions of all prompts once: " in done.stderr
     assert "distill: 2 steps of 6 documents" in done.stderr
 
 

@@ -87,7 +87,7 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
         timed(TransformersTeacher, "score", seconds, "teacher"),
         timed(training_loop, "_step", seconds, "step"),
     ]
-    score, began = on_policy_loop.OnPolicyLoop._scored, [0.0]
+    score, began = on_policy_loop.OnPolicyLoop._score_block, [0.0]
 
     def scored(self: on_policy_loop.OnPolicyLoop, block: range, place: Path, stop: StopListener) -> bool:
         found = score(self, block, place, stop)
@@ -108,14 +108,14 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
         began[0] = now
         return found
 
-    on_policy_loop.OnPolicyLoop._scored = scored  # type: ignore[method-assign]
+    on_policy_loop.OnPolicyLoop._score_block = scored  # type: ignore[method-assign]
     training_loop._step = stepped
     terminal.set_quiet(True)
     try:
         inputs = open_inputs(places, recipe, Tokenizer(student))
         distill(places, recipe, LoggingConfig(save_steps=0), inputs, force=True, trust_remote_code=False)
     finally:
-        on_policy_loop.OnPolicyLoop._scored = score  # type: ignore[method-assign]
+        on_policy_loop.OnPolicyLoop._score_block = score  # type: ignore[method-assign]
         training_loop._step = step
         for back in undo:
             back()

@@ -22,7 +22,7 @@ def test_a_misspelt_column_is_named_with_the_nearest_one(run, pair, tmp_path):
 @pytest.mark.parametrize("loss", ["p-kl", "auto"])
 def test_a_loss_that_needs_a_teacher_names_plain_data(run, pair, corpus, tmp_path, loss):
     done = run("distill", pair.student, corpus, "--loss", loss, "-o", tmp_path / "out", code=1)
-    assert f"--loss {loss} needs what a teacher assigns to the text, and this is plain data" in done.stderr
+    assert f"--loss {loss} needs teacher log-probabilities, and this is plain data" in done.stderr
     assert f"where: {corpus}" in done.stderr
     assert "xtk cache-teacher TEACHER" in done.stderr
 
@@ -32,5 +32,5 @@ def test_a_projection_that_is_built_on_the_way_is_reported(run, pair, cache, tmp
     done = run("distill", pair.student, cache, *out, env={"XTK_CACHE": str(tmp_path / "kept")})
     (line,) = (line for line in done.stderr.splitlines() if line.startswith("distill: projection to "))
     assert "method multitoken" in line
-    assert "student tokens exact, missing mass" in line
+    assert "student tokens exact, unmapped mass" in line
     assert str(next((tmp_path / "kept" / "projections").iterdir())) in line

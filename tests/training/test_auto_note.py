@@ -15,7 +15,7 @@ def test_the_note_of_auto_states_one_weight_for_a_loss_that_teachers_share():
     ]
     assert list(describe_auto_losses(taken, ["one", "two"])) == [
         "ce:weight=0.3",
-        "byte-kl, for one",
-        "forward-kl, for two",
+        "byte-kl, because one",
+        "forward-kl, because two",
     ]
-    assert list(describe_auto_losses(taken[:2], ["one"])) == ["ce:weight=0.3 and byte-kl, for one"]
+    assert list(describe_auto_losses(taken[:2], ["one"])) == ["ce:weight=0.3 and byte-kl, because one"]

@@ -48,7 +48,7 @@ def test_bf16_over_shared_weights_learns_what_one_process_learns_and_adds_losses
     run_xtk(*arguments, "-o", tmp_path / "exact")
     run_xtk(*arguments, *narrow, "-o", tmp_path / "one")
     done = run_xtk(*arguments, *narrow, *half, *TWO, "--parallel", "fsdp=2", "-o", tmp_path / "two", fresh=True)
-    assert "2 processes: 2 shards of the weights" in done.stderr
+    assert "2 processes: 2-way FSDP" in done.stderr
     told = {name: read_metrics(tmp_path / name / "metrics.jsonl") for name in ("exact", "one", "two")}
     for one, two, exact in zip(told["one"], told["two"], told["exact"], strict=True):
         for loss in ("ce", "byte-kl"):
@@ -83,7 +83,7 @@ def test_adapters_of_two_processes_are_those_of_one(student, cache, tmp_path, pa
         (tmp_path / "two" / name).rename(tmp_path / "other" / name)
     other = {"dp=2": "fsdp=2", "fsdp=2": "dp=2"}[parallel]
     done = run_xtk(*arguments, *two, "--parallel", other, "-o", tmp_path / "other", fresh=True)
-    assert "going on from" in done.stderr
+    assert "resuming from" in done.stderr
     assert farthest(tmp_path / "other", tmp_path / "one") <= 5e-5
 
 
@@ -100,7 +100,7 @@ def test_beside_its_teacher_a_student_that_is_shared_learns_to_the_bit_what_it_l
             "-o", tmp_path / "cache")  # fmt: skip
     shared = [*FIVE, *TWO, "--parallel", parallel, "--per-device-train-batch-size", 4, "-o"]
     run_xtk("distill", student, tmp_path / "cache", *shared, tmp_path / "from-cache", fresh=True)
-    live = ("--teacher", f"{pair.teacher}:{told}", "--teacher-steps", 2)
+    live = ("--teacher", f"{pair.teacher}:{told}", "--teacher-block-steps", 2)
     run_xtk("distill", student, corpus, *live, *shared, tmp_path / "live", fresh=True)
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("live", "from-cache"))
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
@@ -113,7 +113,7 @@ def test_beside_its_teacher_a_student_that_is_shared_learns_to_the_bit_what_it_l
 def test_a_student_cut_in_two_directions_learns_from_a_teacher_cut_in_one(student, corpus, tmp_path):
     teacher = make_students(tmp_path / "teachers")["tied"]
     run_xtk("distill", student, corpus, "--teacher", f"{teacher}:top_k=16", *FIVE, "-o", tmp_path / "one")
-    cut = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-steps", 2)
+    cut = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-block-steps", 2)
     layout = ("--num-processes", 4, "--parallel", "tp=2,cp=2")
     run_xtk("distill", student, corpus, *cut, *FIVE, *layout, "-o", tmp_path / "four", fresh=True)
     assert farthest(tmp_path / "four", tmp_path / "one") <= 5e-4

@@ -131,7 +131,7 @@ def test_two_processes_share_the_questions_and_say_the_same(train, folder, asked
 def test_a_student_that_is_cut_is_refused(folder, monkeypatch, parallel):
     monkeypatch.chdir(folder)
     tasks = parse_eval_tasks(["problems.jsonl:reward=exact,prompt=question"])
-    with pytest.raises(XtkError, match="answers no --eval-tasks"):
+    with pytest.raises(XtkError, match="--eval-tasks needs an unsharded student"):
         check_supports_eval_tasks(tasks, parse_parallel(parallel, 2))
     check_supports_eval_tasks(tasks, parse_parallel("dp=2", 2))
     check_supports_eval_tasks((), parse_parallel(parallel, 2))
@@ -143,14 +143,14 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
     assert not (folder / "never").exists()
     monkeypatch.chdir(folder)
     for text, message in [
-        ("problems.jsonl", "nothing judges these answers"),
+        ("problems.jsonl", "--eval-tasks with a file needs a reward"),
         ("problems.jsonl:prompt=question,reward=exat", "did you mean exact?"),
         ("choose_sum:shots=5", "no option of --eval-tasks called 'shots'"),
-        ("choose_sum:include_path=tasks,temperature=1", "is of problems, which have a reward"),
-        ("problems.jsonl:reward=exact,num_fewshot=1", "is of tasks of lm-evaluation-harness"),
+        ("choose_sum:include_path=tasks,temperature=1", "applies only to problems"),
+        ("problems.jsonl:reward=exact,num_fewshot=1", "applies only to lm-evaluation-harness tasks"),
         (
             "problems.jsonl:reward=exact,prompt=question,num_generations=4",
-            "at temperature 0 all 4 answers to a problem are equal",
+            "num_generations=4 at temperature 0 generates equal answers",
         ),
         ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
         ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
@@ -160,6 +160,6 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
             parse_eval_tasks([text])
         assert message in f"{refusal.value} {refusal.value.hint}", text
     problems = "problems.jsonl:reward=regex:pattern=[0-9],[0-9],match=full,prompt=question"
-    with pytest.raises(XtkError, match="two of --eval-tasks are called problems"):
+    with pytest.raises(XtkError, match="two --eval-tasks have the name problems"):
         parse_eval_tasks([problems, problems])
     assert [one.names for one in parse_eval_tasks([problems, problems + ",name=again"])] == [("problems",), ("again",)]

@@ -99,7 +99,7 @@ def test_what_is_exported_is_the_student_in_the_files_that_others_look_for(tied,
     assert json.loads(run_xtk(*command).stdout) == told
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     refused = run_xtk("export", tied, "-o", out, "--dtype", "bfloat16", code=1).stderr
-    assert "an export of another request" in refused
+    assert "an export with other options or weights" in refused
     assert "dtype, max_shard_size, evaluation" in refused
     assert run_xtk("export", "-", "-o", out, "--dtype", "bfloat16", "--force", stdin=f"{tied}\n").stdout == f"{out}\n"
     assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
@@ -194,23 +194,23 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     for told, run, options in (
         ("no run of xtk distill", pair.student, {}),
-        ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("this run is not finished.*or use --checkpoint 2", unfinished, {}),
         ("no JSON object.*metrics.jsonl, line 1", damaged, {}),
-        ("there are 2", tied, {"checkpoint": 7}),
+        ("one of 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
-        ("--max-shard-size is 'huge'", tied, {"max_shard_size": "huge"}),
+        ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
         ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
-        ("the file contains no evaluation result", tied, {"evaluations": (tmp_path / "empty.json",)}),
-        ("it is not there", tied, {"gguf": "f16"}),
-        ("it is not there", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
-        ("--gguf-converter is for --gguf", tied, {"gguf_converter": str(converter)}),
-        ("converter ended with exit code 2", tied, {"gguf": "x", "gguf_converter": str(converter)}),
+        ("there is no result in this file", tied, {"evaluations": (tmp_path / "empty.json",)}),
+        ("was not found", tied, {"gguf": "f16"}),
+        ("was not found", tied, {"gguf": "f16", "gguf_converter": str(tmp_path / "nowhere.py")}),
+        ("--gguf-converter needs --gguf", tied, {"gguf_converter": str(converter)}),
+        ("converter failed with exit code 2", tied, {"gguf": "x", "gguf_converter": str(converter)}),
     ):
         with pytest.raises(XtkError, match="(?s)" + told):
             export_student(ExportConfig(run, **options), tmp_path / "out", force=False)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(XtkError, match="where you are"):
+    with pytest.raises(XtkError, match="the working directory or a mount point"):
         export_student(ExportConfig(tied), Path(), force=False)
     (tmp_path / "here").rmdir()
     monkeypatch.chdir(tmp_path)
@@ -228,7 +228,10 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
 
 
 def test_without_a_token_nothing_is_written_for_the_hub(tied, tmp_path):
-    for told, name in (("--push-to-hub is 'mine'", "mine"), ("there is no token", "me/mine")):
+    for told, name in (
+        ("--push-to-hub 'mine' is not a repository name", "mine"),
+        ("need an access token, and none was found", "me/mine"),
+    ):
         command = ["export", tied, "-o", tmp_path / "out", "--push-to-hub", name]
         done = run_xtk(*command, code=1, env={"HF_TOKEN": "", "HF_TOKEN_PATH": str(tmp_path / "none")})
         assert told in done.stderr

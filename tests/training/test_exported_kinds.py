@@ -50,7 +50,7 @@ def test_an_adapter_over_packed_weights_is_merged_into_the_unpacked_ones(pair, c
 
     run_xtk("distill", pair.student, corpus, *TRAINING, "--lora-r", 4, "--load-in-4bit", "-o", tmp_path / "run")
     told = run_xtk("export", tmp_path / "run", "-o", tmp_path / "out").stderr
-    assert "merged into the unpacked ones" in told
+    assert "merged into the unquantized weights" in told
     assert not (tmp_path / "out" / "adapter_config.json").exists()
     ids = torch.arange(3, 40)[None]
     base = AutoModelForCausalLM.from_pretrained(pair.student)
@@ -153,7 +153,7 @@ def test_the_hub_gets_every_file_of_the_export_and_a_refusal_is_told(run, hub, t
     for name, value in (("ENDPOINT", place), ("HF_HUB_OFFLINE", False)):
         monkeypatch.setattr(huggingface_hub.constants, name, value)
     monkeypatch.setenv("HF_TOKEN", "hf_unknown")
-    with pytest.raises(XtkError, match="the hub does not take it") as refused:
+    with pytest.raises(XtkError, match="the upload to the Hugging Face Hub failed") as refused:
         upload_to_hub(out, "me/mine")
     assert str(out) in str(refused.value.hint)
     assert hub.held == {}

@@ -176,9 +176,9 @@ def test_what_is_not_named_is_one_and_replicas_are_what_is_left(text, processes,
 @pytest.mark.parametrize(
     ("text", "processes", "message"),
     [
-        ("tp=3", 4, "--parallel tp=3 needs a multiple of 3 processes, and there are 4"),
-        ("dp=1,tp=2", 4, "--parallel dp=1,tp=2 needs 2 processes, and there are 4"),
-        ("pp=2", 2, "no way to share the work called 'pp'"),
+        ("tp=3", 4, "--parallel tp=3 needs a multiple of 3 processes, but the run has 4"),
+        ("dp=1,tp=2", 4, "--parallel dp=1,tp=2 needs 2 processes, but the run has 4"),
+        ("pp=2", 2, "no parallel dimension called 'pp'"),
         ("tp", 2, "'tp' is not NAME=NUMBER"),
         ("tp=0", 2, "'tp=0' is not NAME=NUMBER"),
         ("tp=2,tp=2", 4, "'tp=2' is not NAME=NUMBER"),
@@ -197,10 +197,10 @@ def test_what_a_model_cannot_is_refused_and_nothing_is_left(run, pair, cache, tm
     assert "--parallel fsdp" in done.stderr
     assert not (tmp_path / "out" / "xtk.json").exists()
     done = run(*asked, "--parallel", "tp=3", code=1)
-    assert "--parallel tp=3 needs a multiple of 3 processes, and there are 2" in done.stderr
+    assert "--parallel tp=3 needs a multiple of 3 processes, but the run has 2" in done.stderr
 
 
 def test_a_plan_tells_what_each_number_means():
     layout = parse_parallel("fsdp=2,tp=2", 8)
-    assert layout.describe() == "8 processes: 2 replicas x 2 shards of the weights x 2 pieces of matrices"
+    assert layout.describe() == "8 processes: 2-way data parallel x 2-way FSDP x 2-way tensor parallel"
     assert str(layout) == "dp=2,fsdp=2,tp=2"

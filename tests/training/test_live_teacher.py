@@ -115,8 +115,8 @@ def whole(pair, corpus, tmp_path_factory) -> Path:
 
 
 def command(pair, corpus) -> list[object]:
-    teacher = f"{pair.teacher}:seed=5,draws=4,top_k=8,support=top-k+sample,{ALONE}"
-    return ["distill", pair.student, corpus, "--teacher", teacher, "--teacher-steps", 3, *OPTIONS]
+    teacher = f"{pair.teacher}:seed=5,num_samples=4,top_k=8,support=top-k+sample,{ALONE}"
+    return ["distill", pair.student, corpus, "--teacher", teacher, "--teacher-block-steps", 3, *OPTIONS]
 
 
 def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpus, tmp_path):
@@ -124,7 +124,16 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     cache = cached(live(pair.teacher, f"top_k=16,{ALONE}"), corpus, tmp_path / "cache")
     run_xtk("distill", pair.student, cache, *OPTIONS, "-o", tmp_path / "from-cache")
     run_xtk(
-        "distill", pair.student, corpus, "--teacher", model, "--teacher-steps", 2, *OPTIONS, "-o", tmp_path / "live"
+        "distill",
+        pair.student,
+        corpus,
+        "--teacher",
+        model,
+        "--teacher-block-steps",
+        2,
+        *OPTIONS,
+        "-o",
+        tmp_path / "live",
     )
     found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "from-cache"))
     assert found == expected
@@ -172,7 +181,7 @@ def test_killed_in_the_midst_of_a_block_the_run_ends_bitwise_equal(pair, corpus,
     left = output / f"{TEMPORARY_PREFIX}live-00001" / "0"
     left.mkdir(parents=True, exist_ok=True)
     (left / "shard-00000.arrow").write_bytes(b"half of a")
-    assert f"going on from {output}/checkpoint-4" in run_xtk(*arguments).stderr
+    assert f"resuming from {output}/checkpoint-4" in run_xtk(*arguments).stderr
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert not list(output.glob(f"{TEMPORARY_PREFIX}*"))
 
@@ -194,8 +203,8 @@ def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go
     assert "Traceback" not in stderr
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
     assert not list(output.glob(f"{TEMPORARY_PREFIX}live*"))
-    done = run_xtk(*arguments, output, "--teacher-steps", 2)
-    assert f"going on from {output}/checkpoint-5" in done.stderr
+    done = run_xtk(*arguments, output, "--teacher-block-steps", 2)
+    assert f"resuming from {output}/checkpoint-5" in done.stderr
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
@@ -203,7 +212,7 @@ def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go
 
 
 def test_draws_of_an_epoch_are_those_of_a_seed_further_on(pair, corpus, tmp_path):
-    options = f"support=sample,draws=3,{ALONE}"
+    options = f"support=sample,num_samples=3,{ALONE}"
     expected = [
         inputs_of(pair.student, [cached(live(pair.teacher, f"{options},seed={seed}"), corpus, tmp_path / str(seed))],
                   recipe_of(["byte-kl"])).source
@@ -240,7 +249,7 @@ def test_several_teachers_say_what_their_caches_say(pair, corpus, tmp_path, way)
     options = [f"top_k=16,{ALONE}", f"support=top-k+sample,top_k=4,{ALONE}"]
     teachers = [live(model, option) for model, option in zip((pair.teacher, third), options, strict=True)]
     caches = [cached(teacher, corpus, tmp_path / f"cache-{at}") for at, teacher in enumerate(teachers)]
-    from_caches = inputs_of(pair.student, caches, recipe_of(["byte-kl"], teachers=way))
+    from_caches = inputs_of(pair.student, caches, recipe_of(["byte-kl"], combine_teachers=way))
     inputs = live_inputs(pair.student, corpus, teachers, teachers=way)
     assert [objective.name for objective in inputs.objectives] == [one.name for one in from_caches.objectives]
     assert inputs.teachers == from_caches.teachers
@@ -254,7 +263,7 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
     data = tmp_path / "routed.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     teachers = [live(model, f"top_k=16,{ALONE}", "truncate") for model in (pair.teacher, second)]
-    inputs = live_inputs(pair.student, data, teachers, {"route": "by", "weight": "counts"}, teachers="route")
+    inputs = live_inputs(pair.student, data, teachers, {"route": "by", "weight": "counts"}, combine_teachers="route")
     for number, words in enumerate(all_heard(inputs, tmp_path)):
         document = inputs.source.document(number)
         names = {"teacher": words[0], "second": words[1]}
@@ -267,10 +276,10 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
         heard = inputs.source.teacher_outputs(order.documents_of_step(block.start)[0])
         assert sorted(word is None for word in heard) == [False, True]
     with pytest.raises(XtkError, match="a document names no teacher"):
-        live_inputs(pair.student, data, teachers, teachers="route")
+        live_inputs(pair.student, data, teachers, combine_teachers="route")
     data.write_text(json.dumps({"text": "x", "by": "nobody"}) + "\n")
-    with pytest.raises(XtkError, match="a document names the teacher 'nobody'"):
-        live_inputs(pair.student, data, teachers, {"route": "by"}, teachers="route")
+    with pytest.raises(XtkError, match="a document names the unknown teacher 'nobody'"):
+        live_inputs(pair.student, data, teachers, {"route": "by"}, combine_teachers="route")
 
 
 def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
@@ -339,18 +348,18 @@ def test_an_option_that_makes_no_sense_is_refused(pair, options, told):
 
 def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path):
     teacher = live(pair.teacher)
-    with pytest.raises(XtkError, match="--teacher scores plain data, and this is a cache"):
+    with pytest.raises(XtkError, match="--teacher needs plain data, and this is a cache"):
         live_inputs(pair.student, cache, [teacher])
     places = RunPaths(pair.student, (str(corpus),), (), tmp_path, online_teachers=(teacher,))
-    with pytest.raises(XtkError, match="none of the losses is about a teacher"):
+    with pytest.raises(XtkError, match="--teacher is given, but no --loss uses a teacher"):
         open_inputs(places, recipe_of(["ce"]), Tokenizer(pair.student))
-    with pytest.raises(MismatchError, match="the student's own tokenizer"):
+    with pytest.raises(MismatchError, match="the student's tokenizer"):
         open_inputs(places, recipe_of(["forward-kl"]), Tokenizer(pair.student))
     with pytest.raises(XtkError, match="there is one"):
-        live_inputs(pair.student, corpus, [teacher], teachers="mixture")
-    with pytest.raises(MismatchError, match="teachers with different tokenizers cannot be mixed"):
-        live_inputs(pair.student, corpus, [teacher, live(pair.student)], teachers="mixture")
-    with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\., top-k\+sample"):
+        live_inputs(pair.student, corpus, [teacher], combine_teachers="mixture")
+    with pytest.raises(MismatchError, match="mixture needs teachers with the same tokenizer"):
+        live_inputs(pair.student, corpus, [teacher, live(pair.student)], combine_teachers="mixture")
+    with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\. with top-k\+sample"):
         live_inputs(pair.student, corpus, [live(pair.teacher, "support=none")])
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [5, 6, 7]}) + "\n")

@@ -95,7 +95,7 @@ def test_a_prompt_is_known_by_how_often_it_was_taken():
 
 
 def test_a_step_that_would_cut_a_group_is_refused():
-    with pytest.raises(XtkError, match="a step has 6 documents, and a prompt 4"):
+    with pytest.raises(XtkError, match=r"the documents per step \(6\) must be a multiple of --num-generations 4"):
         OnPolicyConfig(num_generations=4).check_batch(6)
 
 
@@ -311,13 +311,13 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
 def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
-    done = run(pair, prompts, tmp_path / "apart", *options, "--placement", "teacher=0")
+    done = run(pair, prompts, tmp_path / "apart", *options, "--devices", "teacher=0")
     assert "in a process of its own, on devices 0" in done.stderr
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("with", "apart"))
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
     for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
-        run(pair, prompts, tmp_path / "wrong", *options, "--placement", wrong, code=1)
-    done = run(pair, prompts, tmp_path / "wrong", *options, "--placement", "rollout=0", code=1)
+        run(pair, prompts, tmp_path / "wrong", *options, "--devices", wrong, code=1)
+    done = run(pair, prompts, tmp_path / "wrong", *options, "--devices", "rollout=0", code=1)
     assert "--rollout-backend vllm" in done.stderr
 
 
@@ -454,7 +454,7 @@ def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
     other = material.make_teacher(tmp_path / "other", seed=9)
     routes = ["--route-column", "by"] if way == "route" else []
     run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
-            "--teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
+            "--combine-teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
             "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     names = ["byte-kl"] if way == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
@@ -500,24 +500,24 @@ def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_p
 def test_refusals(pair, prompts, tmp_path):
     output = tmp_path / "out"
     done = run_xtk("distill", pair.student, prompts, "--on-policy", "-o", output, code=1)
-    assert "--teacher MODEL beside --on-policy" in done.stderr
+    assert "--on-policy needs --teacher" in done.stderr
     done = run(pair, prompts, output, "--num-generations", 3, "--max-steps", 1, code=1)
     assert "a multiple of --num-generations" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
                    "--reward", "exact", "--no-scale-rewards", "-o", output, code=1)  # fmt: skip
     assert "only a student that writes has --temperature, --stop, --reward, --no-scale-rewards" in done.stderr
-    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--placement", "rollout=0",
+    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",
                    "-o", output, code=1)  # fmt: skip
-    assert "only a student that writes has --placement rollout" in done.stderr
+    assert "only a student that writes has --devices rollout" in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()
     done = run(pair, prompts, output, "--max-steps", 4, "--stop-if", "length>1", "--save-steps", 1, code=1)
-    assert "sign of collapse: length" in done.stderr
+    assert "ends the run: length of the rollouts" in done.stderr
     bare = tmp_path / "bare.jsonl"
     bare.write_text(json.dumps({"prompt": "Anna has"}) + "\n")
     done = run(pair, bare, output.with_name("other"), "--max-steps", 1, "--lmbda", 0.5, code=1)
     assert "prompt and completion" in done.stderr
     done = run_xtk("distill", pair.student, prompts, "--teacher", "self:weights=base", *OPTIONS, "--max-steps", 1,
                    "-o", output.with_name("third"), code=1)  # fmt: skip
-    assert "has no adapter" in done.stderr
+    assert "needs a student with an adapter" in done.stderr

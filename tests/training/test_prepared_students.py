@@ -65,14 +65,14 @@ def test_a_prepared_student_is_trained_resumed_to_the_bit_and_loads_anywhere(run
     shutil.copytree(whole / "checkpoint-3", stopped / "checkpoint-3")
     for name in ("recipe.json", "metrics.jsonl"):
         shutil.copyfile(whole / name, stopped / name)
-    assert "going on from" in run_xtk(*arguments, stopped).stderr
+    assert "resuming from" in run_xtk(*arguments, stopped).stderr
     found, expected = weights_of(stopped), weights_of(whole)
     assert found.keys() == expected.keys()
     assert all(torch.equal(one, expected[name]) for name, one in found.items())
 
     files = {path.name for path in whole.iterdir()} | {path.name for path in whole.glob("adapter/*")}
     assert "tokenizer.json" in files
-    assert "Trained by" in (whole / "README.md").read_text()  # not peft's form with its blanks
+    assert "Trained with" in (whole / "README.md").read_text()  # not peft's form with its blanks
     assert not (whole / "adapter" / "README.md").exists()
     told = json.loads((whole / "recipe.json").read_text())["identity"]["student_model"]
     if kind == "QLoRA":
@@ -103,5 +103,5 @@ def test_a_finished_run_of_other_adapters_is_not_taken_for_this_one(pair, cache,
     run_xtk(*arguments)
     run_xtk(*arguments, "--attn-implementation", "eager")
     refused = run_xtk(*arguments, "--lora-r", 2, code=1)
-    assert "there is a run of another recipe" in refused.stderr
+    assert "this folder has a run with other options or inputs" in refused.stderr
     assert "lora_r" in refused.stderr

@@ -53,7 +53,7 @@ def test_a_killed_run_ends_bitwise_equal_to_one_that_was_not(arguments, whole, t
     assert code == -signal.SIGKILL
     done = run_xtk(*arguments, output)
     assert done.stdout == f"{output}\n"
-    assert f"going on from {output}/checkpoint-" in done.stderr
+    assert f"resuming from {output}/checkpoint-" in done.stderr
     assert_same(output, whole)
 
 
@@ -63,7 +63,7 @@ def test_ctrl_c_ends_with_130_and_the_same_command_goes_on(arguments, whole, tmp
     code, stderr = stop_at_a_checkpoint(arguments, output, signal.SIGINT)
     assert code == 130
     assert "Traceback" not in stderr
-    assert "going on from" in run_xtk(*arguments, output).stderr
+    assert "resuming from" in run_xtk(*arguments, output).stderr
     assert_same(output, whole)
 
 
@@ -89,7 +89,7 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, who
     other = [*arguments, output, "--max-steps", 1]
     refused = run_xtk(*other, code=1)
     assert refused.stdout == ""
-    assert "there is a run of another recipe" in refused.stderr
+    assert "this folder has a run with other options or inputs" in refused.stderr
     assert f"max_steps: {STEPS} there, 1 asked for" in refused.stderr
     assert "--force" in refused.stderr
     assert_same(output, whole)

@@ -1,6 +1,6 @@
-"""Floor 6: what will go wrong with a pair, its data and its machine, and what a run will cost, before it begins.
+"""Checks of a student, a teacher, data and machine before a run, and estimates of its memory, disk and time.
 
-`CHECKS` is the list: each is a function of a `DoctorInputs` that yields findings, and none loads weights.
+`CHECKS` lists the checks: functions that take `DoctorInputs` and yield findings, without loading weights.
 """
 
 from __future__ import annotations

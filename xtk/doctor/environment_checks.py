@@ -1,4 +1,4 @@
-"""What is installed, and what the machine has."""
+"""Checks of installed libraries and devices."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ OPTIONAL_LIBRARIES = ("vllm", "peft", "bitsandbytes", "flash-attn", "math-verify
 
 
 def library_versions(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Name the libraries and the devices."""
+    """Report the versions of libraries, and the devices."""
     import torch
 
     found = {name: version for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if (version := _version(name))}
-    told = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {told}", figures=found)
+    versions = ", ".join(f"{name} {version}" for name, version in found.items())
+    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {versions}", figures=found)
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
         yield Finding(
             "library_versions", "ok", "; ".join(f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in devices)
         )
         if inputs.plan.parallel.num_processes > len(devices):
-            what = f"{inputs.plan.parallel.num_processes} processes, and {len(devices)} devices here"
-            yield Finding("library_versions", "note", what, hint="several machines: --num-machines")
+            what = (
+                f"the run has {inputs.plan.parallel.num_processes} processes, and this machine has {len(devices)} GPUs"
+            )
+            yield Finding("library_versions", "note", what, hint="use --num-machines for several machines")
     else:
-        yield Finding("library_versions", "note", f"no GPU is seen: all runs on {os.cpu_count()} cores")
+        yield Finding("library_versions", "note", f"no GPU was found: everything runs on {os.cpu_count()} CPU cores")
 
 
 def _version(name: str) -> str:

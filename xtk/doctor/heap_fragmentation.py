@@ -1,12 +1,12 @@
-"""What a heap keeps beyond what is asked of it: a sequence of allocations is given to this machine's own allocator.
+"""Estimate of heap fragmentation: replays a sequence of allocations with the C library's allocator.
 
-glibc gives memory of more than its threshold (which grows to 32 MiB) back at once, and everything else when the end of
-the heap is free. Before 2.38 its `posix_memalign`, which torch calls, asks for more than it needs and returns the rest,
-and small objects settle in the rest: a hole then no longer takes what was in it. So a process that makes and drops
-tensors of a few MiB holds up to half as much again. Nothing is written to the memory, which hence takes none.
+glibc returns allocations above its threshold (which grows to 32 MiB) at once, and others when the end of the heap is
+free. Before 2.38 its `posix_memalign`, which torch calls, allocates more than it needs and frees the excess, where
+small objects are then placed: the hole no longer fits a tensor of the same size. A process that allocates and frees
+tensors of a few MiB therefore holds up to 50 % more. The replay never touches its memory, so it takes none.
 
-This file is run as a script, in a process without a heap of its own, under the variables (`MALLOC_MMAP_THRESHOLD_`) of
-this one.
+This file runs as a script in a new process with a fresh heap, with the environment variables of this process
+(`MALLOC_MMAP_THRESHOLD_`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import ctypes
 import subprocess
 import sys
 
-# Of the objects that are made with a tensor and dropped with it: its storage, its place in the graph. Ours: the first
-# of four guesses that three runs agreed with (docs/explanation/numbers.md, doctor).
+# Sizes of the small objects that are allocated and freed with a tensor: storage, autograd node. Chosen to agree with
+# three measured runs (docs/explanation/numbers.md, doctor).
 SMALL_OBJECT_BYTES = (16, 48, 80)
 ALIGNMENT = 64  # bytes, as torch asks for
 REPLAY_ROUNDS = 3
 
 
 def fragmentation_bytes(events: list[tuple[int, int]]) -> int:
-    """Return the bytes that a heap grows to beyond the most that is held at a time; 0 where the allocator does not say.
+    """Return the bytes by which the heap exceeds the peak of live bytes; 0 if the allocator has no statistics.
 
     Args:
-        events: (number, bytes) of what is made, (number, -1) of what is dropped; what is left is dropped at the end.
+        events: (number, bytes) for an allocation, (number, -1) for its release; the rest is released at the end.
     """
     flat = array.array("q", [number for event in events for number in event])
     command = [sys.executable, "-I", __file__]
@@ -36,7 +36,7 @@ def fragmentation_bytes(events: list[tuple[int, int]]) -> int:
 
 
 class _MallocStatistics(ctypes.Structure):
-    """What glibc's mallinfo2 returns."""
+    """Result of glibc's mallinfo2."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -52,32 +52,35 @@ def _replay_allocations(flat: array.array[int]) -> int:
     library.posix_memalign.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t, ctypes.c_size_t]
     library.free.argtypes = [ctypes.c_void_p]
 
-    def whole() -> int:
-        told = library.mallinfo2()
-        return int(told.arena + told.hblkhd)
+    def heap_bytes() -> int:
+        statistics = library.mallinfo2()
+        return int(statistics.arena + statistics.hblkhd)
 
-    before, grown, most, now = whole(), 0, 0, 0
+    before, grown, most, now = heap_bytes(), 0, 0, 0
     for _ in range(REPLAY_ROUNDS):
-        there: dict[int, tuple[int, list[int]]] = {}
+        allocated: dict[int, tuple[int, list[int]]] = {}
 
-        def drop(number: int, there: dict[int, tuple[int, list[int]]] = there) -> int:
-            size, places = there.pop(number)
-            for place in places:
-                library.free(place)
+        def release(number: int, allocated: dict[int, tuple[int, list[int]]] = allocated) -> int:
+            size, addresses = allocated.pop(number)
+            for address in addresses:
+                library.free(address)
             return size
 
         for number, size in zip(flat[::2], flat[1::2], strict=True):
             if size < 0:
-                now -= drop(number)
+                now -= release(number)
                 continue
-            place = ctypes.c_void_p()
-            if library.posix_memalign(ctypes.byref(place), ALIGNMENT, max(size, 1)):
+            address = ctypes.c_void_p()
+            if library.posix_memalign(ctypes.byref(address), ALIGNMENT, max(size, 1)):
                 raise MemoryError
-            there[number] = size, [int(place.value or 0), *(library.malloc(small) for small in SMALL_OBJECT_BYTES)]
+            allocated[number] = (
+                size,
+                [int(address.value or 0), *(library.malloc(small) for small in SMALL_OBJECT_BYTES)],
+            )
             now += size
-            most, grown = max(most, now), max(grown, whole() - before)
-        for number in list(there):
-            now -= drop(number)
+            most, grown = max(most, now), max(grown, heap_bytes() - before)
+        for number in list(allocated):
+            now -= release(number)
     return max(0, grown - most)
 
 

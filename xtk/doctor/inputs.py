@@ -1,4 +1,4 @@
-"""What is examined: two models without their weights, a cache or data, and how a run would be laid out."""
+"""Inputs of the checks: two models without weights, a cache or data, and the plan of a run; findings."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ READ_BATCH_SIZE = 256
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found.
+    """A result of a check.
 
     Attributes:
-        check: its name.
-        level: one of `LEVELS`; of an error, a command will end with one.
-        what: a sentence.
-        where: which side, file or document; "": the pair.
-        hint: what to do next; "": nothing.
-        figures: numbers, for machines.
+        check: name of the check.
+        level: one of `LEVELS`; "error": a command will fail.
+        what: the message, one sentence.
+        where: model, file or document; "": the pair.
+        hint: what to do; "": nothing.
+        figures: values for --json.
     """
 
     check: str
@@ -61,16 +61,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class DoctorModel:
-    """The student or the teacher.
+    """A student or teacher, without weights.
 
     Attributes:
         role: "student" or "teacher".
-        folder: of the model.
-        tokenizer: its.
-        config: config.json; empty where there is none.
-        tensor_headers: {name: (dtype as safetensors calls it, shape)} of the weights, from their headers.
-        is_remote: whether its weights are on the hub, and stay there.
-        adapter: a folder of peft's, where it is a model with an adapter.
+        folder: the model folder.
+        tokenizer: its tokenizer.
+        config: content of config.json; empty if there is none.
+        tensor_headers: {name: (safetensors dtype, shape)} of the weights, from the file headers.
+        is_remote: whether its weights are on the Hugging Face Hub and not downloaded.
+        adapter: folder of its PEFT adapter; None: none.
     """
 
     role: str
@@ -83,14 +83,14 @@ class DoctorModel:
 
     @classmethod
     def read(cls, role: str, folder: Path, name: str) -> DoctorModel:
-        """Read a folder of a model or of an adapter, of the weights their headers alone.
+        """Return the model or adapter in a folder; of weights, only the headers are read.
 
         Raises:
-            XtkError: this is a teacher cache, there is no tokenizer, or a file cannot be read.
+            XtkError: the folder is a teacher cache or has no tokenizer, or a file cannot be read.
         """
         if is_cache(folder) and not (folder / "config.json").is_file():
-            hint = "xtk doctor STUDENT TEACHER CACHE: the models first, then the cache"
-            raise XtkError(f"the {role} is a model, and this is a teacher cache", where=name, hint=hint)
+            hint = "give the models first: xtk doctor STUDENT TEACHER CACHE"
+            raise XtkError(f"the {role} must be a model, and this is a teacher cache", where=name, hint=hint)
         folder, adapter = base_model_and_adapter(folder)
         configuration = read_model_config(folder)
         tokenizer, tensors = Tokenizer(folder, name=name), read_weight_headers(folder, allow_missing=True)
@@ -98,24 +98,24 @@ class DoctorModel:
 
     @property
     def name(self) -> str:
-        """What findings call it."""
+        """Its name in findings."""
         return f"{self.role} {self.tokenizer.name}"
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The part of the configuration that is about text."""
+        """The configuration of the language model, also for a multimodal one."""
         text = self.config.get("text_config")
         return text if isinstance(text, dict) else self.config
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens that it reads; None: its configuration does not say."""
+        """Maximum number of tokens; None: not in its configuration."""
         values = [self.text_config.get(key) for key in ("max_position_embeddings", "n_positions", "seq_length")]
         return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     @property
     def embedding(self) -> tuple[str, int] | None:
-        """The name of its embedding, and how many rows that has; None where none is found."""
+        """Name and number of rows of its input embedding; None: not found."""
         endings = (
             "embed_tokens.weight",
             "wte.weight",
@@ -129,14 +129,14 @@ class DoctorModel:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """How a run would be laid out, in the words of `distill` and `cache-teacher`.
+    """Options of a planned run, named as in `distill` and `cache-teacher`.
 
     Attributes:
-        parallel: of the processes.
-        output: where artifacts would go.
-        top_k: of the cache; 0: the usual one.
-        tokens_per_second: tokens a second of the teacher; 0: nobody said.
-        others: as the options of `distill` are called.
+        parallel: the parallel layout.
+        output: output folder.
+        top_k: --top-k of the cache; 0: the default.
+        tokens_per_second: teacher throughput in tokens per second; 0: unknown.
+        others: as the options of `distill` with the same name.
     """
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -162,14 +162,14 @@ class RunPlan:
 
 @dataclass(frozen=True)
 class DoctorInputs:
-    """All that is examined.
+    """Inputs of all checks.
 
     Attributes:
-        student: one side.
-        teacher: the other.
-        plan: of the run.
-        cache: a finished cache; None: there is none yet.
-        corpus: the data; None: there is none, or the cache is the data.
+        student: the student.
+        teacher: the teacher.
+        plan: options of the planned run.
+        cache: a finished cache; None: not given.
+        corpus: the data; None: not given, or the documents of the cache.
     """
 
     student: DoctorModel
@@ -185,28 +185,28 @@ class DoctorInputs:
 
     @cached_property
     def has_conversations(self) -> bool:
-        """Whether there is one among the first documents."""
+        """Whether one of the first documents is a conversation."""
         return any(document.conversation is not None for document in islice(_documents(self), READ_BATCH_SIZE))
 
     @cached_property
     def data_sample(self) -> DataSample:
-        """The data, read by both sides."""
+        """Statistics of the data with both tokenizers."""
         return DataSample.from_inputs(self)
 
 
 @dataclass
 class DataSample:
-    """What both sides make of the first documents of the data.
+    """Statistics of the first documents of the data, with both tokenizers.
 
     Attributes:
-        documents: a sample, from all over what was read.
-        num_documents: how many documents were read.
-        is_complete: whether these are all.
-        num_tokens: of each side, of all that was read.
-        num_trained_tokens: tokens of each side that are trained.
-        longest: of each side (tokens, number of the document), the longest first, some.
-        num_too_long: of each side, documents that are longer than its limit.
-        num_bytes: of text that was read.
+        documents: an evenly spaced sample of the documents read.
+        num_documents: number of documents read.
+        is_complete: whether all documents were read.
+        num_tokens: tokens of student and teacher, over all documents read.
+        num_trained_tokens: trained tokens of student and teacher.
+        longest: for student and teacher, (tokens, document index) of the longest documents, descending.
+        num_too_long: for student and teacher, number of documents above the limit.
+        num_bytes: UTF-8 bytes of the documents read.
     """
 
     documents: list[tuple[Document, TokenSequence]] = field(default_factory=list)
@@ -220,7 +220,7 @@ class DataSample:
 
     @classmethod
     def from_inputs(cls, inputs: DoctorInputs) -> DataSample:
-        """Read `READ` documents at most."""
+        """Return the statistics of at most `MAX_DOCUMENTS_READ` documents."""
         reading, sample = cls(), EvenSample(SAMPLE_SIZE)
         for group in _document_batches(_documents(inputs)):
             if reading.num_documents >= MAX_DOCUMENTS_READ:
@@ -244,15 +244,15 @@ class DataSample:
 
 
 def max_document_tokens(model: DoctorModel, plan: RunPlan) -> int | None:
-    """Return the most tokens that a side is to read of a document."""
+    """Return the maximum number of tokens of a document for a model; None: no limit."""
     limits = [limit for limit in (model.context_length, plan.max_length) if limit]
     return min(limits) if limits else None
 
 
-def _documents(case: DoctorInputs) -> Iterable[Document]:
-    if case.corpus is not None:
-        return case.corpus
-    return () if case.cache is None else (row.document for row in case.cache)
+def _documents(inputs: DoctorInputs) -> Iterable[Document]:
+    if inputs.corpus is not None:
+        return inputs.corpus
+    return () if inputs.cache is None else (stored.document for stored in inputs.cache)
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,7 +1,7 @@
-"""What a forward and a backward pass hold in memory: the model itself is run, on tensors that have no content.
+"""Memory of a forward and a backward pass, measured by running the model on fake tensors.
 
-torch's FakeTensorMode gives every tensor its shape, dtype and device and no memory, so weights need not be there, and
-whatever the model does (its attention, its norms, checkpoints, mixed precision) is counted as it does it.
+With torch's FakeTensorMode tensors have shape, dtype and device but no data: weights are not needed, and everything
+that the model does (attention, norms, gradient checkpointing, mixed precision) is counted.
 """
 
 from __future__ import annotations
@@ -26,30 +26,27 @@ from xtk.models.student_model import ALL_LINEAR, StudentModelConfig, StudentSour
 
 
 class UnsupportedModel(XtkError):
-    """No mistake of anybody's: a model of which nothing is known before it is run."""
+    """The memory of this model cannot be estimated; not a user error."""
 
 
 @dataclass(frozen=True)
 class MemoryFootprint:
-    """Bytes, of one process that has all of the model.
+    """Memory in bytes of one process with the unsharded model.
 
     Attributes:
         weights: parameters and buffers, each storage once.
-        trained_weights: those of them that are trained.
-        head_bytes: the matrix that makes logits.
-        head_is_trained: whether that is trained.
-        head_is_tied: whether it is the embedding too.
-        largest_block: the weights of the largest block of layers, or of embedding and head.
-        vocab_size: V, rows of the head.
-        hidden_states: the hidden states that the body gives.
-        kept_activations: what the forward pass of the body leaves for the backward pass, hidden states among it;
-            gradients of the
-            passes before too, but for that of the head.
-        forward_peak: the most that the forward pass holds, without weights.
-        backward_peak: the most that the backward pass holds, with gradients of the weights, but for that of the head.
-        heap_fragmentation: what a heap on this machine keeps beyond that, if these passes are made again and again; 0
-            on a GPU, and
-            where nothing is trained.
+        trained_weights: trainable parameters.
+        head_bytes: weights of the output head.
+        head_is_trained: whether the output head is trained.
+        head_is_tied: whether the output head is tied to the embedding.
+        largest_block: weights of the largest layer, or of embedding and output head.
+        vocab_size: V, rows of the output head.
+        hidden_states: the final hidden states of the backbone.
+        kept_activations: what is live after the forward pass of the backbone, including the hidden states, and
+            gradients of earlier passes except that of the output head.
+        forward_peak: peak of the forward pass, without weights.
+        backward_peak: peak of the backward pass, with gradients of the weights except that of the output head.
+        heap_fragmentation: additional memory of the heap when passes are repeated; 0 on a GPU and without training.
     """
 
     weights: int
@@ -67,7 +64,7 @@ class MemoryFootprint:
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of storages while they live."""
+    """Counts the bytes of live tensor storages."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -76,7 +73,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leave a tensor that was there before out of the count."""
+        """Exclude an existing tensor from the count."""
         self._ignored.add(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,23 +114,23 @@ def measure_footprint(
     lora_r: int = 0,
     lora_target_modules: tuple[str, ...] = ALL_LINEAR,
 ) -> MemoryFootprint:
-    """Run a model on fake tensors of the device that a run would take.
+    """Return the memory footprint of a model, measured with fake tensors on the device of a run.
 
     Args:
-        folder: with its configuration.
-        num_tokens: T of a forward pass.
-        batch_size: B, rows of so many tokens.
-        dtype: of its weights.
+        folder: the model folder.
+        num_tokens: T, sequence length.
+        batch_size: B, number of sequences.
+        dtype: dtype of the weights.
         mixed_precision: "bf16" or "no".
-        gradient_checkpointing: as in training.
-        train: whether it is trained.
-        num_passes: how many there are before gradients are used; what is told is of the last.
-        attn_implementation: transformers' name; "": as training would have it.
-        lora_r: rank of adapters, which are trained instead of the model; 0: the model.
-        lora_target_modules: what gets them.
+        gradient_checkpointing: whether activations are recomputed.
+        train: whether there is a backward pass.
+        num_passes: passes per optimizer step; the last one is measured.
+        attn_implementation: as in transformers; "": as in training.
+        lora_r: rank of a trained LoRA adapter; 0: the model is trained.
+        lora_target_modules: modules with adapters.
 
     Raises:
-        Unforeseen: transformers does not know the model, or it cannot be run so.
+        UnsupportedModel: transformers does not support the model, or it fails on fake tensors.
     """
     import transformers
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -141,16 +138,18 @@ def measure_footprint(
     packed_attention.register_attention()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     autocast = torch.autocast(device, torch.bfloat16) if mixed_precision == "bf16" else contextlib.nullcontext()
-    told = ""
-    # As `Cut.pack` has it: xtk's own attention where the model can take it. It makes no mask [T, T], which transformers
-    # makes of tensors without content.
-    for own in [attn_implementation] if attn_implementation else [packed_attention.ATTENTION_NAME, "sdpa", "eager"]:
+    first_error = ""
+    # As in `BackboneWithHead.enable_packing`: xtk's attention if the model supports it. It needs no mask [T, T], which
+    # transformers would build from fake tensors.
+    for implementation in (
+        [attn_implementation] if attn_implementation else [packed_attention.ATTENTION_NAME, "sdpa", "eager"]
+    ):
         try:
             with warnings.catch_warnings(), torch.device("meta"), torch.set_grad_enabled(train):
                 warnings.simplefilter("ignore")
                 configuration = load_model_config(folder)
                 model = transformers.AutoModelForCausalLM.from_config(
-                    configuration, dtype=DTYPES[dtype], attn_implementation=own
+                    configuration, dtype=DTYPES[dtype], attn_implementation=implementation
                 )
                 if lora_r:
                     prepared = StudentModelConfig(dtype, lora_r=lora_r, lora_target_modules=lora_target_modules)
@@ -165,13 +164,13 @@ def measure_footprint(
                 return _measure_passes(
                     model.train(train), (batch_size, num_tokens), autocast, num_passes if train else 0
                 )
-        except Exception as wrong:  # whatever a model does that tensors without content cannot
-            told = told or " ".join(str(wrong).split())[:200]
-    raise UnsupportedModel(f"this model cannot be run without its weights: {told}", where=str(folder))
+        except Exception as wrong:  # models fail on fake tensors in many ways
+            first_error = first_error or " ".join(str(wrong).split())[:200]
+    raise UnsupportedModel(f"cannot estimate the memory of this model: {first_error}", where=str(folder))
 
 
 def _materialize(model: Any, device: str) -> None:
-    """Give a model that is nowhere tensors of a device; what was one tensor stays one."""
+    """Replace a model's meta tensors by tensors on a device; tied tensors stay tied."""
     made: dict[int, Tensor] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
@@ -190,7 +189,7 @@ def _measure_passes(model: Any, shape: tuple[int, int], autocast: Any, passes: i
     held = {one.untyped_storage()._cdata: one for one in (*model.parameters(), *model.buffers())}
     for tensor in held.values():
         live.ignore(tensor)
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # inside of what peft puts around it
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # without the PEFT wrapper
     embedding, head = inner.get_input_embeddings().weight, inner.get_output_embeddings().weight
     ids = torch.zeros(shape, dtype=torch.int64)
     kept = forward = most = size = 0

@@ -1,6 +1,6 @@
-"""What `cache-teacher` and `distill` will take: memory, disk and hours.
+"""Estimates of memory, disk space and time of `cache-teacher` and `distill`.
 
-`docs/how-to/doctor.md` has the formulas.
+The formulas are in `docs/how-to/doctor.md`.
 """
 
 from __future__ import annotations
@@ -29,34 +29,32 @@ from xtk.terminal import format_duration
 from xtk.tokens.teacher_logprobs import DEFAULT_TOP_K, make_support
 
 GIB = 2**30
-# Of a position of a cache on a disk, measured: docs/explanation/scale.md. The default; then of --top-k: what
-# --support none takes, and what each of the 64 ids of --top-k 64 takes beside that.
+# Cache bytes per position on disk, measured (docs/explanation/scale.md): with default options; for --top-k, the size
+# with --support none and the size of each id.
 BYTES_PER_POSITION = 43.3
 BASE_BYTES_PER_POSITION = 6.3
 BYTES_PER_ID = 0.85
-# What a run holds on a CPU beside imported libraries, tokenizers and tensors: compiled kernels, batches made ahead,
-# threads. Ours: fitted to five runs of one machine (numbers.md, doctor).
+# CPU memory of a run in addition to libraries, tokenizers and tensors: compiled kernels, prefetched batches, threads.
+# Fitted to five runs on one machine (numbers.md, doctor).
 WORKING_BYTES = 150 << 20
-TOKENIZER_BYTES_PER_TOKEN = 800  # bytes of a token of a vocabulary, ours: Llama 3 and Qwen, in the same runs
-SHARDS_IN_MEMORY = 2  # of a cache that are in memory: one is scored, one is written
-MEMORY_BYTES_PER_POSITION = 64  # of a position in a shard, beside 8 of each entry: offsets, masses, log-probabilities
-PACKING_BYTES_PER_ENTRY = (
-    64  # of an entry of the shard that is packed, while it is. Ours: fitted to one run with 256 entries
-)
+TOKENIZER_BYTES_PER_TOKEN = 800  # per vocabulary token; Llama 3 and Qwen in the same runs
+SHARDS_IN_MEMORY = 2  # cache shards in memory: one is scored, one is written
+MEMORY_BYTES_PER_POSITION = 64  # offsets, masses, log-probabilities; each entry takes 8 bytes more
+PACKING_BYTES_PER_ENTRY = 64  # of the shard that is being compressed; fitted to one run with 256 entries
 IMPORT_CODE = (
     "import accelerate, numba, pyarrow, xtk.training.distill, xtk.training.training_loop, "
     "xtk.training.held_out_evaluation; "
     "from xtk.doctor.resource_estimates import resident"
 )
-DEFAULT_DOCUMENT_TOKENS = 1024  # of a document, where there is no data
+DEFAULT_DOCUMENT_TOKENS = 1024  # tokens per document, if there is no data
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of one process, by what they are for.
+    """Memory of one process in bytes, by purpose.
 
     Attributes:
-        bytes_by_purpose: {what: bytes}; they add up to the most that is held at a time.
+        bytes_by_purpose: {purpose: bytes}; the sum is the peak.
         device: "cuda" or "cpu".
     """
 
@@ -65,15 +63,15 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Their sum."""
+        """Peak in bytes."""
         return sum(self.bytes_by_purpose.values())
 
 
 def memory(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Forecast the memory of a process of each command, against what the machine has."""
+    """Compare the estimated memory of each command with the available memory."""
     from xtk.doctor.memory_footprint import UnsupportedModel
 
-    _ = inputs.data_sample  # what is wrong with the data is told once, by the first check that reads it
+    _ = inputs.data_sample  # an error in the data is reported once, by the first check that reads it
     for command, forecast in (("cache-teacher", estimate_caching_memory), ("distill", estimate_training_memory)):
         if command == "cache-teacher" and inputs.cache is not None:
             continue
@@ -90,30 +88,30 @@ def memory(inputs: DoctorInputs) -> Iterator[Finding]:
 
 def _memory_finding(command: str, found: MemoryEstimate, plan: RunPlan) -> Finding:
     processes = plan.parallel.num_processes if command == "distill" else 1
-    there = _available_memory(found.device) // (processes if found.device == "cpu" else 1)
+    available = _available_memory(found.device) // (processes if found.device == "cpu" else 1)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.bytes_by_purpose.items() if size)
-    layout = f", each of {processes} processes ({plan.parallel})" if processes > 1 else ""
-    what = f"{command}{layout}: {found.total / GIB:.2f} of {there / GIB:.1f} GiB ({parts})"
-    figures = {"command": command, "device": found.device, "bytes": found.total, "available_bytes": there,
+    layout = f", per process ({plan.parallel})" if processes > 1 else ""
+    what = f"{command}{layout}: {found.total / GIB:.2f} of {available / GIB:.1f} GiB ({parts})"
+    figures = {"command": command, "device": found.device, "bytes": found.total, "available_bytes": available,
                **{name.replace(" ", "_"): size for name, size in found.bytes_by_purpose.items()}}  # fmt: skip
-    hint = "--gradient-checkpointing, --max-batch-tokens, --parallel fsdp=N, --lora-r; docs/how-to/doctor.md"
+    hint = "use --gradient-checkpointing, --max-batch-tokens, --parallel fsdp=N or --lora-r; see docs/how-to/doctor.md"
     if found.bytes_by_purpose.get("heap fragmentation"):
-        hint = f"MALLOC_MMAP_THRESHOLD_=1048576, which gives memory back; {hint}"
+        hint = f"set MALLOC_MMAP_THRESHOLD_=1048576 to reduce heap fragmentation; or {hint}"
     if command == "cache-teacher":
-        hint = "--batch-tokens, --dtype bfloat16, --engine tp_size=N"
-    level = "error" if found.total > there else "warning" if found.total > 0.9 * there else "ok"
+        hint = "use a smaller --batch-tokens, --dtype bfloat16, or --engine tp_size=N"
+    level = "error" if found.total > available else "warning" if found.total > 0.9 * available else "ok"
     return Finding("memory", level, what, hint=hint if level != "ok" else "", figures=figures)
 
 
 def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
-    """Forecast `distill`: weights, gradients and AdamW's two moments, the pass, the logits of a chunk.
+    """Return the estimated memory of `distill`: weights, gradients, AdamW states, activations and logits of a chunk.
 
-    The pass holds most either where the body's forward pass has ended, with the head's gradient and logits of a chunk
-    beside what was kept; or somewhere in the backward pass, with the gradients made so far. Where a step has several
-    passes, it is one of the later ones, with the gradients of those before.
+    The peak is either at the output head (kept activations, the head's gradient and the logits of a chunk) or in the
+    backward pass of the backbone (with the gradients so far). With several passes per step, later passes also hold the
+    gradients of earlier ones.
 
     Raises:
-        Unforeseen: the model cannot be run without weights.
+        UnsupportedModel: the memory of this model cannot be estimated.
     """
     from xtk.doctor.memory_footprint import measure_footprint
 
@@ -136,12 +134,12 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
     shards = layout.fsdp * layout.cp * layout.tp if layout.is_sharded else 1
     trained, weights = found.trained_weights // shards, found.weights // shards
     narrow = plan.mixed_precision == "bf16" or plan.dtype == "bfloat16"
-    # What gradients of a body take is shared out as soon as they are there.
-    shared_out = found.trained_weights - trained
+    # Gradients of the backbone are sharded as soon as they are computed.
+    sharded_away = found.trained_weights - trained
     head = found.head_bytes // layout.tp if found.head_is_trained else 0
-    # The head's own gradient of the passes before; where it is the embedding, it is among those of the body.
+    # The head's gradient from earlier passes; if it is tied to the embedding, the backbone's gradients include it.
     before = found.head_bytes // shards if several and found.head_is_trained and not found.head_is_tied else 0
-    # Rows that are compared are picked from the hidden states, and have a gradient as large.
+    # Hidden states at loss positions are copied, and have a gradient of the same size.
     at_head = (
         found.kept_activations
         + 2 * found.hidden_states
@@ -149,34 +147,36 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
         + logits_bytes(tokens, found.vocab_size // layout.tp, half_precision=narrow)
     )
     if narrow and plan.dtype == "float32":
-        at_head += found.head_bytes // layout.tp // 2  # the head, in the dtype of the product
-    peak = max(at_head + before - shared_out * several, found.backward_peak + head + before - shared_out, trained)
+        at_head += found.head_bytes // layout.tp // 2  # the head's weights, cast to the autocast dtype
+    peak = max(at_head + before - sharded_away * several, found.backward_peak + head + before - sharded_away, trained)
     replicas = layout.num_gradient_replicas > 1 and not layout.is_sharded
     parts = {
         "weights": weights,
         "AdamW": 2 * trained,
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest_block if layout.fsdp * layout.cp > 1 and layout.is_sharded else 0,
-        "buckets of DDP": trained if replicas else 0,
+        "DDP buckets": trained if replicas else 0,
         "heap fragmentation": found.heap_fragmentation,
-        "merging": _merge_bytes(found.weights, peak, found.heap_fragmentation) if plan.lora_r and not _on_cuda() else 0,
-        "average": 4 * found.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
+        "adapter merging": _merge_bytes(found.weights, peak, found.heap_fragmentation)
+        if plan.lora_r and not _on_cuda()
+        else 0,
+        "EMA": 4 * found.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
     tokens = len(inputs.student.tokenizer) + len(inputs.teacher.tokenizer)
     return _add_library_memory(parts, inputs.student, tokens, "peft" if plan.lora_r else "")
 
 
-def _merge_bytes(weights: int, peak: int, holes: int) -> int:
-    """Return what it takes beside a pass to load the model once more, in the end, and to add the adapters to it."""
-    given_back = holes < peak // 50  # else new weights do not fit where activations were
-    return max(0, weights - peak) if given_back else weights
+def _merge_bytes(weights: int, peak: int, fragmentation: int) -> int:
+    """Return the additional memory to load the model again at the end and merge the adapter."""
+    is_released = fragmentation < peak // 50  # otherwise new weights do not fit where activations were
+    return max(0, weights - peak) if is_released else weights
 
 
 def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
-    """Forecast `cache-teacher`: weights, the forward pass, logits of a chunk, and what was said of two shards.
+    """Return the estimated memory of `cache-teacher`: weights, activations, logits of a chunk, and two shards.
 
     Raises:
-        Unforeseen: the model cannot be run without weights.
+        UnsupportedModel: the memory of this model cannot be estimated.
     """
     from xtk.doctor.memory_footprint import measure_footprint
     from xtk.teachers.cache_request import CacheRequest
@@ -205,7 +205,7 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
     )
     parts = {
         "weights": found.weights,
-        # Weights in another dtype are read from their file, which stays mapped meanwhile.
+        # Weights in another dtype are converted while their file is memory-mapped.
         "activations": max(found.forward_peak, at_head, _other_dtype_bytes(inputs.teacher, plan.teacher_dtype)),
         "shards": positions
         * (SHARDS_IN_MEMORY * (8 * entries + MEMORY_BYTES_PER_POSITION) + PACKING_BYTES_PER_ENTRY * entries),
@@ -214,23 +214,23 @@ def estimate_caching_memory(inputs: DoctorInputs) -> MemoryEstimate:
 
 
 def _other_dtype_bytes(side: DoctorModel, dtype: str) -> int:
-    """Return the bytes of the tensors that are stored in another dtype."""
+    """Return the bytes of the tensors that are stored in another dtype than `dtype`."""
     own = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[dtype]
     sizes = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
     return sum(math.prod(shape) * sizes.get(kind, 1) for kind, shape in side.tensor_headers.values() if kind != own)
 
 
 def logits_bytes(num_tokens: int, vocab_size: int, *, half_precision: bool = False) -> int:
-    """Return the bytes of the logits of a chunk of rows, in fp32; of a product in 16 bits beside them if `narrow`."""
+    """Return the bytes of the logits of a chunk in fp32; with `half_precision`, plus their 16-bit original."""
     from xtk.models.output_head import chunk_rows
 
     return (6 if half_precision else 4) * vocab_size * min(num_tokens, chunk_rows(vocab_size))
 
 
 def max_pass_tokens(inputs: DoctorInputs, *, entire_step: bool = False) -> int:
-    """Return the most tokens that a process reads in a forward pass of training: the longest documents together.
+    """Return the maximum tokens of a training forward pass: a batch of the longest documents.
 
-    With `whole` in all passes of a step that `--max-batch-tokens` makes of them.
+    With `entire_step`, the tokens of all passes of a step under `--max-batch-tokens`.
     """
     plan, limit = inputs.plan, max_document_tokens(inputs.student, inputs.plan)
     longest = [size for size, _ in inputs.data_sample.longest[0]] or [
@@ -248,7 +248,7 @@ def max_pass_tokens(inputs: DoctorInputs, *, entire_step: bool = False) -> int:
 
 
 def _add_library_memory(parts: dict[str, int], side: DoctorModel, tokens: int, more: str = "") -> MemoryEstimate:
-    """Add what libraries, `more` among them, and tokenizers take on a CPU."""
+    """Return the estimate plus, on a CPU, the memory of libraries (also the module `more`) and tokenizers."""
     if _on_cuda():
         return MemoryEstimate(parts, "cuda")
     known = transformers_class(side)
@@ -259,16 +259,16 @@ def _add_library_memory(parts: dict[str, int], side: DoctorModel, tokens: int, m
 
 @functools.lru_cache
 def _library_bytes(model: str, more: str) -> int:
-    """Return the bytes of a process that has imported what both commands import, and transformers' class of a model.
+    """Return the resident bytes of a process that has imported the libraries of both commands and a model class.
 
-    A process of its own tells, which takes seconds; so the number is kept in the user's cache folder, for as long as
-    the same packages are installed.
+    A subprocess measures it, which takes seconds; the number is stored in the user's cache folder until the installed
+    packages change.
     """
     named = [f"from transformers import {model}"] if model else []
     named += [f"import {more}"] if more else []
     code = "; ".join([IMPORT_CODE, *named, "print(resident())"])
     path = None
-    # Nobody knows a home, a folder of packages cannot be read, or a variable is no UTF-8.
+    # No home folder, an unreadable package folder, or an environment variable that is not UTF-8.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         path = (
             user_cache_folder()
@@ -286,28 +286,30 @@ def _library_bytes(model: str, more: str) -> int:
 
 
 def _import_environment() -> tuple[str, list[str], dict[str, str]]:
-    """Return what the size of imports depends on: Python, machine, packages, words to the linker and the heap."""
+    """Return what the memory of imports depends on: Python, machine, packages, and linker and heap variables."""
     packages = {found.name for place in filter(None, sys.path) for found in Path(place).glob("*.dist-info")}
-    told = {name: value for name, value in os.environ.items() if name.startswith(("GLIBC_", "LD_", "MALLOC_", "OMP_"))}
-    machine = f"{platform.node()} {platform.machine()} {os.sysconf('SC_PAGE_SIZE')}"  # folders may be shared
-    return f"{sys.version} {__version__} {machine}", sorted(packages), told
+    variables = {
+        name: value for name, value in os.environ.items() if name.startswith(("GLIBC_", "LD_", "MALLOC_", "OMP_"))
+    }
+    machine = f"{platform.node()} {platform.machine()} {os.sysconf('SC_PAGE_SIZE')}"  # the cache folder may be shared
+    return f"{sys.version} {__version__} {machine}", sorted(packages), variables
 
 
 def _resident_memory_after(code: str) -> int:
-    """Return what a process prints that runs this code."""
-    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code], env=surroundings, capture_output=True, text=True, check=False)
+    """Return the number that a subprocess with this code prints."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         how = f"exit code {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
         last = (done.stderr.strip() or f"the process ended with {how}").splitlines()[-1]
-        raise XtkError("the libraries of a run cannot be imported", where=last)
+        raise XtkError("cannot import the libraries of a run", where=last, hint="reinstall xtk with its dependencies")
     return int(done.stdout.split()[-1])
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process has now.
+    """Return the resident memory of this process in bytes.
 
-    What the kernel says of the most that it had (ru_maxrss) begins, in a child, with what its parent had.
+    ru_maxrss does not work: in a child process it starts at the parent's peak.
     """
     path = Path("/proc/self/statm")
     if path.is_file():
@@ -328,36 +330,35 @@ def _on_cuda() -> bool:
 
 
 def _available_memory(device: str) -> int:
-    """Return the memory of a device, or of this machine as far as this process may have it."""
+    """Return the memory of the GPU, or of this machine within the cgroup limit of this process."""
     import torch
 
     if device == "cuda":
         return int(torch.cuda.get_device_properties(0).total_memory)
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         path = Path(name)
-        if path.is_file() and (told := path.read_text(encoding="ascii").strip()).isdecimal():
-            whole = min(whole, int(told))
-    return whole
+        if path.is_file() and (text := path.read_text(encoding="ascii").strip()).isdecimal():
+            limit = min(limit, int(text))
+    return limit
 
 
 def disk(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Forecast the bytes of the cache and of checkpoints, against what is free, and the hours of the teacher."""
+    """Compare the estimated size of cache and checkpoints with the free space; estimate the teacher's time."""
     plan, reading = inputs.plan, inputs.data_sample
     size = 0
     if inputs.cache is not None:
         found = cache_totals(inputs.cache.manifest)
-        what = f"the cache has {found['bytes']:,} bytes, {found['bytes'] / max(found['positions'], 1):.1f} a position"
+        per_position = found["bytes"] / max(found["positions"], 1)
+        what = f"the cache has {found['bytes']:,} bytes, {per_position:.1f} bytes per position"
         yield Finding("disk", "ok", what, figures=dict(found))
     elif reading.num_documents:
         each = _bytes_per_position(inputs)
         size = round(each * reading.num_trained_tokens[1])
-        told = f", estimated from caches of {DEFAULT_TOP_K['top-k']} ids" if plan.top_k else ""
-        more = (
-            "" if reading.is_complete else " of the documents that were read; xtk cache-teacher --plan tells the whole"
-        )
+        basis = f", extrapolated from caches with {DEFAULT_TOP_K['top-k']} ids" if plan.top_k else ""
+        more = "" if reading.is_complete else " (only the documents read; run xtk cache-teacher --estimate for all)"
         positions = f"{reading.num_trained_tokens[1]:,} positions of {each:.1f} bytes"
-        what = f"the cache: about {_format_bytes(size)}, {positions}{told}{more}"
+        what = f"cache size: about {_format_bytes(size)}, {positions}{basis}{more}"
         figures = {
             "bytes": size,
             "positions": reading.num_trained_tokens[1],
@@ -368,33 +369,33 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
         yield _scoring_time_finding(inputs)
     weights = sum(math.prod(shape) for _, shape in inputs.student.tensor_headers.values())
     width = 2 if plan.dtype == "bfloat16" else 4
-    # Each has weights and two moments; the student in the end has weights alone.
+    # Each checkpoint has weights and two AdamW moments; the final student has weights only.
     kept = weights * width * (3 * (plan.save_total_limit + 1) + 1) + 4 * weights * (plan.ema_decay > 0)
-    place = next(path for path in (plan.output.resolve(), *plan.output.resolve().parents) if path.is_dir())
-    free = shutil.disk_usage(place).free
+    folder = next(path for path in (plan.output.resolve(), *plan.output.resolve().parents) if path.is_dir())
+    free = shutil.disk_usage(folder).free
     level = "error" if size + kept > free else "ok"
-    whole = _format_bytes(size + kept)
-    what = f"checkpoints take {_format_bytes(kept)} at most, with the cache {whole} of {_format_bytes(free)} free"
-    hint = "another -o, or --save-total-limit 1" if level == "error" else ""
+    total = _format_bytes(size + kept)
+    what = f"checkpoints: at most {_format_bytes(kept)}; with the cache: {total} of {_format_bytes(free)} free"
+    hint = "use another -o, or --save-total-limit 1" if level == "error" else ""
     free_figures = {"checkpoint_bytes": kept, "cache_bytes": size, "free_bytes": free}
-    yield Finding("disk", level, what, str(place), hint, free_figures)
+    yield Finding("disk", level, what, str(folder), hint, free_figures)
 
 
-def _bytes_per_position(case: DoctorInputs) -> float:
-    """Return about how many bytes a position takes in the cache that would be made."""
-    if not case.plan.top_k:
+def _bytes_per_position(inputs: DoctorInputs) -> float:
+    """Return the estimated bytes per position of the cache."""
+    if not inputs.plan.top_k:
         return BYTES_PER_POSITION
-    return BASE_BYTES_PER_POSITION + BYTES_PER_ID * min(case.plan.top_k, case.teacher.tokenizer.embedding_rows)
+    return BASE_BYTES_PER_POSITION + BYTES_PER_ID * min(inputs.plan.top_k, inputs.teacher.tokenizer.embedding_rows)
 
 
-def _scoring_time_finding(case: DoctorInputs) -> Finding:
-    reading, rate = case.data_sample, case.plan.tokens_per_second
+def _scoring_time_finding(inputs: DoctorInputs) -> Finding:
+    reading, rate = inputs.data_sample, inputs.plan.tokens_per_second
     if not rate:
-        what = "nobody said how many tokens a second the teacher reads"
-        return Finding("disk", "note", what, hint="--tokens-per-second, as xtk cache-teacher --plan measures it")
+        what = "the teacher's time is not estimated, because its throughput is unknown"
+        return Finding("disk", "note", what, hint="give --tokens-per-second; xtk cache-teacher --estimate measures it")
     seconds = reading.num_tokens[1] / rate
-    more = "" if reading.is_complete else ", the documents that were read alone"
-    what = f"the teacher reads for {format_duration(seconds)} at {rate:,.0f} tokens a second{more}"
+    more = "" if reading.is_complete else " (only the documents read)"
+    what = f"teacher time: {format_duration(seconds)} at {rate:,.0f} tokens per second{more}"
     return Finding("disk", "ok", what, figures={"teacher_seconds": round(seconds, 3), "tokens_per_second": rate})
 
 

@@ -1,4 +1,4 @@
-"""All checks, one after the other."""
+"""Running of all checks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from xtk.registry import load_registered
 
 
 def run_checks(inputs: DoctorInputs) -> Iterator[Finding]:
-    """Yield what each check finds; one that cannot be made is an error of its own, what several meet is told once."""
-    met: list[tuple[str, str]] = []
-    table = {place.partition(":")[2]: place for place in CHECKS}
+    """Yield the findings of all checks; a check that fails is an error finding, and equal errors are reported once."""
+    reported: list[tuple[str, str]] = []
+    table = {target.partition(":")[2]: target for target in CHECKS}
     for name in table:
         try:
             for finding in load_registered(table, name, "check")(inputs):
                 if finding.level == "error":
-                    met.append((finding.what, finding.where))
+                    reported.append((finding.what, finding.where))
                 yield finding
         except XtkError as wrong:
             where = wrong.where or ""
-            if not any(wrong.what == what and where in there for what, there in met):
+            if not any(wrong.what == what and where in other for what, other in reported):
                 yield Finding(name, "error", wrong.what, where, wrong.hint or "")
-            met.append((wrong.what, where))
+            reported.append((wrong.what, where))

@@ -1,1 +1,1 @@
-"""Floor 5: the loop, read from top to bottom in loop.py."""
+"""Training: inputs of `distill`, the training loop (training_loop.py), on-policy rollouts, checkpoints and export."""

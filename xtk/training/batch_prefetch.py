@@ -1,4 +1,4 @@
-"""Batches made ahead of the device: by a thread of the run, or by processes of their own."""
+"""Prefetching of training batches, in a thread or in DataLoader worker processes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from xtk.errors import XtkError
 from xtk.subprocesses import die_with_parent
 from xtk.training.micro_batches import BatchBuilder, BatchSampler, MicroBatch, prefetch_in_thread
 
-PREFETCH_STEPS = 2  # of each process
+PREFETCH_STEPS = 2  # per worker process
 
 
 @dataclass(frozen=True)
 class StepBatchBuilder:
-    """Makes the micro-batches of one process of a run, a step at a time: the same ones wherever it is called.
+    """Builds the micro-batches of one training process, step by step; deterministic, so workers can call it.
 
     Attributes:
-        batch_builder: makes micro-batches.
-        sampler: which documents a step takes.
-        documents_per_batch: documents of a micro-batch.
-        max_tokens: tokens of a micro-batch at most; 0: of so many documents as above.
-        rank: which share of the documents is taken.
-        num_ranks: how many shares there are.
+        batch_builder: builds one micro-batch.
+        sampler: chooses the documents of each step.
+        documents_per_batch: documents in a micro-batch.
+        max_tokens: maximum number of tokens in a micro-batch; 0: `documents_per_batch` decides.
+        rank: index of this data shard.
+        num_ranks: number of data shards.
     """
 
     batch_builder: BatchBuilder
@@ -44,32 +44,32 @@ class StepBatchBuilder:
     num_ranks: int
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """Return those of a step."""
-        draw = self.sampler.epoch_of_step(step)
+        """Return the micro-batches of a step."""
+        epoch = self.sampler.epoch_of_step(step)
         if self.max_tokens:
             numbers = self.sampler.documents_of_rank(step, self.rank, self.num_ranks)
-            return self.batch_builder.build_within_tokens(numbers, self.max_tokens, draw) or [
-                self.batch_builder.build([], draw)
+            return self.batch_builder.build_within_tokens(numbers, self.max_tokens, epoch) or [
+                self.batch_builder.build([], epoch)
             ]
-        shares = self.sampler.micro_batches_of_rank(step, self.rank, self.num_ranks, self.documents_per_batch)
-        return [self.batch_builder.build(numbers, draw) for numbers in shares]
+        micro_batches = self.sampler.micro_batches_of_rank(step, self.rank, self.num_ranks, self.documents_per_batch)
+        return [self.batch_builder.build(numbers, epoch) for numbers in micro_batches]
 
 
 def prefetch(build_step: StepBatchBuilder, steps: range, num_workers: int) -> Iterator[list[MicroBatch]]:
-    """Yield the micro-batches of steps, in order, made while those before them are used.
+    """Yield the micro-batches of each step, in order; later steps are built while earlier ones train.
 
     Args:
-        build_step: makes those of a step.
-        steps: which.
-        num_workers: processes; 0: a thread.
+        build_step: builds the micro-batches of a step.
+        steps: the step numbers.
+        num_workers: number of worker processes; 0: one thread.
 
     Raises:
-        XtkError: what a process met.
+        XtkError: raised while a worker built a batch.
     """
     if num_workers and steps and not shared_memory_is_writable():
         terminal.note(
-            "cannot write to /dev/shm, where processes keep locks: batches are prepared in a thread, without "
-            f"--dataloader-num-workers {num_workers}"
+            "distill: warning: /dev/shm is not writable, so that batches are built in a thread; "
+            f"--dataloader-num-workers {num_workers} is ignored"
         )
         num_workers = 0
     return (
@@ -86,10 +86,10 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
         sampler=steps,
         num_workers=workers,
         prefetch_factor=PREFETCH_STEPS,
-        collate_fn=_as_it_is,
-        multiprocessing_context="spawn",  # a fork would take locks along that threads hold
-        worker_init_fn=functools.partial(_begin, os.getpid()),
-        generator=torch.Generator(),  # else a number of the run's own generator is drawn
+        collate_fn=_identity,
+        multiprocessing_context="spawn",  # fork would copy locks that threads hold
+        worker_init_fn=functools.partial(_start_worker, os.getpid()),
+        generator=torch.Generator(),  # without it the loader advances the global generator
     )
     for made in loader:
         if isinstance(made, XtkError):
@@ -99,10 +99,10 @@ def _by_processes(make: StepBatchBuilder, steps: range, workers: int) -> Iterato
 
 @contextlib.contextmanager
 def report_killed_workers() -> Iterator[None]:
-    """Tell of a process that was killed. torch's handler of signals raises wherever the run is at that time.
+    """Turn torch's error about a killed DataLoader worker into an `XtkError`; torch raises it from a signal handler.
 
     Raises:
-        XtkError: in the place of torch's error.
+        XtkError: a DataLoader worker was killed.
     """
     try:
         yield
@@ -110,14 +110,14 @@ def report_killed_workers() -> Iterator[None]:
         if "DataLoader worker" not in str(wrong):
             raise
         raise XtkError(
-            f"a process that makes batches was killed: {' '.join(str(wrong).split())}",
+            f"a DataLoader worker process was killed: {' '.join(str(wrong).split())}",
             where="--dataloader-num-workers",
-            hint="fewer of them, if memory ran out; the same command goes on from the last checkpoint",
+            hint="use fewer workers if memory ran out; run the same command again to resume from the last checkpoint",
         ) from None
 
 
 class _Steps(torch.utils.data.Dataset[Any]):
-    """Steps by their numbers. What is made travels as arrays: tensors would each take a file descriptor."""
+    """Micro-batches by step number, sent as NumPy arrays: each tensor would take a file descriptor."""
 
     def __init__(self, make: StepBatchBuilder) -> None:
         self._make = make
@@ -129,19 +129,19 @@ class _Steps(torch.utils.data.Dataset[Any]):
             return wrong
 
 
-def _as_it_is(made: Any) -> Any:
+def _identity(made: Any) -> Any:
     return made
 
 
-def _begin(run: int, number: int) -> None:
-    """Begin as one of the processes of a run: it ends with the run, also one that has ended already."""
+def _start_worker(run: int, number: int) -> None:
+    """Make a worker end with the training process (also if that has ended already) and ignore stop signals."""
     die_with_parent(run, signal_number=signal.SIGKILL)
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, signal.SIG_IGN)
 
 
 def _with_terms(batch: MicroBatch, kind: type, convert: Callable[[Any], Any]) -> MicroBatch:
-    """Return a micro-batch with the arrays of its terms converted."""
+    """Return a micro-batch whose loss terms have all values of type `kind` converted."""
     return dataclasses.replace(batch, terms=tuple(_converted(term, kind, convert) for term in batch.terms))
 
 

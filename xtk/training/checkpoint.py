@@ -1,7 +1,7 @@
-"""Checkpoints: a Hugging Face folder with a manifest; optimizer and random numbers as safetensors in a subfolder.
+"""Checkpoints: a Hugging Face model folder with a manifest, and a subfolder with optimizer, EMA and random states.
 
-The model is whole, so that anything loads it; the rest is written by each process in a file of its own (pieces.py), and
-read by any number of processes, however they cut the model.
+The model is saved unsharded, so that any tool loads it. Each process writes its part of the rest into a separate
+safetensors file (sharded_state.py); any number of processes can read them, with any sharding of the model.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ from xtk.errors import CorruptError, XtkError
 from xtk.models.student_model import is_peft_model, save_trainable
 from xtk.training import distributed
 from xtk.training.sharded_state import (
+    SKIP_HINT,
     ShardedStateReader,
     TensorBlock,
     WriteAssignment,
@@ -66,7 +67,7 @@ from xtk.training.sharded_state import (
 from xtk.training.trainer_state import TrainerState
 
 STUDENT = "student"
-INTERRUPTED = "interrupted"  # of the manifest of a checkpoint that only a stopped run has
+INTERRUPTED = "interrupted"  # manifest key of the extra checkpoint that an interrupted run writes
 EMA, RANDOM_STATE = "ema", "random"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
@@ -75,17 +76,17 @@ TOKENIZER_FILES = (
 
 
 def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Look for a run in a folder, and touch nothing.
+    """Return the manifest of a finished run in a folder, None if there is something to train; changes no file.
 
     Returns:
-        What the finished run wrote to `xtk.json`; None if there is something left to train (or to begin anew: `force`).
+        The content of `xtk.json` of a finished run; None if the run is unfinished, there is none, or with `force`.
 
     Raises:
-        XtkError: the folder holds other things, or a run of another recipe or another version.
-        Damaged: the manifest of a finished run was altered, or a file of weights has another size.
+        XtkError: the folder has other files, or a run with another recipe or artifact version.
+        CorruptError: the manifest of a finished run is corrupt, or a weights file has the wrong size.
     """
     if output.is_file():
-        raise XtkError("a student is a folder, and there is a file of this name", where=str(output))
+        raise XtkError("the output must be a folder, but this is a file", where=str(output), hint="use another -o")
     if not output.is_dir() or all(path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)) for path in output.iterdir()):
         return None
     if recipe_version(read_json(output / RECIPE_FILE) if (output / RECIPE_FILE).is_file() else {}) is None:
@@ -96,32 +97,32 @@ def find_existing_run(output: Path, identity: dict[str, Any], *, force: bool) ->
     found = read_recipe(output)
     if found != identity:
         differences = [key for key in sorted({*found, *identity}) if found.get(key) != identity.get(key)]
-        told = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} asked for" for key in differences[:3])
+        changed = ", ".join(f"{key}: {found.get(key)} there, {identity.get(key)} now" for key in differences[:3])
         raise XtkError(
-            "there is a run of another recipe",
-            where=f"{output} ({told})",
-            hint="another -o, or --force to replace it",
+            "this folder has a run with other options or inputs",
+            where=f"{output} ({changed})",
+            hint="use another -o, or --force to replace the run",
         )
     return _finished(output) if (output / RUN_MANIFEST).is_file() else None
 
 
 def _finished(output: Path) -> dict[str, Any]:
-    """Return what a finished run wrote to `xtk.json`.
+    """Return the content of `xtk.json` of a finished run.
 
     Raises:
-        Damaged: the manifest was altered, or a file of weights has another size.
+        CorruptError: the manifest is corrupt, or a weights file has the wrong size.
     """
     try:
         content = read_run_manifest(output, (STUDENT,))
         check_weight_sizes(output, content)
     except CorruptError as wrong:
-        hint = f"rm {output / RUN_MANIFEST}, and the same command again: it goes on from the last checkpoint"
+        hint = f"run `rm {output / RUN_MANIFEST}` and the same command again; it resumes from the last checkpoint"
         raise CorruptError(wrong.what, where=wrong.where, hint=hint) from None
     return content
 
 
 def prepare_run_folder(output: Path, options: Mapping[str, Any], identity: dict[str, Any], *, force: bool) -> None:
-    """Make a run's folder, or clear away what a killed run, or with `force` any run, has left in it."""
+    """Create a run folder, or remove temporary files of a killed run; with `force`, remove a previous run."""
     output.mkdir(parents=True, exist_ok=True)
     if force:
         remove_run(output)
@@ -136,12 +137,12 @@ def prepare_run_folder(output: Path, options: Mapping[str, Any], identity: dict[
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run goes on.
+    """The checkpoint from which a run resumes.
 
     Attributes:
-        step: steps that are done; 0: the run begins.
-        folder: of the checkpoint; None: the run begins.
-        damaged: later checkpoints, which cannot be used.
+        step: completed steps; 0: the run starts from the beginning.
+        folder: the checkpoint folder; None: the run starts from the beginning.
+        damaged: later checkpoints that are corrupt.
     """
 
     step: int = 0
@@ -150,19 +151,19 @@ class ResumePoint:
 
 
 def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bool) -> ResumePoint:
-    """Return the newest checkpoint of a run whose files all match its manifest; every process has to call it.
+    """Return the newest checkpoint of a run whose files all match its manifest (collective).
 
-    Each process reads its share of the files. A checkpoint that does not match is reported, and the one before it is
+    Each process verifies a part of the files. A checkpoint that does not match is reported, and the previous one is
     tried.
 
     Args:
-        output: the run's folder.
-        identity: of the run.
-        needs_best: whether the run keeps the best weights, so that those of the checkpoint are needed too.
+        output: the run folder.
+        identity: the run's options and input fingerprints, which the checkpoint must match.
+        needs_best: whether the run uses early stopping, so that the best weights so far are needed too.
 
     Raises:
-        Damaged: there are checkpoints, and none of them can be used; or the metrics up to it were altered.
-        XtkError: another version wrote it.
+        CorruptError: all checkpoints are corrupt, or the metrics file is.
+        XtkError: another artifact version.
     """
     found = distributed.all_gather_object(list_checkpoints(output))[0]
     run, damaged, wrong = run_fingerprint(identity), list[Path](), None
@@ -177,70 +178,70 @@ def find_checkpoint(output: Path, identity: Mapping[str, Any], *, needs_best: bo
         if not isinstance(wrong, CorruptError):
             raise wrong
         damaged.append(folder)
-        terminal.note(f"distill: warning: {folder.name} cannot be used: {wrong.what} ({wrong.where})")
+        terminal.note(f"distill: warning: skipping {folder.name}: {wrong.what} ({wrong.where})")
     if wrong is not None:
         raise CorruptError(
-            f"no checkpoint of this run can be used: {wrong.what}",
+            f"all checkpoints of this run are corrupt: {wrong.what}",
             where=wrong.where,
-            hint="restore a checkpoint from a copy; or --force, to train again from step 0",
+            hint="restore a checkpoint from a backup, or use --force to train again from step 0",
         )
     return ResumePoint()
 
 
 def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> XtkError | None:
-    """Return why a checkpoint cannot be used, as far as this process has read it; None if it can."""
+    """Return why a checkpoint cannot be used, judged by the files that this process verifies; None: no problem."""
     here = (distributed.rank(), distributed.world_size())
     try:
         content = read_run_manifest(folder, (CHECKPOINT,))
         if content.get("step") != step:
-            raise CorruptError(f"this is the checkpoint of step {content.get('step')}", where=str(folder))
+            raise CorruptError(f"the manifest is for step {content.get('step')}", where=str(folder))
         if content.get("run_fingerprint") != run:
-            raise CorruptError("this checkpoint is of another run", where=str(folder))
+            raise CorruptError("the checkpoint belongs to another run", where=str(folder))
         verify_files(folder, content, subset=here)
         rank_files(folder, content)
-        of = TrainerState.from_manifest(content).best_step
-        if best and of:
-            weights = output / f"{BEST}-{of}"
+        best_step = TrainerState.from_manifest(content).best_step
+        if best and best_step:
+            weights = output / f"{BEST}-{best_step}"
             kept = read_run_manifest(weights, (BEST,))
-            if (kept.get("step"), kept.get("run_fingerprint")) != (of, run):
-                raise CorruptError("these are the best weights of another step or run", where=str(weights))
+            if (kept.get("step"), kept.get("run_fingerprint")) != (best_step, run):
+                raise CorruptError("the best weights belong to another step or run", where=str(weights))
             verify_files(weights, kept, subset=here)
     except XtkError as wrong:
         wrong.where = wrong.where or str(folder / RUN_MANIFEST)
         return wrong
     except OSError as wrong:
-        return CorruptError(f"it cannot be read: {wrong.strerror}", where=str(wrong.filename or folder))
+        return CorruptError(f"cannot read the checkpoint: {wrong.strerror}", where=str(wrong.filename or folder))
     return None
 
 
 def _check_metrics(output: Path, folder: Path) -> None:
-    """Refuse a file of metrics that is not as it was when a checkpoint was written; one that is gone is none.
+    """Check that the metrics file still begins with the lines that it had when a checkpoint was written.
 
     Raises:
-        Damaged: so it is.
+        CorruptError: these lines have changed. A missing file is not an error.
     """
     stated = read_run_manifest(folder).get("metrics_file")
     size = stated.get("bytes") if isinstance(stated, dict) else None
     found = prefix_entry(output, METRICS_FILE, size) if isinstance(size, int) else None
     if found is not None and found != stated:
         raise CorruptError(
-            f"these metrics are not those that were there when {folder.name} was written",
+            f"the metrics file has changed since {folder.name} was written",
             where=str(output / METRICS_FILE),
-            hint="restore the file from a copy; or remove it, and the run goes on without its lines up to there",
+            hint="restore the file from a backup, or remove it to resume without the earlier metrics",
         )
 
 
 def remove_old_checkpoints(output: Path, keep: int, damaged: Collection[Path] = (), *, finished: bool = False) -> None:
-    """Keep the newest `keep` checkpoints, and the best weights of which they know.
+    """Remove all but the newest `keep` checkpoints, and best weights to which no checkpoint refers.
 
-    The checkpoint of an interrupted run is kept in addition until a newer one is there, so that a run that was
-    interrupted ends with the same checkpoints as one that was not.
+    The checkpoint of an interruption is kept in addition until a newer one exists, so that a run ends with the same
+    checkpoints, interrupted or not.
 
     Args:
-        output: the run's folder.
-        keep: how many.
-        damaged: checkpoints that could not be used, which go in any case.
-        finished: whether the student is written.
+        output: the run folder.
+        keep: number of regular checkpoints to keep.
+        damaged: corrupt checkpoints, which are always removed.
+        finished: whether the finished student is written already.
     """
     found = [path for _, path in list_checkpoints(output) if path not in damaged]
     interrupted = [path for path in found if _was_interrupted(path)]
@@ -258,7 +259,7 @@ def _was_interrupted(checkpoint: Path) -> bool:
 
 
 def _remove_bests(output: Path, new: int) -> None:
-    """Remove best weights of which no checkpoint knows, from which a run could go on, but for new ones."""
+    """Remove best weights to which no checkpoint refers, except those of step `new`."""
     known = {new}
     for _, path in list_checkpoints(output):
         with contextlib.suppress(XtkError):
@@ -269,17 +270,17 @@ def _remove_bests(output: Path, new: int) -> None:
 
 
 class CheckpointSaver:
-    """Writes what a run changes, and reads it back; every process has one, and all call its methods together.
+    """Writes and loads checkpoints and the finished student; all processes call its methods together (collective).
 
     Args:
-        model: transformers' or peft's, of which parameters may be cut over processes; names are those it gives them.
-        optimizer: over its parameters.
-        tokenizer_folder: where the tokenizer's files lie.
-        averages: by the names of parameters, and cut like them.
-        layout: how the work is cut. Random numbers go on where it is the same.
-        merge: writes the finished student into a folder, from a folder with its adapter; None: there is no adapter, or
-            none that can be merged.
-        run: the run's fingerprint, which its checkpoints state.
+        model: a transformers or PEFT model; its parameters may be sharded over processes.
+        optimizer: over the model's trained parameters.
+        tokenizer_folder: folder with the tokenizer files, which are copied unchanged.
+        averages: EMA weights by parameter name, sharded like the parameters.
+        parallel: the parallel layout, as text. Random states are restored only if it is the same.
+        merge_adapter: called with (adapter folder, output folder), writes the merged student; None: no adapter, or one
+            that cannot be merged.
+        run_fingerprint: fingerprint of the run, stored in its checkpoints.
     """
 
     def __init__(
@@ -300,19 +301,19 @@ class CheckpointSaver:
         self._trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
         optimised = {id(one) for group in optimizer.param_groups for one in group["params"]}
         if optimised != {id(one) for one in self._trained.values()}:
-            raise TypeError("the parameters of the optimizer are not those of the model that are trained")
+            raise TypeError("the optimizer's parameters differ from the model's trainable parameters")
         self._write_assignment = WriteAssignment(self._trained)
 
     def write_checkpoint(self, output: Path, step: int, trainer_state: dict[str, Any]) -> None:
-        """Write `checkpoint-STEP`, whole: under a temporary name, synced, renamed.
+        """Write `checkpoint-STEP` atomically: under a temporary name, fsynced, then renamed.
 
         Args:
-            output: the run's folder, which all processes share.
-            step: steps that are done.
-            trainer_state: what the run has counted so far.
+            output: the run folder, on storage that all processes share.
+            step: completed steps.
+            trainer_state: counters of the run, stored in the manifest.
 
         Raises:
-            XtkError: a process wrote to another disk than the first.
+            CorruptError: the main process does not see the file of another process.
         """
         temporary, final = output / f"{TEMPORARY_PREFIX}{CHECKPOINT}-{step}", output / f"{CHECKPOINT}-{step}"
         ranks = distributed.world_size()
@@ -323,7 +324,7 @@ class CheckpointSaver:
             distributed.barrier()
             name = rank_file_name(distributed.rank(), ranks)
             self._write_rank_file(temporary / TRAINER_FOLDER / name)
-            with ThreadPoolExecutor(1) as thread:  # the checksum of the part, while weights are gathered and written
+            with ThreadPoolExecutor(1) as thread:  # hash this process's file while weights are gathered and written
                 part = thread.submit(file_entries, temporary / TRAINER_FOLDER, [name])
                 self.write_model(temporary)
             parts = {name: entry for one in distributed.all_gather_object(part.result()) for name, entry in one.items()}
@@ -357,7 +358,7 @@ class CheckpointSaver:
                     if self._write_assignment.writes_scalars(name, parameter.ndim):
                         pieces.append((TensorBlock(kept_as, (), ()), value.detach()))
                 else:
-                    raise TypeError(f"{key} of {name} is neither a number nor of the shape of what it belongs to")
+                    raise TypeError(f"optimizer state {key} of {name} is neither a scalar nor of the parameter's shape")
         for device, numbers in distributed.random_states().items():
             kept_as = f"{RANDOM_STATE}.{device}.{distributed.rank()}"
             shapes[kept_as] = numbers.shape
@@ -365,20 +366,20 @@ class CheckpointSaver:
         write_sharded_state(path, pieces, shapes, {"trained": sorted(self._trained)})
 
     def write_model(self, folder: Path) -> None:
-        """Write weights, configuration and the tokenizer's own files, unchanged, from the first process."""
-        whole: dict[str, Tensor] = {}
-        gathered: dict[int, Tensor] = {}  # by identity: tied weights stay one
+        """Write weights, configuration and unchanged tokenizer files, from the main process (collective)."""
+        full: dict[str, Tensor] = {}
+        gathered: dict[int, Tensor] = {}  # by identity: tied weights stay one tensor
         for name, tensor in self._weights.items():
             if not isinstance(tensor, Tensor) or not self._is_saved(name):
                 continue
             if id(tensor) not in gathered:
-                gathered[id(tensor)] = _on_the_cpu(tensor.detach())
+                gathered[id(tensor)] = _gather_to_cpu(tensor.detach())
             if distributed.is_main_process():
-                whole[name] = gathered[id(tensor)]
+                full[name] = gathered[id(tensor)]
         if not distributed.is_main_process():
             return
         with _without_distributed_config(self._model.config):
-            save_trainable(self._model, folder, whole)
+            save_trainable(self._model, folder, full)
             set_default_permissions(*folder.glob("*.safetensors"))
         self._add_tokenizer(folder)
 
@@ -388,13 +389,13 @@ class CheckpointSaver:
                 shutil.copyfile(path, folder / path.name)
 
     def _is_saved(self, name: str) -> bool:
-        """Say whether a weight is part of what is saved: of a model with adapters these, and what is trained."""
+        """Return whether a weight is saved: all of a plain model; of a PEFT model, adapters and trained weights."""
         return (
             not is_peft_model(self._model) or name in self._trained or ".lora_" in name or ".modules_to_save." in name
         )
 
     def write_best(self, output: Path, step: int) -> None:
-        """Write the model to `best-STEP`, whole."""
+        """Write the model to `best-STEP` atomically (collective)."""
         temporary, final = output / f"{TEMPORARY_PREFIX}{BEST}-{step}", output / f"{BEST}-{step}"
         if distributed.is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -408,32 +409,32 @@ class CheckpointSaver:
         distributed.barrier()
 
     def write_final(self, output: Path, manifest: dict[str, Any], card: str, best_step: int = 0) -> None:
-        """Write the student into the run's folder; `xtk.json` last, so that a folder without it is unfinished.
+        """Write the finished student into the run folder; `xtk.json` last, so that a folder without it is unfinished.
 
         Args:
-            output: the run's folder.
-            manifest: of `xtk.json`.
-            card: of `README.md`.
-            best_step: the step whose weights, kept by `write_best`, are the student's; 0: those that the model has.
+            output: the run folder.
+            manifest: content of `xtk.json`.
+            card: content of `README.md`.
+            best_step: step whose weights, saved by `write_best`, become the student; 0: the current weights.
         """
         temporary = output / f"{TEMPORARY_PREFIX}final"
         self.write_student(temporary, output / f"{BEST}-{best_step}" if best_step else None)
         if distributed.is_main_process():
             (temporary / CARD_FILE).write_text(card, encoding="utf-8")
-            beside = [name for name in (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE) if (output / name).is_file()]
-            files = fsync_and_hash(temporary) | file_entries(output, beside)
+            run_files = [name for name in (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE) if (output / name).is_file()]
+            files = fsync_and_hash(temporary) | file_entries(output, run_files)
             folders = (
                 {ADAPTER_FOLDER: fsync_and_hash(temporary / ADAPTER_FOLDER)}
                 if (temporary / ADAPTER_FOLDER).is_dir()
                 else {}
             )
             for path in sorted(temporary.iterdir()):
-                if path.is_dir():  # of a run that was killed just here
+                if path.is_dir():  # left by a run that was killed at this point
                     remove_run_subfolder(output / path.name)
                 else:
                     keep_file_of_user(output / path.name, path)
                 path.replace(output / path.name)
-            for name in beside:
+            for name in run_files:
                 fsync(output / name)
             fsync(output)
             temporary.rmdir()
@@ -443,14 +444,14 @@ class CheckpointSaver:
         distributed.barrier()
 
     def write_student(self, folder: Path, best_folder: Path | None = None) -> None:
-        """Write the student as others load it, adapters merged into its weights, into a new folder.
+        """Write the student into a new folder, with adapters merged into its weights (collective).
 
         Args:
-            folder: what lies there goes.
-            best_folder: what `write_best` wrote; None: the weights that the model has.
+            folder: the output; an existing folder is removed.
+            best_folder: a folder of `write_best`; None: write the current weights.
 
         Raises:
-            Damaged: what `write_best` wrote was altered.
+            CorruptError: a file of `best_folder` does not match its checksum.
         """
         adapter = folder.with_name(f"{TEMPORARY_PREFIX}adapter")
         place = adapter if self._merge else folder
@@ -472,53 +473,52 @@ class CheckpointSaver:
             shutil.rmtree(adapter)
 
     def load(self, folder: Path, seed: int, random_stream: int | None = None) -> dict[str, Any]:
-        """Put back the optimizer, the averages and the random numbers of this process.
+        """Load optimizer state, EMA weights and random states of this process from a checkpoint.
 
-        On another number of processes, or another layout, random numbers begin anew, from seed, step and stream.
+        With another number of processes or another layout, generators are reseeded from seed, step and stream.
 
         Args:
-            folder: of the checkpoint.
-            seed: of the run.
-            random_stream: processes with the same one draw the same random numbers; None: each draws its own.
+            folder: the checkpoint folder.
+            seed: seed of the run.
+            random_stream: processes with equal values sample the same random numbers; None: the rank.
 
         Returns:
-            What `xtk.json` says.
+            The content of the checkpoint's `xtk.json`.
 
         Raises:
-            XtkError: another version wrote it.
-            Damaged: a file is missing, cut short, or of another model. Checksums are compared before, by
-                `find_checkpoint`.
+            XtkError: another artifact version.
+            CorruptError: a file is missing, truncated, or of another model; `find_checkpoint` compares checksums.
         """
         content = read_run_manifest(folder, (CHECKPOINT,))
-        pieces = ShardedStateReader([folder / TRAINER_FOLDER / name for name in rank_files(folder, content)])
+        state = ShardedStateReader([folder / TRAINER_FOLDER / name for name in rank_files(folder, content)])
         with as_corrupt_error(folder):
-            self._put_back(pieces, folder)
+            self._load_optimizer_and_ema(state, folder)
             if content["num_processes"] == distributed.world_size() and content["parallel"] == self._layout:
                 names = {
                     device: f"{RANDOM_STATE}.{device}.{distributed.rank()}" for device in distributed.random_states()
                 }
-                distributed.set_random_states({device: pieces.read_unsharded(name) for device, name in names.items()})
+                distributed.set_random_states({device: state.read_unsharded(name) for device, name in names.items()})
                 return content
         distributed.reseed(seed, content["step"], distributed.rank() if random_stream is None else random_stream)
-        told = f"{content['num_processes']} process(es), {content['parallel']}"
-        terminal.note(f"distill: {folder.name} was written by {told}: random numbers (of dropout) begin anew")
+        writers = f"{content['num_processes']} process(es), {content['parallel']}"
+        terminal.note(f"distill: {folder.name} was written by {writers}: random generators are reseeded")
         return content
 
-    def _put_back(self, pieces: ShardedStateReader, folder: Path) -> None:
-        """Put back the optimizer and the averages."""
-        self._check_names(folder, set(pieces.headers[0]["trained"]))
-        for key, name in [name.split(".", 1) for name in sorted(pieces.names())]:
+    def _load_optimizer_and_ema(self, state: ShardedStateReader, folder: Path) -> None:
+        """Load optimizer state and EMA weights."""
+        self._check_names(folder, set(state.headers[0]["trained"]))
+        for key, name in [name.split(".", 1) for name in sorted(state.names())]:
             if key == RANDOM_STATE:
                 continue
             parameter = self._trained[name]
             if key == EMA:
-                local_tensor(self._averages[name]).copy_(local_tensor(pieces.read(f"{key}.{name}", parameter)))
-            elif pieces.is_scalar(f"{key}.{name}") and parameter.ndim:
-                number = pieces.read_unsharded(f"{key}.{name}")
+                local_tensor(self._averages[name]).copy_(local_tensor(state.read(f"{key}.{name}", parameter)))
+            elif state.is_scalar(f"{key}.{name}") and parameter.ndim:
+                number = state.read_unsharded(f"{key}.{name}")
                 _check_dtype(key, name, number.dtype, torch.float32, folder)
-                self._optimizer.state[parameter][key] = number.to(_device_of_numbers(self._optimizer, parameter))
+                self._optimizer.state[parameter][key] = number.to(_device_of_scalars(self._optimizer, parameter))
             else:
-                values = pieces.read(f"{key}.{name}", parameter)
+                values = state.read(f"{key}.{name}", parameter)
                 _check_dtype(key, name, values.dtype, parameter.dtype if parameter.ndim else values.dtype, folder)
                 self._optimizer.state[parameter][key] = values
         self._check_states(folder)
@@ -529,26 +529,29 @@ class CheckpointSaver:
         for name, parameter in self._trained.items():
             missing = expected - set(self._optimizer.state.get(parameter) or expected)
             if missing:
-                raise CorruptError(f"the optimizer state of {name} has no {min(missing)}", where=str(folder))
+                what = f"the optimizer state of {name} has no {min(missing)}"
+                raise CorruptError(what, where=str(folder), hint=SKIP_HINT)
 
-    def _check_names(self, folder: Path, there: set[str]) -> None:
-        for names, told in ((there - set(self._trained), "trains no"), (set(self._trained) - there, "trains")):
+    def _check_names(self, folder: Path, saved: set[str]) -> None:
+        for names, has in ((saved - set(self._trained), "does not train"), (set(self._trained) - saved, "also trains")):
             if names:
                 raise CorruptError(
-                    f"this checkpoint is of another model: this one {told} {min(names)}", where=str(folder)
+                    f"the checkpoint belongs to another model: this student {has} {min(names)}",
+                    where=str(folder),
+                    hint=SKIP_HINT,
                 )
 
 
 def rank_file_name(rank: int, num_ranks: int) -> str:
-    """Return the name of a process's file in the trainer's folder of a checkpoint."""
+    """Return the name of a process's file in the trainer subfolder of a checkpoint."""
     return f"rank-{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
 def rank_files(folder: Path, content: Mapping[str, Any]) -> list[str]:
-    """Return the names of all processes' files in the trainer's folder of a checkpoint.
+    """Return the names of all processes' files in the trainer subfolder of a checkpoint.
 
     Raises:
-        Damaged: the manifest lists others, or one is missing.
+        CorruptError: the manifest does not list all of them, or one is missing.
     """
     listed = content["folders"].get(TRAINER_FOLDER, {})
     names = [
@@ -556,7 +559,7 @@ def rank_files(folder: Path, content: Mapping[str, Any]) -> list[str]:
         for rank in range(min(content.get("num_processes", 0), len(listed)))
     ]
     if not names or set(names) != set(listed):
-        raise CorruptError("this manifest does not list the files of all processes", where=str(folder / RUN_MANIFEST))
+        raise CorruptError("the manifest does not list the files of all processes", where=str(folder / RUN_MANIFEST))
     _check_parts(folder, len(names))
     return names
 
@@ -565,14 +568,14 @@ def _check_parts(folder: Path, ranks: int) -> None:
     missing = [rank for rank in range(ranks) if not (folder / TRAINER_FOLDER / rank_file_name(rank, ranks)).is_file()]
     if missing:
         raise CorruptError(
-            f"{len(missing)} of {ranks} processes' parts are not in this checkpoint",
+            f"the checkpoint lacks the trainer files of {len(missing)} of {ranks} processes",
             where=str(folder / TRAINER_FOLDER / rank_file_name(missing[0], ranks)),
-            hint="all processes need one shared folder for -o",
+            hint="use a folder for -o that all machines share",
         )
 
 
-def _on_the_cpu(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, on the CPU; every process has to call it."""
+def _gather_to_cpu(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor on the CPU of the main process, an empty one elsewhere (collective)."""
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh.device_type
         there = tensor if tensor.device.type == mesh else tensor.to(mesh)
@@ -582,7 +585,7 @@ def _on_the_cpu(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _without_distributed_config(configuration: Any) -> Iterator[None]:
-    """Keep transformers from gathering, which all processes would have to do, what is gathered already."""
+    """Keep transformers from gathering weights again while saving, which would be a collective call."""
     kept = getattr(configuration, "distributed_config", None)
     if kept is not None:
         configuration.distributed_config = None
@@ -595,17 +598,21 @@ def _without_distributed_config(configuration: Any) -> Iterator[None]:
 
 def _check_dtype(key: str, name: str, found: torch.dtype, expected: torch.dtype, folder: Path) -> None:
     if found != expected:
-        raise CorruptError(f"{key} of {name} is {found}; the optimizer needs {expected}", where=str(folder))
+        raise CorruptError(
+            f"optimizer state {key} of {name} has the dtype {found} instead of {expected}",
+            where=str(folder),
+            hint=SKIP_HINT,
+        )
 
 
-def _device_of_numbers(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
-    """Return where an optimizer keeps its count of steps."""
+def _device_of_scalars(optimizer: torch.optim.Optimizer, parameter: Tensor) -> torch.device:
+    """Return the device on which an optimizer keeps its step counter."""
     (group,) = (group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
     return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bring a folder to the disk; return size and checksum of its own files, which are read while the disk writes."""
+    """Fsync a folder; return size and checksum of its files, which are hashed while the disk writes."""
     with ThreadPoolExecutor(1) as thread:
         found = thread.submit(file_entries, folder, listed_file_names(folder))
         fsync_folder(folder)
@@ -613,20 +620,20 @@ def fsync_and_hash(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a folder, for good."""
+    """Rename a folder over an older one, and fsync the parent."""
     remove_run_subfolder(final)
     temporary.replace(final)
     fsync(final.parent)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Bring a folder, its files and subfolders to the disk."""
+    """Fsync a folder with all its files and subfolders."""
     for path in [*folder.rglob("*"), folder]:
         fsync(path)
 
 
 def fsync(path: Path) -> None:
-    """Bring a file, or the names in a folder, to the disk."""
+    """Fsync a file, or the directory entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

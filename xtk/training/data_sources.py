@@ -1,4 +1,4 @@
-"""Where documents and the words of teachers come from: caches, matched document by document, or plain data."""
+"""Sources of training documents and teacher log-probabilities: caches (matched by document) or plain text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_ROW = -1
 
 
 class DocumentSource(Protocol):
-    """Documents to train on, with or without the words of teachers on them."""
+    """Documents to train on, with or without teacher outputs."""
 
     def __len__(self) -> int: ...
 
@@ -26,36 +26,36 @@ class DocumentSource(Protocol):
         """Return a document."""
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return each teacher's word on a document; None of one that has none.
+        """Return each teacher's output for a document; None for a teacher that has none.
 
         Args:
-            number: of the document.
-            sample_set: which set of draws; it counts round. None: what is exact alone.
+            number: index of the document.
+            sample_set: index of the set of sampled tokens, modulo the number of sets. None: only exact values.
         """
 
     def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
+        """Return [documents], the length of each text in UTF-8 bytes."""
 
     def conversations(self) -> NDArray[np.bool_]:
         """Return [documents], which of them are conversations."""
 
     def weights(self) -> NDArray[np.float64]:
-        """Return [documents], how much each counts."""
+        """Return [documents], the weight of each document in the loss."""
 
 
 class CacheSource:
-    """The documents of the caches of one teacher or of several.
+    """Documents and teacher outputs from the cache of one teacher, or of several.
 
     Args:
-        caches: one a teacher.
-        rows: int64 [teachers, documents], where each cache holds a document; -1: nowhere. None: they are those of the
-            only cache.
+        caches: one per teacher.
+        rows: int64 [teachers, documents], index of each document in each cache; -1: not in it. None: one cache, in its
+            order.
     """
 
     def __init__(self, *caches: TeacherCache, rows: NDArray[np.int64] | None = None) -> None:
         self._caches = caches
         self._rows = np.arange(len(caches[0]))[None] if rows is None else rows
-        self._holders = (self._rows != NO_ROW).argmax(axis=0)  # who tells of a document itself
+        self._holders = (self._rows != NO_ROW).argmax(axis=0)  # the cache to read the document itself from
 
     def __len__(self) -> int:
         return int(self._rows.shape[1])
@@ -66,14 +66,14 @@ class CacheSource:
         return self._caches[holder].read_document(int(self._rows[holder, number])).document
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return what each cache holds of a document."""
+        """Return each cache's teacher output for a document; None where a cache does not have it."""
         return tuple(
             None if row == NO_ROW else _read_teacher_output(cache, int(row), sample_set)
             for cache, row in zip(self._caches, self._rows[:, number], strict=True)
         )
 
     def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
+        """Return [documents], the length of each text in UTF-8 bytes."""
         return self._collected([cache.text_sizes() for cache in self._caches])
 
     def conversations(self) -> NDArray[np.bool_]:
@@ -81,7 +81,7 @@ class CacheSource:
         return self._collected([cache.is_conversation() for cache in self._caches])
 
     def weights(self) -> NDArray[np.float64]:
-        """Return [documents], how much each counts."""
+        """Return [documents], the weight of each document in the loss."""
         return self._collected([cache.document_weights() for cache in self._caches])
 
     def _collected(self, of_caches: list[NDArray[Any]]) -> NDArray[Any]:
@@ -92,18 +92,18 @@ class CacheSource:
         return found
 
 
-def _read_teacher_output(cache: TeacherCache, row: int, draw: int | None) -> TeacherOutput:
-    stored = cache.read_document(row, draw)
+def _read_teacher_output(cache: TeacherCache, row: int, sample_set: int | None) -> TeacherOutput:
+    stored = cache.read_document(row, sample_set)
     return TeacherOutput(stored.tokens, stored.teacher_logprobs)
 
 
 class MixtureSource(CacheSource):
-    """The documents of caches whose teachers speak as one: their probabilities are mixed.
+    """Documents of caches whose teachers are mixed into one distribution.
 
     Args:
-        caches: of teachers with one tokenizer.
+        caches: one per teacher; all teachers have the same tokenizer.
         rows: as in `CacheSource`.
-        weights: of the teachers, summing to 1.
+        weights: one per teacher, summing to 1.
     """
 
     def __init__(self, *caches: TeacherCache, rows: NDArray[np.int64], weights: Sequence[float]) -> None:
@@ -111,27 +111,27 @@ class MixtureSource(CacheSource):
         self._weights = weights
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return the one word of all.
+        """Return the mixture of all teachers as the only output.
 
         Raises:
-            Mismatch: they did not read the same tokens.
+            MismatchError: the caches have different tokens for the document.
         """
-        words = [heard for heard in super().teacher_outputs(number, sample_set) if heard is not None]
-        first = words[0]
-        said = [first.tokens.ids[first.logprobs.positions]]
-        for other in words[1:]:
-            said.append(other.tokens.ids[other.logprobs.positions])
-            if not np.array_equal(said[0], said[-1]):
+        outputs = [output for output in super().teacher_outputs(number, sample_set) if output is not None]
+        first = outputs[0]
+        trained_ids = [first.tokens.ids[first.logprobs.positions]]
+        for other in outputs[1:]:
+            trained_ids.append(other.tokens.ids[other.logprobs.positions])
+            if not np.array_equal(trained_ids[0], trained_ids[-1]):
                 raise MismatchError(
-                    "teachers that read other tokens of a document cannot be mixed",
-                    where=f"document {number}: {len(said[0]):,} trained tokens of one, {len(said[-1]):,} of the other",
-                    hint="--teachers sum",
+                    "--combine-teachers mixture needs equal tokens in all caches, and those of a document differ",
+                    where=f"document {number}: {len(trained_ids[0]):,} and {len(trained_ids[-1]):,} trained tokens",
+                    hint="use --combine-teachers sum",
                 )
-        return (TeacherOutput(first.tokens, mix_teacher_logprobs([heard.logprobs for heard in words], self._weights)),)
+        return (TeacherOutput(first.tokens, mix_teacher_logprobs([one.logprobs for one in outputs], self._weights)),)
 
 
 class TextSource:
-    """Documents without a teacher, for training with cross-entropy alone."""
+    """Documents without a teacher, for losses on the text alone."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = documents
@@ -144,11 +144,11 @@ class TextSource:
         return self._documents[number]
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return nothing: there is no teacher."""
+        """Return an empty tuple: there is no teacher."""
         return ()
 
     def text_bytes(self) -> NDArray[np.int64]:
-        """Return [documents], the length of each text."""
+        """Return [documents], the length of each text in UTF-8 bytes."""
         return np.array([len(document.text.encode()) for document in self._documents], np.int64)
 
     def conversations(self) -> NDArray[np.bool_]:
@@ -156,25 +156,25 @@ class TextSource:
         return np.array([document.conversation is not None for document in self._documents], np.bool_)
 
     def weights(self) -> NDArray[np.float64]:
-        """Return [documents], how much each counts."""
+        """Return [documents], the weight of each document in the loss."""
         return np.array([document.weight for document in self._documents], np.float64)
 
 
-# Which row of one cache is which row of another.
+# Matching of equal documents between caches.
 
 
 def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
-    """Find the documents of the first cache in the others, in whatever order they are there.
+    """Return where each document of the first cache is in the other caches, in any order.
 
-    A document that comes twice is found twice: its first time is the first time there.
+    Duplicates are matched in order: the first occurrence to the first, the second to the second.
 
     Returns:
-        int64 [caches, documents], where each cache holds a document.
+        int64 [caches, documents], index of each document in each cache.
 
     Raises:
-        Mismatch: a document is missing in a cache, or one counts more in one than in another.
+        MismatchError: a document is missing in a cache, or has different weights in two of them.
     """
-    held = [_Held(cache) for cache in caches]
+    held = [_DocumentIndex(cache) for cache in caches]
     rows = np.empty((len(caches), len(held[0].keys)), np.int64)
     for number, cache in enumerate(held):
         for one, other in ((held[0], cache), (cache, held[0])):
@@ -187,115 +187,117 @@ def match_documents(caches: Sequence[TeacherCache]) -> NDArray[np.int64]:
 
 
 def route_documents(caches: Sequence[TeacherCache], names: Sequence[str]) -> NDArray[np.int64]:
-    """Find the cache of each document: that of the teacher whom it names, or else the only one that holds it.
+    """Return where each document is in its teacher's cache: the teacher it names, or else the only one that has it.
 
     Args:
-        caches: one a teacher; each holds the documents of its teacher, and may hold others.
-        names: of the teachers.
+        caches: one per teacher; each has the documents of its teacher, and may have others.
+        names: the teachers' names, in the same order.
 
     Returns:
-        int64 [caches, documents], where a document's cache holds it, and -1 elsewhere. Documents are in the order of
-        the first cache, then of what the next one has beside them.
+        int64 [caches, documents], index of a document in the cache of its teacher, and -1 for the other caches.
+        Documents are in the order of the first cache, followed by those that only later caches have.
 
     Raises:
-        XtkError: a document names no teacher and several caches hold it, names one that is not there, or one whose
-            cache does not hold it.
+        XtkError: a document names no teacher and is in several caches, names an unknown teacher, or is not in the cache
+            of the teacher that it names.
     """
-    held = [_Held(cache) for cache in caches]
+    held = [_DocumentIndex(cache) for cache in caches]
     owners = np.repeat(np.arange(len(held)), [len(cache.keys) for cache in held])
     _, firsts, documents = np.unique(
         np.concatenate([cache.keys for cache in held]), return_index=True, return_inverse=True
     )
-    places = np.argsort(np.argsort(firsts))[documents]
+    documents = np.argsort(np.argsort(firsts))[documents]
     rows = np.full((len(held), len(firsts)), NO_ROW, np.int64)
-    rows[owners, places] = np.concatenate([np.arange(len(cache.keys)) for cache in held])
-    told = np.full(rows.shape, NO_ROW, np.int64)
-    told[owners, places] = np.concatenate([_named_teachers(cache, names) for cache in caches])
-    teachers = np.where(told.max(axis=0) == NO_ROW, (rows != NO_ROW).argmax(axis=0), told.max(axis=0))
-    _check_routes(held, names, rows, told, teachers)
+    rows[owners, documents] = np.concatenate([np.arange(len(cache.keys)) for cache in held])
+    named = np.full(rows.shape, NO_ROW, np.int64)
+    named[owners, documents] = np.concatenate([_named_teachers(cache, names) for cache in caches])
+    teachers = np.where(named.max(axis=0) == NO_ROW, (rows != NO_ROW).argmax(axis=0), named.max(axis=0))
+    _check_routes(held, names, rows, named, teachers)
     rows[np.arange(len(held))[:, None] != teachers] = NO_ROW
     return rows
 
 
 def _named_teachers(cache: TeacherCache, names: Sequence[str]) -> NDArray[np.int64]:
-    """Return int64 [documents], the number of the teacher that each document names; -1: none."""
+    """Return int64 [documents], the index of the teacher that each document names; -1: none."""
     routes = cache.routes()
     numbers = {"": NO_ROW, **{name: number for number, name in enumerate(names)}}
     for row, route in enumerate(routes):
         if route not in numbers:
-            where = f"{cache.folder.name}, row {row}"
-            raise XtkError(f"a document names the teacher {route!r}", where=where, hint=f"there are {', '.join(names)}")
+            where = f"{cache.folder.name}, document {row}"
+            hint = f"teachers: {', '.join(names)}; fix the route column and run cache-teacher again"
+            raise XtkError(f"a document names the unknown teacher {route!r}", where=where, hint=hint)
     return np.array([numbers[route] for route in routes], np.int64)
 
 
 def _check_routes(
-    held: Sequence[_Held],
+    held: Sequence[_DocumentIndex],
     names: Sequence[str],
     rows: NDArray[np.int64],
-    told: NDArray[np.int64],
+    named: NDArray[np.int64],
     teachers: NDArray[np.int64],
 ) -> None:
-    """Refuse documents of which it is not clear who teaches them, or which their teacher has not read."""
-    unnamed = told.max(axis=0) == NO_ROW
+    """Raise XtkError for documents whose teacher is ambiguous, or missing in the cache of their teacher."""
+    unnamed = named.max(axis=0) == NO_ROW
     for wrong, what, hint in (
         (
             unnamed & ((rows != NO_ROW).sum(axis=0) > 1),
-            "a document that names no teacher is in several caches",
-            "xtk cache-teacher --route-column NAME, or caches of other documents each",
+            "--combine-teachers route cannot choose a teacher: a document without a route is in several caches",
+            "name the teachers with xtk cache-teacher --route-column NAME, or use caches without common documents",
         ),
         (
-            ~unnamed & ((told != NO_ROW) & (told != teachers)).any(axis=0),
-            "a document names other teachers in other caches",
-            "the same --route-column for all caches",
+            ~unnamed & ((named != NO_ROW) & (named != teachers)).any(axis=0),
+            "a document names different teachers in different caches",
+            "use the same --route-column for all caches",
         ),
         (
             rows[teachers, np.arange(rows.shape[1])] == NO_ROW,
             "a document is missing in the cache of its teacher",
-            "xtk cache-teacher for that teacher, with all documents that name it",
+            "run xtk cache-teacher with that teacher and all documents that name it",
         ),
     ):
         if wrong.any():
-            place = int(wrong.argmax())
-            holder = int((rows[:, place] != NO_ROW).argmax())
-            where = f"{held[holder].name}, row {rows[holder, place]}; its teacher: {names[int(teachers[place])]}"
+            at = int(wrong.argmax())
+            holder = int((rows[:, at] != NO_ROW).argmax())
+            where = f"{held[holder].name}, document {rows[holder, at]}; teacher: {names[int(teachers[at])]}"
             raise XtkError(what, where=where, hint=hint)
 
 
-class _Held:
-    """The documents of a cache, as they can be found.
+class _DocumentIndex:
+    """The documents of a cache, indexed by fingerprint.
 
     Attributes:
-        keys: uint64 [documents], equal for equal documents, the n-th of several with the n-th of several.
-        rows_by_key: int64 [documents], the rows by their keys.
+        keys: uint64 [documents]; the n-th occurrence of a document has the same key in every cache.
+        rows_by_key: int64 [documents], document indices sorted by fingerprint, then by occurrence.
     """
 
     def __init__(self, cache: TeacherCache) -> None:
         self.cache, self.name = cache, cache.folder.name
-        prints = cache.fingerprints()
-        by_print = np.argsort(prints, kind="stable")
-        firsts = np.flatnonzero(np.diff(prints[by_print], prepend=~prints[by_print[:1]]))
-        times = np.arange(len(prints)) - np.repeat(firsts, np.diff(np.append(firsts, len(prints))))
-        self.rows_by_key = by_print
-        self.keys = prints.copy()
-        self.keys[by_print] += times.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        fingerprints = cache.fingerprints()
+        order = np.argsort(fingerprints, kind="stable")
+        firsts = np.flatnonzero(np.diff(fingerprints[order], prepend=~fingerprints[order[:1]]))
+        counts = np.diff(np.append(firsts, len(fingerprints)))
+        occurrences = np.arange(len(fingerprints)) - np.repeat(firsts, counts)
+        self.rows_by_key = order
+        self.keys = fingerprints.copy()
+        self.keys[order] += occurrences.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
 
 
-def _missing(one: _Held, other: _Held, rows: NDArray[np.int64]) -> MismatchError:
-    begins = one.cache.read_document(int(rows[0])).document.text[:40]
+def _missing(one: _DocumentIndex, other: _DocumentIndex, rows: NDArray[np.int64]) -> MismatchError:
+    beginning = one.cache.read_document(int(rows[0])).document.text[:40]
     return MismatchError(
         f"{len(rows):,} of {len(one.keys):,} documents of one cache are missing in another",
-        where=f"{one.name}, row {rows[0]} ({begins!r}), is not in {other.name}",
-        hint="caches of the same data, nothing truncated or split; or --teachers route, where each has its own",
+        where=f"{one.name}, document {rows[0]} ({beginning!r}), is not in {other.name}",
+        hint="cache all teachers on the same data with the same length limits; or use --combine-teachers route",
     )
 
 
-def _check_document_weights(one: _Held, other: _Held, rows: NDArray[np.int64]) -> None:
+def _check_document_weights(one: _DocumentIndex, other: _DocumentIndex, rows: NDArray[np.int64]) -> None:
     ours, theirs = one.cache.document_weights()[rows[0]], other.cache.document_weights()[rows[1]]
-    apart = np.flatnonzero(ours != theirs)
-    if len(apart):
-        at = apart[0]
+    different = np.flatnonzero(ours != theirs)
+    if len(different):
+        at = different[0]
         raise MismatchError(
             f"a document has the weight {ours[at]:g} in one cache and {theirs[at]:g} in another",
-            where=f"{one.name}, row {rows[0, at]}; {other.name}, row {rows[1, at]}",
-            hint="the same --weight-column for all caches",
+            where=f"{one.name}, document {rows[0, at]}; {other.name}, document {rows[1, at]}",
+            hint="run cache-teacher with the same --weight-column for all caches",
         )

@@ -1,4 +1,4 @@
-"""From the inputs of `xtk distill` to a finished student: what is checked before, and in which processes it runs."""
+"""`xtk distill` as a function: opens and checks the inputs, loads the student, and starts the training loop."""
 
 from __future__ import annotations
 
@@ -74,19 +74,19 @@ TRACKERS = "trackers"
 
 @dataclass(frozen=True)
 class DistillInputs:
-    """Everything that a run reads, checked against each other.
+    """The opened inputs of a run, checked against each other.
 
     Attributes:
-        source: documents, with the teachers' words on them.
-        tokenizer: the student's.
-        objectives: the terms of the sum.
-        identity: what makes two runs of one recipe different: losses, fingerprints of the inputs.
-        teachers: how metrics call them.
-        score_weighting: how weights of teachers come from what they say; None: they do not.
-        auto_loss_note: what `--loss auto` took and why; "": nothing was left to it.
-        held_out: what the student is asked about held-out documents of caches; None: there are none.
-        provenance: what the student comes from.
-        ce_on_data_only: whether losses on the student alone are about documents that it did not write.
+        source: documents, with teacher outputs.
+        tokenizer: the student's tokenizer.
+        objectives: the terms of the loss.
+        identity: losses and input fingerprints, which decide with the options whether two runs are the same.
+        teachers: the teachers' names in metrics.
+        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
+        auto_loss_note: the losses that `--loss auto` chose and why; "": it was not used.
+        held_out: held-out caches for evaluation; None: there are none.
+        provenance: base model, teachers and data, for the model card.
+        ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
     """
 
     source: DocumentSource
@@ -101,12 +101,11 @@ class DistillInputs:
     ce_on_data_only: bool = False
 
     def batch_builder(self, max_length: int | None, packing_multiple: int = 0) -> BatchBuilder:
-        """Return what makes micro-batches.
+        """Return the builder of micro-batches.
 
         Args:
-            max_length: tokens of a document at most.
-            packing_multiple: how many tokens a row of documents is a multiple of; 0: each document has a row of its
-                own.
+            max_length: maximum number of tokens of a document.
+            packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
         """
         return BatchBuilder(
             self.source, self.tokenizer, self.objectives, max_length, self.score_weighting, self.teachers,
@@ -116,10 +115,10 @@ class DistillInputs:
 
 
 def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> DistillInputs:
-    """Open caches and projections, and check that they and the student belong together.
+    """Return the opened caches and projections, checked against each other and the student.
 
     Raises:
-        XtkError: one of them cannot be read, or they do not fit each other.
+        XtkError: one of them cannot be read, or they do not match.
     """
     local = [Path(cache) for cache in paths.data if not is_remote(cache)]
     models = [paths.student, *(teacher.request.teacher_folder for teacher in paths.online_teachers)]
@@ -129,70 +128,70 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> D
     if paths.adapter:
         student["adapter"] = weights_fingerprint(paths.adapter)
     alone = all(loss.name != AUTO_LOSS and _on_text(loss.name) for loss in recipe.losses)
-    live = paths.online_teachers
+    online = paths.online_teachers
     on_policy = recipe.on_policy
-    if on_policy is not None and not live:
-        raise XtkError("nobody scores what the student writes", hint="--teacher MODEL beside --on-policy")
-    plain = alone and not live and not any(is_cache(cache) for cache in paths.data)
-    speakers = 1 if plain else len(live or paths.data)
-    combination = parse_ensemble(recipe.teachers, recipe.teacher_weights, speakers)
+    if on_policy is not None and not online:
+        raise XtkError("--on-policy needs --teacher", hint="add --teacher MODEL to score the student's completions")
+    plain = alone and not online and not any(is_cache(cache) for cache in paths.data)
+    num_teachers = 1 if plain else len(online or paths.data)
+    combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, num_teachers)
     if plain and paths.eval_caches:
         raise XtkError(
-            "held-out caches are for losses that are about teachers", where=paths.eval_caches[0],
-            hint="--eval-data with the documents themselves",
+            "--eval-data is a cache, but no loss uses a teacher", where=paths.eval_caches[0],
+            hint="give --eval-data the documents as text or JSONL",
         )  # fmt: skip
     if plain:
-        return _of_texts(paths, recipe, tokenizer, student)
-    corpus = Corpus(list(paths.data), paths.columns, paths.max_document_bytes) if live else None
+        return _text_inputs(paths, recipe, tokenizer, student)
+    corpus = Corpus(list(paths.data), paths.columns, paths.max_document_bytes) if online else None
     if corpus is None:
         _check_caches(paths, recipe)
     else:
-        _check_live(paths, alone=alone)
+        _check_online_teachers(paths, alone=alone)
         if on_policy is not None:
-            prompts = read_training_prompts(live, corpus, on_policy.prompt_format)
+            prompts = read_training_prompts(online, corpus, on_policy.prompt_format)
         else:
-            documents, sizes = read_training_documents(live, corpus, is_routed=combination.method == "route")
-    teachers = open_teachers(paths.data, paths.projections, tokenizer, live)
-    taken, chosen = assign_losses(recipe.losses, teachers, on_policy=on_policy is not None)
-    _check_balance(recipe, taken)
+            documents, sizes = read_training_documents(online, corpus, is_routed=combination.method == "route")
+    teachers = open_teachers(paths.data, paths.projections, tokenizer, online)
+    assigned, auto_note = assign_losses(recipe.losses, teachers, on_policy=on_policy is not None)
+    _check_loss_scaling(recipe, assigned)
     if combination.method == "mixture":
         _check_mixable(teachers)
     names = _teacher_names(combination, teachers)
     source: DocumentSource
     if corpus is None:
-        source = _of_caches(combination, teachers)
+        source = _cache_source(combination, teachers)
     elif on_policy is not None:
-        source = _of_rounds(on_policy, prompts, corpus, combination, teachers, tokenizer)
+        source = _on_policy_source(on_policy, prompts, corpus, combination, teachers, tokenizer)
     else:
-        source = OnlineSource(documents, live, sizes, paths.columns, partial(_combined_source, combination))
+        source = OnlineSource(documents, online, sizes, paths.columns, partial(_combined_source, combination))
     if combination.method == "mixture":
-        taken = _of_mixture(taken, teachers)
-    objectives = tuple(_objective(one, combination, teachers, names) for one in taken)
+        assigned = _losses_on_mixture(assigned, teachers)
+    objectives = tuple(_loss_term(one, combination, teachers, names) for one in assigned)
     held_out = None
     if paths.eval_caches:
-        held_out = _open_held_out(paths, combination, teachers, taken, objectives, tokenizer)
+        held_out = _open_held_out(paths, combination, teachers, assigned, objectives, tokenizer)
     return DistillInputs(
         source,
         tokenizer,
         objectives,
         {
-            "losses": [_loss_description(one, names) for one in taken],
+            "losses": [_loss_description(one, names) for one in assigned],
             "inputs": {
                 "student": student,
-                **_input_fingerprints(taken, teachers),
+                **_input_fingerprints(assigned, teachers),
                 **({"prompts": source.fingerprint()} if isinstance(source, OnPolicySource) else {}),
             },
         },
         names,
         combination.score_weighting,
-        chosen,
+        auto_note,
         held_out,
-        Provenance(public_model_name(paths.student), [one.identity for one in teachers], _data_of(teachers)),
+        Provenance(public_model_name(paths.student), [one.identity for one in teachers], _data_fingerprints(teachers)),
         ce_on_data_only=on_policy is not None,
     )
 
 
-def _of_rounds(
+def _on_policy_source(
     on_policy: OnPolicyConfig,
     prompts: Sequence[Prompt],
     corpus: Corpus,
@@ -200,12 +199,12 @@ def _of_rounds(
     teachers: Sequence[DistillationTeacher],
     tokenizer: Tokenizer,
 ) -> OnPolicySource:
-    """Return what the student writes, and, where some steps take them, the documents of the data."""
-    talk = next((one.document for one in prompts if one.document.conversation is not None), None)
-    if talk is not None and on_policy.environment:  # which has the first word, so that a template may refuse this alone
+    """Return the source of on-policy documents: prompts, and with `lmbda` < 1 also the completions of the data."""
+    conversation = next((one.document for one in prompts if one.document.conversation is not None), None)
+    if conversation is not None and on_policy.environment:  # it sends the first message: prompts alone may not render
         _ = tokenizer.chat_template
-    elif talk is not None:
-        tokenize_prompts(tokenizer, [talk], on_policy.chat_template_kwargs)
+    elif conversation is not None:
+        tokenize_prompts(tokenizer, [conversation], on_policy.chat_template_kwargs)
     data: list[Document] = []
     if on_policy.lmbda < 1:
         form = on_policy.prompt_format
@@ -213,11 +212,13 @@ def _of_rounds(
         unanswered = next((at for at, one in enumerate(data) if not any(part.train for part in one.segments)), None)
         if len(data) != len(prompts) or unanswered is not None:
             raise XtkError(
-                "--lmbda below 1 takes completions of the data too, and a prompt has none",
+                "--lmbda below 1 also trains on completions of the data, and a prompt has no completion",
                 where=f"{corpus.name}, document {unanswered or 0}",
-                hint="prompt and completion, or messages that end with the assistant's",
+                hint="give each prompt a completion, end messages with an assistant message, or use --lmbda 1",
             )
-    images = [None if one.has_students_tokenizer or one.support != "given" else one.projection for one in teachers]
+    projections = [
+        None if one.has_students_tokenizer or one.support != "candidates" else one.projection for one in teachers
+    ]
     return OnPolicySource(
         prompts,
         data,
@@ -225,81 +226,81 @@ def _of_rounds(
         tokenizer,
         [one.source for one in teachers if isinstance(one.source, OnlineTeacher)],
         [one.name for one in teachers] if combination.method == "route" else [],
-        images,
+        projections,
         partial(_combined_source, combination),
     )
 
 
 def _open_held_out(
-    places: RunPaths,
+    paths: RunPaths,
     combination: TeacherEnsemble,
     teachers: Sequence[DistillationTeacher],
-    taken: Sequence[AssignedLoss],
+    assigned: Sequence[AssignedLoss],
     objectives: tuple[LossTerm, ...],
     tokenizer: Tokenizer,
 ) -> HeldOutData:
-    """Open the caches of held-out documents: one of each teacher, in their order.
+    """Return the opened held-out caches: one per teacher, in the order of the teachers.
 
     Raises:
-        XtkError: they are of other teachers, or a loss cannot be computed from one.
+        XtkError: they come from other teachers, or do not store what a loss needs.
     """
     from xtk.training.held_out_evaluation import HeldOutData
 
-    if len(places.eval_caches) != len(teachers):
+    if len(paths.eval_caches) != len(teachers):
         raise XtkError(
-            f"there are {len(places.eval_caches)} held-out caches of {len(teachers)} teachers",
-            where="--eval-data " + ", ".join(places.eval_caches),
-            hint="one for each, in the order of the caches to train from",
+            f"--eval-data has {len(paths.eval_caches)} caches for {len(teachers)} teachers",
+            where=", ".join(paths.eval_caches),
+            hint="give one held-out cache per teacher, in the order of the training caches",
         )
-    held = open_teachers(places.eval_caches, (), tokenizer)
+    held = open_teachers(paths.eval_caches, (), tokenizer)
     for ours, theirs in zip(teachers, held, strict=True):
         if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "embedding_rows")):
             raise MismatchError(
-                "a held-out cache is of another teacher, with another vocabulary",
+                "a held-out cache comes from a teacher with another vocabulary",
                 where=f"{theirs.path} is from {theirs.name}; {ours.path} from {ours.name}",
-                hint="xtk cache-teacher with the same teacher; caches in the same order",
+                hint="run xtk cache-teacher with the same teacher; give the caches in the same order",
             )
     for number, theirs in enumerate(held):
-        refusals = [theirs.refusal(one.loss) for one in taken if one.teacher == number]
+        refusals = [theirs.refusal(one.loss) for one in assigned if one.teacher == number]
         if refusal := next(filter(None, refusals), None):
             raise refusal
-    by_name = _teacher_names(combination, teachers)
-    meetings = tuple(
-        ours.token_matching({one.rule.comparison_space for one in taken if one.teacher == number})
+    names = _teacher_names(combination, teachers)
+    matchings = tuple(
+        ours.token_matching({one.rule.comparison_space for one in assigned if one.teacher == number})
         if theirs.has_exact_top1
         else None
         for number, (ours, theirs) in enumerate(zip(teachers, held, strict=True))
     )
-    source = _of_caches(combination, held)
-    return HeldOutData(source, objectives, by_name, combination.score_weighting, meetings[: len(by_name)])
+    source = _cache_source(combination, held)
+    return HeldOutData(source, objectives, names, combination.score_weighting, matchings[: len(names)])
 
 
 def _on_text(name: str) -> bool:
-    """Say whether a loss needs no teacher."""
+    """Return whether a loss needs no teacher."""
     return bool(load_registered(LOSSES, name, "loss").comparison_space == "text")
 
 
-def _of_texts(places: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> DistillInputs:
+def _text_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer, student: dict[str, str]) -> DistillInputs:
     """Return the inputs of a run without a teacher."""
-    taken, _ = assign_losses(recipe.losses, [])
-    _check_balance(recipe, taken)
-    documents = list(Corpus(list(places.data), places.columns, places.max_document_bytes))
+    assigned, _ = assign_losses(recipe.losses, [])
+    _check_loss_scaling(recipe, assigned)
+    documents = list(Corpus(list(paths.data), paths.columns, paths.max_document_bytes))
     fingerprint = CorpusFingerprint()
     for document in documents:
         fingerprint.add(document)
     identity = {
-        "losses": [str(one.loss) for one in taken],
+        "losses": [str(one.loss) for one in assigned],
         "inputs": {"student": student, "documents": str(fingerprint)},
     }
     objectives = tuple(
-        LossTerm(one.rule, one.loss.make_divergence(), None, one.loss.name, one.loss.weight) for one in taken
+        LossTerm(one.rule, one.loss.make_divergence(), None, one.loss.name, one.loss.weight) for one in assigned
     )
-    origin = Provenance(public_model_name(places.student), data=[str(fingerprint)])
+    origin = Provenance(public_model_name(paths.student), data=[str(fingerprint)])
     return DistillInputs(TextSource(documents), tokenizer, objectives, identity, provenance=origin)
 
 
-def _of_caches(combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
-    """Return the documents of all caches."""
+def _cache_source(combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher]) -> DocumentSource:
+    """Return the documents of all caches, combined by the method of `--combine-teachers`."""
     caches = [teacher.source for teacher in teachers if isinstance(teacher.source, TeacherCache)]
     if len(caches) == 1:
         return CacheSource(*caches)
@@ -309,14 +310,14 @@ def _of_caches(combination: TeacherEnsemble, teachers: Sequence[DistillationTeac
 
 
 def _teacher_names(combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher]) -> tuple[str, ...]:
-    """Return how metrics call who speaks."""
+    """Return the teachers' names in metrics; a mixture has one."""
     return ("mixture",) if combination.method == "mixture" else tuple(teacher.name for teacher in teachers)
 
 
 def _combined_source(
     combination: TeacherEnsemble, caches: Sequence[TeacherCache], rows: NDArray[np.int64]
 ) -> DocumentSource:
-    """Return the documents of caches, by where each holds them."""
+    """Return the matched documents of several caches."""
     if combination.method == "mixture":
         return MixtureSource(*caches, rows=rows, weights=combination.weights)
     return CacheSource(*caches, rows=rows)
@@ -327,60 +328,60 @@ def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
     for other in others:
         if other.identity["tokenizer"] != first.identity["tokenizer"]:
             raise MismatchError(
-                "teachers with different tokenizers cannot be mixed: their probabilities are of different tokens",
+                "--combine-teachers mixture needs teachers with the same tokenizer",
                 where=f"{first.path} and {other.path}",
-                hint="--teachers sum, which compares each with the student",
+                hint="use --combine-teachers sum",
             )
 
 
-def _check_caches(places: RunPaths, recipe: TrainConfig) -> None:
-    """Refuse plain data for losses that need a teacher, and columns that caches have of their own."""
-    for place in places.data:
+def _check_caches(paths: RunPaths, recipe: TrainConfig) -> None:
+    """Raise XtkError for plain data with a loss that needs a teacher, and for column options that caches ignore."""
+    for place in paths.data:
         if is_data_path(place):
             names = [loss.name for loss in recipe.losses if loss.name == AUTO_LOSS or not _on_text(loss.name)]
             raise XtkError(
-                f"--loss {names[0]} needs what a teacher assigns to the text, and this is plain data",
+                f"--loss {names[0]} needs teacher log-probabilities, and this is plain data",
                 where=place,
-                hint=f"xtk cache-teacher TEACHER {place} -o CACHE, and CACHE here; or --teacher TEACHER; or --loss ce",
+                hint=f"run xtk cache-teacher TEACHER {place} -o CACHE and pass CACHE; or use --teacher TEACHER",
             )
     for name in ("weight", "route"):
-        if name in places.columns:
+        if name in paths.columns:
             raise XtkError(
-                f"a cache has the {name}s of its documents from cache-teacher; --{name}-column is for plain data",
-                where=places.data[0],
-                hint=f"xtk cache-teacher ... --{name}-column {places.columns[name]}",
+                f"--{name}-column is for plain data; a cache stores the {name} of each document",
+                where=paths.data[0],
+                hint=f"give it to cache-teacher: xtk cache-teacher ... --{name}-column {paths.columns[name]}",
             )
 
 
-def _check_live(places: RunPaths, *, alone: bool) -> None:
-    """Refuse live teachers of whom nothing is asked, or beside caches."""
+def _check_online_teachers(paths: RunPaths, *, alone: bool) -> None:
+    """Raise XtkError for online teachers without a loss that uses them, or together with caches."""
     if alone:
-        raise XtkError("none of the losses is about a teacher", hint="no --teacher, or --loss auto")
-    for place in places.data:
+        raise XtkError("--teacher is given, but no --loss uses a teacher", hint="remove --teacher, or use --loss auto")
+    for place in paths.data:
         if is_cache(place):
             raise XtkError(
-                "--teacher scores plain data, and this is a cache",
+                "--teacher needs plain data, and this is a cache",
                 where=place,
-                hint="the data that the cache was made from; or the cache, without --teacher",
+                hint="give the data that the cache was made from, or remove --teacher to train from the cache",
             )
 
 
-def _of_mixture(taken: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
-    """Return the losses on the one word of all: those of the teacher who tells least, if they fit all.
+def _losses_on_mixture(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
+    """Return the losses on the mixture: those of the teacher with the least support, if all teachers allow them.
 
     Raises:
-        XtkError: one of them cannot learn from a teacher.
+        XtkError: a loss cannot be computed from one of the teachers.
     """
     least = next((number for number, teacher in enumerate(teachers) if teacher.support == "none"), 0)
-    of_all = [one for one in taken if one.teacher in (None, least)]
-    for one in of_all:
+    losses = [one for one in assigned if one.teacher in (None, least)]
+    for one in losses:
         for teacher in teachers:
             if refusal := teacher.refusal(one.loss):
                 raise refusal
-    return [one if one.teacher is None else replace(one, teacher=0) for one in of_all]
+    return [one if one.teacher is None else replace(one, teacher=0) for one in losses]
 
 
-def _objective(
+def _loss_term(
     one: AssignedLoss, combination: TeacherEnsemble, teachers: Sequence[DistillationTeacher], names: tuple[str, ...]
 ) -> LossTerm:
     rule, divergence, loss = one.rule, one.loss.make_divergence(), one.loss
@@ -400,13 +401,13 @@ def _objective(
 
 
 def _loss_description(one: AssignedLoss, names: tuple[str, ...]) -> str:
-    """Return how a recipe tells of a loss."""
+    """Return a loss as the recipe describes it."""
     return str(one.loss) if one.teacher is None or len(names) == 1 else f"{one.loss} of {names[one.teacher]}"
 
 
-def _input_fingerprints(taken: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> dict[str, Any]:
-    """Return the fingerprints of caches (or of who is in their place), and of projections named or needed."""
-    needed = {one.teacher for one in taken if one.rule.comparison_space == "projection"}
+def _input_fingerprints(assigned: Sequence[AssignedLoss], teachers: Sequence[DistillationTeacher]) -> dict[str, Any]:
+    """Return the fingerprints of caches or online teachers, and of the projections that are given or needed."""
+    needed = {one.teacher for one in assigned if one.rule.comparison_space == "projection"}
     caches = [sha256(canonical_json(teacher.source.manifest)) for teacher in teachers]
     kind = "teacher" if any(teacher.is_online for teacher in teachers) else "cache"
     projections = [
@@ -418,8 +419,8 @@ def _input_fingerprints(taken: Sequence[AssignedLoss], teachers: Sequence[Distil
     return {f"{kind}s": caches, "projections": projections}
 
 
-def _data_of(teachers: Sequence[DistillationTeacher]) -> list[str]:
-    """Return the fingerprints of what teachers read, each once."""
+def _data_fingerprints(teachers: Sequence[DistillationTeacher]) -> list[str]:
+    """Return the distinct fingerprints of the data that the teachers scored."""
     headers = [teacher.source.header["data"] for teacher in teachers]
     return list(dict.fromkeys(part["fingerprint"] for header in headers for part in header.get("sources", [header])))
 
@@ -428,30 +429,30 @@ def _projection_fingerprint(projection: Projection) -> str:
     return sha256(projection.row_offsets.tobytes() + projection.teacher_ids.tobytes() + projection.weights.tobytes())
 
 
-def _check_balance(recipe: TrainConfig, taken: Sequence[AssignedLoss]) -> None:
-    """Refuse to balance what is not there."""
-    both = {one.teacher is None for one in taken}
-    if recipe.balance == "ce" and both != {True, False}:
+def _check_loss_scaling(recipe: TrainConfig, assigned: Sequence[AssignedLoss]) -> None:
+    """Raise XtkError for `--scale-kd-to ce` without both a CE loss and a distillation loss."""
+    both = {one.teacher is None for one in assigned}
+    if recipe.scale_kd_to == "ce" and both != {True, False}:
         raise XtkError(
-            "--balance ce brings what is about a teacher to the size of ce, and only one of the two is there",
-            hint="--loss ce, and another --loss beside it",
+            "--scale-kd-to ce needs a CE loss and a distillation loss, and one of them is missing",
+            hint="give both, for example --loss ce --loss auto; or remove --scale-kd-to",
         )
 
 
 def run_identity(
     recipe: TrainConfig, inputs: DistillInputs, num_data_shards: int, logging_config: LoggingConfig
 ) -> dict[str, Any]:
-    """Return what makes two runs the same run.
+    """Return the options and fingerprints that decide whether two runs are the same.
 
     Raises:
-        XtkError: early stopping is asked for, and nothing is evaluated.
+        XtkError: early stopping without evaluation.
     """
     held_out: dict[str, Any] = {}
     if recipe.early_stopping_patience:
         if not ((logging_config.eval_documents or inputs.held_out) and logging_config.eval_steps):
             raise XtkError(
-                "--early-stopping-patience counts evaluations, and there are none",
-                hint="--eval-data DATA --eval-steps N",
+                "--early-stopping-patience needs evaluations during training",
+                hint="add --eval-data DATA --eval-steps N",
             )
         fingerprint = CorpusFingerprint()
         caches = None if inputs.held_out is None else inputs.held_out.source
@@ -466,19 +467,19 @@ def distill(
         trust_remote_code: bool,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Train a student in this process, which may be one of several.
+    """Train a student and return the content of its manifest; runs in this process, which may be one of several.
 
     Args:
-        paths: where it reads and writes.
-        recipe: what decides the result.
-        logging_config: what is logged and kept.
-        inputs: of `open_inputs`.
-        force: replace a run of another recipe.
+        paths: inputs and output.
+        recipe: the options that decide the result.
+        logging_config: logging, evaluation and checkpoints.
+        inputs: from `open_inputs`.
+        force: replace a run with other options or inputs.
         trust_remote_code: run the model's own Python code.
-        options: the same as the options of a command line, which `recipe.json` keeps.
+        options: the same as command-line options, stored in `recipe.json`.
 
     Returns:
-        What the run's `xtk.json` says: steps, recipe, last metrics.
+        The content of the run's `xtk.json`: steps, recipe, last metrics.
     """
     from accelerate.utils import set_seed
 
@@ -493,7 +494,7 @@ def distill(
     from xtk.training.training_loop import TrainingRun, train
 
     silence_transformers()
-    accelerator = _start(paths, recipe, logging_config)
+    accelerator = _start_accelerator(paths, recipe, logging_config)
     terminal.set_main_process(accelerator.is_main_process)
     layout = parse_parallel(recipe.parallel, accelerator.num_processes).with_mesh(accelerator.device)
     identity = run_identity(recipe, inputs, layout.num_data_shards, logging_config)
@@ -504,16 +505,17 @@ def distill(
     resumed = ResumePoint() if force else find_checkpoint(paths.output, identity, needs_best=keeps_best)
     set_seed(recipe.seed)
     origin = StudentSource(paths.student, paths.adapter, resumed.folder)
-    cut = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
-    limits = [limit for limit in (max_context_length(cut.model.config), recipe.max_length) if limit]
+    student = _load_student(origin, recipe, inputs, accelerator, layout, trust_remote_code)
+    limits = [limit for limit in (max_context_length(student.model.config), recipe.max_length) if limit]
     limit = min(limits) if limits else None
-    documents, sizes = _training_documents(recipe, inputs, limit) if recipe.on_policy is None else _prompts(inputs)
-    _check_teaching(recipe, paths.online_teachers, layout, is_peft_model(cut.model))
-    packed = recipe.packing and cut.enable_packing()
+    on_policy = recipe.on_policy is not None
+    documents, sizes = _training_prompts(inputs) if on_policy else _training_documents(recipe, inputs, limit)
+    _check_student_options(recipe, paths.online_teachers, layout, is_peft_model(student.model))
+    packed = recipe.packing and student.enable_packing()
     if recipe.packing and not packed:
-        terminal.note("distill: the student does not read documents in one row apart; each has a row of its own")
+        terminal.note("distill: warning: the student's architecture does not support --packing; documents are padded")
     if recipe.preparation.torch_compile:
-        cut.compile_backbone()
+        student.compile_backbone()
     with contextlib.ExitStack() as held:
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
@@ -522,34 +524,36 @@ def distill(
         accelerator.wait_for_everyone()
         if logging_config.report_to:
             start_trackers(accelerator, paths.output / TRACKERS, resumed.step, identity)
-        trained, parameters = parallelize(cut, accelerator, layout, packing=packed, offload=recipe.fsdp_offload)
+        trained, parameters = parallelize(student, accelerator, layout, packing=packed, offload=recipe.fsdp_offload)
         packing = layout.length_multiple if packed else 0
         per_step = recipe.effective_documents_per_step(len(documents), layout.num_data_shards)
         run = TrainingRun(
             accelerator=accelerator,
             parallel=layout,
-            student=cut,
+            student=student,
             wrapped_student=trained,
             parameters=parameters,
             tokenizer=inputs.tokenizer,
             batch_builder=inputs.batch_builder(limit, packing),
-            sampler=_order(recipe, documents, sizes, per_step),
+            sampler=_batch_sampler(recipe, documents, sizes, per_step),
             recipe=recipe,
             logging_config=logging_config,
             steps=recipe.num_steps(len(documents), layout.num_data_shards),
             output=paths.output,
             tokenizer_folder=paths.student,
-            held_out_evaluator=_evaluation(inputs, logging_config, cut, trained, packing, layout, accelerator.device),
-            task_evaluator=_examination(logging_config, cut, inputs, recipe),
+            held_out_evaluator=_held_out_evaluator(
+                inputs, logging_config, student, trained, packing, layout, accelerator.device
+            ),
+            task_evaluator=_task_evaluator(logging_config, student, inputs, recipe),
             provenance=inputs.provenance,
             merge_adapter=_adapter_merger(paths, recipe, inputs, trust_remote_code)
-            if has_mergeable_adapter(cut.model)
+            if has_mergeable_adapter(student.model)
             else None,
         )
         run.resume_point = resumed
-        run.teacher_blocks = _blocks(run, inputs, paths, packing, trust_remote_code)
+        run.teacher_blocks = _teacher_blocks(run, inputs, paths, packing, trust_remote_code)
         if inputs.auto_loss_note:
-            terminal.note(f"distill: --loss auto takes {inputs.auto_loss_note}")
+            terminal.note(f"distill: --loss auto chose {inputs.auto_loss_note}")
         if per_step < recipe.documents_per_step(layout.num_data_shards):
             terminal.note(f"distill: {_small_epoch_note(recipe, per_step, layout)}")
         terminal.note(
@@ -561,87 +565,88 @@ def distill(
 
 
 def _small_epoch_note(recipe: TrainConfig, per_step: int, layout: ParallelConfig) -> str:
-    """Say that a step has room for more documents than an epoch has."""
+    """Return the note that a step would take more documents than an epoch has."""
     what = "documents of the data" if recipe.on_policy is None else "completions of all prompts"
     return (
-        f"each step takes the {per_step:,} {what}, once: --per-device-train-batch-size x --gradient-accumulation-steps "
+        f"each step uses all {per_step:,} {what} once: --per-device-train-batch-size x --gradient-accumulation-steps "
         f"x processes is {recipe.documents_per_step(layout.num_data_shards):,}"
     )
 
 
-def _evaluation(
-    inputs: DistillInputs, reporting: LoggingConfig, cut: BackboneWithHead, trained: nn.Module, packing: int,
+def _held_out_evaluator(
+    inputs: DistillInputs, logging_config: LoggingConfig, student: BackboneWithHead, trained: nn.Module, packing: int,
         layout: ParallelConfig,
     device: torch.device,
 ) -> HeldOutEvaluator | None:  # fmt: skip
-    """Return what reads held-out documents, if there are some."""
+    """Return the evaluator of held-out documents; None: there are none."""
     from xtk.models.causal_lm import max_context_length
     from xtk.training.held_out_evaluation import HeldOutData, HeldOutEvaluator
 
-    asked = inputs.held_out or HeldOutData.of_documents(reporting.eval_documents)
-    if not len(asked.source):
+    data = inputs.held_out or HeldOutData.of_documents(logging_config.eval_documents)
+    if not len(data.source):
         return None
     return HeldOutEvaluator(
-        asked, trained, inputs.tokenizer, max_context_length(cut.model.config), packing, layout, device
+        data, trained, inputs.tokenizer, max_context_length(student.model.config), packing, layout, device
     )
 
 
-def _examination(
-    reporting: LoggingConfig, cut: BackboneWithHead, inputs: DistillInputs, recipe: TrainConfig
+def _task_evaluator(
+    logging_config: LoggingConfig, student: BackboneWithHead, inputs: DistillInputs, recipe: TrainConfig
 ) -> TaskEvaluator | None:
-    """Return what asks the student, if it is asked something."""
+    """Return the evaluator of `--eval-tasks`; None: there are none."""
     from xtk.training.eval_tasks import TaskEvaluator
 
-    if not reporting.eval_tasks:
+    if not logging_config.eval_tasks:
         return None
-    return TaskEvaluator(reporting.eval_tasks, cut, inputs.tokenizer, recipe.mixed_precision)
+    return TaskEvaluator(logging_config.eval_tasks, student, inputs.tokenizer, recipe.mixed_precision)
 
 
-def _check_teaching(
+def _check_student_options(
     recipe: TrainConfig, teachers: Sequence[OnlineTeacher], layout: ParallelConfig, adapted: bool
 ) -> None:
-    """Refuse a student that cannot write, or cannot teach itself, as it is asked to.
+    """Check that the sharded student can generate, be offloaded, or be its own teacher, as the options require.
 
     Raises:
-        XtkError: tells why.
+        XtkError: it cannot.
     """
     from xtk.training.student_generator import check_generation_backend
 
     if recipe.on_policy is not None:
         check_generation_backend(recipe.on_policy, layout)
         recipe.on_policy.check_batch(recipe.documents_per_step(layout.num_data_shards))
-    if recipe.offload_student and (layout.is_sharded or not teachers):
+    if recipe.offload_student and not teachers:
+        raise XtkError("--offload-student needs --teacher", hint="remove --offload-student, or add --teacher MODEL")
+    if recipe.offload_student and layout.is_sharded:
         raise XtkError(
-            "--offload-student is for a student that each process has all of, beside live teachers",
-            hint="--fsdp-offload, for one that is shared out",
+            f"--offload-student needs an unsharded student, and --parallel is {layout}", hint="use --fsdp-offload"
         )
-    asked = {teacher.student_weights for teacher in teachers} - {""}
-    if asked and layout.is_sharded:
+    self_weights = {teacher.student_weights for teacher in teachers} - {""}
+    if self_weights and layout.is_sharded:
         raise XtkError(
-            f"a student that is cut over processes ({layout}) is not its own teacher",
-            hint="--teacher with its folder, for the weights that it begins with; or replicas",
+            f"--teacher self needs an unsharded student, and --parallel is {layout}",
+            hint="use --parallel dp=N; or --teacher with the student's folder, for its initial weights",
         )
-    if "ema" in asked and not recipe.ema_decay:
-        raise XtkError("--teacher self:weights=ema, and there is no average", hint="--ema-decay 0.99")
-    if "base" in asked and not adapted:
-        raise XtkError("--teacher self:weights=base, and the student has no adapter", hint="--lora-r 16")
+    if "ema" in self_weights and not recipe.ema_decay:
+        raise XtkError("--teacher self:weights=ema needs --ema-decay", hint="add --ema-decay 0.99")
+    if "base" in self_weights and not adapted:
+        raise XtkError("--teacher self:weights=base needs a student with an adapter", hint="add --lora-r 16")
 
 
-def _order(recipe: TrainConfig, documents: np.ndarray, sizes: np.ndarray, per_step: int) -> BatchSampler:
-    """Return which documents, or prompts, a step takes."""
+def _batch_sampler(recipe: TrainConfig, documents: np.ndarray, sizes: np.ndarray, per_step: int) -> BatchSampler:
+    """Return the sampler of the documents, or prompts, of each step."""
     if recipe.on_policy is None:
         return BatchSampler(documents, sizes, per_step, recipe.seed)
     return PromptSampler(documents, sizes, per_step, recipe.seed, recipe.on_policy)
 
 
-def _blocks(
-    run: TrainingRun, inputs: DistillInputs, places: RunPaths, packing: int, trust_remote_code: bool
+def _teacher_blocks(
+    run: TrainingRun, inputs: DistillInputs, paths: RunPaths, packing: int, trust_remote_code: bool
 ) -> TeacherBlocks | None:
-    """Return the blocks of a run with live teachers, or the rounds of one that is on-policy, and tell of them."""
+    """Return the teacher blocks of a run with online teachers, or its on-policy loop, and print its settings."""
     on_policy = run.recipe.on_policy
     if on_policy is None:
         return create_teacher_blocks(
-            inputs.source, run.sampler, run.steps, run.recipe.teacher_steps, places.output, run.accelerator
+            inputs.source, run.sampler, run.steps, run.recipe.teacher_block_steps, paths.output, run.accelerator
         )
     from xtk.rollouts.generator_interface import GeneratorConfig
     from xtk.training.logprob_check import LogprobCheck
@@ -649,12 +654,12 @@ def _blocks(
 
     assert isinstance(inputs.source, OnPolicySource)
     assert isinstance(run.sampler, PromptSampler)
-    options: dict[str, Any] = {"adapter": places.adapter} if places.adapter else {}
+    options: dict[str, Any] = {"adapter": paths.adapter} if paths.adapter else {}
     if on_policy.backend == "server":
         options["servers"] = list(on_policy.server)
     elif on_policy.engine:
         options["engine"] = dict(on_policy.engine)
-    request = GeneratorConfig(places.student, str(places.student), inputs.tokenizer, on_policy.dtype,
+    request = GeneratorConfig(paths.student, str(paths.student), inputs.tokenizer, on_policy.dtype,
                             on_policy.batch_tokens, trust_remote_code, options)  # fmt: skip
     writer = StudentGenerator(
         on_policy,
@@ -662,7 +667,7 @@ def _blocks(
         run.student,
         request,
         lambda folder: run.saver.write_student(folder) if run.saver is not None else None,
-        places.output,
+        paths.output,
         mixed_precision=run.recipe.mixed_precision,
         seed=run.recipe.seed,
     )
@@ -672,15 +677,15 @@ def _blocks(
     check = None
     if on_policy.backend != IN_PROCESS_BACKEND:
         check = LogprobCheck(run.wrapped_student, run.parallel, packing, run.accelerator.device)
-    return OnPolicyLoop(inputs.source, run.sampler, run.steps, on_policy, places.output, run.accelerator, writer, check)
+    return OnPolicyLoop(inputs.source, run.sampler, run.steps, on_policy, paths.output, run.accelerator, writer, check)
 
 
-def _start(places: RunPaths, recipe: TrainConfig, reporting: LoggingConfig) -> Any:
-    """Meet the other processes; return Accelerate's accelerator.
+def _start_accelerator(paths: RunPaths, recipe: TrainConfig, logging_config: LoggingConfig) -> Any:
+    """Join the process group; return Accelerate's accelerator.
 
     Raises:
-        XtkError: a tracker is not there, Accelerate was told to do what `--parallel` does, or processes are to make
-            the batches of live teachers.
+        XtkError: a tracker is not installed, Accelerate is configured to shard the model itself, or DataLoader workers
+            are used with online teachers.
     """
     import torch
     from accelerate import Accelerator
@@ -689,23 +694,23 @@ def _start(places: RunPaths, recipe: TrainConfig, reporting: LoggingConfig) -> A
     from xtk.training.distributed import init_process_group_after_restart
     from xtk.training.experiment_trackers import check_trackers
 
-    check_trackers(reporting.report_to)
-    if places.online_teachers and reporting.dataloader_num_workers:
-        raise XtkError("batches of live teachers are made by a thread", hint="--dataloader-num-workers 0")
-    timeout = timedelta(seconds=reporting.ddp_timeout)
+    check_trackers(logging_config.report_to)
+    if paths.online_teachers and logging_config.dataloader_num_workers:
+        raise XtkError("--teacher does not support --dataloader-num-workers", hint="use --dataloader-num-workers 0")
+    timeout = timedelta(seconds=logging_config.ddp_timeout)
     init_process_group_after_restart(timeout)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision=recipe.mixed_precision,
-        log_with=list(reporting.report_to) or None,
-        project_dir=str(places.output / TRACKERS) if reporting.report_to else None,
+        log_with=list(logging_config.report_to) or None,
+        project_dir=str(paths.output / TRACKERS) if logging_config.report_to else None,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)],
     )
     kind = str(accelerator.distributed_type.value)
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise XtkError(
-            f"Accelerate was told to share the work by {kind}, and xtk does that itself",
-            hint="accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
+            f"Accelerate is configured for {kind}, but xtk shards the model itself",
+            hint="use accelerate launch --multi_gpu -m xtk distill ... --parallel fsdp=N",
         )
     return accelerator
 
@@ -718,7 +723,7 @@ def _load_student(
     layout: ParallelConfig,
     trust_remote_code: bool,
 ) -> BackboneWithHead:
-    """Load the student, whole, and cut it."""
+    """Return the student, unsharded, split into backbone and output head."""
     import torch
 
     from xtk.models.causal_lm import BackboneWithHead
@@ -728,7 +733,7 @@ def _load_student(
         origin,
         recipe.preparation,
         inputs.tokenizer,
-        # Where weights are shared out, each process's part of them goes to its device later.
+        # With sharding, each process's shard moves to its device later.
         device=torch.device("cpu") if layout.is_sharded else accelerator.device,
         mixed_precision=recipe.mixed_precision,
         trust_remote_code=trust_remote_code,
@@ -739,16 +744,16 @@ def _load_student(
 
 
 def _adapter_merger(
-    places: RunPaths, recipe: TrainConfig, inputs: DistillInputs, trust_remote_code: bool
+    paths: RunPaths, recipe: TrainConfig, inputs: DistillInputs, trust_remote_code: bool
 ) -> Callable[[Path, Path], None]:
-    """Return what loads the student anew, with the adapter of a folder, and writes both as one model."""
+    """Return a function (adapter folder, output folder) that loads student and adapter and writes the merged model."""
     import torch
 
     from xtk.models.student_model import StudentSource, load_student, save_final_student
 
     def merge(adapter: Path, folder: Path) -> None:
         model = load_student(
-            StudentSource(places.student, places.adapter, adapter),
+            StudentSource(paths.student, paths.adapter, adapter),
             recipe.preparation,
             inputs.tokenizer,
             device=torch.device("cpu"),
@@ -762,27 +767,28 @@ def _adapter_merger(
 
 
 def _report_normalization(inputs: DistillInputs, documents: np.ndarray) -> None:
-    """Tell what the student's tokenizer or chat template does not read as it is, in documents all over the cache."""
+    """Print how much text the student's tokenizer or chat template changes, on a sample of the documents."""
     sample = documents[:: -(-len(documents) // DOCUMENTS_PER_CHECK) or 1]
     read = [inputs.source.document(int(number)) for number in sample]
     texts = [document.text for document in read if document.conversation is None]
     if warning := count_normalization_loss(inputs.tokenizer, texts).warning():
         terminal.note(f"distill: {warning}")
-    talks = [document for document in read if document.conversation is not None]
-    counts = [count_lost_bytes(*pair) for pair in zip(talks, tokenize_documents(inputs.tokenizer, talks), strict=True)]
+    conversations = [document for document in read if document.conversation is not None]
+    tokenized = tokenize_documents(inputs.tokenizer, conversations)
+    counts = [count_lost_bytes(*pair) for pair in zip(conversations, tokenized, strict=True)]
     if sum(counts):
         terminal.note("distill: " + format_lost_bytes(counts))
 
 
 def _longer_than(limit: int, inputs: DistillInputs, sizes: np.ndarray) -> list[tuple[int, int]]:
-    """Return (tokens, number) of the documents of more than `limit` tokens.
+    """Return (tokens, index) of the documents with more than `limit` tokens.
 
-    A text has at most a token a byte, and two at its ends: only texts that may be longer are tokenised. What a
-    template adds to a conversation is not known before.
+    A text has at most one token per byte and two special tokens, so only texts that may be longer are tokenized.
+    Conversations are always tokenized, because the length of their template is not known.
     """
     found = []
-    talks = inputs.source.conversations()
-    candidates = np.flatnonzero((sizes + 2 > limit) | talks)
+    conversations = inputs.source.conversations()
+    candidates = np.flatnonzero((sizes + 2 > limit) | conversations)
     for start in range(0, len(candidates), DOCUMENTS_PER_CHECK):
         numbers = candidates[start : start + DOCUMENTS_PER_CHECK].tolist()
         documents = [inputs.source.document(number) for number in numbers]
@@ -792,40 +798,38 @@ def _longer_than(limit: int, inputs: DistillInputs, sizes: np.ndarray) -> list[t
     return found
 
 
-def _prompts(inputs: DistillInputs) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the prompts that count, and how long each is."""
+def _training_prompts(inputs: DistillInputs) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the prompts with a weight above 0, and the bytes of all prompts."""
     assert isinstance(inputs.source, OnPolicySource)
     documents = [prompt.document for prompt in inputs.source.prompts]
     sizes = np.array([len(document.text.encode()) for document in documents], np.int64)
     counting = np.flatnonzero([document.weight > 0 for document in documents])
     if not len(counting):
-        raise XtkError("there is no prompt to go on from")
+        raise XtkError("the data has no prompt with a weight above 0", hint="check the data and --weight-column")
     return counting, sizes
 
 
 def _training_documents(recipe: TrainConfig, inputs: DistillInputs, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the documents to train on, and all sizes; those that are too long are counted and told."""
+    """Return the indices of the documents to train on, and the bytes of all; report documents that are too long."""
     sizes = inputs.source.text_bytes()
     weightless = inputs.source.weights() == 0
     documents = np.flatnonzero((sizes > 0) & ~weightless)
     if weightless.any():
-        terminal.note(f"distill: {weightless.sum():,} of {len(sizes):,} documents have the weight 0 and are left out")
+        terminal.note(f"distill: skipping {weightless.sum():,} of {len(sizes):,} documents, whose weight is 0")
     _report_normalization(inputs, documents)
     too_long = [] if limit is None else _longer_than(limit, inputs, sizes)
     if too_long:
         longest, number = max(too_long)
-        told = (
-            f"{len(too_long):,} of {len(sizes):,} documents are longer than the {limit:,} tokens that the student reads"
-        )
+        message = f"{len(too_long):,} of {len(sizes):,} documents have more tokens than the limit of {limit:,}"
         if recipe.long_documents == "refuse":
             raise XtkError(
-                told,
-                where=f"the longest is row {number} of the cache with {longest:,} tokens",
-                hint="--long-documents truncate or skip",
+                message,
+                where=f"the longest is document {number} with {longest:,} tokens",
+                hint="use --long-documents truncate or --long-documents skip",
             )
-        terminal.note(f"distill: {told}: --long-documents {recipe.long_documents}")
+        terminal.note(f"distill: {message}: --long-documents {recipe.long_documents}")
         if recipe.long_documents == "skip":
             documents = np.setdiff1d(documents, [number for _, number in too_long])
     if not len(documents):
-        raise XtkError("there is no document to train on")
+        raise XtkError("no documents are left to train on", hint="check the data, --weight-column and --long-documents")
     return documents, sizes

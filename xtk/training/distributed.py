@@ -1,4 +1,4 @@
-"""The processes of a run: who this one is, waiting for the others, random numbers, what is told when one is gone."""
+"""The process group of a run: rank, collectives, random states, and errors about lost processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from xtk.errors import XtkError
 
 T = TypeVar("T")
 
-# How gloo and NCCL call it when another process has ended, or does not answer in time.
+# Parts of the messages of gloo and NCCL when another process has ended or timed out.
 PROCESS_LOST_MESSAGES = (
     "connection closed by peer",
     "connection reset by peer",
@@ -30,28 +30,28 @@ TIMEOUT_MESSAGES = ("timed out", "timeout")
 
 
 def rank() -> int:
-    """Return which of the processes this is."""
+    """Return the rank of this process; 0 without a process group."""
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Return how many processes there are."""
+    """Return the number of processes."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def is_main_process() -> bool:
-    """Say whether this is the process that writes what all have in common."""
+    """Return whether this is rank 0, which writes the common files."""
     return rank() == 0
 
 
 def barrier() -> None:
-    """Return when all processes have called it."""
+    """Wait until all processes have called this function."""
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
 def all_reduce_max(value: int, device: torch.device) -> int:
-    """Return the largest of all processes' values, which each of them gives."""
+    """Return the maximum of an integer over all processes (collective)."""
     if world_size() == 1:
         return value
     values = torch.tensor(value, device=device)
@@ -60,19 +60,19 @@ def all_reduce_max(value: int, device: torch.device) -> int:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Return what each process gives, by rank; every process has to call it."""
+    """Return the values of all processes, by rank (collective)."""
     if world_size() == 1:
         return [value]
-    told: list[Any] = [None] * world_size()
-    torch.distributed.all_gather_object(told, value)
-    return told
+    gathered: list[Any] = [None] * world_size()
+    torch.distributed.all_gather_object(gathered, value)
+    return gathered
 
 
 def init_process_group_after_restart(timeout: timedelta) -> None:
-    """Meet the other processes in a place of this start's own.
+    """Create the process group under a new store prefix, if torchrun has restarted this process.
 
-    torch's agent starts processes again with the store of those that ended, whose addresses are still in it
-    (docs/explanation/decisions.md). Of a first start nothing is done here: Accelerate does it.
+    torch's agent restarts processes with the old store, which still has the addresses of the ended processes
+    (docs/explanation/decisions.md). On a first start this does nothing: Accelerate creates the group.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if attempt == "0" or torch.distributed.is_initialized():
@@ -96,10 +96,10 @@ def init_process_group_after_restart(timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def report_lost_processes() -> Iterator[None]:
-    """Tell in xtk's form that another process has ended, or does not answer: it, not this one, knows why.
+    """Turn torch's error about a lost process into an `XtkError`.
 
     Raises:
-        XtkError: so it is.
+        XtkError: another process has ended or timed out.
     """
     try:
         yield
@@ -109,15 +109,15 @@ def report_lost_processes() -> Iterator[None]:
             raise
         silent = any(words in text for words in TIMEOUT_MESSAGES)
         raise XtkError(
-            "another process did not answer in time" if silent else "another process has ended",
+            "another process did not reach a collective operation in time" if silent else "another process has ended",
             where=str(wrong).splitlines()[0][:200],
-            hint="its own message tells more; run the same command again, it goes on from the last checkpoint"
-            + ("; a longer --ddp-timeout, if it was only slow" if silent else ""),
+            hint="see the error of that process; run the same command again to resume from the last checkpoint"
+            + ("; if it was only slow, use a longer --ddp-timeout" if silent else ""),
         ) from None
 
 
 def random_states() -> dict[str, Tensor]:
-    """Return the state of torch's generators of this process."""
+    """Return the states of torch's global generators of this process, by device type."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -125,12 +125,12 @@ def random_states() -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor]) -> None:
-    """Put them back."""
+    """Restore the states of `random_states`."""
     torch.set_rng_state(states["cpu"])
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"])
 
 
 def reseed(seed: int, step: int, stream: int) -> None:
-    """Begin random numbers anew, with others than any other stream's or step's."""
+    """Seed torch's global generators with a value that is different for every stream and step."""
     torch.manual_seed(int(np.random.SeedSequence([seed, step, stream]).generate_state(1, np.uint64)[0]))

@@ -1,4 +1,4 @@
-"""Starting the processes of a multi-process run from within `xtk distill`."""
+"""Launching the processes of a multi-GPU run from within `xtk distill`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xtk import terminal
 from xtk.errors import XtkError
 from xtk.subprocesses import REPORTED_ERRORS_VARIABLE, children_with_variable
 
-# Those that are left when one has failed. Asked to stop by a user or a scheduler, they have all the time they need.
+# For the other workers after one has failed. After a stop signal from the user or a scheduler there is no limit.
 SHUTDOWN_SECONDS = 10
 
 
 def is_worker() -> bool:
-    """Say whether a launcher (xtk, torchrun, accelerate) has started this process."""
+    """Return whether a launcher (xtk, torchrun, accelerate) has started this process."""
     return "LOCAL_RANK" in os.environ
 
 
@@ -31,13 +31,13 @@ def world_size() -> int:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a run, each with as many processes.
+    """The machines of a run, each with the same number of processes.
 
     Attributes:
-        count: how many.
-        rank: which of them this one is.
-        address: of the first, as all reach it.
-        port: on which it listens; 0: any, for one machine.
+        count: number of machines.
+        rank: index of this machine.
+        address: address of machine 0, reachable from all machines.
+        port: port on machine 0; 0: any free port (one machine only).
     """
 
     count: int = 1
@@ -48,17 +48,17 @@ class Machines:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.count:
             raise XtkError(
-                f"--machine-rank is {self.rank} of --num-machines {self.count}",
-                hint="ranks count from 0: 0 and 1 of two machines",
+                f"--machine-rank is {self.rank}, but must be at least 0 and less than --num-machines {self.count}",
+                hint="with two machines, use --machine-rank 0 on the first and --machine-rank 1 on the second",
             )
         if self.count > 1 and not (self.address and self.port):
             raise XtkError(
-                f"--num-machines is {self.count}, and nothing says where the first one is",
-                hint="--main-process-ip ADDRESS --main-process-port 29500, the same on all",
+                f"--num-machines {self.count} needs --main-process-ip and --main-process-port",
+                hint="add --main-process-ip ADDRESS --main-process-port 29500 of machine 0, the same on all machines",
             )
 
     def arguments(self) -> list[str]:
-        """Return what torch's launcher has to know."""
+        """Return the arguments for torch's launcher (torchrun)."""
         if self.count == 1:
             return ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
         return ["--nnodes", str(self.count), "--node-rank", str(self.rank), "--master-addr", self.address,
@@ -66,13 +66,13 @@ class Machines:
 
 
 def launch(processes: int, arguments: list[str], machines: Machines) -> None:
-    """Run `xtk` with the same arguments in several processes on this machine, and end as they end.
+    """Run `xtk` with the same arguments in several processes on this machine; exit with their exit code.
 
-    In-process, because torch's agent hands the workers' exit codes and signals through only to its caller.
+    torch's agent runs in this process, because only its caller gets the workers' exit codes and signals.
 
     Raises:
-        XtkError: more processes than this machine has devices.
-        SystemExit: a worker's exit code, when it is not 0.
+        XtkError: more processes than GPUs on this machine.
+        SystemExit: a worker failed; has its exit code.
     """
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -80,31 +80,35 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
     from torch.distributed.run import get_args_parser, run
 
     if torch.cuda.is_available() and processes > torch.cuda.device_count():
-        raise XtkError(f"--num-processes is {processes}; this machine has {torch.cuda.device_count()} devices")
+        gpus = torch.cuda.device_count()
+        raise XtkError(
+            f"--num-processes is {processes}, but this machine has {gpus} GPUs",
+            hint=f"use --num-processes {gpus} or less",
+        )
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
-    # Without it a second start on one machine meets keys of the first (docs/explanation/decisions.md).
+    # Without it a second launch on one machine finds keys of the first (docs/explanation/decisions.md).
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     command = ["--nproc-per-node", str(processes), *machines.arguments()]
     command += ["--shutdown-timeout", str(SHUTDOWN_SECONDS)]
     if sys.platform == "linux":
         command += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, _hand_on)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what it tells is told here
-    terminal.restore_stdout()  # the first worker owns it
+            signal.signal(number, _forward_signal)
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported here
+    terminal.restore_stdout()  # the main worker prints to it
     try:
-        with tempfile.TemporaryDirectory(prefix="xtk-told-") as os.environ[REPORTED_ERRORS_VARIABLE]:
+        with tempfile.TemporaryDirectory(prefix="xtk-errors-") as os.environ[REPORTED_ERRORS_VARIABLE]:
             run(get_args_parser().parse_args([*command, "-m", "xtk", *arguments]))  # type: ignore[no-untyped-call]
     except ChildFailedError as failed:
-        rank, code = _cause(failed.failures)
-        if code > 0:  # it has told why itself
+        rank, code = _first_failure(failed.failures)
+        if code > 0:  # the worker has printed its error
             sys.exit(code)
         name = signal.Signals(-code).name
         terminal.error(
             XtkError(
-                f"process {rank} was ended by {name}",
-                hint="run the same command again: it goes on from the last checkpoint"
-                + ("; `dmesg` tells whether memory ran out" if name == "SIGKILL" else ""),
+                f"process {rank} was killed by {name}",
+                hint="run the same command again to resume from the last checkpoint"
+                + ("; run `dmesg` to see whether memory ran out" if name == "SIGKILL" else ""),
             )
         )
         sys.exit(128 - code)
@@ -114,8 +118,8 @@ def launch(processes: int, arguments: list[str], machines: Machines) -> None:
         sys.exit(128 + stopped.sigval)
 
 
-def _hand_on(number: int, frame: object) -> None:
-    """Let the workers heed a signal, which they do together, after a step; this process ends as they do."""
+def _forward_signal(number: int, frame: object) -> None:
+    """Forward a signal to the workers, which stop together after a step; the launcher then exits with their code."""
     workers = children_with_variable("LOCAL_RANK")
     for worker in workers:
         os.kill(worker, number)
@@ -123,16 +127,16 @@ def _hand_on(number: int, frame: object) -> None:
         sys.exit(os.EX_TEMPFAIL)
 
 
-def _cause(failures: Mapping[int, Any]) -> tuple[int, int]:
-    """Return the rank and the exit code of the process whose end made the others end.
+def _first_failure(failures: Mapping[int, Any]) -> tuple[int, int]:
+    """Return rank and exit code of the process that failed first and made the others end.
 
-    They end within the same second. What has ended by a signal has not done so because another one is gone; what was
-    asked to end has, if not all were asked.
+    All end within the same second. A process killed by a signal is a cause; one that was stopped by SIGTERM, or exited
+    as resumable, is a consequence unless all were.
     """
-    asked = (-signal.SIGTERM, os.EX_TEMPFAIL)
+    stopped = (-signal.SIGTERM, os.EX_TEMPFAIL)
     first = min(failure.timestamp for failure in failures.values())
     rank, failure = min(
         failures.items(),
-        key=lambda one: (one[1].timestamp > first + 1, one[1].exitcode in asked, one[1].exitcode == 1, one[0]),
+        key=lambda one: (one[1].timestamp > first + 1, one[1].exitcode in stopped, one[1].exitcode == 1, one[0]),
     )
     return rank, failure.exitcode

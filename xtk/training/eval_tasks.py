@@ -1,4 +1,4 @@
-"""What a student is asked while it learns: problems that a reward judges, and tasks of lm-evaluation-harness."""
+"""Evaluation during training (--eval-tasks): problems scored by a reward, and tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ LOGGED_METRICS = ("avg@", "pass@", "truncated_fraction", "mean_length")
 
 
 class EvalTask(Protocol):
-    """Something that a student can be asked; `names` begin the names of its figures."""
+    """A task to evaluate the student on; `names` are the prefixes of its metrics."""
 
     names: tuple[str, ...]
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
-        """Return figures by their names; every process of a run gets all of them."""
+        """Return all metrics by name, the same in every process (collective)."""
 
 
 @dataclass(frozen=True)
 class ProblemOptions:
-    """Options of problems that a reward judges: those of `xtk evaluate`, and `prompt`, the column, and `name`."""
+    """Options of problems scored by a reward: as `xtk evaluate`, plus `prompt` (a column) and `name` (for metrics)."""
 
     reward: str = ""
     name: str = ""
@@ -63,7 +63,7 @@ class ProblemOptions:
 
 @dataclass(frozen=True)
 class HarnessOptions:
-    """Options of tasks of the harness: those of `xtk evaluate`."""
+    """Options of lm-evaluation-harness tasks, as in `xtk evaluate`."""
 
     include_path: str = ""
     num_fewshot: int = -1
@@ -75,22 +75,26 @@ class HarnessOptions:
 
 
 class RewardProblems:
-    """Problems, read and ready to be asked.
+    """Problems whose answers a reward scores.
 
     Args:
-        data: as `xtk evaluate` reads it.
-        options: how they are put and judged.
+        data: file or dataset, as for `xtk evaluate`.
+        options: prompt format, sampling and reward.
 
     Raises:
-        XtkError: they cannot be read, or an option makes no sense.
+        XtkError: the data cannot be read, or an option is invalid.
     """
 
     def __init__(self, data: str, options: ProblemOptions) -> None:
-        if options.num_generations < 1 or options.max_prompts < 0:
-            raise XtkError("an evaluation takes one answer or more, to one problem or more", where=data)
+        if options.num_generations < 1:
+            raise XtkError(f"num_generations is {options.num_generations}, but must be at least 1", where=data)
+        if options.max_prompts < 0:
+            raise XtkError(f"max_prompts is {options.max_prompts}, but must be at least 0 (0: all)", where=data)
         if options.num_generations > 1 and options.temperature == 0:
             raise XtkError(
-                f"at temperature 0 all {options.num_generations} answers are one", where=data, hint="temperature=0.8"
+                f"num_generations={options.num_generations} at temperature 0 generates equal answers",
+                where=data,
+                hint="add temperature=0.8",
             )
         self.names: tuple[str, ...] = (options.name or Path(data).name.partition(".")[0],)
         self._options = options
@@ -105,10 +109,10 @@ class RewardProblems:
         check_rewards_apply(self._rewards, self._prompts)
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
-        """Let the student answer, each process its share, and judge that."""
+        """Generate answers, each process a part of them, and return the metrics of their rewards."""
         options = self._options
-        writer = TransformersGenerator(model, tokenizer, batch_tokens=options.batch_tokens)
-        found = evaluate_answers(self._prompts, writer, tokenizer, self._sampling, self._rewards, seed=options.seed,
+        generator = TransformersGenerator(model, tokenizer, batch_tokens=options.batch_tokens)
+        found = evaluate_answers(self._prompts, generator, tokenizer, self._sampling, self._rewards, seed=options.seed,
                        num_generations=options.num_generations, template_arguments=self._template_arguments,
                        process_share=process_share)  # fmt: skip
         record = {key: value for key, value in found.to_json().items() if key.startswith(LOGGED_METRICS)}
@@ -116,11 +120,11 @@ class RewardProblems:
 
 
 class HarnessEvalTasks:
-    """Tasks of the harness, read and ready to be asked.
+    """Tasks of lm-evaluation-harness.
 
     Args:
         tasks: `gsm8k,mmlu=FOLDER`.
-        options: how they are asked.
+        options: few-shot examples, prompt format and limits.
 
     Raises:
         XtkError: as `Harness` and `parse_tasks`.
@@ -143,7 +147,7 @@ class HarnessEvalTasks:
         )
 
     def evaluate(self, model: Any, tokenizer: Tokenizer, process_share: ProcessShare) -> dict[str, float]:
-        """Ask the student, each process its share of the requests."""
+        """Run the tasks, each process a part of the requests, and return their finite metrics."""
         scores = self._harness.evaluate(model, tokenizer, keep_samples=False, process_share=process_share)
         found: dict[str, float] = {}
         for task in scores.top_level_tasks:
@@ -153,71 +157,70 @@ class HarnessEvalTasks:
 
 
 def parse_eval_task(text: str) -> EvalTask:
-    """Read `gsm8k,mmlu=FOLDER:num_fewshot=5`, tasks, or `FILE.jsonl:reward=exact`, problems.
+    """Return the task of an --eval-tasks value: `gsm8k,mmlu=FOLDER:num_fewshot=5` or `FILE.jsonl:reward=exact`.
 
-    A comma begins another option only before the name of one and `=`, so that rewards and templates may have commas.
+    A comma separates options only before an option name and `=`, so that rewards and templates may contain commas.
 
     Raises:
-        XtkError: there is no such option, or what it names cannot be read.
+        XtkError: an unknown option, or data that cannot be read.
     """
     known = sorted({*option_names(ProblemOptions), *option_names(HarnessOptions)})
     one = "|".join(name.replace("-", "[-_]") for name in known)
     found = re.search(rf":(?=(?:{one})=)", text)
-    place, told = (text[: found.start()], text[found.end() :]) if found else (text, "")
+    place, specs = (text[: found.start()], text[found.end() :]) if found else (text, "")
     stray = re.search(r":([a-z][a-z_-]*)=", place)
     if stray is not None:
         raise unknown_name_error("option of --eval-tasks", stray[1], known)
-    pairs = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", told) if option)
+    pairs = dict(option.split("=", 1) for option in re.split(rf",(?=(?:{one})=)", specs) if option)
     options = {key.replace("_", "-"): value for key, value in pairs.items()}
     kind: type[ProblemOptions | HarnessOptions] = ProblemOptions if "reward" in options else HarnessOptions
     for key in options:
         if key not in option_names(kind):
-            others = "problems, which have a reward" if kind is HarnessOptions else "tasks of lm-evaluation-harness"
-            raise XtkError(f"the option {key} is of {others}", where=f"--eval-tasks {text}")
+            others = "problems (with reward=)" if kind is HarnessOptions else "lm-evaluation-harness tasks (no reward=)"
+            raise XtkError(f"the option {key} applies only to {others}", where=f"--eval-tasks {text}")
     own = from_options(kind, options, text, "task")
     if isinstance(own, ProblemOptions):
         return RewardProblems(place, own)
     if Path(place).is_file():
-        raise XtkError("nothing judges these answers", where=place, hint=f"--eval-tasks {place}:reward=exact")
+        raise XtkError("--eval-tasks with a file needs a reward", where=place, hint=f"use {place}:reward=exact")
     return HarnessEvalTasks(place, own)
 
 
 def parse_eval_tasks(texts: Sequence[str]) -> tuple[EvalTask, ...]:
-    """Read several.
+    """Return the tasks of all --eval-tasks values.
 
     Raises:
-        XtkError: as `parse_eval_task`; or two have one name.
+        XtkError: as `parse_eval_task`, or two tasks have the same name.
     """
     tasks = tuple(map(parse_eval_task, texts))
     names = [name for task in tasks for name in task.names]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise XtkError(f"two of --eval-tasks are called {twice}", hint="name=ANOTHER, for problems")
+        raise XtkError(f"two --eval-tasks have the name {twice}", hint="add name=ANOTHER to one that has reward=")
     return tasks
 
 
 def check_supports_eval_tasks(tasks: Sequence[EvalTask], parallel: ParallelConfig) -> None:
-    """Refuse a student that cannot answer in the way in which it is cut.
+    """Raise XtkError if the student is sharded, because every process would have to take part in each token.
 
     Raises:
-        XtkError: it is cut over processes.
+        XtkError: the student is sharded.
     """
     if tasks and parallel.is_sharded:
         raise XtkError(
-            f"a student that is cut over processes ({parallel}) answers no --eval-tasks: all would have to take each "
-            "token together",
-            hint="xtk evaluate, on the student or its checkpoints; or replicas, --parallel dp=N",
+            f"--eval-tasks needs an unsharded student, and --parallel is {parallel}",
+            hint="run xtk evaluate on the student or its checkpoints, or use --parallel dp=N",
         )
 
 
 class TaskEvaluator:
-    """Asks a student, as it is; every process of the run has to make one, and to call it as often.
+    """Evaluates the current student on --eval-tasks; every process creates one and calls it at the same steps.
 
     Args:
-        tasks: what it is asked.
-        cut: its model, of which this process has all.
-        tokenizer: its.
-        mixed_precision: of the run.
+        tasks: the tasks.
+        student: the model, unsharded.
+        tokenizer: the student's tokenizer.
+        mixed_precision: autocast dtype of the run.
     """
 
     def __init__(
@@ -227,7 +230,7 @@ class TaskEvaluator:
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return what metrics are called, and what they are; the same in every process."""
+        """Return all metrics by name, the same in every process (collective)."""
         share = ProcessShare(distributed.rank(), distributed.world_size(), distributed.all_gather_object)
         found: dict[str, float] = {}
         with preserve_random_states(), autocast(self._precision, self._model.device):

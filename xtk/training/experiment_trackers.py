@@ -1,4 +1,4 @@
-"""Trackers: metrics that go to TensorBoard, Weights & Biases, Trackio and others that Accelerate knows."""
+"""Experiment trackers: TensorBoard, Weights & Biases, Trackio and others that Accelerate supports."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ TRACKER_PROJECT, RUN_NAME_FILE = "xtk", "name"
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Refuse trackers that are unknown or not installed.
+    """Raise XtkError for trackers that are unknown or not installed.
 
     Raises:
-        XtkError: tells which.
+        XtkError: names the tracker.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
-    here = {str(tracker.value) for tracker in get_available_trackers()}
+    installed = {str(tracker.value) for tracker in get_available_trackers()}
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             raise unknown_name_error("tracker", name, list(LOGGER_TYPE_TO_CLASS))
-        if name not in here:
-            raise XtkError(f"the tracker {name} is not installed", hint=f"pip install {name}, or another --report-to")
+        if name not in installed:
+            raise XtkError(
+                f"the tracker {name} is not installed", hint=f"run pip install {name}, or change --report-to"
+            )
 
 
 def start_trackers(accelerator: Any, folder: Path, step: int, identity: dict[str, Any]) -> None:
-    """Start the trackers of a run in its first process, or go on with those that it had.
+    """Start the trackers of a run in its main process, or resume those of an earlier start.
 
     Args:
-        accelerator: Accelerate's, which knows their names.
-        folder: where they keep what they have on this machine.
-        step: that the run goes on from; what TensorBoard has of later ones is dropped.
-        identity: what makes two runs the same run.
+        accelerator: Accelerate's accelerator, created with `log_with`.
+        folder: local folder for their files.
+        step: the step from which the run resumes; TensorBoard drops later ones.
+        identity: options and fingerprints of the run, logged as its configuration.
     """
     name = ""
     if accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""A student for the world: the folder that transformers, vLLM and the hub read, of a run or of a checkpoint."""
+"""Export of a run or checkpoint as a model folder for transformers, vLLM, llama.cpp (GGUF) and the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ from xtk.training.sharded_state import ShardedStateReader
 
 EXPORT_KIND = "exported-student"
 GGUF_FILE = "model.gguf"
-KEPT_MANIFEST_KEYS = ("steps", "recipe", "metrics", "best")  # of the run, in `xtk.json`
-# What of a finished run is not part of its export, or is written anew.
+KEPT_MANIFEST_KEYS = ("steps", "recipe", "metrics", "best")  # copied from the run's `xtk.json`
+# Files of a finished run that an export leaves out or rewrites.
 RUN_ONLY_FILES = (RECIPE_FILE, METRICS_FILE, ROLLOUTS_FILE, CARD_FILE)
 GGUF_CONVERTER = "convert_hf_to_gguf.py"
 _SIZE = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?B", re.IGNORECASE)
@@ -71,19 +71,19 @@ _SIZE = re.compile(r"[1-9]\d*(\.\d+)?([KMGT]i?)?B", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is asked for.
+    """Options of an export.
 
     Attributes:
-        run: the folder of `xtk distill`.
-        checkpoint: the step of one of its checkpoints; 0: the finished student.
-        dtype: in which weights are written; "": in which they were trained.
-        max_shard_size: of a file of weights, as Hugging Face writes it: 5GB.
-        evaluations: files of results, for the card.
-        gguf: the type of llama.cpp's numbers, such as q8_0; "": no such file.
-        gguf_converter: llama.cpp's script; "": it is looked for on the path of programs.
+        run: output folder of `xtk distill`.
+        checkpoint: step of the checkpoint to export; 0: the finished student.
+        dtype: dtype of the written weights; "": the dtype of training.
+        max_shard_size: maximum size of a weights file, as in Hugging Face: 5GB.
+        evaluations: result files of `xtk evaluate`, for the model card.
+        gguf: llama.cpp type of a GGUF file, such as q8_0; "": no GGUF file.
+        gguf_converter: path of llama.cpp's conversion script; "": searched on PATH.
 
     Raises:
-        XtkError: a value that is not known.
+        XtkError: an invalid value.
     """
 
     run: Path
@@ -98,27 +98,29 @@ class ExportConfig:
         if self.dtype and self.dtype not in DTYPES:
             raise unknown_name_error("dtype", self.dtype, DTYPES)
         if not _SIZE.fullmatch(self.max_shard_size):
-            raise XtkError(f"--max-shard-size is {self.max_shard_size!r}", hint="a size such as 500MB or 5GB")
+            raise XtkError(
+                f"--max-shard-size {self.max_shard_size!r} is not a size", hint="use a size such as 500MB or 5GB"
+            )
         if self.gguf_converter and not self.gguf:
-            raise XtkError("--gguf-converter is for --gguf", hint="--gguf f16, bf16 or q8_0")
+            raise XtkError("--gguf-converter needs --gguf", hint="add --gguf f16, bf16 or q8_0")
 
 
 def export_student(
     config: ExportConfig, output: Path, *, force: bool, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Write a student as others load it, whole or not at all; one that is there already is found again.
+    """Write a student as a model folder and return its manifest; an equal export that exists is reused.
 
     Args:
-        config: of which run, and how.
-        output: the new folder.
-        force: replace an export of another request.
+        config: options of the export.
+        output: the folder to write, atomically.
+        force: replace an export with other options.
         trust_remote_code: run the model's own Python code.
 
     Returns:
-        What its `xtk.json` says.
+        The content of its `xtk.json`.
 
     Raises:
-        XtkError: there is no such run, it is unfinished, or the output holds other things.
+        XtkError: the run does not exist or is unfinished, or the output folder has other files.
     """
     source, content, metrics = _open_source(config)
     converter = _converter(config) if config.gguf else None
@@ -139,8 +141,8 @@ def export_student(
             return found
         with _replacing_folder(output) as folder:
             tokenizer = Tokenizer(source)
-            with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as whole:
-                figures = _write_model_files(whole, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
+            with _merged_weights(source, config, content["recipe"], tokenizer, folder, trust_remote_code) as merged:
+                figures = _write_model_files(merged, folder, tokenizer, dtype, config.max_shard_size, trust_remote_code)
             for pattern in TOKENIZER_FILES:
                 for path in source.glob(pattern):
                     shutil.copyfile(path, folder / path.name)
@@ -154,11 +156,11 @@ def export_student(
 
 
 def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[str, Any]]]:
-    """Return the folder of the weights, what `xtk.json` says of them, and metrics up to then.
+    """Return the folder of the weights, their manifest, and the metrics up to that step.
 
     Raises:
-        XtkError: this is no run, or it has not come so far.
-        Damaged: a file does not match its checksum.
+        XtkError: the folder is not a run, or has no such checkpoint.
+        CorruptError: a file does not match its checksum.
     """
     run = wanted.run
     identity = read_recipe(run)
@@ -166,18 +168,20 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     metrics = read_metrics(run / METRICS_FILE)
     if not wanted.checkpoint:
         if not (run / RUN_MANIFEST).is_file():
-            there = f"--checkpoint {steps[-1]}, or " if steps else ""
+            alternative = f", or use --checkpoint {steps[-1]}" if steps else ""
             raise XtkError(
-                "this run is not finished", where=str(run), hint=f"{there}the same xtk distill command, which goes on"
+                "this run is not finished", where=str(run), hint=f"run the same xtk distill command again{alternative}"
             )
         content = read_run_manifest(run, (STUDENT,))
         verify_files(run, content, excluded=RUN_ONLY_FILES)
         return run, content, metrics
     if wanted.checkpoint not in steps:
         raise XtkError(
-            f"there is no checkpoint of step {wanted.checkpoint}",
+            f"this run has no checkpoint of step {wanted.checkpoint}",
             where=str(run),
-            hint=f"there are {', '.join(map(str, steps))}" if steps else "xtk distill --save-steps N keeps some",
+            hint=f"use --checkpoint with one of {', '.join(map(str, steps))}"
+            if steps
+            else "omit --checkpoint; distill --save-steps N keeps some",
         )
     metrics = [record for record in metrics if record.get("step", 0) <= wanted.checkpoint]
     last = {name: value for record in metrics for name, value in record.items()}
@@ -185,30 +189,32 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     stated = read_run_manifest(folder, (CHECKPOINT,))
     verify_files(folder, stated)
     if (stated.get("step"), stated.get("run_fingerprint")) != (wanted.checkpoint, run_fingerprint(identity)):
-        raise CorruptError("this is a checkpoint of another step or another run", where=str(folder))
+        raise CorruptError(
+            "the checkpoint belongs to another step or run", where=str(folder), hint="export another one"
+        )
     return folder, {"steps": wanted.checkpoint, "recipe": identity, "metrics": last}, metrics
 
 
 def _check_output(output: Path, run: Path) -> None:
-    """Refuse an output that is the run, holds it, or lies in it; and a folder that cannot be replaced.
+    """Raise XtkError for an output that is, contains or lies inside of the run, or that cannot be replaced.
 
     Raises:
-        XtkError: tells which.
+        XtkError: names the problem.
     """
     check_output_folder(output, "an export")
     here, there = output.resolve(), run.resolve()
     if here == Path.cwd() or here.is_mount():
-        what = "an export takes the place of its folder, and this one is where you are, or where a disk is mounted"
-        raise XtkError(what, where=str(here), hint=f"a folder in it: -o {output / 'NAME'}")
+        what = "an export replaces its output folder, and this is the working directory or a mount point"
+        raise XtkError(what, where=str(here), hint=f"use a folder inside of it: -o {output / 'NAME'}")
     if here in (there, *there.parents) or there in here.parents:
-        raise XtkError("the output is the run, or one lies in the other", where=str(output), hint="another -o")
+        raise XtkError("the output and the run overlap", where=str(output), hint="use another -o, outside of the run")
 
 
 def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -> dict[str, Any] | None:
-    """Return what a finished export of the same request says; None if there is nothing to keep.
+    """Return the manifest of an equal, finished export; None if there is none.
 
     Raises:
-        XtkError: the output holds other things, or an export of another request.
+        XtkError: the output has other files, or an export with other options.
     """
     if not list_folder(output):
         return None
@@ -218,22 +224,22 @@ def _finished_export(output: Path, request: Mapping[str, Any], *, force: bool) -
         refuse_foreign_files_in_run(output, is_export=True)
         return None
     content = read_run_manifest(output, (EXPORT_KIND,))
-    there = content.get("request") or {}
-    different = [name for name, value in request.items() if there.get(name) != value]
+    previous = content.get("request") or {}
+    different = [name for name, value in request.items() if previous.get(name) != value]
     if not different:
         return content
     raise XtkError(
-        "there is an export of another request",
-        where=f"{output} (another {', '.join(different)})",
-        hint="another -o, or --force to replace it",
+        "this folder has an export with other options or weights",
+        where=f"{output} (different: {', '.join(different)})",
+        hint="use another -o, or --force to replace the export",
     )
 
 
 @contextmanager
 def _replacing_folder(output: Path) -> Iterator[Path]:
-    """Give a folder beside `output` that takes its place when the block ends well, and goes when it does not.
+    """Yield a temporary folder that replaces `output` if the block succeeds, and is removed if it fails.
 
-    A link stays one: what it leads to is replaced.
+    If `output` is a symbolic link, its target is replaced.
     """
     output = output.resolve()
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -246,7 +252,7 @@ def _replacing_folder(output: Path) -> Iterator[Path]:
         yield temporary
         fsync(temporary)
         if output.is_dir():
-            refuse_foreign_files_in_run(output, is_export=True)  # of now: converting takes long
+            refuse_foreign_files_in_run(output, is_export=True)  # again: files may have been added meanwhile
             output.replace(old)
         temporary.replace(output)
         fsync(output.parent)
@@ -264,65 +270,69 @@ def _merged_weights(
     folder: Path,
     trust_remote_code: bool,
 ) -> Iterator[Path]:
-    """Give a folder of whole weights: the source, or one where its adapter is merged, or the average stands in."""
+    """Yield a folder of full weights: the source, or a copy with the adapter merged or with EMA weights."""
     base, adapter = base_model_and_adapter(source)
     averaged = bool(wanted.checkpoint and recipe.get("ema_decay"))
     if adapter is None and not averaged:
         yield source
         return
     prepared = recipe.get("student_model", {})
-    told: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in prepared.items()}
-    packed = [told.pop(name, False) for name in ("load_in_4bit", "load_in_8bit")]
-    if any(packed):
-        terminal.note("export: the adapter was trained over packed weights, and is merged into the unpacked ones")
-    told.pop("freeze", None)
+    values: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in prepared.items()}
+    quantized = [values.pop(name, False) for name in ("load_in_4bit", "load_in_8bit")]
+    if any(quantized):
+        terminal.note("export: the adapter was trained on quantized weights and is merged into the unquantized weights")
+    values.pop("freeze", None)
     try:
-        preparation = StudentModelConfig(**told) if adapter else StudentModelConfig(dtype=told.get("dtype", "float32"))
+        preparation = (
+            StudentModelConfig(**values) if adapter else StudentModelConfig(dtype=values.get("dtype", "float32"))
+        )
     except TypeError as wrong:
         raise CorruptError(
-            f"this recipe prepares the student in a way that does not exist: {wrong}", where=str(source)
+            f"the run's recipe has an unknown option for the student: {wrong}",
+            where=str(source),
+            hint="export with the version of xtk that trained this run",
         ) from None
     origin = StudentSource(base, None if preparation.lora_r else adapter, adapter)
     model = load_student(
         origin, preparation, tokenizer, device=torch.device("cpu"), trust_remote_code=trust_remote_code, quiet=True
     )
     if averaged:
-        _put_average(model, source)
-    aside = folder / "whole"
+        _load_ema_weights(model, source)
+    merged = folder / "merged"
     if has_mergeable_adapter(model):
         model = model.merge_and_unload()
-    save_final_student(model, aside)
+    save_final_student(model, merged)
     del model
     try:
-        yield aside
+        yield merged
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(merged, ignore_errors=True)
 
 
 @torch.no_grad()
-def _put_average(model: Any, checkpoint: Path) -> None:
-    """Let a model have the average that a checkpoint keeps for weights."""
+def _load_ema_weights(model: Any, checkpoint: Path) -> None:
+    """Replace a model's weights by the EMA weights of a checkpoint."""
     names = rank_files(checkpoint, read_run_manifest(checkpoint, (CHECKPOINT,)))
-    pieces = ShardedStateReader([checkpoint / TRAINER_FOLDER / name for name in names])
-    kept = pieces.names()
+    state = ShardedStateReader([checkpoint / TRAINER_FOLDER / name for name in names])
+    kept = state.names()
     for name, parameter in model.named_parameters():
         if f"{EMA}.{name}" in kept:
-            parameter.copy_(pieces.read(f"{EMA}.{name}", parameter))
+            parameter.copy_(state.read(f"{EMA}.{name}", parameter))
 
 
 def _write_model_files(
-    whole: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
+    merged: Path, folder: Path, tokenizer: Tokenizer, dtype: str, max_shard_size: str, trust_remote_code: bool
 ) -> dict[str, Any]:
-    """Write weights and configurations; return figures.
+    """Write weights and configurations; return dtype, sizes and stop tokens for the manifest.
 
     Raises:
-        XtkError: a weight is too large for the dtype.
+        XtkError: a weight overflows the dtype.
     """
-    model = load_causal_lm(whole, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    model = load_causal_lm(merged, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     ends = _end_token_ids(model, tokenizer)
     described = model.generation_config
     if ends:
-        # The end of a turn ends an answer too: transformers and vLLM stop at what stands here.
+        # The end of a turn must stop generation too: transformers and vLLM stop at these ids.
         described.eos_token_id = ends if len(ends) > 1 else ends[0]
     for role in ("bos", "pad"):
         if role in tokenizer.special_token_ids:
@@ -340,10 +350,12 @@ def _write_model_files(
 
 
 def _end_token_ids(model: Any, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end an answer: those of the tokenizer, and those at which the model has stopped so far."""
-    said = [getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config.get_text_config())]
-    stops = {token for one in said if one is not None for token in (one if isinstance(one, list) else [one])}
-    # transformers' configurations have ids by default, whatever these spell: at text nothing ends.
+    """Return the stop token ids: those of the tokenizer and of the model's configurations."""
+    configured = [
+        getattr(part, "eos_token_id", None) for part in (model.generation_config, model.config.get_text_config())
+    ]
+    stops = {token for one in configured if one is not None for token in (one if isinstance(one, list) else [one])}
+    # Configurations have default ids, which may be ordinary text tokens: keep only special tokens.
     return sorted(tokenizer.end_ids | stops & tokenizer.special_token_names.keys())
 
 
@@ -353,7 +365,7 @@ def _card(
     metrics: Sequence[Mapping[str, Any]],
     results: Sequence[EvaluationResult],
 ) -> str:
-    """Return the card of the run, or a new one of a checkpoint, with the results."""
+    """Return the model card of the run, or a new one for a checkpoint, with evaluation results."""
     written = wanted.run / CARD_FILE
     if not wanted.checkpoint and written.is_file():
         card = written.read_text(encoding="utf-8")
@@ -364,57 +376,57 @@ def _card(
 
 
 def _converter(wanted: ExportConfig) -> Path:
-    """Return llama.cpp's script.
+    """Return the path of llama.cpp's conversion script.
 
     Raises:
-        XtkError: it is not there.
+        XtkError: it is not found.
     """
     named = wanted.gguf_converter or shutil.which(GGUF_CONVERTER) or ""
     if not named or not Path(named).is_file():
         raise XtkError(
-            f"a GGUF file is written by llama.cpp's {GGUF_CONVERTER}, and it is not there",
+            f"--gguf needs llama.cpp's {GGUF_CONVERTER}, which was not found",
             where=wanted.gguf_converter or None,
-            hint=f"git clone https://github.com/ggml-org/llama.cpp; --gguf-converter llama.cpp/{GGUF_CONVERTER}",
+            hint=f"git clone https://github.com/ggml-org/llama.cpp; add --gguf-converter llama.cpp/{GGUF_CONVERTER}",
         )
     return Path(named)
 
 
 def _convert(converter: Path, folder: Path, kind: str) -> None:
-    """Let llama.cpp's script write a GGUF file into the folder.
+    """Write a GGUF file into the folder with llama.cpp's script.
 
     Raises:
-        XtkError: it failed; tells its last line.
+        XtkError: it failed; has the last line of its output.
     """
     command = [sys.executable, str(converter), str(folder), "--outfile", str(folder / GGUF_FILE), "--outtype", kind]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode or not (folder / GGUF_FILE).is_file():
-        last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise XtkError(f"the converter ended with exit code {done.returncode}: {last}", where=str(converter))
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise XtkError(f"the GGUF converter failed with exit code {done.returncode}: {last}", where=str(converter))
 
 
 def check_hub_access(repository: str) -> None:
-    """Refuse to push without an account, before anything is written.
+    """Check the repository name and the access token before anything is written.
 
     Raises:
-        XtkError: there is no token.
+        XtkError: the name is invalid, or there is no token.
     """
     from huggingface_hub import get_token
 
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise XtkError(f"--push-to-hub is {repository!r}", hint="owner/name")
+        raise XtkError(f"--push-to-hub {repository!r} is not a repository name", hint="use owner/name")
     if not get_token():
         raise XtkError(
-            "the hub takes uploads from those it knows, and there is no token",
+            "uploads to the Hugging Face Hub need an access token, and none was found",
             where=f"--push-to-hub {repository}",
-            hint="hf auth login, or HF_TOKEN in the environment",
+            hint="run hf auth login, or set HF_TOKEN",
         )
 
 
 def upload_to_hub(folder: Path, repository: str) -> str:
-    """Upload an export; return the address of its page.
+    """Upload an export; return the URL of its page.
 
     Raises:
-        XtkError: the hub does not take it.
+        XtkError: the upload failed.
     """
     from huggingface_hub import HfApi
 
@@ -422,10 +434,10 @@ def upload_to_hub(folder: Path, repository: str) -> str:
     try:
         address = api.create_repo(repository, exist_ok=True)
         api.upload_folder(repo_id=repository, folder_path=folder, commit_message="Export by xtk")
-    except Exception as wrong:  # the hub's client has dozens of errors, all of which mean the same here
+    except Exception as wrong:  # huggingface_hub has dozens of error classes
         raise XtkError(
-            f"the hub does not take it: {str(wrong).splitlines()[0]}",
+            f"the upload to the Hugging Face Hub failed: {str(wrong).splitlines()[0]}",
             where=f"--push-to-hub {repository}",
-            hint=f"the folder is written; hf upload {repository} {folder}",
+            hint=f"the local folder is complete; upload it with: hf upload {repository} {folder}",
         ) from None
     return str(address)

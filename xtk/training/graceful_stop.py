@@ -1,4 +1,4 @@
-"""Ending before the end: signals and a time limit are heeded after the step that runs, by all processes alike."""
+"""Graceful stop: after a signal or a time limit, all processes finish the current step and stop together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from xtk.training import distributed
 
 # Slurm sends the second before a time limit (--signal=USR1@120).
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-# A scheduler signals a launcher and its workers, and the launcher hands it on: within seconds that is one asking.
+# A scheduler signals launcher and workers, and the launcher forwards it: repeats within seconds are one request.
 REPEATED_SIGNAL_SECONDS = 5.0
 NO_STOP, TIME_IS_UP = 0, 1
 
 
 def exit_resumable_on_signal() -> None:
-    """Let a signal end this process at once, with the exit code of a run that goes on when it is started again."""
+    """Make SIGTERM and SIGUSR1 end this process at once, with the exit code of a run that can be resumed."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise Terminated(os.EX_TEMPFAIL)
@@ -33,12 +33,12 @@ def exit_resumable_on_signal() -> None:
 
 
 class StopListener:
-    """Catches signals while it is open.
+    """Records stop signals inside of a `with` block.
 
-    The first signal is kept until somebody asks for it; another one, later, ends the process at once.
+    The first signal is stored until `reason` is called; a later second one ends the process at once.
 
     Args:
-        deadline: of `time.monotonic()`.
+        deadline: time limit, as `time.monotonic()`.
     """
 
     def __init__(self, deadline: float = math.inf) -> None:
@@ -47,7 +47,7 @@ class StopListener:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopListener:
-        with contextlib.suppress(ValueError):  # signals are the main thread's business
+        with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
             self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         return self
 
@@ -65,15 +65,15 @@ class StopListener:
             raise Terminated(128 + number)
 
     def reason(self, device: torch.device, *, by_signals: bool = False) -> str:
-        """Return why all processes stop now, "" if they go on; every process has to call it.
+        """Return why all processes stop now, "" if they continue (collective).
 
         Args:
-            device: on which processes meet.
-            by_signals: heed these alone. A time limit is for after a step, so that each start takes one at least.
+            device: device of the collective operation.
+            by_signals: ignore the time limit, which is checked only after a step so that each start makes progress.
         """
         time_is_up = not by_signals and time.monotonic() >= self._deadline
         here = self._signal or (TIME_IS_UP if time_is_up else NO_STOP)
         highest = distributed.all_reduce_max(here, device)
         if highest == NO_STOP:
             return ""
-        return "--max-seconds are over" if highest == TIME_IS_UP else signal.Signals(highest).name
+        return "--max-seconds is over" if highest == TIME_IS_UP else signal.Signals(highest).name

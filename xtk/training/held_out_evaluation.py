@@ -1,4 +1,4 @@
-"""Evaluation while training, on all processes: how the student does on text that it does not learn from."""
+"""Evaluation on held-out documents during training: losses, bits per byte and agreement with teachers."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ DOCUMENTS_PER_READ = 256
 
 @dataclass(frozen=True)
 class HeldOutData:
-    """What a student is asked while it learns.
+    """Held-out documents and the losses to compute on them.
 
     Attributes:
-        source: the documents, with the teachers' words on them where they are caches.
-        objectives: those of the run; the cross-entropy of the text alone, if there are no teachers' words.
-        teachers: how metrics call them.
-        score_weighting: how weights of teachers come from what they say; None: they do not.
-        token_matchings: how tokens of each teacher can be those of the student; None of one whose cache does not tell
-            which
-            are the likeliest.
+        source: the documents, with teacher outputs if they come from caches.
+        objectives: the losses of the run; none for plain text.
+        teachers: the teachers' names in metrics.
+        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
+        token_matchings: for each teacher, how its tokens match those of the student; None if its cache does not store
+            exact top-1 tokens.
     """
 
     source: DocumentSource
@@ -56,13 +55,13 @@ class HeldOutData:
 
     @classmethod
     def of_documents(cls, documents: Sequence[Document]) -> HeldOutData:
-        """Ask for the cross-entropy of plain text."""
+        """Return data that evaluates cross-entropy on plain text."""
         return cls(TextSource(documents), ())
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """Windows of long documents behind their first ones: tokens, and the rows that count."""
+class _OverflowBatch:
+    """Later windows of documents that are longer than the context: tokens, and the positions that count."""
 
     input_ids: NDArray[np.int64]
     document_lengths: tuple[int, ...] | None
@@ -71,45 +70,45 @@ class _Rest:
 
 @dataclass(frozen=True)
 class _Counts:
-    """What the micro-batches of a process add up to."""
+    """Summed counts of a process's micro-batches, as `StepReduction` expects them."""
 
     counts: NDArray[np.float64]
 
 
 class _LogprobHook:
-    """Reads the rows of one pass, as far as they are here."""
+    """Computes log-probabilities of target tokens, and top-1 tokens, at this process's positions of a forward pass."""
 
-    def __init__(self, targets: NDArray[np.int64], *, likeliest: bool) -> None:
-        self._targets, self._likeliest = targets, likeliest
+    def __init__(self, targets: NDArray[np.int64], *, with_top1: bool) -> None:
+        self._targets, self._with_top1 = targets, with_top1
         self.positions = np.zeros(0, np.int64)
         self.nats = np.zeros(0)
         self.top1_ids = np.full(len(targets), -1, np.int64)
 
     def __call__(self, states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
         targets = torch.from_numpy(self._targets[here]).to(states.device)
-        logprobs, tokens = compute_token_logprobs(states, head, targets, return_top1=self._likeliest)
+        logprobs, tokens = compute_token_logprobs(states, head, targets, return_top1=self._with_top1)
         self.positions, self.nats = here, -logprobs.cpu().numpy()
-        if self._likeliest:
+        if self._with_top1:
             self.top1_ids[here] = tokens.cpu().numpy()
 
 
 class HeldOutEvaluator:
-    """Held-out documents, dealt to the processes; every process has to make one, and to call it as often.
+    """Evaluates the student on held-out documents; every process creates one and calls it at the same steps.
 
-    Each document is read once, up to the student's context: what its text costs, and what the losses say. What is
-    behind that is read in the windows of `evaluate_bits_per_byte`, and counts for bits per byte alone.
+    Losses are computed on each document, truncated to the student's context. The text beyond it is scored with the
+    windows of `evaluate_bits_per_byte`, and counts for bits per byte only.
 
     Args:
-        asked: the documents, and what is asked about them.
-        model: the student, wrapped for its layout.
-        tokenizer: the student's.
-        limit: tokens that the student can read.
-        packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
-        layout: of the processes.
-        device: of this one.
+        data: the documents and losses.
+        model: the student, wrapped for its parallel layout.
+        tokenizer: the student's tokenizer.
+        context_length: maximum number of tokens of the student; None: no limit.
+        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+        parallel: the parallel layout.
+        device: device of this process.
 
     Raises:
-        XtkError: there is no text.
+        XtkError: all documents are empty.
     """
 
     def __init__(
@@ -128,43 +127,43 @@ class HeldOutEvaluator:
         self._objectives = data.objectives
         if not any(objective.name == CE_METRIC for objective in data.objectives):
             self._objectives = (*data.objectives, LossTerm(CrossEntropy(), FORWARD_KL, None, CE_METRIC, weight=0.0))
-        self._maker = BatchBuilder(data.source, tokenizer, self._objectives, context_length, data.score_weighting,
-            data.teachers,
+        self._batch_builder = BatchBuilder(data.source, tokenizer, self._objectives, context_length,
+            data.score_weighting, data.teachers,
                                  packing_multiple, with_top1=any(data.token_matchings))  # fmt: skip
         sizes = data.source.text_bytes()
-        everything = np.flatnonzero(sizes > 0)
-        own = BatchSampler(everything, sizes, len(everything), 0).documents_of_rank(
+        documents_with_text = np.flatnonzero(sizes > 0)
+        own = BatchSampler(documents_with_text, sizes, len(documents_with_text), 0).documents_of_rank(
             0, parallel.data_shard, parallel.num_data_shards
         )
         lengths: list[int] = []
-        rest: list[ScoringWindow] = []
+        overflow: list[ScoringWindow] = []
         read = 0
         for start in range(0, len(own), DOCUMENTS_PER_READ):
             documents = [data.source.document(number) for number in own[start : start + DOCUMENTS_PER_READ]]
             for document, sequence in zip(documents, tokenize_documents(tokenizer, documents), strict=True):
                 lengths.append(len(sequence) if context_length is None else min(len(sequence), context_length))
-                rest += document_windows(sequence, context_length)[1:]
+                overflow += document_windows(sequence, context_length)[1:]
                 read += num_predicted_bytes(document, sequence)
         self._groups = [
             [own[at] for at in group] for group in group_by_tokens(lengths, BATCH_TOKENS, padded=not packing_multiple)
         ]
-        windows = group_by_tokens([len(window.ids) for window in rest], BATCH_TOKENS, padded=not packing_multiple)
-        self._overflow = [self._laid_out([rest[at] for at in group]) for group in windows]
+        windows = group_by_tokens([len(window.ids) for window in overflow], BATCH_TOKENS, padded=not packing_multiple)
+        self._overflow = [self._overflow_batch([overflow[at] for at in group]) for group in windows]
         self._passes = [parallel.all_reduce_max(len(some), device) for some in (self._groups, self._overflow)]
         self._bytes = float(
             parallel.all_reduce_sum(torch.tensor(float(read), dtype=torch.float64, device=device), "data")
         )
         if not self._bytes:
-            raise XtkError("there is no text to evaluate on: its documents are empty", hint="another --eval-data")
+            raise XtkError("all documents of --eval-data are empty", hint="use another --eval-data")
 
-    def _laid_out(self, windows: Sequence[ScoringWindow]) -> _Rest:
+    def _overflow_batch(self, windows: Sequence[ScoringWindow]) -> _OverflowBatch:
         ids, starts, lengths = pad_or_pack([window.ids for window in windows], self._packing)
-        places = [np.flatnonzero(window.is_scored) - 1 + at for window, at in zip(windows, starts, strict=True)]
-        return _Rest(ids, lengths, np.concatenate([np.zeros(0, np.int64), *places]))
+        positions = [np.flatnonzero(window.is_scored) - 1 + at for window, at in zip(windows, starts, strict=True)]
+        return _OverflowBatch(ids, lengths, np.concatenate([np.zeros(0, np.int64), *positions]))
 
     @torch.no_grad()
     def __call__(self) -> dict[str, float]:
-        """Return what metrics are called, and what they are; the same in every process."""
+        """Return all metrics by name, the same in every process (collective)."""
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         devices = [self._device] if self._device.type == "cuda" else []
@@ -173,48 +172,48 @@ class HeldOutEvaluator:
         for module, mode in modes.items():
             module.training = mode
         reshard_weights(self._model)
-        told = np.concatenate([[nats], sums, agreed.reshape(-1)])
-        nats, *rest = self._layout.all_reduce_sum(torch.from_numpy(told).to(self._device), "copies").tolist()
+        values = np.concatenate([[nats], sums, agreed.reshape(-1)])
+        nats, *rest = self._layout.all_reduce_sum(torch.from_numpy(values).to(self._device), "copies").tolist()
         agreed = np.array(rest[len(sums) :]).reshape(-1, 2)
-        whole = StepReduction(self._objectives, self._maker.score_weighting, self._maker.teachers, [_Counts(counts)],
-                          self._layout, self._device)  # fmt: skip
-        losses = whole.loss_metrics(rest[: len(sums)], 1.0)
+        reduction = StepReduction(self._objectives, self._batch_builder.score_weighting,
+            self._batch_builder.teachers, [_Counts(counts)], self._layout, self._device)  # fmt: skip
+        losses = reduction.loss_metrics(rest[: len(sums)], 1.0)
         found = {"bits_per_byte": nats / math.log(2) / self._bytes, "ce": losses[CE_METRIC]}
         if self._with_teachers:
             found |= losses
-        for name, meeting, (same, of) in zip(
-            self._maker.teachers, self._token_matchings, agreed.tolist(), strict=False
+        for name, matching, (same, total) in zip(
+            self._batch_builder.teachers, self._token_matchings, agreed.tolist(), strict=False
         ):
-            if meeting is not None:
-                found[metric_name("top1_agreement", name, self._maker.teachers)] = same / max(of, 1)
+            if matching is not None:
+                found[metric_name("top1_agreement", name, self._batch_builder.teachers)] = same / max(total, 1)
         return {f"eval_{name}": value for name, value in found.items()}
 
     def _read(self) -> tuple[float, NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Return what is of this process: nats of text, sums of terms, how many tokens agree of how many; counts."""
+        """Return this process's sums: nats of text, losses, [teachers, 2] agreeing and compared tokens, counts."""
         nats, sums = 0.0, np.zeros(len(self._objectives))
         agreed = np.zeros((len(self._token_matchings), 2))
-        counts = self._maker.build([]).counts
-        passes, passes_of_rest = self._passes
-        groups = [*self._groups, *([[]] * (passes - len(self._groups)))]
-        for batch in prefetch_in_thread(lambda number: self._maker.build(groups[number]), range(passes)):
-            look = _LogprobHook(_targets(batch.input_ids, batch.loss_positions), likeliest=bool(batch.teacher_top1))
+        counts = self._batch_builder.build([]).counts
+        num_passes, num_overflow_passes = self._passes
+        groups = [*self._groups, *([[]] * (num_passes - len(self._groups)))]
+        for batch in prefetch_in_thread(lambda number: self._batch_builder.build(groups[number]), range(num_passes)):
+            hook = _LogprobHook(_targets(batch.input_ids, batch.loss_positions), with_top1=bool(batch.teacher_top1))
             terms = [term.to(self._device, 1.0) for term in batch.terms]
-            _, parts = forward_student(self._model, batch, terms, self._layout, self._device, look)
+            _, parts = forward_student(self._model, batch, terms, self._layout, self._device, hook)
             sums += parts.double().cpu().numpy()
             counts = counts + batch.counts
-            nats += float(look.nats[batch.is_text[look.positions]].sum())
-            for number, (meeting, theirs) in enumerate(zip(self._token_matchings, batch.teacher_top1, strict=False)):
-                if meeting is not None:
-                    agreed[number] += theirs.count_agreements(look.top1_ids[theirs.student_rows], meeting)
-        for at in range(passes_of_rest):
-            rest = self._overflow[at] if at < len(self._overflow) else self._laid_out([])
-            look = _LogprobHook(_targets(rest.input_ids, rest.loss_positions), likeliest=False)
-            forward_student(self._model, rest, (), self._layout, self._device, look)
-            nats += float(look.nats.sum())
+            nats += float(hook.nats[batch.is_text[hook.positions]].sum())
+            for number, (matching, theirs) in enumerate(zip(self._token_matchings, batch.teacher_top1, strict=False)):
+                if matching is not None:
+                    agreed[number] += theirs.count_agreements(hook.top1_ids[theirs.student_rows], matching)
+        for at in range(num_overflow_passes):
+            batch_of_windows = self._overflow[at] if at < len(self._overflow) else self._overflow_batch([])
+            hook = _LogprobHook(_targets(batch_of_windows.input_ids, batch_of_windows.loss_positions), with_top1=False)
+            forward_student(self._model, batch_of_windows, (), self._layout, self._device, hook)
+            nats += float(hook.nats.sum())
         return nats, sums, agreed, counts
 
 
-def _targets(input_ids: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the tokens that rows predict: those behind them."""
-    targets: NDArray[np.int64] = input_ids.reshape(-1)[places + 1]
+def _targets(input_ids: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the token after each position, which the position predicts."""
+    targets: NDArray[np.int64] = input_ids.reshape(-1)[positions + 1]
     return targets

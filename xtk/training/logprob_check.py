@@ -23,14 +23,12 @@ ROLLOUTS_TO_COMPARE = 4
 # Mean absolute differences, nats a token. Measured with equal weights: float32 1e-7 to 1e-6, an engine in bfloat16
 # 0.034 on small models with random weights. The output head of one step before: 0.004 to 0.01 there, up to 2 later.
 MAX_DIFFERENCE, MAX_DIFFERENCE_FLOAT32 = 0.1, 0.001
-FLOAT32_DIFFERENCE = (
-    1e-4  # an engine that was as close as this computes in float32, from then on the second bound holds
-)
+FLOAT32_DIFFERENCE = 1e-4  # an engine this close computes in float32: from then on the stricter bound applies
 
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A rollout as the student reads it; as `xtk.training.student_module.TokenBatch`."""
+    """A rollout as a batch for the student; implements `xtk.training.student_module.TokenBatch`."""
 
     input_ids: NDArray[np.int64]
     document_lengths: tuple[int, ...] | None
@@ -38,13 +36,13 @@ class _Tokens:
 
 
 class LogprobCheck:
-    """Compares a few rollouts of each round, before the first step on them; every process has to call it.
+    """Checks the engine's log-probabilities on a few rollouts of each batch, before the first step (collective).
 
     Args:
-        model: the student, wrapped for its layout.
-        layout: of the processes.
-        packing: how many tokens a row of documents is a multiple of; 0: each document has a separate row.
-        device: of this process.
+        model: the student, wrapped for its parallel layout.
+        parallel: the parallel layout.
+        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+        device: device of this process.
     """
 
     def __init__(self, model: nn.Module, parallel: ParallelConfig, packing_multiple: int, device: torch.device) -> None:
@@ -55,10 +53,10 @@ class LogprobCheck:
         """Return the mean absolute difference in nats over the sampled tokens of a few rollouts; None: no tokens.
 
         Args:
-            rollouts: of a round, the same in every process.
+            rollouts: a rollout batch, the same in every process.
 
         Raises:
-            Mismatch: it is above the bound, so that the engine does not have the student's weights.
+            MismatchError: the difference is above the bound: the engine does not have the student's weights.
             XtkError: the student's log-probabilities are not finite.
         """
         usable = [one for one in rollouts if one.unusable_reason != "not finite"]
@@ -69,8 +67,8 @@ class LogprobCheck:
         total, count = 0.0, 0.0
         with torch.no_grad():
             for rollout in some:
-                of_one, tokens = self._difference(rollout)
-                total, count = total + of_one, count + tokens
+                one_difference, tokens = self._difference(rollout)
+                total, count = total + one_difference, count + tokens
         for module, mode in modes.items():
             module.training = mode
         reshard_weights(self._model)
@@ -81,37 +79,38 @@ class LogprobCheck:
         difference: float = total / count
         if not math.isfinite(difference):
             raise XtkError(
-                "the student's log-probabilities of its own rollouts are not finite",
-                where=f"{len(some)} rollouts of this rollout batch, before a step was taken on them",
-                hint="a smaller --learning-rate, or --mixed-precision no",
+                "the student's log-probabilities of its rollouts are not finite",
+                where=f"{len(some)} compared rollouts, before the first training step on them",
+                hint="use a smaller --learning-rate, or --mixed-precision no",
             )
         if not difference <= self.max_difference:
             raise MismatchError(
-                f"the generation engine's log-probabilities differ from the student's by {difference:.3g} nats a token "
-                f"on average, more than {self.max_difference:g}: the engine does not generate with the student's "
-                f"weights",
-                where=f"{len(some)} rollouts of this rollout batch, before a step was taken on them",
-                hint="check that no other run sends weights to this server, and that --rollout-dtype and "
-                "--rollout-engine (quantization, LoRA) leave the model as it is; or --rollout-backend transformers",
+                f"the engine's log-probabilities differ from the student's by {difference:.3g} nats per token "
+                f"on average, more than {self.max_difference:g}: the engine does not have the student's weights",
+                where=f"{len(some)} compared rollouts, before the first training step on them",
+                hint="check that no other run sends weights to this server and that --rollout-dtype and "
+                "--rollout-engine do not quantize or change the model; or use --rollout-backend transformers",
             )
         if difference <= FLOAT32_DIFFERENCE:
             self.max_difference = MAX_DIFFERENCE_FLOAT32
         return difference
 
     def _difference(self, rollout: Rollout) -> tuple[float, int]:
-        """Return the sum of absolute differences over the sampled tokens that this process reads, and their number."""
-        drawn = rollout.document.sampled_tokens
-        assert drawn is not None
-        sampled = np.flatnonzero(drawn.sampled_mask)
+        """Return the sum of absolute differences (nats) over this process's sampled tokens, and their number."""
+        stored = rollout.document.sampled_tokens
+        assert stored is not None
+        sampled = np.flatnonzero(stored.sampled_mask)
         sampled = sampled[sampled > 0]
-        ids, (start,), lengths = pad_or_pack([drawn.ids], self._packing)
-        expected = drawn.logprobs[sampled].astype(np.float64)
-        targets = drawn.ids[sampled].astype(np.int64)
+        ids, (start,), lengths = pad_or_pack([stored.ids], self._packing)
+        expected = stored.logprobs[sampled].astype(np.float64)
+        targets = stored.ids[sampled].astype(np.int64)
         found: list[float] = []
 
-        def look(states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
+        def compare(states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
             logprobs, _ = compute_token_logprobs(states, head, torch.from_numpy(targets[here]).to(states.device))
             found.extend(np.abs(logprobs.cpu().numpy() - expected[here]).tolist())
 
-        forward_student(self._model, _Tokens(ids, lengths, sampled - 1 + start), (), self._layout, self._device, look)
+        forward_student(
+            self._model, _Tokens(ids, lengths, sampled - 1 + start), (), self._layout, self._device, compare
+        )
         return float(np.sum(found)), len(found)

@@ -1,4 +1,4 @@
-"""The teachers of a run, and the losses that each of them takes."""
+"""The teachers of a run, and the assignment of losses to teachers."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from xtk.registry import load_registered
 from xtk.teachers.online_teacher import OnlineTeacher
 from xtk.tokens.tokenizer import Tokenizer
 
-DEFAULT_PROJECTION_METHOD = "multitoken"  # of projections that nobody named
-PAIR_PROJECTION_METHOD = "exact"  # of the pairs of tokens that spell the same
+DEFAULT_PROJECTION_METHOD = "multitoken"  # without --projection
+PAIR_PROJECTION_METHOD = "exact"  # pairs of tokens with equal bytes
 
-# What `--loss auto` takes, by what a cache and its tokenizer allow: the losses of a run in which nobody names one.
+# The losses of `--loss auto` (the default), by what the cache and its tokenizer allow.
 AUTO_LOSSES = {
     "tokens": ["ce", "forward-kl"],
     "bytes": ["ce:weight=0.3", "byte-kl"],
     "projection": ["ce", "p-kl"],
-    "realised": ["alm"],
+    "observed": ["alm"],
 }
 
 
 @dataclass(frozen=True)
 class DistillationTeacher:
-    """One teacher of a student: its cache, and how the two tokenizers meet.
+    """One teacher of a run: its cache or model, and how its vocabulary is compared with the student's.
 
     Attributes:
-        name: how metrics and routes call it.
-        path: where its cache lies, or it itself.
-        source: what it said, or who says it while the student trains.
+        name: its name in metrics and routes.
+        path: path of its cache or model.
+        source: its cache, or the online teacher that scores during training.
         student: the student's tokenizer.
-        named_projection: the projection that the user named for it, if any, and its path.
+        named_projection: path and projection, if the user gave one for this teacher.
     """
 
     name: str
@@ -58,32 +58,32 @@ class DistillationTeacher:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What is known of it without its weights."""
+        """Its name, tokenizer and other metadata from the header."""
         return dict(self.source.header["teacher"])
 
     @property
     def is_online(self) -> bool:
-        """Whether it scores while the student trains."""
+        """Whether it scores documents during training."""
         return isinstance(self.source, OnlineTeacher)
 
     @property
     def support(self) -> str:
-        """Which tokens of its distributions there are."""
+        """The kind of support: which tokens of its distributions are stored."""
         return str(self.source.header["options"].get("support"))
 
     @property
     def has_exact_top1(self) -> bool:
-        """Whether its cache holds the likeliest tokens for certain."""
+        """Whether its support always includes the exact top-1 token."""
         return self.support in SUPPORTS_WITH_TOP1
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a student drew some of the documents that it read."""
+        """Whether some of its documents were sampled from a student."""
         return "sampled_tokens" in optional_columns(self.source.header)
 
     @property
     def has_students_tokenizer(self) -> bool:
-        """Whether it reads as the student does."""
+        """Whether it has the student's tokenizer."""
         return bool(self.identity["tokenizer"] == self.student.fingerprint)
 
     @cached_property
@@ -93,39 +93,39 @@ class DistillationTeacher:
 
     @cached_property
     def projection(self) -> Projection:
-        """The projection that was named, or else one that is built."""
+        """The given projection, or else one that is built (or loaded from the projection cache)."""
         if self.named_projection is not None:
             return self.named_projection[1]
-        made = cached_projection(self.student, self.tokenizer, DEFAULT_PROJECTION_METHOD)
+        projection = cached_projection(self.student, self.tokenizer, DEFAULT_PROJECTION_METHOD)
         path = cached_projection_path(self.student, self.tokenizer, DEFAULT_PROJECTION_METHOD)
-        audited = made.header["audit"]
+        audit = projection.header["audit"]
         terminal.note(
-            f"distill: projection to {self.name}: method {DEFAULT_PROJECTION_METHOD}; {audited['rows']['exact']:,} of "
-            f"{len(self.student):,} student tokens exact, unmapped mass {audited['unmapped_mass']:.2%}; "
-            + (f"kept as {path}" if path is not None and path.is_file() else "not kept")
+            f"distill: projection to {self.name}: method {DEFAULT_PROJECTION_METHOD}; {audit['rows']['exact']:,} of "
+            f"{len(self.student):,} student tokens exact, unmapped mass {audit['unmapped_mass']:.2%}; "
+            + (f"saved as {path}" if path is not None and path.is_file() else "not saved")
         )
-        return made
+        return projection
 
     def refusal(self, loss: LossSpec) -> XtkError | None:
-        """Return why a loss cannot learn from it; None if it can."""
+        """Return the error of a loss that cannot be computed from this teacher; None if it can."""
         rule, where = loss.make_loss(), f"{self.path} has the support {self.support}"
         if rule.comparison_space == "tokens" and not self.has_students_tokenizer:
             return MismatchError(
-                f"the loss {loss.name} is for a teacher with the student's own tokenizer",
+                f"the loss {loss.name} needs a teacher with the student's tokenizer",
                 where=f"{self.student.name} has {self.student.fingerprint[:15]}; {self.description}",
-                hint="--loss byte-kl, p-kl or boundary-kl",
+                hint="use --loss byte-kl, p-kl or boundary-kl",
             )
         if rule.requires == "ranks" and not self.has_exact_top1:
             return XtkError(
-                f"the loss {loss} asks for the likeliest tokens, with their exact probabilities",
+                f"the loss {loss} needs the teacher's top-k tokens with their exact probabilities",
                 where=where,
                 hint=self._support_hint("top-k+sample, top-k or top-p"),
             )
         if rule.requires == "distribution" and self.support == "none":
             return XtkError(
-                f"the loss {loss} asks for distributions, not only for the tokens that stand there",
+                f"the loss {loss} needs teacher distributions, not only log-probabilities of the observed tokens",
                 where=where,
-                hint=self._support_hint("top-k+sample or top-k") + ", or --loss alm",
+                hint=self._support_hint("top-k+sample or top-k") + "; or use --loss alm",
             )
         if (
             self.support == "sample"
@@ -133,25 +133,25 @@ class DistillationTeacher:
             and not loss.make_divergence().is_linear_in_teacher
         ):
             return XtkError(
-                f"the loss {loss} cannot learn from draws: estimates have no bias for forward-kl at temperature 1 only",
+                f"the loss {loss} is biased on sampled tokens: they allow only forward-kl at temperature 1",
                 where=where,
-                hint=self._support_hint("top-k+sample or top-k") + ", or the divergence forward-kl",
+                hint=self._support_hint("top-k+sample or top-k") + "; or use divergence=forward-kl and temperature 1",
             )
         return None
 
     @property
     def description(self) -> str:
-        """Where it is, and who."""
-        of_cache = f"the cache {self.path} is from {_teacher_description(self.identity)}"
-        return f"{self.path} has {_teacher_description(self.identity)}" if self.is_online else of_cache
+        """Path, tokenizer and name, for errors."""
+        cache_description = f"the cache {self.path} is from {_teacher_description(self.identity)}"
+        return f"{self.path} has {_teacher_description(self.identity)}" if self.is_online else cache_description
 
     def _support_hint(self, supports: str) -> str:
-        """Say what would have another support."""
-        live = f"--teacher {self.path}:support=..., {supports}"
-        return live if self.is_online else f"a cache with --support {supports}"
+        """Return the hint to use another support."""
+        online = f"use --teacher {self.path}:support=... with {supports}"
+        return online if self.is_online else f"run cache-teacher with --support {supports}"
 
     def comparison_space(self, name: str) -> ComparisonSpace:
-        """Return what a loss stands on, a key of `GROUNDS`; each is made once."""
+        """Return the space of a name in `COMPARISON_SPACES`, in which student and teacher are compared; cached."""
         if name not in self._comparison_spaces:
             self._comparison_spaces[name] = self._make_comparison_space(name)
         return self._comparison_spaces[name]
@@ -169,11 +169,10 @@ class DistillationTeacher:
         return self.projection.columns.pad_columns(width)
 
     def token_matching(self, comparison_spaces: Collection[str]) -> TokenMatching:
-        """Return how its tokens can be those of the student.
+        """Return how its tokens match those of the student, for top-1 agreement.
 
         Args:
-            comparison_spaces: of the losses that are about it: without a projection that is named or needed, none is
-                made.
+            comparison_spaces: those of the losses on this teacher. A projection is used only if it is given or needed.
         """
         if self.has_students_tokenizer:
             return ByProjection(
@@ -184,16 +183,16 @@ class DistillationTeacher:
         return BySpelling.from_tokenizers(self.student, self.tokenizer)
 
     def auto_losses(self) -> tuple[list[str], str]:
-        """Return what `--loss auto` takes, and why."""
+        """Return the losses that `--loss auto` chooses, and why."""
         if self.support == "none":
-            return AUTO_LOSSES["realised"], f"of {self.name} there are the tokens of the text alone"
+            return AUTO_LOSSES["observed"], f"{self.name} has log-probabilities of the observed tokens only"
         if self.named_projection is not None:
-            return AUTO_LOSSES["projection"], f"a projection to {self.name} is named"
+            return AUTO_LOSSES["projection"], f"--projection is given for {self.name}"
         if self.has_students_tokenizer:
-            return AUTO_LOSSES["tokens"], f"{self.name} has the student's own tokenizer"
+            return AUTO_LOSSES["tokens"], f"{self.name} has the student's tokenizer"
         own, theirs = (set(side.vocabulary.bytes_by_id) for side in (self.student, self.tokenizer))
-        share = len(own & theirs) / len(own)
-        return AUTO_LOSSES["bytes"], f"{self.name} has another tokenizer, with {share:.0%} of the student's tokens"
+        common = len(own & theirs) / len(own)
+        return AUTO_LOSSES["bytes"], f"{self.name} has another tokenizer, with {common:.0%} of the student's tokens"
 
 
 def open_teachers(
@@ -202,24 +201,24 @@ def open_teachers(
     student: Tokenizer,
     online_teachers: Sequence[OnlineTeacher] = (),
 ) -> list[DistillationTeacher]:
-    """Open the caches of a run, and deal the projections to the teachers that they were built for.
+    """Return the teachers of a run, with their caches opened and the given projections matched to them.
 
     Args:
-        caches_or_models: of caches.
-        projections: that were named.
-        student: its tokenizer.
-        online_teachers: teachers that need no caches, which have read the data; then `places` are none.
+        caches_or_models: paths of caches; ignored with `online_teachers`.
+        projections: paths that the user gave.
+        student: the student's tokenizer.
+        online_teachers: teachers without caches, which have read the data.
 
     Raises:
-        XtkError: one of them cannot be read, or a projection belongs to no teacher.
+        XtkError: one of them cannot be read, or a projection matches no teacher.
     """
     caches: list[TeacherCache | OnlineTeacher] = [*(online_teachers or map(TeacherCache, caches_or_models))]
-    named_places = [teacher.request.teacher_name for teacher in online_teachers] or caches_or_models
+    paths = [teacher.request.teacher_name for teacher in online_teachers] or caches_or_models
     names = number_duplicate_names([str(cache.header["teacher"]["name"]) for cache in caches])
-    teachers = [DistillationTeacher(*three, student) for three in zip(names, named_places, caches, strict=True)]
+    teachers = [DistillationTeacher(*three, student) for three in zip(names, paths, caches, strict=True)]
     for path in projections:
         projection = read_projection(path)
-        refusals = [_misfit(path, projection, teacher) for teacher in teachers]
+        refusals = [_projection_mismatch(path, projection, teacher) for teacher in teachers]
         if all(refusals):
             raise next(filter(None, refusals))
         teachers = [
@@ -232,15 +231,15 @@ def open_teachers(
 
 
 def number_duplicate_names(names: list[str]) -> list[str]:
-    """Return names with a number behind those that come more than once: name-1, name-2."""
+    """Return the names, with a number appended to duplicates: name-1, name-2."""
     return [
         name if names.count(name) == 1 else f"{name}-{names[: at + 1].count(name)}" for at, name in enumerate(names)
     ]
 
 
-def _misfit(path: Path, projection: Projection, teacher: DistillationTeacher) -> MismatchError | None:
-    """Say why a projection is of another pair. Chat templates may differ: no projection depends on them."""
-    hint = "xtk build-projection STUDENT TEACHER -o ..., with this student and the teacher of this cache"
+def _projection_mismatch(path: Path, projection: Projection, teacher: DistillationTeacher) -> MismatchError | None:
+    """Return the error of a projection for another pair; chat templates may differ, as they do not matter."""
+    hint = "run xtk build-projection STUDENT TEACHER -o ... with this student and the teacher of this cache"
     built_for, student = projection.header["student"], tokenizer_identity(teacher.student)
     if any(built_for.get(key) != student[key] for key in IDENTITY_KEYS):
         return MismatchError(
@@ -250,7 +249,7 @@ def _misfit(path: Path, projection: Projection, teacher: DistillationTeacher) ->
             hint=hint,
         )
     built_for = projection.header["teacher"]
-    # A cache need not tell the roles; its width is no matter, padded rows are reached by nothing.
+    # A cache may lack the special tokens. Its number of embedding rows may differ: padding tokens are never mapped.
     if any(
         built_for.get(key) != teacher.identity[key]
         for key in ("tokenizer", "special_tokens")
@@ -268,15 +267,15 @@ def _teacher_description(side: dict[str, Any]) -> str:
     return f"{str(side['tokenizer'])[:15]} ({side['name']})"
 
 
-# Which losses.
+# Assignment of losses.
 
 
 @dataclass(frozen=True)
 class AssignedLoss:
-    """A loss, and the teacher whose word it is about; None of one on the student alone.
+    """A loss, and the index of its teacher; None for a loss on the text only.
 
     Attributes:
-        is_auto: nobody named it.
+        is_auto: whether `--loss auto` chose it.
     """
 
     loss: LossSpec
@@ -285,63 +284,63 @@ class AssignedLoss:
 
     @property
     def rule(self) -> Loss:
-        """What makes its cells."""
+        """The loss object, which compares student and teacher."""
         return self.loss.make_loss()
 
 
 def assign_losses(
     requested: Sequence[LossSpec], teachers: Sequence[DistillationTeacher], *, on_policy: bool = False
 ) -> tuple[list[AssignedLoss], str]:
-    """Deal the losses of a run to its teachers: each to all that it fits.
+    """Return the losses of a run with their teachers: each loss for all teachers from which it can be computed.
 
     Args:
-        requested: as they were written.
-        teachers: of the run.
-        on_policy: whether the student is going to write what they read.
+        requested: the values of --loss.
+        teachers: the teachers of the run.
+        on_policy: whether the teachers score the student's rollouts.
 
     Returns:
-        The losses, and what `--loss auto` took and why; "" where nobody asked for it.
+        The losses, and what `--loss auto` chose and why; "" without it.
 
     Raises:
-        XtkError: a loss fits no teacher, or no loss fits a teacher, or one is for what the student drew, and it drew
-            nothing.
+        XtkError: a loss can be computed from no teacher, a teacher has no loss, or a loss needs rollouts and there are
+            none.
     """
     for loss in requested:
         if loss.name in SURROGATE_LOSSES and not on_policy and not any(teacher.has_rollouts for teacher in teachers):
             raise XtkError(
-                f"the loss {loss.name} is for documents that the student drew, and none of these was",
+                f"the loss {loss.name} needs rollouts of the student, and this data has none",
                 where=", ".join(teacher.path for teacher in teachers),
-                hint="rollouts of the student, through xtk rollout and xtk cache-teacher; or --loss alm",
+                hint="use --on-policy; or run xtk rollout, then xtk cache-teacher; or use --loss alm",
             )
-    taken = [one for loss in requested if loss.name != AUTO_LOSS for one in _taken(loss, teachers)]
+    assigned = [one for loss in requested if loss.name != AUTO_LOSS for one in _assign(loss, teachers)]
     if all(loss.name != AUTO_LOSS for loss in requested):
-        idle = set(range(len(teachers))) - {one.teacher for one in taken}
-        if idle and any(one.teacher is not None for one in taken):
+        idle = set(range(len(teachers))) - {one.teacher for one in assigned}
+        if idle and any(one.teacher is not None for one in assigned):
             name = teachers[min(idle)].name
-            raise XtkError(f"none of the losses fits the teacher {name}", hint="--loss auto, or --loss byte-kl beside")
-        return taken, ""
+            raise XtkError(f"no --loss can be computed from the teacher {name}", hint="use --loss auto, or add byte-kl")
+        return assigned, ""
     reasons = [teacher.auto_losses() for teacher in teachers]
     for number, (names, _) in enumerate(reasons):
         for loss in parse_losses(names):
-            about = None if load_registered(LOSSES, loss.name, "loss").comparison_space == "text" else number
-            if (loss.name, about) not in [(one.loss.name, one.teacher) for one in taken]:
-                taken.append(AssignedLoss(loss, about, is_auto=True))
-    taken.sort(key=lambda one: one.teacher is not None)
-    return taken, "; ".join(describe_auto_losses(taken, [why for _, why in reasons]))
+            teacher = None if load_registered(LOSSES, loss.name, "loss").comparison_space == "text" else number
+            if (loss.name, teacher) not in [(one.loss.name, one.teacher) for one in assigned]:
+                assigned.append(AssignedLoss(loss, teacher, is_auto=True))
+    assigned.sort(key=lambda one: one.teacher is not None)
+    return assigned, "; ".join(describe_auto_losses(assigned, [why for _, why in reasons]))
 
 
 def describe_auto_losses(losses: Sequence[AssignedLoss], reasons: Sequence[str]) -> Iterator[str]:
-    """Yield the losses of `--loss auto` for each teacher, and why; before them those that all teachers share."""
+    """Yield the losses of `--loss auto` for each teacher, and why; with several teachers, the common ones first."""
     shared = [str(one.loss) for one in losses if one.is_auto and one.teacher is None]
     if len(reasons) > 1:
         yield from shared
         shared = []
     for number, why in enumerate(reasons):
         own = [str(one.loss) for one in losses if one.is_auto and one.teacher == number]
-        yield f"{' and '.join(shared + own)}, for {why}"
+        yield f"{' and '.join(shared + own)}, because {why}"
 
 
-def _taken(loss: LossSpec, teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
+def _assign(loss: LossSpec, teachers: Sequence[DistillationTeacher]) -> list[AssignedLoss]:
     if load_registered(LOSSES, loss.name, "loss").comparison_space == "text":
         return [AssignedLoss(loss, None)]
     refusals = [teacher.refusal(loss) for teacher in teachers]

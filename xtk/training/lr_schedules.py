@@ -1,28 +1,28 @@
-"""Learning rates over a run: functions of the step alone, under the names that transformers has for them."""
+"""Learning-rate schedules, with the names of transformers; functions of the step only."""
 
 from __future__ import annotations
 
 import math
 
 SCHEDULES = ("cosine", "linear", "constant", "cosine_with_min_lr", "inverse_sqrt", "warmup_stable_decay")
-# What transformers takes for the warm-up of inverse_sqrt where there is none.
+# The default of transformers for inverse_sqrt without warm-up.
 INVERSE_SQRT_TIMESCALE = 10_000
 
 
 def lr_factor(
     schedule: str, step: int, num_steps: int, warmup_steps: int, *, min_lr_rate: float = 0.0, decay_ratio: float = 0.0
 ) -> float:
-    """Return what the learning rate of a step is multiplied with.
+    """Return the factor of the learning rate at a step.
 
-    The first step has a share of it and not 0, and the last one more than 0 (or `min_lr_rate`): no step is wasted.
+    The factor is above 0 at the first step and the last one (at least `min_lr_rate`), so that no step is wasted.
 
     Args:
         schedule: one of `SCHEDULES`.
         step: counted from 0.
-        num_steps: of the run.
-        warmup_steps: steps in which it rises in a line.
-        min_lr_rate: where cosine_with_min_lr ends.
-        decay_ratio: the share of the steps in which warmup_stable_decay falls, as a cosine.
+        num_steps: steps of the run.
+        warmup_steps: steps of linear warm-up.
+        min_lr_rate: final factor of cosine_with_min_lr.
+        decay_ratio: fraction of the steps in which warmup_stable_decay decays, as a cosine.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps

@@ -1,4 +1,4 @@
-"""What a run tells: a progress line, JSON lines beside the checkpoints, trackers."""
+"""The metrics file (`metrics.jsonl`): writing and reading; metric names and peak memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from xtk.artifacts.atomic_files import atomic_write, read_json_lines
 
 
 def metric_name(name: str, teacher: str, teachers: Sequence[str]) -> str:
-    """Return how a metric of one teacher is called: `byte-kl`, or `byte-kl/TEACHER` where there are several."""
+    """Return the name of a teacher's metric: `byte-kl`, or `byte-kl/TEACHER` with several teachers."""
     return name if len(teachers) == 1 else f"{name}/{teacher}"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most bytes that this process has had: of the device's memory, or on a CPU of the machine's."""
+    """Return the peak memory of this process in bytes: of the GPU, or without one of the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -29,22 +29,22 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MetricsFile:
-    """JSON lines, one a logged step.
+    """Writer of JSON lines, one per logged step.
 
     Args:
-        path: where they go.
-        step: lines of later steps are dropped: the run goes on from there.
+        path: path of the file.
+        last_step: the step from which the run resumes; lines of later steps are removed.
     """
 
     def __init__(self, path: Path, last_step: int) -> None:
         self.path = path
         kept = [record for record in read_metrics(path) if record.get("step", 0) <= last_step]
         lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in kept]
-        with atomic_write(path) as temporary:  # a checkpoint knows its checksum: a kill must not leave half of it
+        with atomic_write(path) as temporary:  # checkpoints store its checksum: a kill must not truncate it
             temporary.write_text("".join(lines), encoding="utf-8")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; what is no number, which JSON does not know, is left out."""
+        """Append one record without values that are not finite, which JSON cannot represent."""
         record = {key: value for key, value in record.items() if not isinstance(value, float) or math.isfinite(value)}
         with self.path.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file; none if there is no file.
 
     Raises:
-        Damaged: a line, not the last one, is no JSON object.
+        CorruptError: a line before the last one is not a JSON object.
     """
     return read_json_lines(path)
 

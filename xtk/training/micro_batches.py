@@ -1,4 +1,4 @@
-"""From rows of a cache to micro-batches: order, tokens, alignment, cells; ahead of the device, in a thread."""
+"""Micro-batches: sampling, grouping, tokenizing, packing and aligning of documents for a forward pass."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ EMPTY_LOGPROBS = TeacherLogprobs(_NO_IDS, np.zeros(1, np.int64), _NO_IDS, *(_NO_
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one process takes.
+    """Inputs of one forward and backward pass of one process.
 
     Attributes:
-        input_ids: int64 [B, T], padded on the right; or [1, T], documents one behind the other.
-        document_lengths: of the documents in one row, with what fills it at its end; None: each has a row of its own.
-        loss_positions: int64 [N], the rows of the flattened hidden states [B * T, H] that are compared.
-        terms: one for each objective, not yet scaled.
-        tokens: of the documents, without padding.
-        trained_tokens: the student's tokens that are trained, each as often as its document counts.
-        unaligned: int64 [teachers], trained student tokens that no span of a teacher covers, of the documents that it
-            read; and how many tokens those have.
-        nan_positions: positions at which a teacher said NaN, which are left out.
-        tallies: float64 [teachers, 3], what teachers score in the whole batch, for weights that are a step's.
-        teacher_weight_sums: float64 [teachers], the sum over rows of the weights of teachers, where they are not a
-            step's.
-        is_text: bool [N], whether the token that each row predicts is text.
-        teacher_top1: of each teacher, where they are asked for, the tokens that it finds likeliest.
+        input_ids: int64 [B, T], padded on the right; or [1, T], packed documents.
+        document_lengths: lengths of the packed documents and of the padding at the end; None: not packed.
+        loss_positions: int64 [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
+        terms: tensors of each loss, not yet scaled.
+        tokens: tokens of the documents, without padding.
+        trained_tokens: trained student tokens, weighted by the document weights.
+        unaligned: int64 [teachers, 2], trained student tokens that no span of the teacher covers, and all trained
+            tokens, of the documents that the teacher scored.
+        nan_positions: positions with a NaN log-probability of a teacher, which are left out.
+        tallies: float64 [teachers, 3], sums of the teachers' scores, for teacher weights that are computed per step.
+        teacher_weight_sums: float64 [teachers], sums over positions of the teacher weights, unless they are computed
+            per step.
+        is_text: bool [N], whether the token that each position predicts is text (not a special token).
+        teacher_top1: top-1 tokens of each teacher, if requested.
     """
 
     input_ids: NDArray[np.int64]
@@ -62,24 +62,24 @@ class MicroBatch:
 
     @property
     def counts(self) -> NDArray[np.float64]:
-        """What adds up over the micro-batches of a step: rows, items of terms, shares and tallies of teachers."""
-        items = [term.denominator for term in self.terms]
-        return np.concatenate([[self.trained_tokens], items, self.teacher_weight_sums, self.tallies.reshape(-1)])
+        """Counts to sum over the micro-batches of a step: tokens, denominators of losses, teacher weights, tallies."""
+        denominators = [term.denominator for term in self.terms]
+        return np.concatenate([[self.trained_tokens], denominators, self.teacher_weight_sums, self.tallies.reshape(-1)])
 
 
 class BatchBuilder:
-    """Turns documents of a source into micro-batches of a student.
+    """Builds micro-batches for the student from documents of a source.
 
     Args:
         source: the documents.
-        tokenizer: the student's.
+        tokenizer: the student's tokenizer.
         objectives: the losses.
-        limit: tokens that the student reads; longer documents are cut there.
-        score_weighting: how weights of teachers come from what they say; None: they do not.
-        teachers: how metrics call them; needed for several.
-        packing: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
-        likeliest: whether the tokens that teachers find likeliest are told too.
-        of_data: whether losses on the student alone are about documents that it did not write itself.
+        max_length: maximum number of tokens of a document; longer ones are truncated. None: no limit.
+        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
+        teacher_names: the teachers' names in metrics; needed for several teachers.
+        packing_multiple: with packing, the length of a packed sequence is a multiple of this; 0: no packing.
+        with_top1: whether to return the teachers' top-1 tokens too.
+        ce_on_data_only: whether losses without a teacher ignore documents that the student generated.
     """
 
     def __init__(
@@ -95,37 +95,37 @@ class BatchBuilder:
         with_top1: bool = False,
         ce_on_data_only: bool = False,
     ) -> None:
-        self._likeliest, self._of_data = with_top1, ce_on_data_only
+        self._with_top1, self._ce_on_data_only = with_top1, ce_on_data_only
         self._source, self._tokenizer, self.objectives = source, tokenizer, objectives
         self._limit, self.score_weighting, self._packing = max_length, score_weighting, packing_multiple
         self.teachers = tuple(teacher_names) if any(objective.uses_teacher for objective in objectives) else ()
         self._teachers = len(self.teachers)
-        # Which of the two a batch is read with: draws, if there are any, or what is exact alone.
+        # A batch is read with sampled tokens, without them, or both: losses differ in what they accept.
         self._sampling_modes = sorted(
             {objective.accepts_samples for objective in objectives if objective.uses_teacher}, reverse=True
         )
 
     def build(self, numbers: Sequence[int], sample_set: int = 0) -> MicroBatch:
-        """Return the micro-batch of some documents; without any, one of a single token that trains nothing.
+        """Return the micro-batch of some documents; without any, one of a single token and no loss.
 
         Args:
-            numbers: of the documents.
-            sample_set: which set of draws is taken, where the teachers' signals have some; it counts round.
+            numbers: indices of the documents.
+            sample_set: index of the set of sampled tokens, modulo the number of sets in the cache.
         """
-        documents, students = self._tokenised(numbers)
+        documents, students = self._tokenize(numbers)
         return self._build(numbers, documents, students, sample_set)
 
     def build_within_tokens(self, numbers: Sequence[int], max_tokens: int, sample_set: int = 0) -> list[MicroBatch]:
-        """Return micro-batches of at most so many tokens, padding included, longest documents first.
+        """Return micro-batches of at most `max_tokens` tokens, padding included, longest documents first.
 
-        A document that is longer by itself has a micro-batch of its own.
+        A document longer than `max_tokens` is a separate micro-batch.
 
         Args:
-            numbers: of the documents.
-            max_tokens: tokens.
-            sample_set: as in `make`.
+            numbers: indices of the documents.
+            max_tokens: maximum number of tokens in a micro-batch.
+            sample_set: as in `build`.
         """
-        documents, students = self._tokenised(numbers)
+        documents, students = self._tokenize(numbers)
         groups = group_by_tokens([len(student) for student in students], max_tokens, padded=not self._packing)
         return [
             self._build(
@@ -137,7 +137,7 @@ class BatchBuilder:
             for group in groups
         ]
 
-    def _tokenised(self, numbers: Sequence[int]) -> tuple[list[Document], list[TokenSequence]]:
+    def _tokenize(self, numbers: Sequence[int]) -> tuple[list[Document], list[TokenSequence]]:
         documents = [self._source.document(number) for number in numbers]
         students = tokenize_documents(self._tokenizer, documents)
         if self._limit is not None:
@@ -145,60 +145,65 @@ class BatchBuilder:
         return documents, students
 
     def _build(
-        self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], draw: int
+        self, numbers: Sequence[int], documents: list[Document], students: list[TokenSequence], sample_set: int
     ) -> MicroBatch:
-        alone = [
+        without_teacher = [
             make_loss_inputs(student, document, None) for student, document in zip(students, documents, strict=True)
         ]
         read = {
-            drawn: self._read(numbers, documents, students, draw if drawn else None) for drawn in self._sampling_modes
+            with_samples: self._read(numbers, documents, students, sample_set if with_samples else None)
+            for with_samples in self._sampling_modes
         }
-        told, silent = read[self._sampling_modes[0]] if read else ([], 0)
+        inputs_of_teachers, num_nan = read[self._sampling_modes[0]] if read else ([], 0)
         joined = {
-            drawn: [
-                join_inputs([heard or replace(own, teacher_logprobs=EMPTY_LOGPROBS) for own, heard in zip(alone,
-                    of_all, strict=True)])
-                for of_all in of_teachers
+            with_samples: [
+                join_inputs([one or replace(own, teacher_logprobs=EMPTY_LOGPROBS) for own, one in zip(without_teacher,
+                    of_teacher, strict=True)])
+                for of_teacher in of_teachers
             ]
-            for drawn, (of_teachers, _) in read.items()
+            for with_samples, (of_teachers, _) in read.items()
         }  # fmt: skip
-        rows = np.array([len(example.positions) for example in alone], np.int64)
-        counts = np.repeat([document.weight for document in documents], rows)
-        of_text = counts
-        if self._of_data:
-            of_text = np.repeat([document.weight * (document.sampled_tokens is None) for document in documents], rows)
-        factors, tallies = self._weigh(list(zip(*told, strict=True)), students, documents)
-        ids, starts, lengths = pad_or_pack([student.ids for student in students], self._packing)
+        lengths = np.array([len(example.positions) for example in without_teacher], np.int64)
+        weights = np.repeat([document.weight for document in documents], lengths)
+        text_weights = weights
+        if self._ce_on_data_only:
+            on_data = [document.weight * (document.sampled_tokens is None) for document in documents]
+            text_weights = np.repeat(on_data, lengths)
+        factors, tallies = self._weigh(list(zip(*inputs_of_teachers, strict=True)), students, documents)
+        ids, starts, document_lengths = pad_or_pack([student.ids for student in students], self._packing)
         return MicroBatch(
             input_ids=ids,
-            document_lengths=lengths,
-            loss_positions=np.concatenate([np.zeros(0, np.int64), *(one.positions for one in alone)])
-            + np.repeat(starts, rows),
+            document_lengths=document_lengths,
+            loss_positions=np.concatenate([np.zeros(0, np.int64), *(one.positions for one in without_teacher)])
+            + np.repeat(starts, lengths),
             terms=tuple(
                 self._term(
                     objective,
                     joined[objective.accepts_samples][objective.teacher_index]
                     if objective.uses_teacher
-                    else join_inputs(alone),
-                    counts if objective.uses_teacher else of_text,
+                    else join_inputs(without_teacher),
+                    weights if objective.uses_teacher else text_weights,
                     factors,
                 )
                 for objective in self.objectives
             ),
             tokens=sum(len(student) for student in students),
-            trained_tokens=float(counts.sum()),
-            unaligned=np.array([_unaligned(of_teacher) for of_teacher in told], np.int64).reshape(-1, 2),
-            nan_positions=silent,
+            trained_tokens=float(weights.sum()),
+            unaligned=np.array([_unaligned(of_teacher) for of_teacher in inputs_of_teachers], np.int64).reshape(-1, 2),
+            nan_positions=num_nan,
             tallies=tallies,
-            teacher_weight_sums=np.zeros(self._teachers) if factors is None else factors @ counts,
+            teacher_weight_sums=np.zeros(self._teachers) if factors is None else factors @ weights,
             is_text=np.concatenate(
                 [
                     np.zeros(0, np.bool_),
-                    *(one.text_mask[example.positions + 1] for one, example in zip(students, alone, strict=True)),
+                    *(
+                        one.text_mask[example.positions + 1]
+                        for one, example in zip(students, without_teacher, strict=True)
+                    ),
                 ]
             ),
             teacher_top1=tuple(map(TeacherTopTokens.from_example, joined[self._sampling_modes[0]]))
-            if self._likeliest and self._sampling_modes
+            if self._with_top1 and self._sampling_modes
             else (),
         )
 
@@ -206,40 +211,42 @@ class BatchBuilder:
         self,
         objective: LossTerm,
         example: LossInputs,
-        counts: NDArray[np.float64],
+        weights: NDArray[np.float64],
         factors: NDArray[np.float64] | None,
     ) -> LossTensors:
-        weigh = factors[objective.teacher_index] if objective.uses_teacher and factors is not None else None
-        return objective.to_tensors(example).with_row_weights(None if (counts == 1).all() else counts, weigh)
+        teacher_weights = factors[objective.teacher_index] if objective.uses_teacher and factors is not None else None
+        return objective.to_tensors(example).with_row_weights(
+            None if (weights == 1).all() else weights, teacher_weights
+        )
 
     def _read(
         self,
         numbers: Sequence[int],
         documents: Sequence[Document],
         students: Sequence[TokenSequence],
-        draw: int | None,
+        sample_set: int | None,
     ) -> tuple[list[list[LossInputs | None]], int]:
-        """Read what teachers say of some documents.
+        """Return the loss inputs of some documents with each teacher.
 
         Returns:
-            Of each teacher what it and the student see of each document, None of one that it did not read; and at how
-            many positions one said NaN, which are left out.
+            [teachers][documents], None where the teacher did not score the document; and the number of positions with
+            NaN, which are left out.
         """
-        heard = [self._source.teacher_outputs(number, draw) for number in numbers]
-        words = [[_without_nan(of_document[teacher]) for of_document in heard] for teacher in range(self._teachers)]
+        outputs = [self._source.teacher_outputs(number, sample_set) for number in numbers]
+        finite = [[_without_nan(of_document[teacher]) for of_document in outputs] for teacher in range(self._teachers)]
         examples = [
             [
-                None if word is None else make_loss_inputs(student, document, word)
-                for student, document, (word, _) in zip(students, documents, of_teacher, strict=True)
+                None if output is None else make_loss_inputs(student, document, output)
+                for student, document, (output, _) in zip(students, documents, of_teacher, strict=True)
             ]
-            for of_teacher in words
+            for of_teacher in finite
         ]
-        return examples, sum(left_out for of_teacher in words for _, left_out in of_teacher)
+        return examples, sum(left_out for of_teacher in finite for _, left_out in of_teacher)
 
     def _weigh(
         self, read: list[tuple[LossInputs | None, ...]], students: list[TokenSequence], documents: list[Document]
     ) -> tuple[NDArray[np.float64] | None, NDArray[np.float64]]:
-        """Return the weight of each teacher at each row [teachers, N], and what weights of the step come from."""
+        """Return teacher weights at each position [teachers, N] (None: fixed or per step), and sums of scores."""
         tallies = np.zeros((self._teachers, 3))
         if self.score_weighting is None or not self._teachers:
             return None, tallies
@@ -252,32 +259,32 @@ class BatchBuilder:
         return None if self.score_weighting.scope == "batch" else np.concatenate(factors, axis=1), tallies
 
 
-def _without_nan(word: TeacherOutput | None) -> tuple[TeacherOutput | None, int]:
-    """Leave out the positions at which a teacher said NaN; return what is left, and how many were left out."""
-    if word is None:
+def _without_nan(output: TeacherOutput | None) -> tuple[TeacherOutput | None, int]:
+    """Return a teacher output without positions that have a NaN log-probability, and the number of these."""
+    if output is None:
         return None, 0
-    signal = word.logprobs.drop_nan_positions()
-    return TeacherOutput(word.tokens, signal), len(word.logprobs) - len(signal)
+    logprobs = output.logprobs.drop_nan_positions()
+    return TeacherOutput(output.tokens, logprobs), len(output.logprobs) - len(logprobs)
 
 
 def _unaligned(examples: Sequence[LossInputs | None]) -> tuple[int, int]:
-    """Return how many trained tokens no span covers, of how many."""
-    heard = [example for example in examples if example is not None]
-    tokens = sum(len(example.positions) for example in heard)
-    return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in heard), tokens
+    """Return the number of trained tokens that no span covers, and of all trained tokens."""
+    scored = [example for example in examples if example is not None]
+    tokens = sum(len(example.positions) for example in scored)
+    return tokens - sum(int((example.spans[:, 1] - example.spans[:, 0]).sum()) for example in scored), tokens
 
 
 def pad_or_pack(
     sequences_of_ids: Sequence[NDArray[np.int32]], packing_multiple: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], tuple[int, ...] | None]:
-    """Lay documents out for one forward pass.
+    """Return documents as one padded or packed batch.
 
     Args:
-        sequences_of_ids: int32 [T] each.
-        packing_multiple: how many tokens a row of documents is a multiple of; 0: each document has a row of its own.
+        sequences_of_ids: token ids of each document, int32 [T].
+        packing_multiple: pack, to a length that is a multiple of this; 0: pad.
 
     Returns:
-        The tokens, where each document begins among them, and the lengths of documents in one row.
+        Token ids [B, T], the flat index where each document begins, and the lengths of packed documents (or None).
     """
     sizes = [len(ids) for ids in sequences_of_ids]
     if packing_multiple:
@@ -293,12 +300,12 @@ def pad_or_pack(
 
 
 def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Put documents into groups of at most so many tokens, longest first, each where it fits first.
+    """Return groups of document indices with at most `max_tokens` tokens each (first-fit, longest first).
 
     Args:
-        sizes: tokens of each.
-        max_tokens: of a group; with `padded`, of its longest document times their number.
-        padded: whether each takes as much as the longest of its group.
+        sizes: tokens of each document.
+        max_tokens: maximum tokens of a group; a longer document is a separate group.
+        padded: whether a group's tokens are its longest document times its documents, or their sum.
     """
     groups: list[list[int]] = []
     taken: list[int] = []
@@ -317,13 +324,13 @@ def group_by_tokens(sizes: Sequence[int], max_tokens: int, *, padded: bool) -> l
 
 
 class BatchSampler:
-    """Which documents a step takes: a function of seed and step alone, whatever the number of processes.
+    """Chooses the documents of each step, from seed and step alone: the same for any number of processes.
 
     Args:
-        documents: the numbers to draw from.
-        sizes: how long each is, to put like to like.
+        documents: indices of the documents to sample from.
+        sizes: length of each document, to batch documents of similar length.
         documents_per_step: documents in a step.
-        seed: of the shuffle, which is another one each epoch.
+        seed: seed of the shuffle, which differs per epoch.
 
     Attributes:
         documents_per_step: documents in a step.
@@ -337,35 +344,35 @@ class BatchSampler:
         self._shuffled = documents
 
     def epoch_of_step(self, step: int) -> int:
-        """Return how often all documents were taken before a step."""
+        """Return the number of completed epochs before a step."""
         return step * self.documents_per_step // len(self._documents)
 
     def documents_of_step(self, step: int) -> list[int]:
         """Return the documents of a step, longest first."""
         size = len(self._documents)
-        places = range(step * self.documents_per_step, (step + 1) * self.documents_per_step)
-        numbers = [int(self._of_epoch(place // size)[place % size]) for place in places]
+        indices = range(step * self.documents_per_step, (step + 1) * self.documents_per_step)
+        numbers = [int(self._shuffle_of_epoch(index // size)[index % size]) for index in indices]
         return sorted(numbers, key=lambda number: (-int(self._sizes[number]), number))
 
-    def _of_epoch(self, epoch: int) -> NDArray[np.int64]:
+    def _shuffle_of_epoch(self, epoch: int) -> NDArray[np.int64]:
         if epoch != self._epoch:
             self._epoch = epoch
             self._shuffled = np.random.default_rng([self._seed, epoch]).permutation(self._documents)
         return self._shuffled
 
     def micro_batches_of_rank(self, step: int, rank: int, num_ranks: int, documents_per_batch: int) -> list[list[int]]:
-        """Return the micro-batches of one process: every process has as many, of like lengths, perhaps empty."""
+        """Return the micro-batches of one process; all processes have the same number, some may be empty."""
         numbers = self.documents_of_step(step)
         groups = [numbers[start : start + documents_per_batch] for start in range(0, len(numbers), documents_per_batch)]
-        rounds = -(-len(groups) // num_ranks)
-        groups += [[]] * (rounds * num_ranks - len(groups))
+        per_rank = -(-len(groups) // num_ranks)
+        groups += [[]] * (per_rank * num_ranks - len(groups))
         return groups[rank::num_ranks]
 
     def documents_of_rank(self, step: int, rank: int, num_ranks: int) -> list[int]:
-        """Return the documents of one process, of about as many bytes as those of any other."""
+        """Return the documents of one process; all processes have about the same number of bytes."""
         numbers = self.documents_of_step(step)
-        there = np.arange(len(numbers)) % (2 * num_ranks)  # out and back: who has the longest has the shortest too
-        owners = np.minimum(there, 2 * num_ranks - 1 - there)
+        zigzag = np.arange(len(numbers)) % (2 * num_ranks)  # the rank with the longest document gets the shortest too
+        owners = np.minimum(zigzag, 2 * num_ranks - 1 - zigzag)
         return [number for number, owner in zip(numbers, owners.tolist(), strict=True) if owner == rank]
 
 
@@ -373,7 +380,7 @@ Item = TypeVar("Item")
 
 
 def prefetch_in_thread(build: Callable[[int], Item], numbers: range) -> Iterator[Item]:
-    """Yield `make(number)` in order, each made in a thread while the one before it is used."""
+    """Yield `build(number)` in order, each built in a thread while the previous one is used."""
     with ThreadPoolExecutor(1, thread_name_prefix="xtk-batches") as pool:
         pending = [pool.submit(build, number) for number in numbers[:1]]
         for number in numbers:

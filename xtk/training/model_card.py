@@ -1,4 +1,4 @@
-"""The model card of a student: from what it was distilled and how, without paths of the machine."""
+"""The model card (README.md) of a student: base model, teachers, data, options and metrics, without local paths."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import yaml
 from xtk import __version__
 from xtk.evaluation.result_tables import EvaluationResult, format_result, result_rows, shorten_names
 
-_OF_THE_HUB = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
-# What of a recipe stands on lines of its own.
-_APART = ("losses", "inputs")
+_HUB_CACHE_FOLDER = re.compile(r"^models--([\w.-]+?)--([\w.-]+)$")
+# Parts of the recipe that the first table of the card shows.
+_IN_FIRST_TABLE = ("losses", "inputs")
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """What a student comes from.
+    """Base model, teachers and data of a student.
 
     Attributes:
-        student: the name of the folder that it began as, or its id on the hub.
-        teachers: what caches tell of each.
-        data: fingerprints of the documents.
+        student: Hugging Face Hub id or folder name of the base model.
+        teachers: metadata of each teacher, as in cache headers.
+        data: fingerprints of the data.
     """
 
     student: str = ""
@@ -34,20 +34,20 @@ class Provenance:
 
 
 def public_model_name(folder: Path) -> str:
-    """Return the hub id of a model that the hub's client has downloaded, else the name of its folder."""
+    """Return the Hub id of a model in the Hugging Face cache, else the name of its folder."""
     for part in reversed(folder.resolve().parts):
-        if found := _OF_THE_HUB.match(part):
+        if found := _HUB_CACHE_FOLDER.match(part):
             return f"{found[1]}/{found[2]}"
     return folder.resolve().name
 
 
 def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metrics: Mapping[str, Any]) -> str:
-    """Return a card for `README.md`.
+    """Return the model card, in Markdown with YAML front matter.
 
     Args:
-        provenance: what the student comes from.
-        manifest: what `xtk.json` says.
-        first_metrics: the first metrics of the run.
+        provenance: base model, teachers and data.
+        manifest: content of `xtk.json`.
+        first_metrics: the first logged metrics of the run.
     """
     recipe, after = manifest["recipe"], manifest["metrics"]
     per_step = manifest.get("documents_per_step", recipe["documents_per_step"])
@@ -59,30 +59,30 @@ def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metric
         f"`{teacher['name']}` (weights {_short_fingerprint(teacher['weights'])})" for teacher in provenance.teachers
     ]
     weights = recipe["inputs"]["student"]["weights"]
-    before_it = (
+    base_model = (
         f"`{provenance.student}` (weights {_short_fingerprint(weights)})"
         if provenance.student
         else f"weights {_short_fingerprint(weights)}"
     )
     facts = [
-        ("Student before", before_it),
+        ("Base model", base_model),
         ("Teachers" if len(teachers) > 1 else "Teacher", ", ".join(teachers) or _by_fingerprint(recipe["inputs"])),
         ("Losses", ", ".join(f"`{loss}`" for loss in recipe["losses"])),
         ("Data", ", ".join(_short_fingerprint(one) for one in provenance.data)),
-        ("Steps", f"{manifest['steps']:,} of {per_step:,} documents"),
-        ("Tokens", f"{int(after['tokens']):,}" if "tokens" in after else ""),
+        ("Training", f"{manifest['steps']:,} steps of {per_step:,} documents"),
+        ("Training tokens", f"{int(after['tokens']):,}" if "tokens" in after else ""),
         ("Skipped steps", f"{after['skipped_steps']:,}" if after.get("skipped_steps") else ""),
-        ("Weights", _which(manifest)),
-        ("Trained by", f"xtk {__version__}"),
+        ("Weights", _weights_description(manifest)),
+        ("Trained with", f"xtk {__version__}"),
     ]
-    told = sorted((key, value) for key, value in recipe.items() if key not in _APART)
+    options = sorted((key, value) for key, value in recipe.items() if key not in _IN_FIRST_TABLE)
     return "\n".join(
         [
             "---",
             yaml.safe_dump(head, sort_keys=True).strip(),
             "---",
             "",
-            f"# {provenance.student.rpartition('/')[2] or 'A student'}, distilled",
+            f"# {provenance.student.rpartition('/')[2] or 'Student'}, distilled",
             "",
             "| | |",
             "| --- | --- |",
@@ -101,51 +101,51 @@ def model_card(provenance: Provenance, manifest: Mapping[str, Any], first_metric
             "",
             "| option | value |",
             "| --- | --- |",
-            *(f"| `{key}` | `{value}` |" for key, value in told),
+            *(f"| `{key}` | `{value}` |" for key, value in options),
             "",
         ]
     )
 
 
 def add_evaluation_table(card: str, results: Sequence[EvaluationResult]) -> str:
-    """Return a card with a table of evaluations before its recipe; of several models, a column for each.
+    """Return a card with an evaluation table before its recipe; one column per model.
 
     Raises:
-        XtkError: two results of one name differ.
+        XtkError: two results with the same name differ.
     """
     if not results:
         return card
     models = list(dict.fromkeys(one.model for one in results))
-    called = shorten_names(models)  # no folders of a machine
+    short_names = shorten_names(models)  # without local paths
     rows = [
         f"| {row.data} | {row.metric} | "
         f"{' | '.join(format_result(row.by_model[model]) if model in row.by_model else '' for model in models)} |"
         for row in result_rows(results)
     ]
-    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else called.values())])
+    heads = " | ".join(["data", "metric", *(["value"] if len(models) == 1 else short_names.values())])
     table = "\n".join(["## Evaluation", "", f"| {heads} |", "| --- " * (2 + len(models)) + "|", *rows, "", ""])
     head, recipe, rest = card.partition("## Recipe\n")
     return head + table + recipe + rest
 
 
 def _by_fingerprint(inputs: Mapping[str, Any]) -> str:
-    """Return what is known of teachers whose names are not."""
+    """Return the fingerprints of teachers whose names are not known."""
     found = [inputs[key] for key in ("cache", "caches", "teacher", "teachers") if inputs.get(key)]
-    named = [one for some in found for one in (some if isinstance(some, list) else [some])]
-    return ", ".join(_short_fingerprint(one) for one in named) or "none: it learnt from text alone"
+    fingerprints = [one for some in found for one in (some if isinstance(some, list) else [some])]
+    return ", ".join(_short_fingerprint(one) for one in fingerprints) or "none (trained on text only)"
 
 
-def _which(content: Mapping[str, Any]) -> str:
+def _weights_description(content: Mapping[str, Any]) -> str:
     parts = []
     if decay := content["recipe"].get("ema_decay"):
-        parts.append(f"the moving average of all steps (decay {decay})")
+        parts.append(f"exponential moving average of all steps (decay {decay})")
     if best := content.get("best"):
-        parts.append(f"those after step {best['step']:,}, with {best['eval_bits_per_byte']:.4f} bits a byte")
+        parts.append(f"best evaluation: step {best['step']:,}, {best['eval_bits_per_byte']:.4f} bits per byte")
     return "; ".join(parts)
 
 
 def _quality_metrics(after: Mapping[str, Any]) -> list[str]:
-    """Return the metrics that say how good the student is: not clocks, counts and rates."""
+    """Return the names of metrics of quality: without times, counts and rates."""
     others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "training_seconds",
               "skipped_steps", "data_wait_fraction", "peak_memory_gib")  # fmt: skip
     return [name for name, value in after.items() if name not in others and isinstance(value, int | float)]

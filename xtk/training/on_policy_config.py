@@ -1,4 +1,4 @@
-"""On-policy training: what is asked of the student's own writing, and which prompts a step takes."""
+"""Options of on-policy training, stop conditions, sampling of prompts, and weights of rollouts by their rewards."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from xtk.rollouts.generator_interface import SamplingConfig
 from xtk.rollouts.prompts import PromptFormat
 from xtk.training.micro_batches import BatchSampler
 
-# What tells of the rollouts of a round; `--stop-if` knows these.
+# Metrics of a rollout batch, logged with the prefix `rollout_`; `--stop-if` accepts these names.
 ROLLOUT_METRICS = {
-    "entropy": "nats a token, estimated: minus the mean log-probability of what was drawn",
-    "length": "tokens of a rollout",
-    "truncated_fraction": "share of rollouts that were cut off",
-    "repeated_4gram_fraction": "share of four tokens in a row that were there before, within a rollout",
-    "unusable_fraction": "share of rollouts that were empty, or had a log-probability that is no number",
-    "reward": "mean reward, of what could be judged",
-    "turns": "how often the student spoke",
-    "environment_token_fraction": "share of the tokens behind the prompt that the student did not draw",
-    "logprob_difference": "nats a token: mean absolute difference between the generation engine's log-probabilities of "
-    "sampled tokens and the student's own",
+    "entropy": "nats per token, estimated as minus the mean log-probability of sampled tokens",
+    "length": "mean number of sampled tokens per rollout",
+    "truncated_fraction": "fraction of rollouts that reached --max-completion-length",
+    "repeated_4gram_fraction": "fraction of 4-grams that occurred before in the same rollout",
+    "unusable_fraction": "fraction of rollouts that are empty or have a log-probability that is not finite",
+    "reward": "mean reward of the scored rollouts",
+    "turns": "mean number of student turns per rollout",
+    "environment_token_fraction": "fraction of tokens after the prompt that the environment generated",
+    "logprob_difference": "nats per token, mean absolute difference between the engine's log-probabilities of "
+    "sampled tokens and the student's",
 }
-# What came after runs had been trained: left as it is, it does not tell two of them apart.
+# Newer options, left out of a run's identity at their default so that older runs can be resumed.
 KEYS_OMITTED_BY_DEFAULT = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
 _COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
 _FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
@@ -44,12 +44,12 @@ _SIGNS = {"<": operator.lt, ">": operator.gt}
 
 @dataclass(frozen=True)
 class StopCondition:
-    """A sign of collapse, after which a run ends: `repeated_4gram_fraction>0.5`.
+    """A condition on a rollout metric that ends the run: `repeated_4gram_fraction>0.5`.
 
     Attributes:
-        name: a key of `FIGURES`.
+        name: a key of `ROLLOUT_METRICS`.
         comparison: "<" or ">".
-        limit: what it is compared with.
+        limit: the number to compare with.
     """
 
     name: str
@@ -60,55 +60,58 @@ class StopCondition:
         return f"{self.name}{self.comparison}{self.limit:g}"
 
     def is_met(self, metrics: Mapping[str, float]) -> bool:
-        """Say whether a round shows it."""
+        """Return whether the metrics of a rollout batch meet the condition."""
         return self.name in metrics and bool(_SIGNS[self.comparison](metrics[self.name], self.limit))
 
 
 def parse_stop_condition(text: str) -> StopCondition:
-    """Read `entropy<0.05`.
+    """Return the condition of a --stop-if value such as `entropy<0.05`.
 
     Raises:
-        XtkError: it is no comparison of a known figure with a number.
+        XtkError: not a comparison of a known metric with a number.
     """
     found = _COMPARISON.fullmatch(text)
     if found is None:
         raise XtkError(
-            f"--stop-if is {text!r}", hint=f"FIGURE<NUMBER or FIGURE>NUMBER; figures: {', '.join(ROLLOUT_METRICS)}"
+            f"--stop-if {text!r} is not a condition",
+            hint=f"use METRIC<NUMBER or METRIC>NUMBER; metrics: {', '.join(ROLLOUT_METRICS)}",
         )
     if found["name"] not in ROLLOUT_METRICS:
-        raise unknown_name_error("figure of rollouts", found["name"], ROLLOUT_METRICS)
+        raise unknown_name_error("rollout metric", found["name"], ROLLOUT_METRICS)
     try:
         return StopCondition(found["name"], found["sign"], float(found["limit"]))
     except ValueError:
-        raise XtkError(f"--stop-if is {text!r}, and {found['limit']} is no number") from None
+        raise XtkError(
+            f"--stop-if {text!r}: {found['limit']} is not a number", hint="use for example entropy<0.05"
+        ) from None
 
 
 @dataclass(frozen=True)
 class OnPolicyConfig:
-    """How a student writes what it learns from.
+    """Options of on-policy training: how the student generates completions, and how they are used.
 
     Attributes:
-        sampling: how tokens are drawn.
-        num_generations: completions of a prompt; all of them are in one step.
-        steps_per_generation: steps whose completions are written at a time, by the student as it is before them.
-        num_iterations: how often these steps are taken.
-        lmbda: the share of steps that take what the student wrote; the others take the completions of the data.
-        rewards: what completions are worth.
-        scale_rewards: whether advantages are divided by the deviation of a prompt's rewards.
-        reward_beta: b; rollouts count by `softmax(reward / b)`, over the completions of a prompt, or where each has
-            one, of a step. 0: all count alike.
-        prompt_template: writes prompts from the fields of a record; "": records have prompts.
-        apply_chat_template: a prompt that is text is what a user says, in the student's chat template.
-        chat_template_kwargs: what the student's chat template is told beside the messages.
-        environment: who answers the student, `FILE.py:CLASS`; "": nobody.
-        max_turns: how often the student speaks at most.
-        backend: who writes: a key of `WRITERS`.
-        engine: options of the backend.
-        server: addresses, of the backend of that name.
-        dtype: in which an engine computes; a student that writes itself computes as it trains.
-        batch_tokens: that the student reads and writes at a time, padding included.
-        devices: of an engine, on this machine; none: it takes turns with the student on its devices.
-        stop_if: signs of collapse.
+        sampling: temperature and other sampling options.
+        num_generations: completions per prompt; all are used in the same step.
+        steps_per_generation: steps per rollout batch, whose completions are generated before the first of them.
+        num_iterations: optimization passes over each rollout batch.
+        lmbda: fraction of steps that train on rollouts; the others train on completions of the data.
+        rewards: the rewards of completions.
+        scale_rewards: whether advantages are divided by the standard deviation of a prompt's rewards.
+        reward_beta: b; rollouts are weighted by `softmax(reward / b)` over the completions of a prompt, or over a step
+            if each prompt has one completion. 0: equal weights.
+        prompt_template: Jinja template that builds prompts from the fields of a record; "": records have prompts.
+        apply_chat_template: wrap plain-text prompts as a user message in the student's chat template.
+        chat_template_kwargs: additional arguments of the student's chat template.
+        environment: class of a multi-turn environment, `FILE.py:CLASS`; "": none.
+        max_turns: maximum number of student turns.
+        backend: generation backend: a key of `GENERATORS`.
+        engine: options of the vllm backend.
+        server: URLs for the server backend.
+        dtype: dtype of a generation engine; the transformers backend uses the dtype of training.
+        batch_tokens: maximum number of tokens to generate with at a time, padding included (transformers backend).
+        devices: GPUs of a vllm engine; none: it alternates with training on the student's GPUs.
+        stop_if: conditions that end the run.
     """
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -135,47 +138,47 @@ class OnPolicyConfig:
     def __post_init__(self) -> None:
         for name in ("num_generations", "steps_per_generation", "num_iterations", "max_turns"):
             if getattr(self, name) < 1:
-                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it is 1 or more")
+                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1")
         if not 0 <= self.lmbda <= 1:
             raise XtkError(
-                f"--lmbda is {self.lmbda}; it is a share, from 0 (the data) to 1 (the student's own writing)"
+                f"--lmbda is {self.lmbda}, but must be between 0 (only completions of the data) and 1 (only rollouts)"
             )
         if not (math.isfinite(self.reward_beta) and self.reward_beta >= 0):
-            raise XtkError(f"--reward-beta is {self.reward_beta}; it is a number from 0 on")
+            raise XtkError(f"--reward-beta is {self.reward_beta}, but must be a finite number of at least 0")
         if self.reward_beta and not self.rewards:
-            raise XtkError("--reward-beta weighs rollouts by their rewards, and there are none", hint="--reward exact")
+            raise XtkError("--reward-beta needs --reward", hint="add for example --reward exact")
         if self.devices and self.backend != "vllm":
-            raise XtkError("--placement rollout=... is for --rollout-backend vllm; the student itself is where it is")
+            raise XtkError("--devices rollout=... needs --rollout-backend vllm", hint="use it, or remove rollout=...")
         if self.server and self.backend != "server":
-            raise XtkError(f"--rollout-server is for --rollout-backend server, not {self.backend}")
+            raise XtkError("--rollout-server needs --rollout-backend server", hint="use it, or remove --rollout-server")
         if self.engine and self.backend != "vllm":
-            raise XtkError(f"--rollout-engine is for --rollout-backend vllm, not {self.backend}")
+            raise XtkError("--rollout-engine needs --rollout-backend vllm", hint="use it, or remove --rollout-engine")
         if self.backend not in GENERATORS:
-            raise unknown_name_error("backend", self.backend, GENERATORS)
+            raise unknown_name_error("rollout backend", self.backend, GENERATORS)
 
     @property
     def prompt_format(self) -> PromptFormat:
-        """How records are put to the student."""
+        """How prompts are built from records."""
         return PromptFormat(self.prompt_template, as_chat=self.apply_chat_template)
 
     @property
     def steps_per_rollout_batch(self) -> int:
-        """Steps between two times of writing."""
+        """Training steps per rollout batch, counting repeated passes."""
         return self.steps_per_generation * self.num_iterations
 
     def describe(self, generator: str) -> str:
-        """Say what a round is.
+        """Return a line that describes a rollout batch.
 
         Args:
-            generator: writes, and where.
+            generator: description of the generator.
         """
         return (
-            f"a round is {self.steps_per_generation} step(s), taken {self.num_iterations} time(s), of "
-            f"{self.num_generations} completion(s) of each prompt; {generator}"
+            f"each rollout batch has {self.steps_per_generation} step(s), {self.num_iterations} pass(es) and "
+            f"{self.num_generations} completion(s) per prompt; {generator}"
         )
 
     def identity(self) -> dict[str, Any]:
-        """Return what makes two runs the same."""
+        """Return the options that decide whether two runs are the same."""
         content = {
             name: value
             for name, value in asdict(self).items()
@@ -185,27 +188,27 @@ class OnPolicyConfig:
             if not content[name]:
                 del content[name]
         content["sampling"]["stop"] = list(self.sampling.stop)
-        content["environment"] = _by_content(self.environment)
-        rewards = [_by_content(str(reward)) for reward in self.rewards]
+        content["environment"] = _replace_paths_by_checksums(self.environment)
+        rewards = [_replace_paths_by_checksums(str(reward)) for reward in self.rewards]
         return {**content, "rewards": rewards, "engine": dict(self.engine)}
 
     def check_batch(self, documents_per_step: int) -> None:
-        """Refuse steps that hold a part of a prompt's completions.
+        """Check that each step has all completions of its prompts.
 
         Raises:
-            XtkError: they do.
+            XtkError: a step would have only a part of a prompt's completions.
         """
         if documents_per_step % self.num_generations:
             raise XtkError(
-                f"a step has {documents_per_step} documents, and a prompt {self.num_generations} completions, "
-                "which are compared within a step",
-                hint="--per-device-train-batch-size x --gradient-accumulation-steps x processes, a multiple of "
-                "--num-generations",
+                f"the documents per step ({documents_per_step}) must be a multiple of --num-generations "
+                f"{self.num_generations}",
+                hint="change --per-device-train-batch-size or --gradient-accumulation-steps: documents per step are "
+                "their product, times the number of data-parallel processes",
             )
 
 
-def _by_content(text: str) -> str:
-    """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with the file's name and checksum for its path."""
+def _replace_paths_by_checksums(text: str) -> str:
+    """Return `FILE.py:NAME`, or a reward with `schema=FILE`, with file paths replaced by file name and checksum."""
 
     def named(found: re.Match[str]) -> str:
         path = Path(found[0])
@@ -215,17 +218,17 @@ def _by_content(text: str) -> str:
 
 
 class PromptSampler(BatchSampler):
-    """Which documents a step takes, of those that the student writes and of those of the data.
+    """Chooses the documents of each step: rollouts of sampled prompts, or documents of the data.
 
-    The n completions of prompt p are documents `p n` to `p n + n - 1`; the document of the data that prompt p is from
-    is document `P n + p`.
+    With n completions for each of P prompts, the completions of prompt p are documents `p n` to `p n + n - 1`; the
+    document of the data from which prompt p was read is document `P n + p`.
 
     Args:
-        prompts_of_step: int64, the prompts to draw from.
-        sizes: int64 [P], how long each of all prompts is.
-        per_step: documents in a step.
-        seed: of the shuffle and of what is on-policy.
-        on_policy: how steps follow.
+        prompts: int64, indices of the prompts to sample from.
+        prompt_sizes: int64 [P], length of each prompt.
+        documents_per_step: documents in a step.
+        seed: seed of the shuffle and of the choice of on-policy steps.
+        on_policy: options of on-policy training.
     """
 
     def __init__(
@@ -240,58 +243,58 @@ class PromptSampler(BatchSampler):
         self._on_policy, self._all = on_policy, len(prompt_sizes)
 
     def generation_step(self, step: int) -> int:
-        """Return which step this one is, not counting those that take the same documents again."""
+        """Return the number of this step among those with new documents (repeated passes have the same number)."""
         number, within = divmod(step, self._on_policy.steps_per_rollout_batch)
         return number * self._on_policy.steps_per_generation + within % self._on_policy.steps_per_generation
 
     def is_on_policy(self, step: int) -> bool:
-        """Say whether a step takes what the student writes."""
-        drawn = np.random.default_rng([self._seed, self.generation_step(step), 1]).random()
-        return bool(drawn < self._on_policy.lmbda)
+        """Return whether a step trains on rollouts."""
+        value = np.random.default_rng([self._seed, self.generation_step(step), 1]).random()
+        return bool(value < self._on_policy.lmbda)
 
     def epoch_of_step(self, step: int) -> int:
-        """Return how often all prompts were taken before a step."""
-        return self.generation_step(step) * self._prompts_of(step) // len(self._documents)
+        """Return the number of completed epochs over the prompts before a step."""
+        return self.generation_step(step) * self._num_prompts(step) // len(self._documents)
 
     def prompts_of_step(self, step: int) -> list[tuple[int, int]]:
-        """Return (prompt, how often it was taken before) of a step, longest first."""
-        size, count = len(self._documents), self._prompts_of(step)
-        places = range(self.generation_step(step) * count, (self.generation_step(step) + 1) * count)
-        found = [(int(self._of_epoch(place // size)[place % size]), place // size) for place in places]
+        """Return (prompt, epoch) pairs of a step, longest prompts first."""
+        size, count = len(self._documents), self._num_prompts(step)
+        indices = range(self.generation_step(step) * count, (self.generation_step(step) + 1) * count)
+        found = [(int(self._shuffle_of_epoch(at // size)[at % size]), at // size) for at in indices]
         return sorted(found, key=lambda pair: (-int(self._sizes[pair[0]]), pair))
 
     def documents_of_step(self, step: int) -> list[int]:
-        """Return the documents of a step, those of the longest prompts first."""
+        """Return the documents of a step, longest prompts first."""
         count = self._on_policy.num_generations
         if not self.is_on_policy(step):
             return [self._all * count + prompt for prompt, _ in self.prompts_of_step(step)]
         return [prompt * count + sample for prompt, _ in self.prompts_of_step(step) for sample in range(count)]
 
-    def _prompts_of(self, step: int) -> int:
+    def _num_prompts(self, step: int) -> int:
         if self.is_on_policy(step):
             return self.documents_per_step // self._on_policy.num_generations
         return min(self.documents_per_step, len(self._documents))
 
 
 def count_repeated_ngrams(ids: Sequence[int], ngram_size: int = 4) -> tuple[int, int]:
-    """Return how many runs of `size` tokens were there before, of how many."""
-    runs = [tuple(ids[at : at + ngram_size]) for at in range(len(ids) - ngram_size + 1)]
-    return len(runs) - len(set(runs)), len(runs)
+    """Return the number of n-grams that occurred before, and of all n-grams."""
+    ngrams = [tuple(ids[at : at + ngram_size]) for at in range(len(ids) - ngram_size + 1)]
+    return len(ngrams) - len(set(ngrams)), len(ngrams)
 
 
 def reward_weights(rewards: Sequence[float], prompt_numbers: Sequence[int], beta: float) -> NDArray[np.float64]:
-    """Return how much each rollout of a step counts: `softmax(reward / beta)` times the number of those compared.
+    """Return the weight of each rollout of a step: `softmax(reward / beta)` times the size of its group.
 
-    Compared are the rollouts of one prompt; those of a step, where each prompt has one. One that could not be judged
-    counts as the mean of the others.
+    A group is the rollouts of a prompt, or all rollouts of the step if each prompt has one. A rollout without a reward
+    gets the mean reward of the others.
 
     Args:
-        rewards: [n], nan where there is none.
-        prompt_numbers: [n], which prompt each is of.
+        rewards: [n], NaN: no reward.
+        prompt_numbers: [n], index of each rollout's prompt.
         beta: b.
 
     Returns:
-        float64 [n], with the mean 1 within those compared.
+        float64 [n], with mean 1 in each group.
     """
     values, owners = np.array(rewards, np.float64), np.array(prompt_numbers)
     weights = np.ones(len(values))
@@ -300,9 +303,9 @@ def reward_weights(rewards: Sequence[float], prompt_numbers: Sequence[int], beta
         parts = [np.ones(len(values), np.bool_)]
     for part in parts:
         own = values[part]
-        judged = np.isfinite(own)
-        if not judged.any():
+        scored = np.isfinite(own)
+        if not scored.any():
             continue
-        powers = np.exp((np.where(judged, own, own[judged].mean()) - own[judged].max()) / beta)
+        powers = np.exp((np.where(scored, own, own[scored].mean()) - own[scored].max()) / beta)
         weights[part] = powers / powers.mean()
     return weights

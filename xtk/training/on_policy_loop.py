@@ -1,7 +1,7 @@
-"""Rounds of on-policy training: the student writes, its teachers score that, and it trains from what they said.
+"""On-policy training loop: the student generates a rollout batch, the teachers score it, the student trains on it.
 
-A round is kept in the run's folder, what was written and what was said of it, until a checkpoint comes after it: a run
-that is killed inside of a round goes on with the same rollouts, which weights wrote that are no more.
+A rollout batch and its teacher caches stay in the run folder until a later checkpoint exists. A run that is killed
+within a batch resumes with the same rollouts, although the weights that generated them are gone.
 """
 
 from __future__ import annotations
@@ -48,39 +48,40 @@ COMPARISON_FILE = "comparison.json"
 
 
 class RolloutGenerator(Protocol):
-    """Who writes for the student; as `xtk.training.student_generator.StudentGenerator`.
+    """Generator of the student's rollouts; implemented by `xtk.training.student_generator.StudentGenerator`.
 
     Attributes:
-        main_process_only: whether the first process writes for all.
+        main_process_only: whether the main process generates for all processes.
     """
 
     main_process_only: bool
 
     def sync_weights(self, step: int) -> None:
-        """Take the student's weights, as they are now; all processes call it."""
+        """Load the student's current weights into the generator (collective)."""
 
     def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
-        """Go on from prompts that were taken so often before."""
+        """Return rollouts of prompts that have been used `times_taken` times before, which selects the random seeds."""
 
     def sleep(self) -> None:
-        """Leave the device to others."""
+        """Free the device for training and teachers."""
 
     def close(self) -> None:
-        """Write no more."""
+        """End the generator."""
 
 
 class OnPolicySource(OnlineSource):
-    """What a student wrote in the present round, the documents of the data, and what teachers said of both.
+    """The current rollout batch, the documents of the data, and the teachers' outputs for both.
 
     Args:
-        prompts: all.
-        data: the documents of the data, one a prompt; none if no step takes them.
-        completions_per_prompt: completions of a prompt.
+        prompts: all prompts.
+        data: the documents of the data, one per prompt; none if no step trains on them.
+        completions_per_prompt: completions per prompt.
         student: the student's tokenizer.
-        teachers: who score.
-        names: of the teachers, if each document names its own; none: all score all.
-        images: of each teacher with another tokenizer who is asked for given tokens, how the student's lead to its own.
-        join: how several teachers speak together.
+        teachers: the online teachers.
+        route_names: the teachers' names, if each document names its teacher; none: all teachers score all documents.
+        projections: for each teacher with another tokenizer and `--support candidates`, the projection of the
+            student's tokens to its vocabulary.
+        combine_caches: how several teachers are combined.
     """
 
     def __init__(
@@ -94,68 +95,68 @@ class OnPolicySource(OnlineSource):
         projections: Sequence[Projection | None],
         combine_caches: CombineCaches,
     ) -> None:
-        unwritten = [prompt.document for prompt in prompts for _ in range(completions_per_prompt)]
-        sizes = np.full((len(teachers), len(unwritten) + len(data)), NO_ROW, np.int32)
-        super().__init__([*unwritten, *data], teachers, sizes, {}, combine_caches)
+        placeholders = [prompt.document for prompt in prompts for _ in range(completions_per_prompt)]
+        sizes = np.full((len(teachers), len(placeholders) + len(data)), NO_ROW, np.int32)
+        super().__init__([*placeholders, *data], teachers, sizes, {}, combine_caches)
         self.prompts, self.completions_per_prompt = prompts, completions_per_prompt
-        self._student, self._names, self._images = student, route_names, projections
-        self._now = list(self._documents)
+        self._student, self._names, self._projections = student, route_names, projections
+        self._current = list(self._documents)
         self._top_ids: dict[int, NDArray[np.int32]] = {}
         self._taken: list[int] = []
 
     def fingerprint(self) -> str:
-        """Return the hash of the records: what prompts, rewards, environments and the data's completions come from."""
-        told = [dict(prompt.record) for prompt in self.prompts]
-        content = json.dumps(told, sort_keys=True, default=str)
-        if answered := self._documents[len(self.prompts) * self.completions_per_prompt :]:
-            of_data = CorpusFingerprint()
-            for document in answered:
-                of_data.add(document)
-            content += str(of_data)
+        """Return the hash of the records, which contain prompts, completions and inputs of rewards and environments."""
+        records = [dict(prompt.record) for prompt in self.prompts]
+        content = json.dumps(records, sort_keys=True, default=str)
+        if with_completions := self._documents[len(self.prompts) * self.completions_per_prompt :]:
+            fingerprint = CorpusFingerprint()
+            for document in with_completions:
+                fingerprint.add(document)
+            content += str(fingerprint)
         return sha256(content.encode())
 
     def document(self, number: int) -> Document:
-        """Return a document; of a completion, that of the present round."""
-        return self._now[number]
+        """Return a document; for a completion, the one of the current rollout batch."""
+        return self._current[number]
 
     def set_rollouts(self, rollouts: Mapping[int, Rollout], weights: Mapping[int, float]) -> None:
-        """Take what the student wrote.
+        """Replace the current rollout batch.
 
         Args:
-            rollouts: by the numbers of documents.
-            weights: what each counts.
+            rollouts: rollouts by document index.
+            weights: weight of each rollout in the loss.
         """
         for number in self._taken:
-            self._now[number] = self._documents[number]
+            self._current[number] = self._documents[number]
         self._top_ids, self._taken = {}, list(rollouts)
         for number, rollout in rollouts.items():
             document = rollout.document
-            self._now[number] = replace(document, weight=document.weight * weights[number])
+            self._current[number] = replace(document, weight=document.weight * weights[number])
             if rollout.top_ids is not None:
                 self._top_ids[number] = np.asarray(rollout.top_ids, np.int32)
 
     def plan_jobs(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[CacheJob | None]:
-        """Return what each teacher has to do for a round; None: nothing. As `LiveSource.works`."""
-        works: list[CacheJob | None] = []
+        """Return each teacher's scoring job for a rollout batch; None: nothing to score."""
+        jobs: list[CacheJob | None] = []
         for at, teacher in enumerate(self.teachers):
             own = [int(n) for n in numbers if not self._names or self.document(n).teacher_name == self._names[at]]
             self._sizes[at, numbers] = NO_ROW
             if not own:
-                works.append(None)
+                jobs.append(None)
                 continue
-            asked = InMemoryCorpus([self._with_candidates(at, number) for number in own], ["rollouts"], {})
-            read, sizes = teacher.read_corpus(asked, "")
+            requested = InMemoryCorpus([self._with_candidates(at, number) for number in own], ["rollouts"], {})
+            read, sizes = teacher.read_corpus(requested, "")
             self._sizes[at, own] = sizes
-            works.append(teacher.make_job(InMemoryCorpus(read, asked.sources, {}), sizes, folder / str(at), epoch))
-        return works
+            jobs.append(teacher.make_job(InMemoryCorpus(read, requested.sources, {}), sizes, folder / str(at), epoch))
+        return jobs
 
     def _with_candidates(self, at: int, number: int) -> Document:
-        """Return a document as a teacher is asked about it: with the tokens that it is to tell about."""
+        """Return a document for a teacher, with the candidate tokens to score if its support is `candidates`."""
         document, teacher = self.document(number), self.teachers[at]
-        if teacher.request.support.kind != "given":
+        if teacher.request.support.kind != "candidates":
             return document
         lists = teacher_candidate_ids(
-            document, self._top_ids.get(number), self._student, teacher.teacher_tokenizer, self._images[at]
+            document, self._top_ids.get(number), self._student, teacher.teacher_tokenizer, self._projections[at]
         )
         return document.with_candidate_ids(lists)
 
@@ -167,52 +168,55 @@ def teacher_candidate_ids(
     teacher: Tokenizer,
     projection: Projection | None,
 ) -> list[NDArray[np.int32]]:
-    """Return what a teacher is to tell about at each of its trained tokens, where the student began a token too.
+    """Return the candidate tokens for a teacher to score at each of its trained tokens.
 
     Args:
-        document: what the student wrote.
-        top_ids: int32 [drawn tokens, G], which tokens the student found likeliest in their places; None: unknown, and
-            the teacher is asked about the tokens of the text alone.
-        student: its tokenizer.
+        document: a rollout.
+        top_ids: int32 [sampled tokens, G], the student's top tokens at each position; None: unknown, and the teacher
+            scores the observed tokens only.
+        student: the student's tokenizer.
         teacher: the teacher's tokenizer.
-        projection: how the student's tokens lead to the teacher's; None: they are the same.
+        projection: projection to the teacher's vocabulary; None: both vocabularies are the same.
+
+    Returns:
+        One array of teacher ids per trained token; empty where no sampled student token begins.
     """
     ((_, theirs),) = teacher_views(teacher, [document])
     (ours,) = tokenize_documents(student, [document])
-    places = np.flatnonzero(theirs.train_mask)
-    lists = {place: np.zeros(0, np.int32) for place in places.tolist()}
-    drawn = document.sampled_tokens
-    if top_ids is not None and drawn is not None:
-        row_of = np.cumsum(drawn.sampled_mask) - 1
+    positions = np.flatnonzero(theirs.train_mask)
+    lists = {position: np.zeros(0, np.int32) for position in positions.tolist()}
+    sampled = document.sampled_tokens
+    if top_ids is not None and sampled is not None:
+        row_of = np.cumsum(sampled.sampled_mask) - 1
         for s0, _, t0, _ in align_sequences(ours, theirs).tolist():
-            if t0 in lists and s0 < len(drawn.sampled_mask) and drawn.sampled_mask[s0]:
-                lists[t0] = _led(top_ids[row_of[s0]], projection)
-    return [lists[place] for place in places.tolist()]
+            if t0 in lists and s0 < len(sampled.sampled_mask) and sampled.sampled_mask[s0]:
+                lists[t0] = _project_ids(top_ids[row_of[s0]], projection)
+    return [lists[position] for position in positions.tolist()]
 
 
-def _led(ids: NDArray[np.int32], image: Projection | None) -> NDArray[np.int32]:
-    if image is None:
+def _project_ids(ids: NDArray[np.int32], projection: Projection | None) -> NDArray[np.int32]:
+    if projection is None:
         return ids
-    edges = image.row_offsets
-    return np.unique(np.concatenate([image.teacher_ids[edges[one] : edges[one + 1]] for one in ids.tolist()]))
+    edges = projection.row_offsets
+    return np.unique(np.concatenate([projection.teacher_ids[edges[one] : edges[one + 1]] for one in ids.tolist()]))
 
 
 class OnPolicyLoop(TeacherBlocks):
-    """The steps of an on-policy run, in rounds.
+    """Iterates over the steps of an on-policy run, in rollout batches.
 
     Args:
-        source: of the documents.
-        order: which of them a step takes.
-        steps: of the whole run.
-        on_policy: how the student writes.
-        output: the run's folder, which all processes see.
-        accelerator: Accelerate's.
-        writer: writes for the student; each process asks for its share of the prompts.
-        check: compares rollouts that an engine generated with the student; None: the student generates them itself.
+        source: source of the documents.
+        sampler: chooses the prompts and documents of each step.
+        num_steps: steps of the whole run.
+        on_policy: options of on-policy training.
+        output: the run folder, shared by all processes.
+        accelerator: Accelerate's accelerator.
+        generator: generates rollouts; each process calls it with its part of the prompts.
+        check: checks the log-probabilities of an engine; None: the training process generates.
 
     Attributes:
-        rollout_metrics: of the last round, for metrics.
-        generation_seconds: that the student wrote, so far.
+        rollout_metrics: metrics of the last rollout batch.
+        generation_seconds: time of generation so far.
     """
 
     def __init__(
@@ -227,7 +231,7 @@ class OnPolicyLoop(TeacherBlocks):
         check: LogprobCheck | None = None,
     ) -> None:
         super().__init__(source, sampler, num_steps, on_policy.steps_per_rollout_batch, output, accelerator)
-        self._on_policy, self._rounds, self._check = on_policy, output / ROLLOUT_BATCHES_FOLDER, check
+        self._on_policy, self._batches_folder, self._check = on_policy, output / ROLLOUT_BATCHES_FOLDER, check
         self._generator = generator
         self._source: OnPolicySource = source
         self._order: PromptSampler = sampler
@@ -237,156 +241,156 @@ class OnPolicyLoop(TeacherBlocks):
         self._first_step = 0
 
     def __call__(self, steps: range, stop_listener: StopListener) -> Iterator[range]:
-        """Yield the steps in rounds; before each the student writes and its teachers score, or what they did is read.
+        """Yield the steps of each rollout batch, after generating and scoring it, or reading a stored one.
 
-        A signal ends them, in all processes; what was written by then is kept.
+        Iteration ends after a stop signal, in all processes; generated rollouts are kept.
 
         Args:
-            steps: those that are left.
-            stop_listener: knows of signals.
+            steps: the remaining steps.
+            stop_listener: records stop signals.
 
         Raises:
-            XtkError: the rollouts of a round show a sign of collapse after which the run is to end.
+            XtkError: a rollout batch meets a --stop-if condition.
         """
         self._first_step = steps.start
-        self._forget_later(steps.start)
+        self._remove_later_batches(steps.start)
         for number, block in enumerate(self.blocks()):
             if block.stop <= steps.start:
                 continue
-            folder = self._rounds / f"{number:06d}"
+            folder = self._batches_folder / f"{number:06d}"
             started = time.monotonic()
             self._generate_rollouts(block, folder, is_current=steps.start <= block.start)
-            written = time.monotonic()
-            if stop_listener.reason(self._accelerator.device, by_signals=True) or not self._scored(
+            generated = time.monotonic()
+            if stop_listener.reason(self._accelerator.device, by_signals=True) or not self._score_block(
                 block, folder, stop_listener
             ):
                 self._source.close_caches()
                 return
-            self.generation_seconds += written - started
-            self.teacher_seconds += time.monotonic() - written
+            self.generation_seconds += generated - started
+            self.teacher_seconds += time.monotonic() - generated
             try:
                 yield range(max(block.start, steps.start), block.stop)
             finally:
                 self._source.close_caches()
-            self._forget_saved()
+            self._remove_saved_batches()
 
     def blocks(self) -> Iterator[range]:
-        """Yield the steps of each round of the whole run."""
+        """Yield the steps of each rollout batch of the whole run."""
         for start in range(0, self._steps, self.size):
             yield range(start, min(start + self.size, self._steps))
 
     def finish(self) -> None:
-        """Remove what was kept of rounds; the run is done."""
+        """End the generator and remove stored rollout batches."""
         self._generator.close()
         if self._accelerator.is_main_process:
-            shutil.rmtree(self._rounds, ignore_errors=True)
+            shutil.rmtree(self._batches_folder, ignore_errors=True)
 
     def staleness(self, step: int) -> int:
-        """Return how many steps the student took since it wrote what a step takes."""
+        """Return the number of optimizer steps between generating a step's rollouts and training on them."""
         return step % self.size if self._order.is_on_policy(step) else 0
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return what metrics tell of a step's rollouts."""
-        writes = self._order.is_on_policy(step)
+        """Return the on-policy metrics of a step."""
+        on_policy = self._order.is_on_policy(step)
         figures = {
             f"rollout_{name}" if name != "reward" else name: value for name, value in self.rollout_metrics.items()
         }
         return {
             **super().metrics(step),
-            **(figures if writes else {}),
-            "is_on_policy_step": int(writes),
+            **(figures if on_policy else {}),
+            "is_on_policy_step": int(on_policy),
             "staleness_steps": self.staleness(step),
             "generation_seconds": round(self.generation_seconds, 3),
         }
 
-    def _forget_later(self, start: int) -> None:
-        """Remove rounds behind the one in which the run goes on: the student writes them anew."""
+    def _remove_later_batches(self, start: int) -> None:
+        """Remove rollout batches after the one in which the run resumes; they are generated again."""
         if self._accelerator.is_main_process:
-            for number, folder in self._kept():
+            for number, folder in self._stored_batches():
                 if number * self.size > start:
                     shutil.rmtree(folder, ignore_errors=True)
         self._accelerator.wait_for_everyone()
 
-    def _forget_saved(self) -> None:
-        """Remove rounds before the last checkpoint, but for those inside of which an earlier checkpoint lies."""
+    def _remove_saved_batches(self) -> None:
+        """Remove rollout batches before the last checkpoint, except those that contain an earlier checkpoint."""
         saved = [step for step, _ in list_checkpoints(self._output)]
-        for number, folder in self._kept() if saved and self._accelerator.is_main_process else []:
+        for number, folder in self._stored_batches() if saved and self._accelerator.is_main_process else []:
             start, stop = number * self.size, (number + 1) * self.size
             if stop <= saved[-1] and not any(start < step < stop for step in saved):
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _kept(self) -> list[tuple[int, Path]]:
-        return [(int(folder.name), folder) for folder in self._rounds.glob("[0-9]*") if folder.name.isdecimal()]
+    def _stored_batches(self) -> list[tuple[int, Path]]:
+        return [(int(folder.name), folder) for folder in self._batches_folder.glob("[0-9]*") if folder.name.isdecimal()]
 
     def _generate_rollouts(self, block: range, folder: Path, *, is_current: bool) -> None:
-        """Have the student write what the steps of a round take, each process its share, and read it.
+        """Generate the rollouts of a batch, each process a part, unless they are stored; then load them.
 
         Args:
-            block: the steps.
-            folder: where the rollouts are stored.
-            is_current: whether the student's weights are those of the first of the steps.
+            block: the steps of the batch.
+            folder: folder of the stored rollouts.
+            is_current: whether the student has the weights of the first of these steps.
         """
         accelerator, on_policy = self._accelerator, self._on_policy
-        writing = [step for step in block if self._order.is_on_policy(step)]
-        times: dict[int, int] = {}
-        for step in writing:
-            for prompt, before in self._order.prompts_of_step(step):
-                times.setdefault(prompt, before)
+        on_policy_steps = [step for step in block if self._order.is_on_policy(step)]
+        epochs: dict[int, int] = {}
+        for step in on_policy_steps:
+            for prompt, epoch in self._order.prompts_of_step(step):
+                epochs.setdefault(prompt, epoch)
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        there = _complete_rollout_files(folder)
-        accelerator.wait_for_everyone()  # everybody looked before anybody writes
-        if there is None and times and block.start < self._first_step:
+        stored = _complete_rollout_files(folder)
+        accelerator.wait_for_everyone()  # all processes list the files before one writes
+        if stored is None and epochs and block.start < self._first_step:
             raise CorruptError(
-                f"the rollouts of steps {block.start + 1:,} to {block.stop:,} are missing, and the run goes on after "
-                f"step {self._first_step:,}",
+                f"the run resumes after step {self._first_step:,}, but the stored rollouts of steps "
+                f"{block.start + 1:,} to {block.stop:,} are missing",
                 where=str(folder),
-                hint=f"move {CHECKPOINT}-{self._first_step} to another folder: the one before is taken",
+                hint=f"move {CHECKPOINT}-{self._first_step} out of the run folder to resume from an earlier one",
             )
-        if there is None and times:
+        if stored is None and epochs:
             folder.mkdir(parents=True, exist_ok=True)
             self._generator.sync_weights(block.start)
             rank, ranks = (0 if rank == 0 else None, 1) if self._generator.main_process_only else (rank, ranks)
-            own = [] if rank is None else sorted(times)[rank::ranks]
+            own = [] if rank is None else sorted(epochs)[rank::ranks]
             rollouts = [
                 rollout
-                for before in sorted({times[number] for number in own})
+                for epoch in sorted({epochs[number] for number in own})
                 for rollout in self._generator.generate(
-                    [self._source.prompts[n] for n in own if times[n] == before], before
+                    [self._source.prompts[n] for n in own if epochs[n] == epoch], epoch
                 )
             ]
             self._generator.sleep()
             if rank is not None:
-                _store(folder / _name(rank, ranks), rollouts)
+                _write_rollouts(folder / _rollout_file_name(rank, ranks), rollouts)
         accelerator.wait_for_everyone()
-        parts = there or _complete_rollout_files(folder) or []
-        found = [rollout for part in parts for rollout in _stored(part, self._source)]
-        written = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
-        weights = dict.fromkeys(written, 1.0)
-        for step in writing:
-            numbers = [number for number in dict.fromkeys(self._order.documents_of_step(step)) if number in written]
-            usable = [number for number in numbers if not written[number].unusable_reason]
+        parts = stored or _complete_rollout_files(folder) or []
+        found = [rollout for part in parts for rollout in _read_rollouts(part, self._source)]
+        by_document = {one.prompt * on_policy.num_generations + one.sample: one for one in found}
+        weights = dict.fromkeys(by_document, 1.0)
+        for step in on_policy_steps:
+            numbers = [number for number in dict.fromkeys(self._order.documents_of_step(step)) if number in by_document]
+            usable = [number for number in numbers if not by_document[number].unusable_reason]
             weights |= dict.fromkeys(numbers, 0.0) | dict.fromkeys(usable, 1.0)
             if on_policy.reward_beta and usable:
-                some = [written[number] for number in usable]
-                counts = reward_weights(
+                some = [by_document[number] for number in usable]
+                usable_weights = reward_weights(
                     [one.reward for one in some], [one.prompt for one in some], on_policy.reward_beta
                 )
-                weights |= dict(zip(usable, counts.tolist(), strict=True))
-        self._source.set_rollouts(written, weights)
+                weights |= dict(zip(usable, usable_weights.tolist(), strict=True))
+        self._source.set_rollouts(by_document, weights)
         if found:
             self.rollout_metrics = rollout_metrics(found)
             if self._check is not None:
-                self.rollout_metrics |= self._compared(self._check, found, folder / COMPARISON_FILE, is_current)
+                self.rollout_metrics |= self._compare_logprobs(self._check, found, folder / COMPARISON_FILE, is_current)
             self._log_sample(block, found)
 
-    def _compared(
+    def _compare_logprobs(
         self, check: LogprobCheck, rollouts: Sequence[Rollout], path: Path, is_current: bool
     ) -> dict[str, float]:
-        """Return how far the engine's log-probabilities are from the student's; stored, as weights change."""
+        """Return the metric of the log-probability check; computed with current weights, and stored for a resume."""
         if is_current:
             try:
                 difference = check(rollouts)
-            except XtkError:  # the same command is to generate them again
+            except XtkError:  # the same command generates them again
                 if self._accelerator.is_main_process:
                     shutil.rmtree(path.parent, ignore_errors=True)
                 raise
@@ -396,7 +400,7 @@ class OnPolicyLoop(TeacherBlocks):
         return dict(read_json(path)) if path.is_file() else {}
 
     def _log_sample(self, block: range, rollouts: Sequence[Rollout]) -> None:
-        """Add a rollout of the round to those that people read, and look for signs of collapse."""
+        """Append one rollout of the batch to the log of rollouts, and check the --stop-if conditions."""
         if self._accelerator.is_main_process:
             one = rollouts[0]
             record = {
@@ -406,32 +410,31 @@ class OnPolicyLoop(TeacherBlocks):
                 "finish_reason": one.finish_reason,
                 **({} if math.isnan(one.reward) else {"reward": one.reward}),
             }
-            if self._reported is None:  # a killed run wrote those of rounds that come again
+            if self._reported is None:  # drop entries of batches that a killed run repeats
                 self._reported = MetricsFile(self._output / ROLLOUTS_FILE, block.start - 1)
             self._reported.write(record)
-        for sign in self._on_policy.stop_if:
-            if sign.is_met(self.rollout_metrics):
+        for condition in self._on_policy.stop_if:
+            if condition.is_met(self.rollout_metrics):
                 raise XtkError(
-                    f"the rollouts show a sign of collapse: {sign.name} is {self.rollout_metrics[sign.name]:.4g}, "
-                    f"--stop-if "
-                    f"{sign}",
-                    where=f"the round of steps {block.start + 1:,} to {block.stop:,} of {self._output}",
-                    hint="a smaller --learning-rate, fewer --num-iterations, ce on data with --lmbda below 1; "
-                    "checkpoints before it are kept",
+                    f"--stop-if {condition} ends the run: {condition.name} of the rollouts is "
+                    f"{self.rollout_metrics[condition.name]:.4g}",
+                    where=f"rollout batch of steps {block.start + 1:,} to {block.stop:,} of {self._output}",
+                    hint="use a smaller --learning-rate or --num-iterations, or mix in data with --lmbda below 1; "
+                    "earlier checkpoints are kept",
                 )
 
-    def _write_cache(self, teacher: OnlineTeacher, work: CacheJob, stop: StopListener) -> bool:
-        place = Path(work.location)
-        whole = (place / MANIFEST).is_file() and TeacherCache(place).header == work.header
+    def _write_cache(self, teacher: OnlineTeacher, job: CacheJob, stop: StopListener) -> bool:
+        folder = Path(job.location)
+        complete = (folder / MANIFEST).is_file() and TeacherCache(folder).header == job.header
         self._accelerator.wait_for_everyone()
-        return whole or super()._write_cache(teacher, work, stop)
+        return complete or super()._write_cache(teacher, job, stop)
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return what tells of some rollouts, by the names of `FIGURES`."""
-    drawn = [one.document.sampled_tokens for one in rollouts if one.document.sampled_tokens is not None]
-    ids = [tokens.ids[tokens.sampled_mask].tolist() for tokens in drawn]
-    logprobs = np.concatenate([np.zeros(0), *(tokens.logprobs[tokens.sampled_mask] for tokens in drawn)])
+    """Return the metrics of `ROLLOUT_METRICS` for some rollouts."""
+    sampled = [one.document.sampled_tokens for one in rollouts if one.document.sampled_tokens is not None]
+    ids = [tokens.ids[tokens.sampled_mask].tolist() for tokens in sampled]
+    logprobs = np.concatenate([np.zeros(0), *(tokens.logprobs[tokens.sampled_mask] for tokens in sampled)])
     logprobs = logprobs[np.isfinite(logprobs)]
     repeated = np.array([count_repeated_ngrams(some) for some in ids]).reshape(-1, 2).sum(axis=0)
     figures = {
@@ -442,38 +445,38 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "unusable_fraction": float(np.mean([bool(one.unusable_reason) for one in rollouts])),
         "turns": float(np.mean([one.num_turns for one in rollouts])),
         "environment_token_fraction": 1
-        - sum(map(len, ids)) / max(sum(_behind_the_prompt(tokens) for tokens in drawn), 1),
+        - sum(map(len, ids)) / max(sum(_tokens_after_prompt(tokens) for tokens in sampled), 1),
     }
-    judged = [one.reward for one in rollouts if math.isfinite(one.reward)]
-    return {**figures, **({"reward": float(np.mean(judged))} if judged else {})}
+    scored = [one.reward for one in rollouts if math.isfinite(one.reward)]
+    return {**figures, **({"reward": float(np.mean(scored))} if scored else {})}
 
 
-def _behind_the_prompt(tokens: SampledTokens) -> int:
-    places = np.flatnonzero(tokens.sampled_mask)
-    return int(places[-1] - places[0] + 1) if len(places) else 0
+def _tokens_after_prompt(tokens: SampledTokens) -> int:
+    positions = np.flatnonzero(tokens.sampled_mask)
+    return int(positions[-1] - positions[0] + 1) if len(positions) else 0
 
 
-# How a round lies on the disk.
+# Files of a rollout batch.
 
 
-def _name(rank: int, ranks: int) -> str:
+def _rollout_file_name(rank: int, ranks: int) -> str:
     return f"rollouts-{rank:05d}-of-{ranks:05d}.jsonl"
 
 
 def _complete_rollout_files(folder: Path) -> list[Path] | None:
-    """Return the files of a round, if all processes wrote theirs, however many they were."""
+    """Return the rollout files of a batch, if those of all processes exist."""
     for first in sorted(folder.glob("rollouts-00000-of-*.jsonl")):
         ranks = int(first.stem.rpartition("-")[2])
-        parts = [folder / _name(rank, ranks) for rank in range(ranks)]
+        parts = [folder / _rollout_file_name(rank, ranks) for rank in range(ranks)]
         if all(part.is_file() for part in parts):
             return parts
     return None
 
 
-def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
+def _write_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
     with atomic_write(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
         for one in rollouts:
-            drawn, top_ids = one.document.sampled_tokens, one.top_ids
+            sampled, top_ids = one.document.sampled_tokens, one.top_ids
             record = {
                 "prompt": one.prompt,
                 "sample": one.sample,
@@ -484,22 +487,22 @@ def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
                 "complete": one.document.is_complete,
                 "segments": [[part.role, part.text, part.train] for part in one.document.segments],
                 "messages": None if one.document.conversation is None else list(one.document.conversation.messages),
-                "sampled_tokens": None if drawn is None else base64.b64encode(drawn.to_bytes()).decode(),
+                "sampled_tokens": None if sampled is None else base64.b64encode(sampled.to_bytes()).decode(),
                 "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
             }
             stream.write(json.dumps({**record, "checksum": _rollout_checksum(path, record)}) + "\n")
 
 
 def _rollout_checksum(path: Path, record: Mapping[str, Any]) -> str:
-    """Return xxh3 of a rollout and of its place: the round and the process."""
+    """Return the xxh3 checksum of a rollout record, including its folder and file name."""
     return "xxh3:" + xxhash.xxh3_64_hexdigest(f"{path.parent.name}/{path.name} {json.dumps(record)}".encode())
 
 
 def _read_rollout_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of rollouts.
+    """Return the records of a rollout file.
 
     Raises:
-        Damaged: one of them does not match its checksum.
+        CorruptError: a record does not match its checksum.
     """
     try:
         records = [dict(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -508,22 +511,22 @@ def _read_rollout_records(path: Path) -> list[dict[str, Any]]:
         records, stated = [{}], [""]
     if stated != [_rollout_checksum(path, record) for record in records]:
         raise CorruptError(
-            "these rollouts do not match their checksums",
+            "checksum mismatch in the stored rollouts",
             where=str(path),
-            hint=f"rm -r {path.parent}, and the same command again: the student writes them again",
+            hint=f"run rm -r {path.parent} and the same command again, which generates them again",
         )
     return records
 
 
-def _stored(path: Path, source: OnPolicySource) -> Iterator[Rollout]:
+def _read_rollouts(path: Path, source: OnPolicySource) -> Iterator[Rollout]:
     for record in _read_rollout_records(path):
-        of_prompt = source.prompts[record["prompt"]].document
-        talk = of_prompt.conversation
+        prompt_document = source.prompts[record["prompt"]].document
+        conversation = prompt_document.conversation
         document = replace(
-            of_prompt,
+            prompt_document,
             segments=tuple(Segment(*part) for part in record["segments"]),
             is_complete=record["complete"],
-            conversation=None if talk is None else replace(talk, messages=tuple(record["messages"])),
+            conversation=None if conversation is None else replace(conversation, messages=tuple(record["messages"])),
             sampled_tokens=None
             if record["sampled_tokens"] is None
             else SampledTokens.from_bytes(base64.b64decode(record["sampled_tokens"])),

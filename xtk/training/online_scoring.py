@@ -1,6 +1,6 @@
-"""Live teachers: they score the documents of some steps, leave the device, and the student trains from what they said.
+"""Online teachers: they score the documents of a block of steps, leave the device, and the student trains on these.
 
-What they said is a cache of its own for each block of steps, in the run's folder, removed when the block is done.
+Each block has separate temporary caches in the run folder, removed when the block is done.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from xtk.training.loss_assignment import number_duplicate_names
 from xtk.training.micro_batches import BatchSampler
 
 COMMAND_NAME = "distill"
-DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # of a block, at most, where nobody says how many
+DEFAULT_BLOCK_STEPS, DEFAULT_BLOCK_BYTES = 64, 4 << 30  # limits of a block without --teacher-block-steps
 
-# From the caches of a block, and where they hold each document [teachers, documents], to who tells of them.
+# (caches of a block, index of each document in each cache [teachers, documents]) -> the combined source.
 CombineCaches = Callable[[Sequence[TeacherCache], NDArray[np.int64]], DocumentSource]
 
 
 class OnlineSource(TextSource):
-    """Documents in memory, and what teachers said of the present block of them.
+    """Documents in memory, with teacher outputs for the current block.
 
     Args:
-        documents: all of them.
-        teachers: who score them.
-        sizes: int32 [teachers, documents], tokens of each teacher; -1 of a document that it does not read.
-        columns: of the data, which a block's caches are told about.
-        join: how several teachers speak together.
+        documents: all documents.
+        teachers: the online teachers.
+        token_counts: int32 [teachers, documents], tokens of each teacher; -1: the teacher does not score the document.
+        columns: columns of the data, stored in the caches' headers.
+        combine_caches: how several teachers are combined.
     """
 
     def __init__(
@@ -63,52 +63,57 @@ class OnlineSource(TextSource):
         combine_caches: CombineCaches,
     ) -> None:
         super().__init__(documents)
-        self.teachers, self._sizes, self._columns, self._join = teachers, token_counts, columns, combine_caches
+        self.teachers, self._sizes, self._columns, self._combine_caches = (
+            teachers,
+            token_counts,
+            columns,
+            combine_caches,
+        )
         self._block: DocumentSource | None = None
 
     def teacher_outputs(self, number: int, sample_set: int | None = 0) -> tuple[TeacherOutput | None, ...]:
-        """Return what was said of a document of the present block."""
+        """Return the teachers' outputs for a document of the current block."""
         if self._block is None:
-            raise RuntimeError("no block of documents was scored")
+            raise RuntimeError("teacher_outputs was called before open_caches: no block is scored")
         return self._block.teacher_outputs(number, sample_set)
 
     def plan_jobs(self, numbers: NDArray[np.int64], epoch: int, folder: Path) -> list[CacheJob | None]:
-        """Return what each teacher has to do for a block; None: nothing.
+        """Return each teacher's scoring job for a block; None: nothing to score.
 
         Args:
-            numbers: int64 [n], the documents of the block, rising.
-            epoch: how often all documents were seen before.
-            folder: of the block's caches.
+            numbers: int64 [n], indices of the block's documents, ascending.
+            epoch: number of completed epochs.
+            folder: folder of the block's caches.
         """
-        works: list[CacheJob | None] = []
+        jobs: list[CacheJob | None] = []
         for number, teacher in enumerate(self.teachers):
             own = self._documents_of_teacher(number, numbers)
             block = InMemoryCorpus([self.document(int(at)) for at in own], ["the documents of a block"], self._columns)
-            place = folder / str(number)
-            works.append(teacher.make_job(block, self._sizes[number, own], place, epoch) if len(own) else None)
-        return works
+            path = folder / str(number)
+            jobs.append(teacher.make_job(block, self._sizes[number, own], path, epoch) if len(own) else None)
+        return jobs
 
     def open_caches(self, numbers: NDArray[np.int64], jobs: Sequence[CacheJob | None]) -> None:
-        """Open the caches of a block, which are finished.
+        """Open the finished caches of a block.
 
         Args:
-            numbers: as they were given to `works`.
-            jobs: what that returned.
+            numbers: as passed to `plan_jobs`.
+            jobs: as returned by `plan_jobs`.
         """
-        caches = {number: TeacherCache(work.location) for number, work in enumerate(jobs) if work is not None}
+        caches = {number: TeacherCache(job.location) for number, job in enumerate(jobs) if job is not None}
         rows = np.full(self._sizes.shape, NO_ROW, np.int64)
         for number in caches:
             own = self._documents_of_teacher(number, numbers)
             rows[number, own] = np.arange(len(own))
-        anyone = next(iter(caches.values()))  # in the place of a teacher who was asked nothing: no row leads there
-        self._block = self._join([caches.get(number, anyone) for number in range(len(jobs))], rows)
+        unused = next(iter(caches.values()))  # placeholder for a teacher without documents: no index points to it
+        self._block = self._combine_caches([caches.get(number, unused) for number in range(len(jobs))], rows)
 
     def close_caches(self) -> None:
         """Close the caches of a block."""
         self._block = None
 
     def bytes_per_document(self) -> float:
-        """Return how much the signal of a document takes, about."""
+        """Return the estimated size of a document's teacher log-probabilities."""
         return sum(teacher.estimated_bytes_per_document for teacher in self.teachers)
 
     def _documents_of_teacher(self, teacher: int, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -117,21 +122,21 @@ class OnlineSource(TextSource):
 
 
 class TeacherBlocks:
-    """The steps of a run, in blocks; teachers speak before each, in all processes of the run.
+    """Iterates over the steps of a run in blocks; teachers score each block before it, in all processes.
 
     Args:
-        source: of the documents.
-        order: which of them a step takes.
-        steps: of the whole run.
-        size: steps of a block; 0: as many as the signal of `BYTES` has, from 1 to `STEPS`.
-        output: the run's folder, which all processes see.
-        accelerator: Accelerate's.
+        source: source of the documents.
+        sampler: chooses the documents of each step.
+        num_steps: steps of the whole run.
+        block_steps: steps per block; 0: up to `DEFAULT_BLOCK_STEPS`, within `DEFAULT_BLOCK_BYTES`.
+        output: the run folder, shared by all processes.
+        accelerator: Accelerate's accelerator.
 
     Attributes:
-        teacher_seconds: that the teachers took, so far.
-        lend_student: lends the student's `BackboneWithHead` to a teacher that is the student, with the weights of that
-            name; the run says.
-        offload: keeps the student off its device meanwhile, if that is asked for; the run says.
+        teacher_seconds: time of scoring so far.
+        lend_student: context manager with the student's `BackboneWithHead`, for `--teacher self`; its argument selects
+            the weights. Set by the training loop.
+        offload: context manager that moves the student off its device, for --offload-student. Set by the training loop.
     """
 
     def __init__(
@@ -145,20 +150,20 @@ class TeacherBlocks:
     ) -> None:
         self._source, self._order, self._steps, self._output = source, sampler, num_steps, output
         self._accelerator = accelerator
-        signal = source.bytes_per_document() * len(sampler.documents_of_step(0))
+        step_bytes = source.bytes_per_document() * len(sampler.documents_of_step(0))
         self.lend_student: Callable[[str], AbstractContextManager[Any]] = lambda _: contextlib.nullcontext()
         self.offload: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.size = block_steps or max(1, min(DEFAULT_BLOCK_STEPS, int(DEFAULT_BLOCK_BYTES / max(signal, 1.0))))
+        self.size = block_steps or max(1, min(DEFAULT_BLOCK_STEPS, int(DEFAULT_BLOCK_BYTES / max(step_bytes, 1.0))))
         self.teacher_seconds = 0.0
 
     def __call__(self, steps: range, stop_listener: StopListener) -> Iterator[range]:
-        """Yield the steps in blocks that begin where they always do, wherever the steps begin; each is scored before.
+        """Yield the steps of each block after scoring it; block boundaries do not depend on where a run resumes.
 
-        A signal ends them, in all processes, before the block that was to be scored.
+        Iteration ends after a stop signal, in all processes.
 
         Args:
-            steps: those that are left.
-            stop_listener: knows of signals.
+            steps: the remaining steps.
+            stop_listener: records stop signals.
         """
         for number, block in enumerate(self.blocks()):
             if block.stop <= steps.start:
@@ -166,7 +171,7 @@ class TeacherBlocks:
             folder = self._output / f"{TEMPORARY_PREFIX}live-{number:05d}"
             started = time.monotonic()
             try:
-                if not self._scored(block, folder, stop_listener):
+                if not self._score_block(block, folder, stop_listener):
                     return
                 self.teacher_seconds += time.monotonic() - started
                 yield range(max(block.start, steps.start), block.stop)
@@ -176,7 +181,7 @@ class TeacherBlocks:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def blocks(self) -> Iterator[range]:
-        """Yield the blocks of the whole run; the steps of one are of one epoch, so that draws are."""
+        """Yield the blocks of the whole run; a block lies within one epoch, which selects the set of sampled tokens."""
         start = 0
         while start < self._steps:
             epoch, stop = self._order.epoch_of_step(start), start + 1
@@ -186,64 +191,68 @@ class TeacherBlocks:
             start = stop
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return what metrics tell of the blocks so far.
+        """Return the metrics of scoring so far.
 
         Args:
-            step: that was taken, counted from 0.
+            step: the completed step, counted from 0.
         """
         return {"teacher_seconds": round(self.teacher_seconds, 3)}
 
     def finish(self) -> None:
-        """Leave nothing of the blocks behind; the run is done."""
+        """Clean up at the end of the run; nothing to do here."""
 
-    def _scored(self, block: range, folder: Path, stop: StopListener) -> bool:
-        """Have the documents of a block scored, each process its part, and open what was said; False: asked to stop."""
+    def _score_block(self, block: range, folder: Path, stop: StopListener) -> bool:
+        """Score the documents of a block, each process a part, and open the caches; False: stopped by a signal."""
         accelerator, source = self._accelerator, self._source
         numbers = np.unique([number for step in block for number in self._order.documents_of_step(step)])
-        works = source.plan_jobs(numbers, self._order.epoch_of_step(block.start), folder)
+        jobs = source.plan_jobs(numbers, self._order.epoch_of_step(block.start), folder)
         devices = [accelerator.device] if accelerator.device.type == "cuda" else []
         if devices:
-            torch.cuda.empty_cache()  # what the student's steps left is the teachers' now
-        # A teacher that is the student needs it where it is.
-        aside = contextlib.nullcontext if any(teacher.student_weights for teacher in source.teachers) else self.offload
-        with aside(), torch.random.fork_rng(devices):  # dropout is what it is without a teacher
-            for teacher, work in zip(source.teachers, works, strict=True):
-                if work is not None and not self._write_cache(teacher, work, stop):
+            torch.cuda.empty_cache()  # give memory of training steps to the teachers
+        # --teacher self needs the student on its device.
+        offload = (
+            contextlib.nullcontext if any(teacher.student_weights for teacher in source.teachers) else self.offload
+        )
+        with offload(), torch.random.fork_rng(devices):  # dropout stays the same as without a teacher
+            for teacher, job in zip(source.teachers, jobs, strict=True):
+                if job is not None and not self._write_cache(teacher, job, stop):
                     return False
-        source.open_caches(numbers, works)
+        source.open_caches(numbers, jobs)
         return True
 
-    def _write_cache(self, teacher: OnlineTeacher, work: CacheJob, stop: StopListener) -> bool:
+    def _write_cache(self, teacher: OnlineTeacher, job: CacheJob, stop: StopListener) -> bool:
         accelerator = self._accelerator
-        shards = len(work.plan.shards)
+        shards = len(job.plan.shards)
         writer: CacheWriter | None = None
         if accelerator.is_main_process:
-            shutil.rmtree(work.location, ignore_errors=True)
-            writer = CacheWriter(open_folder(work.location), work.header, work.plan.chunks_per_shard())
+            shutil.rmtree(job.location, ignore_errors=True)
+            writer = CacheWriter(open_folder(job.location), job.header, job.plan.chunks_per_shard())
         accelerator.wait_for_everyone()
         rank, ranks = accelerator.process_index, accelerator.num_processes
-        if teacher.needs_subprocess:  # on all devices: one process is enough
+        if teacher.needs_subprocess:  # it uses all devices: one process is enough
             rank, ranks = (0, 1) if accelerator.is_main_process else (1, 1)
         entries = []
         with (
-            self.lend_student(teacher.student_weights) if teacher.student_weights else contextlib.nullcontext() as own,
-            contextlib.closing(teacher.write_shards(work, list(range(rank, shards, ranks)), own)) as filled,
+            self.lend_student(teacher.student_weights)
+            if teacher.student_weights
+            else contextlib.nullcontext() as lent_student,
+            contextlib.closing(teacher.write_shards(job, list(range(rank, shards, ranks)), lent_student)) as written,
         ):
             more = True
-            while more:  # all meet after each shard: whoever has none waits for a shard at most, not for a block
-                entry = next(filled, None)
+            while more:  # synchronize after each shard: idle processes wait for one shard, not until a timeout
+                entry = next(written, None)
                 entries += [] if entry is None else [entry]
                 if stop.reason(accelerator.device, by_signals=True):
                     return False
                 more = bool(distributed.all_reduce_max(int(entry is not None), accelerator.device))
         teacher.release_device()
-        for shard, told in itertools.chain.from_iterable(distributed.all_gather_object(entries)):
+        for shard, manifest_entry in itertools.chain.from_iterable(distributed.all_gather_object(entries)):
             if writer is not None:
-                writer.add_manifest_entry(shard, told)
+                writer.add_manifest_entry(shard, manifest_entry)
         if writer is not None:
-            ranks = work.vocabulary_order
+            order = job.vocabulary_order
             writer.write_shared_files(
-                teacher.teacher_tokenizer.to_files() | ({} if ranks is None else {ranks.file_name: ranks.file_content})
+                teacher.teacher_tokenizer.to_files() | ({} if order is None else {order.file_name: order.file_content})
             )
             writer.finish()
         accelerator.wait_for_everyone()
@@ -253,18 +262,18 @@ class TeacherBlocks:
 def read_training_documents(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, *, is_routed: bool
 ) -> tuple[list[Document], NDArray[np.int32]]:
-    """Read the data of a run as its teachers will.
+    """Return the documents of a run with their token counts, checked against the teachers' limits.
 
     Args:
-        teachers: one or more, distinct by name where documents are routed.
+        teachers: one or more; with routing, their names are distinct.
         corpus: the data.
-        is_routed: each document names the one teacher that reads it.
+        is_routed: whether each document names its teacher.
 
     Returns:
-        The documents, and int32 [teachers, documents], tokens of each teacher; -1 where it does not read.
+        The documents, and int32 [teachers, documents], tokens of each teacher; -1: not scored by it.
 
     Raises:
-        XtkError: the data is empty or too long, or a document names no teacher, or one that is not there.
+        XtkError: the data is empty, or a document is too long or names no known teacher.
     """
     if not is_routed:
         return read_corpus_for_all(teachers, corpus, COMMAND_NAME)
@@ -272,18 +281,22 @@ def read_training_documents(
     parts: list[list[Document]] = [[] for _ in teachers]
     for number, document in enumerate(corpus):
         if document.teacher_name not in names:
-            what = f"names the teacher {document.teacher_name!r}" if document.teacher_name else "names no teacher"
+            unknown = f"names the unknown teacher {document.teacher_name!r}"
             raise XtkError(
-                f"a document {what}",
+                f"a document {unknown if document.teacher_name else 'names no teacher'}",
                 where=f"{corpus.name}, document {number}",
-                hint=f"--route-column, a column of the data with {' or '.join(names)}",
+                hint=f"use --route-column with a column of the data that contains {' or '.join(names)}",
             )
         parts[names.index(document.teacher_name)].append(document)
     documents: list[Document] = []
     lengths = []
     for teacher, part in zip(teachers, parts, strict=True):
         if not part:
-            raise XtkError("no document names a teacher", where=f"{corpus.name}; {names[teachers.index(teacher)]}")
+            raise XtkError(
+                f"no document names the teacher {names[teachers.index(teacher)]}",
+                where=corpus.name,
+                hint="remove this teacher, or name it in the column of --route-column",
+            )
         read, sizes = read_corpus_for_all([teacher], InMemoryCorpus(part, corpus.sources, corpus.columns), COMMAND_NAME)
         documents += read
         lengths.append(sizes[0])
@@ -297,15 +310,15 @@ def read_training_documents(
 def read_training_prompts(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, prompt_format: PromptFormat
 ) -> list[Prompt]:
-    """Read the prompts of a run; of what follows them nothing is known yet.
+    """Return the prompts of a run.
 
     Args:
-        teachers: of the run, which read the prompts too, so that they can tell what they are.
+        teachers: the teachers, which read the prompts to check them.
         corpus: the data.
-        prompt_format: how its records are put.
+        prompt_format: how prompts are built from records.
 
     Raises:
-        XtkError: the data is empty, or a record has no prompt, or one is longer than a teacher reads.
+        XtkError: the data is empty, a record has no prompt, or a prompt exceeds a teacher's context.
     """
     prompts = read_prompts(corpus, prompt_format=prompt_format)
     held = InMemoryCorpus([prompt.document for prompt in prompts], corpus.sources, corpus.columns)
@@ -315,20 +328,18 @@ def read_training_prompts(
 
 
 def teacher_names(teachers: Sequence[OnlineTeacher]) -> list[str]:
-    """Return how metrics and routes call teachers: by their folders, with a number behind names that come twice."""
+    """Return the teachers' names in metrics and routes: their folder names, numbered if they are equal."""
     return number_duplicate_names([teacher.request.teacher_folder.resolve().name for teacher in teachers])
 
 
 def create_teacher_blocks(
     source: DocumentSource, sampler: BatchSampler, num_steps: int, block_steps: int, output: Path, accelerator: Any
 ) -> TeacherBlocks | None:
-    """Return the blocks of a run with live teachers, and tell of them; None for other runs."""
+    """Return the blocks of a run with online teachers, and print their size; None for other runs."""
     if not isinstance(source, OnlineSource):
         return None
     blocks = TeacherBlocks(source, sampler, num_steps, block_steps, output, accelerator)
     teachers = ", ".join(teacher_names(source.teachers))
-    processes = (
-        "a process of its own" if any(teacher.needs_subprocess for teacher in source.teachers) else "each process"
-    )
+    processes = "a separate process" if any(teacher.needs_subprocess for teacher in source.teachers) else "each process"
     terminal.note(f"distill: {teachers} scores the documents of {blocks.size} steps at a time, in {processes}")
     return blocks

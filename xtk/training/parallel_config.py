@@ -1,4 +1,4 @@
-"""How the processes of a run share the work: replicas, shards of weights, pieces of a row, pieces of a matrix."""
+"""Parallel layout of a run (data, FSDP, context and tensor parallel), and devices of teachers and rollout engines."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from xtk.errors import XtkError
 from xtk.registry import unknown_name_error
 
-# From the slowest to the fastest: processes that share a matrix talk most, and stand side by side.
-DIMENSIONS = {"dp": "replicas", "fsdp": "shards of the weights", "cp": "pieces of each row", "tp": "pieces of matrices"}
+# From the outermost to the innermost dimension: tensor parallel communicates most, so its ranks are adjacent.
+DIMENSIONS = {"dp": "data parallel", "fsdp": "FSDP", "cp": "context parallel", "tp": "tensor parallel"}
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many processes there are in each direction.
+    """Number of processes in each parallel dimension.
 
     Attributes:
-        dp: replicas, each with documents of its own.
-        fsdp: processes that share the weights, each with documents of its own.
-        cp: processes that share each row of tokens.
-        tp: processes that share each matrix, and the vocabulary of the head.
-        mesh: torch's device mesh of these dimensions; None for one process, and before the processes are there.
+        dp: data parallel: replicas, each with different documents.
+        fsdp: fully sharded data parallel: processes that shard the weights, each with different documents.
+        cp: context parallel: processes that split each sequence.
+        tp: tensor parallel: processes that split each weight matrix and the output head's vocabulary.
+        mesh: torch's device mesh of these dimensions; None for one process, and before `with_mesh`.
     """
 
     dp: int = 1
@@ -37,49 +37,49 @@ class ParallelConfig:
 
     @property
     def num_processes(self) -> int:
-        """How many there are in all."""
+        """Number of processes in total."""
         return self.dp * self.fsdp * self.cp * self.tp
 
     @property
     def num_data_shards(self) -> int:
-        """How many shares the documents of a step are dealt into."""
+        """Number of processes with different documents."""
         return self.dp * self.fsdp
 
     @property
     def num_gradient_replicas(self) -> int:
-        """Over how many processes a gradient is averaged: those whose losses are of other rows."""
+        """Number of processes over which gradients are averaged: those with different documents or positions."""
         return self.num_data_shards * self.cp
 
     @property
     def length_multiple(self) -> int:
-        """Tokens that a row is a multiple of: two pieces for each process that shares it."""
+        """Required multiple of the sequence length: context parallel splits it into two chunks per process."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def is_sharded(self) -> bool:
-        """Whether no process has all weights, so that torch's DistributedDataParallel cannot be what averages."""
+        """Whether weights are sharded, so that DistributedDataParallel cannot be used."""
         return self.fsdp > 1 or self.tp > 1
 
     def rank(self, dimension: str) -> int:
-        """Return where this process is in a direction."""
+        """Return the rank of this process in a dimension."""
         return 0 if self.mesh is None else int(self.mesh.get_local_rank(dimension))
 
     @property
     def data_shard(self) -> int:
-        """Which share of the documents is this process's."""
+        """Index of this process's documents."""
         return self.rank("dp") * self.fsdp + self.rank("fsdp")
 
     @property
     def gradient_replica(self) -> int:
-        """Which of the `copies` this process is: those with the same one draw the same random numbers."""
+        """Index of this process among gradient replicas; processes with equal indices use the same random numbers."""
         return self.data_shard * self.cp + self.rank("cp")
 
     def group(self, dimension: str) -> Any:
-        """Return torch's process group of a direction: a dimension, or "data" or "copies"."""
+        """Return torch's process group of a dimension, or of "data" or "copies"."""
         return self.mesh.get_group(dimension)
 
     def all_reduce_sum(self, values: Tensor, group_name: str) -> Tensor:
-        """Sum values, in place, over "data" (who has other documents) or "copies" (who has other rows)."""
+        """Sum values in place, over "data" (different documents) or "copies" (different documents or positions)."""
         if (
             self.mesh is not None
             and {"data": self.num_data_shards, "copies": self.num_gradient_replicas}[group_name] > 1
@@ -88,7 +88,7 @@ class ParallelConfig:
         return values
 
     def all_reduce_max(self, value: int, device: torch.device) -> int:
-        """Return the largest of a number over all processes."""
+        """Return the maximum of an integer over all processes (collective)."""
         if self.mesh is None:
             return value
         values = torch.tensor(value, device=device)
@@ -96,10 +96,10 @@ class ParallelConfig:
         return int(values)
 
     def with_mesh(self, device: torch.device) -> ParallelConfig:
-        """Return the same with its mesh; every process of the run has to call it.
+        """Return the same layout with a device mesh (collective).
 
         Raises:
-            XtkError: there are other processes than it needs.
+            XtkError: the number of processes does not match.
         """
         if self.num_processes == 1:
             return self
@@ -115,29 +115,30 @@ class ParallelConfig:
         return ",".join(parts) or "dp=1"
 
     def describe(self) -> str:
-        """Say what it means, a line."""
-        parts = [f"{getattr(self, name)} {what}" for name, what in DIMENSIONS.items() if getattr(self, name) > 1]
+        """Return the layout in words."""
+        parts = [f"{getattr(self, name)}-way {what}" for name, what in DIMENSIONS.items() if getattr(self, name) > 1]
         return f"{self.num_processes} processes: {' x '.join(parts)}" if parts else "1 process"
 
 
 def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
-    """Read `fsdp=2,tp=2`; what is not named is 1, and `dp` is what is left of the processes.
+    """Return the layout of a --parallel value such as `fsdp=2,tp=2`; other dimensions are 1, `dp` takes the rest.
 
     Args:
-        text: of `--parallel`; "": replicas alone.
-        num_processes: that there are.
+        text: value of `--parallel`; "": data parallel only.
+        num_processes: number of processes of the run.
 
     Raises:
-        XtkError: a dimension is unknown, no number, or the product is not the number of processes.
+        XtkError: an unknown dimension, an invalid size, or a product that is not the number of processes.
     """
     sizes: dict[str, int] = {}
     for part in text.split(",") if text else []:
         name, _, value = part.strip().partition("=")
         if name not in DIMENSIONS:
-            raise unknown_name_error("way to share the work", name, list(DIMENSIONS))
+            raise unknown_name_error("parallel dimension", name, list(DIMENSIONS))
         if not value.isdecimal() or int(value) < 1 or name in sizes:
             raise XtkError(
-                f"--parallel {text}: {part.strip()!r} is not NAME=NUMBER, each name once", hint="fsdp=2,tp=2"
+                f"--parallel {text}: {part.strip()!r} is not NAME=NUMBER, or its name is repeated",
+                hint="use for example fsdp=2,tp=2",
             )
         sizes[name] = int(value)
     named = math.prod(sizes.values())
@@ -147,39 +148,42 @@ def parse_parallel(text: str, num_processes: int) -> ParallelConfig:
     if layout.num_processes != num_processes:
         raise XtkError(
             f"--parallel {text} needs {layout.num_processes if 'dp' in sizes else f'a multiple of {named}'} processes, "
-            f"and there are {num_processes}",
-            hint=f"--num-processes {layout.num_processes}, or other sizes",
+            f"but the run has {num_processes}",
+            hint=f"use --num-processes {layout.num_processes}, or other sizes in --parallel",
         )
     return layout
 
 
-DEVICE_ROLES = {"rollout": "who writes for the student", "teacher": "who scores"}
+DEVICE_ROLES = {"rollout": "the rollout engine", "teacher": "the online teachers"}
 
 
 def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
-    """Read `rollout=2+3,teacher=1`: the devices of each of `ROLES`; none of one that shares those of the student.
+    """Return the GPU indices of each role in a --devices value such as `rollout=2+3,teacher=1`; (): the student's GPUs.
 
     Raises:
-        XtkError: a role is unknown, a device no number, or two roles have the same.
+        XtkError: an unknown role, an invalid device, or a device with two roles.
     """
     devices: dict[str, tuple[int, ...]] = dict.fromkeys(DEVICE_ROLES, ())
     for part in filter(None, text.split(",")):
         role, _, value = part.strip().partition("=")
         if role not in DEVICE_ROLES:
-            raise unknown_name_error("role", role, list(DEVICE_ROLES))
+            raise unknown_name_error("role of --devices", role, list(DEVICE_ROLES))
         numbers = value.split("+")
         if not all(number.isdecimal() for number in numbers) or devices[role]:
             raise XtkError(
-                f"--placement {text}: {part.strip()!r} is not ROLE=N+N, each role once", hint="rollout=2+3,teacher=1"
+                f"--devices {text}: {part.strip()!r} is not ROLE=N+N, or its role is repeated",
+                hint="use for example rollout=2+3,teacher=1",
             )
         devices[role] = tuple(map(int, numbers))
     taken = [number for numbers in devices.values() for number in numbers]
-    there = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
+    available = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
     if len(set(taken)) < len(taken):
-        raise XtkError(f"--placement {text}: a device has two roles", hint="roles that are not named take turns")
-    if max(taken, default=0) >= there:
         raise XtkError(
-            f"--placement {text}: there is no device {max(taken)}; this machine has {there} "
-            f"({'a GPU each' if torch.cuda.is_available() else 'the CPU'}), counted from 0"
+            f"--devices {text}: a device has two roles", hint="omit one role; it then shares the student's GPUs"
+        )
+    if max(taken, default=0) >= available:
+        raise XtkError(
+            f"--devices {text}: there is no device {max(taken)}",
+            hint=f"this machine has {available} device(s), numbered from 0",
         )
     return devices

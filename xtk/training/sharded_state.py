@@ -1,7 +1,7 @@
-"""Tensors that are cut over processes, written by each process in its own file and read back however they are cut.
+"""Sharded tensors in safetensors files, one file per process, readable with any other sharding.
 
-A file says in its header of each piece whose it is, how large the whole is and where the piece begins, so that any
-number of processes finds what it needs.
+The header of a file lists the tensor, full shape and offset of each block, so that any number of processes finds the
+values that it needs.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from xtk.errors import CorruptError, XtkError
 from xtk.training import distributed
 
 HEADER_KEY = "xtk"
+SKIP_HINT = "move this checkpoint out of the run folder to resume from an earlier one"
 
 
 @dataclass(frozen=True, order=True)
 class TensorBlock:
-    """A part of a tensor without gaps.
+    """A rectangular block of a tensor.
 
     Attributes:
-        name: of the tensor.
-        start: where it begins in the whole, one number a dimension.
-        size: how much of each dimension it takes.
+        name: name of the tensor.
+        start: offset in the full tensor, one number per dimension.
+        size: size, one number per dimension.
     """
 
     name: str
@@ -42,11 +43,11 @@ class TensorBlock:
     size: tuple[int, ...]
 
     def slices_within(self, start: Sequence[int]) -> tuple[slice, ...]:
-        """Return what it is of a tensor that begins at `start` of the whole."""
-        return tuple(slice(at - of, at - of + n) for at, of, n in zip(self.start, start, self.size, strict=True))
+        """Return the slices of this block within a block of the same tensor that begins at `start`."""
+        return tuple(slice(at - base, at - base + n) for at, base, n in zip(self.start, start, self.size, strict=True))
 
     def overlap(self, other: TensorBlock) -> TensorBlock | None:
-        """Return what both have; None if that is nothing."""
+        """Return the intersection; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = [min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)]
         size = tuple(last - first for first, last in zip(start, stop, strict=True))
@@ -54,17 +55,17 @@ class TensorBlock:
 
     @property
     def num_elements(self) -> int:
-        """How many."""
+        """Number of elements."""
         return torch.Size(self.size).numel()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor, which shares its memory."""
+    """Return the local shard of a tensor, which shares its memory; the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_sharding_of(reference: Tensor, local_values: Tensor) -> Tensor:
-    """Return a tensor that is cut as `tensor` is, of which this process has `values`."""
+    """Return a tensor sharded like `reference`, whose local shard is `local_values`."""
     if not isinstance(reference, DTensor):
         return local_values
     return DTensor.from_local(
@@ -78,22 +79,22 @@ def with_sharding_of(reference: Tensor, local_values: Tensor) -> Tensor:
 
 
 def local_blocks(name: str, tensor: Tensor) -> Iterator[tuple[TensorBlock, tuple[slice, ...]]]:
-    """Yield the boxes of a tensor that this process holds, and where each lies in what it holds."""
+    """Yield the blocks of a tensor that this process has, and the slices of each in the local shard."""
     for runs in itertools.product(*(_contiguous_runs(_local_indices(tensor, dim)) for dim in range(tensor.ndim))):
         box = TensorBlock(name, tuple(run[0] for run in runs), tuple(run[2] for run in runs))
         yield box, tuple(slice(at, at + n) for _, at, n in runs)
 
 
 def _local_indices(tensor: Tensor, dim: int) -> Tensor:
-    """Return which indices of a dimension this process holds, in the order in which it holds them."""
+    """Return the indices of a dimension that the local shard has, in its order."""
     index = torch.arange(tensor.shape[dim])
     if not isinstance(tensor, DTensor):
         return index
-    # Placements cut one after the other, from left to right; those of FSDP over TP, which is cut first, are strided.
+    # Placements split one after the other, from left to right; those of FSDP over TP, which splits first, are strided.
     index = index.view([-1 if other == dim else 1 for other in range(tensor.ndim)])
     for mesh_dim, placement in enumerate(tensor.placements):
         if placement.is_partial():
-            raise TypeError("a sum that is not yet added up over processes cannot be kept")
+            raise TypeError("a tensor with a partial placement (not yet reduced over processes) cannot be saved")
         if getattr(placement, "dim", None) == dim:
             parts, _ = placement._split_tensor(  # type: ignore[attr-defined]
                 index, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=False
@@ -103,7 +104,7 @@ def _local_indices(tensor: Tensor, dim: int) -> Tensor:
 
 
 def _contiguous_runs(index: Tensor) -> list[tuple[int, int, int]]:
-    """Return (first index, where it lies, length) of the stretches in which indices follow each other."""
+    """Return (first index, position, length) of each run of consecutive indices."""
     if not len(index):
         return []
     begins = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist(), len(index)]
@@ -111,18 +112,18 @@ def _contiguous_runs(index: Tensor) -> list[tuple[int, int, int]]:
 
 
 class WriteAssignment:
-    """Which boxes this process writes: of those that several hold, each is written by one of them, in turn.
+    """Assigns blocks to processes: a block that several processes have is written by one of them, in turn.
 
-    Every process has to make one.
+    Creating one is a collective operation.
 
     Args:
-        tensors: by name; what is cut like one of them is kept under its name.
+        tensors: tensors by name; others with the same sharding (optimizer state, EMA) are assigned like them.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        held = [box for name, tensor in tensors.items() for box, _ in local_blocks(name, tensor)]
+        local = [box for name, tensor in tensors.items() for box, _ in local_blocks(name, tensor)]
         holders: dict[TensorBlock, list[int]] = {}
-        for rank, of_rank in enumerate(distributed.all_gather_object(held)):
+        for rank, of_rank in enumerate(distributed.all_gather_object(local)):
             for box in of_rank:
                 holders.setdefault(box, []).append(rank)
         here = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -131,13 +132,13 @@ class WriteAssignment:
         }
 
     def blocks_to_write(self, name: str, tensor: Tensor, stored_name: str) -> list[tuple[TensorBlock, Tensor]]:
-        """Return what this process writes, under another name, of a tensor that is cut as the one of this name."""
-        here = local_tensor(tensor).detach()
-        mine = [(box, here[at]) for box, at in local_blocks(name, tensor) if box in self._local_blocks]
+        """Return the blocks to write, under `stored_name`, of a tensor that is sharded like the tensor `name`."""
+        shard = local_tensor(tensor).detach()
+        mine = [(box, shard[at]) for box, at in local_blocks(name, tensor) if box in self._local_blocks]
         return [(TensorBlock(stored_name, box.start, box.size), part) for box, part in mine]
 
     def writes_scalars(self, name: str, dimensions: int) -> bool:
-        """Say whether this process writes what stands beside a tensor and is the same for all."""
+        """Return whether this process writes the scalars that belong to a tensor, which are equal in all processes."""
         return any(box.name == name and box.start == (0,) * dimensions for box in self._local_blocks)
 
 
@@ -147,21 +148,21 @@ def write_sharded_state(
     shapes: Mapping[str, Sequence[int]],
     header: dict[str, Any],
 ) -> None:
-    """Write a process's pieces.
+    """Write the blocks of this process.
 
     Args:
-        path: a safetensors file.
-        blocks: each with its box.
-        shapes: of the whole tensors, by name.
-        header: what else is told of the file.
+        path: path of the safetensors file.
+        blocks: blocks with their values.
+        shapes: full shape of each tensor, by name.
+        header: additional header content.
     """
-    tensors, told = {}, {}
+    tensors, entries = {}, {}
     for box, tensor in blocks:
         key = box.name if box.name not in tensors else f"{box.name}@{','.join(map(str, box.start))}"
         tensors[key] = tensor.cpu().contiguous().clone()
-        told[key] = {"tensor": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
+        entries[key] = {"tensor": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
                      "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
-    save_file(tensors, path, metadata={HEADER_KEY: canonical_json({**header, "sharded_state": told})})
+    save_file(tensors, path, metadata={HEADER_KEY: canonical_json({**header, "sharded_state": entries})})
     set_default_permissions(path)
 
 
@@ -175,49 +176,53 @@ class _Stored:
 
 
 class ShardedStateReader:
-    """The pieces in some files.
+    """Reads tensors from the files of all processes.
 
     Args:
-        paths: of all processes' files.
+        paths: the files of all processes.
 
     Raises:
-        Damaged: a file is cut short, or has no header of xtk.
+        CorruptError: a file is truncated, or has no xtk header.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.headers: list[dict[str, Any]] = []
-        self._of: dict[str, list[_Stored]] = {}
+        self._blocks: dict[str, list[_Stored]] = {}
         self._files: dict[Path, Any] = {}
         for path in paths:
             with as_corrupt_error(path):
                 file: Any = safe_open(path, "pt")
                 self._files[path] = file
                 header = json.loads(file.metadata()[HEADER_KEY])
-                for key, told in header.pop("sharded_state").items():
-                    box = TensorBlock(told["tensor"], tuple(told["start"]), tuple(file.get_slice(key).get_shape()))
-                    stored = _Stored(path, key, box, tuple(told["shape"]), getattr(torch, told["dtype"]))
-                    self._of.setdefault(box.name, []).append(stored)
+                for key, entry in header.pop("sharded_state").items():
+                    box = TensorBlock(entry["tensor"], tuple(entry["start"]), tuple(file.get_slice(key).get_shape()))
+                    stored = _Stored(path, key, box, tuple(entry["shape"]), getattr(torch, entry["dtype"]))
+                    self._blocks.setdefault(box.name, []).append(stored)
                 self.headers.append(header)
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        return set(self._of)
+        return set(self._blocks)
 
     def is_scalar(self, name: str) -> bool:
-        """Say whether a tensor is a single number, without dimensions."""
-        return self._of[name][0].shape == ()
+        """Return whether a tensor is a scalar."""
+        return self._blocks[name][0].shape == ()
 
     def read(self, name: str, sharded_like: Tensor) -> Tensor:
-        """Return a tensor that is cut as another one is, on the device of that one.
+        """Return a tensor, sharded like another one and on its device.
 
         Raises:
-            Damaged: something of it is missing, or it is of another shape.
+            CorruptError: values are missing, or the shape differs.
         """
-        stored = self._of.get(name, [])
+        stored = self._blocks.get(name, [])
         if not stored or stored[0].shape != tuple(sharded_like.shape):
             where = str(next(iter(self._files)).parent)
-            found = f"{name} is {list(stored[0].shape)} there" if stored else f"there is no {name}"
-            raise CorruptError(f"this checkpoint is of another model: {found}", where=where)
+            shapes = (
+                f"has the shape {list(stored[0].shape)} instead of {list(sharded_like.shape)}"
+                if stored
+                else "is missing"
+            )
+            raise CorruptError(f"the checkpoint belongs to another model: {name} {shapes}", where=where, hint=SKIP_HINT)
         here = local_tensor(sharded_like)
         values = torch.empty(here.shape, dtype=stored[0].dtype, device=here.device)
         missing = values.numel()
@@ -229,12 +234,13 @@ class ShardedStateReader:
                     part[common.slices_within(wanted.start)] = self._read(one, common).to(here.device)
                     missing -= common.num_elements
         if missing:
-            raise CorruptError(f"{missing:,} numbers of {name} are missing", where=str(stored[0].path.parent))
+            where = str(stored[0].path.parent)
+            raise CorruptError(f"{missing:,} values of {name} are missing", where=where, hint=SKIP_HINT)
         return with_sharding_of(sharded_like, values)
 
     def read_unsharded(self, name: str) -> Tensor:
-        """Return a tensor that is not cut."""
-        (stored,) = self._of[name]
+        """Return a tensor that was stored as one block."""
+        (stored,) = self._blocks[name]
         with as_corrupt_error(stored.path):
             tensor: Tensor = self._files[stored.path].get_tensor(stored.key)
             return tensor
@@ -249,14 +255,14 @@ class ShardedStateReader:
 
 @contextlib.contextmanager
 def as_corrupt_error(path: Path) -> Iterator[None]:
-    """Raise `CorruptError`, about a file or a folder, of whatever goes wrong while its content is used."""
+    """Turn any exception into a `CorruptError` about a checkpoint or one of its files."""
     try:
         yield
     except XtkError:
         raise
     except Exception as wrong:
         raise CorruptError(
-            f"this checkpoint cannot be read: {wrong}",
+            f"cannot read the checkpoint: {wrong}",
             where=str(path),
-            hint="move this checkpoint to another folder: the one before it is taken",
+            hint=SKIP_HINT,
         ) from None

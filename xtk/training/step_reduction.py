@@ -1,4 +1,4 @@
-"""What is known of a step over all processes and micro-batches: denominators, weights of teachers, means."""
+"""Reduction of a step over all processes and micro-batches: loss denominators, teacher weights and metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xtk.training.metrics_file import metric_name
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.teacher_ensemble import ScoreWeighting
 
-# The largest factor of `--balance ce`. Close to its teacher a student has a distance, and a gradient, of mostly noise.
+# The largest factor of `--scale-kd-to ce`. Close to the teacher, distance and gradient are mostly noise.
 MAX_KD_SCALE = 100.0
 
 
 class CountedBatch(Protocol):
-    """A micro-batch, or what is known of one."""
+    """A micro-batch, or its counts."""
 
     @property
     def counts(self) -> NDArray[np.float64]:
@@ -28,15 +28,15 @@ class CountedBatch(Protocol):
 
 
 class StepReduction:
-    """Adds up the micro-batches of a step before the first of them is computed; every process has to make one.
+    """Sums the counts of all micro-batches of a step before the forward passes (creating one is collective).
 
     Args:
-        objectives: the terms of the sum.
-        weighing: how weights of teachers come from what they say; None: they do not.
-        names: of the teachers.
-        micro_batches: of this process.
-        layout: which knows the others.
-        device: on which processes talk.
+        objectives: the losses.
+        score_weighting: how teacher weights follow from their log-probabilities; None: the weights are fixed.
+        teacher_names: the teachers' names in metrics.
+        micro_batches: micro-batches of this process.
+        parallel: the parallel layout.
+        device: device of the collective operations.
     """
 
     def __init__(
@@ -49,41 +49,41 @@ class StepReduction:
         device: torch.device,
     ) -> None:
         self._objectives, self._names = objectives, teacher_names
-        told = np.sum([batch.counts for batch in micro_batches], axis=0)
-        rows, *rest = parallel.all_reduce_sum(torch.from_numpy(told).to(device), "data").tolist()
+        local_counts = np.sum([batch.counts for batch in micro_batches], axis=0)
+        rows, *rest = parallel.all_reduce_sum(torch.from_numpy(local_counts).to(device), "data").tolist()
         counts, others = np.array(rest[: len(objectives)]), np.array(rest[len(objectives) :])
         teachers = len(others) // 4
         shares, tallies = others[:teachers] / (rows or 1), others[teachers:].reshape(teachers, 3)
-        of_step = score_weighting is not None and score_weighting.scope == "batch" and teachers > 0
-        if score_weighting is not None and of_step:
+        per_step = score_weighting is not None and score_weighting.scope == "batch" and teachers > 0
+        if score_weighting is not None and per_step:
             shares = score_weighting.teacher_weights(tallies[:, None])[:, 0]
         self.teacher_weights = None if score_weighting is None else shares
-        self._counts = np.array([_pooled(objective, objectives, counts) for objective in objectives])
+        self._counts = np.array([_denominator(objective, objectives, counts) for objective in objectives])
         self._weights = np.array(
             [
                 objective.weight
-                * (shares[objective.teacher_index] if of_step and objective.uses_teacher else objective.teacher_weight)
+                * (shares[objective.teacher_index] if per_step and objective.uses_teacher else objective.teacher_weight)
                 for objective in objectives
             ]
         )
         self._distils = np.array([objective.uses_teacher for objective in objectives], np.bool_)
 
     def term_scales(self, kd_scale: float = 1.0) -> list[float]:
-        """Return what the items of each term are multiplied with.
+        """Return the factor of each loss: its weight divided by its denominator.
 
         Args:
-            kd_scale: a factor of all that is about teachers.
+            kd_scale: additional factor of the distillation losses.
         """
         scales: list[float] = (self._weights * np.where(self._distils, kd_scale, 1.0) / self._counts).tolist()
         return scales
 
     def kd_scale(self, sums: Sequence[float]) -> float:
-        """Return the factor with which what is about teachers, weights aside, is as large as cross-entropy.
+        """Return the factor that makes the distillation loss, apart from its weights, as large as the CE loss.
 
-        It is at most `LARGEST_BALANCE`, also where the distance to the teachers is 0, or an estimate of it is below 0.
+        It is at most `MAX_KD_SCALE`, also if the distillation loss is 0 or a sampled estimate of it is negative.
 
         Args:
-            sums: [terms], over items.
+            sums: [terms], sum of each loss over tokens or spans.
         """
         means = np.array(sums) / self._counts
         (ce,) = means[~self._distils]
@@ -96,45 +96,45 @@ class StepReduction:
         return float(ce) * weight / max(distilled, float(ce) * weight / MAX_KD_SCALE)
 
     def loss_metrics(self, sums: Sequence[float], kd_scale: float) -> dict[str, float]:
-        """Return the total, the mean of each term, the weighted sum of those about teachers, and the teachers' weights.
+        """Return the total loss, the mean of each loss, the weighted distillation loss and the teacher weights.
 
         Args:
-            sums: [terms], over items.
-            kd_scale: of the step.
+            sums: [terms], sum of each loss over tokens or spans.
+            kd_scale: result of `kd_scale` for this step.
         """
         means = np.array(sums) / self._counts
         weighted = means * self._weights
         names = [objective.name for objective in self._objectives]
-        told = {
+        metrics = {
             "loss": float((weighted * np.where(self._distils, kd_scale, 1.0)).sum()),
             **dict(zip(names, means.tolist(), strict=True)),
         }
         if self._distils.any():
-            told["distillation_loss"] = float(weighted[self._distils].sum())
+            metrics["distillation_loss"] = float(weighted[self._distils].sum())
         if self.teacher_weights is not None:
-            told |= {
-                f"teacher_weight/{name}": float(share)
-                for name, share in zip(self._names, self.teacher_weights, strict=True)
+            metrics |= {
+                f"teacher_weight/{name}": float(weight)
+                for name, weight in zip(self._names, self.teacher_weights, strict=True)
             }
-        return told
+        return metrics
 
     def surrogate_metrics(self, surrogate_sums: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the mean ratio of the losses that have one, and which share of their items was clipped.
+        """Return the mean importance ratio and the clipped fraction of policy-gradient losses.
 
         Args:
-            surrogate_sums: [terms, 3], as `SurrogateOfTerm.seen`.
+            surrogate_sums: [terms, 3], sums of `SurrogateOfTerm.ratio_statistics`.
         """
-        told: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for objective, (items, ratios, clipped) in zip(self._objectives, surrogate_sums, strict=True):
             if items:
                 teacher = self._names[objective.teacher_index]
-                told[metric_name("importance_ratio", teacher, self._names)] = ratios / items
-                told[metric_name("clip_fraction", teacher, self._names)] = clipped / items
-        return told
+                metrics[metric_name("importance_ratio", teacher, self._names)] = ratios / items
+                metrics[metric_name("clip_fraction", teacher, self._names)] = clipped / items
+        return metrics
 
 
-def _pooled(objective: LossTerm, objectives: Sequence[LossTerm], counts: np.ndarray) -> float:
-    """Return what a term is averaged over; 1 where there is nothing to average."""
+def _denominator(objective: LossTerm, objectives: Sequence[LossTerm], counts: np.ndarray) -> float:
+    """Return the denominator of a loss, summed over its denominator group; 1 if it is 0."""
     same = [
         count
         for other, count in zip(objectives, counts.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The student as it is now, writing: by its own model, or by an engine that is told its weights."""
+"""Generation with the current student: with its model in this process, or with an engine that gets its weights."""
 
 from __future__ import annotations
 
@@ -30,39 +30,37 @@ WEIGHTS_FOLDER = f"{TEMPORARY_PREFIX}weights"
 
 
 def check_generation_backend(on_policy: OnPolicyConfig, parallel: ParallelConfig) -> None:
-    """Refuse a model that cannot write in the way in which it is cut.
+    """Raise XtkError if the transformers backend is used with a sharded student.
 
     Raises:
-        XtkError: it is cut over processes, and is to write itself.
+        XtkError: every process would have to take part in each token.
     """
     if on_policy.backend == IN_PROCESS_BACKEND and parallel.is_sharded:
         raise XtkError(
-            f"a student that is cut over processes ({parallel}) does not write itself: all would have to take each "
-            f"token "
-            "together",
-            hint="--rollout-backend vllm or server, which is told the weights; or replicas, --parallel dp=N",
+            f"--rollout-backend {IN_PROCESS_BACKEND} needs an unsharded student, and --parallel is {parallel}",
+            hint="use --rollout-backend vllm or server, or --parallel dp=N",
         )
 
 
 class StudentGenerator:
-    """Has the student write, as it is when it is asked; each process of a run has one.
+    """Generates rollouts with the current student; each process of a run has one.
 
-    A student that writes itself needs nothing else. An engine is opened with the student's folder, in a process of its
-    own, since it binds memory, threads and process groups; it is told new weights before each round but the first, and
-    sleeps between rounds where it shares the student's device.
+    The transformers backend uses the training model itself. An engine (vllm) is started from the student's folder in a
+    separate process, because it takes memory, threads and process groups. It gets new weights before each rollout batch
+    except the first, and sleeps between batches if it shares the student's device.
 
     Args:
-        on_policy: how it writes.
-        tokenizer: its own.
-        cut: its model, of which this process has all, if it writes itself.
-        request: opens an engine.
-        save: writes the student's weights, as they are, into a folder; all processes call it.
-        output: the run's folder.
-        mixed_precision: of the run.
-        seed: of the draws.
+        on_policy: options of generation.
+        tokenizer: the student's tokenizer.
+        student: the student's model; unsharded for the transformers backend.
+        config: options to start an engine.
+        save_weights: writes the student's current weights into a folder (collective).
+        output: the run folder.
+        mixed_precision: autocast dtype of the run.
+        seed: seed of sampling.
 
     Attributes:
-        main_process_only: whether the first process writes for all: the engine has devices of its own, or is a server.
+        main_process_only: whether the main process generates for all: the engine has separate GPUs or is a server.
     """
 
     def __init__(
@@ -83,39 +81,41 @@ class StudentGenerator:
         self._rewards = WeightedRewards(on_policy.rewards) if on_policy.rewards else None
         self._environment = load_environment(on_policy.environment) if on_policy.environment else None
         self.main_process_only = bool(on_policy.devices) or on_policy.backend == "server"
-        self._may_be_sent_again = on_policy.backend == "server"  # to one that was restarted within a round
+        self._keeps_weights_folder = on_policy.backend == "server"  # for a server that restarts within a batch
         self._shares_device = self._device.type == "cuda" and on_policy.backend == "vllm" and not on_policy.devices
         self._generator = (
-            None if self.main_process_only and not distributed.is_main_process() else self._opened(config, student)
+            None
+            if self.main_process_only and not distributed.is_main_process()
+            else self._open_generator(config, student)
         )
         self._asleep = False
 
-    def _opened(self, request: GeneratorConfig, cut: BackboneWithHead) -> Generator:
+    def _open_generator(self, config: GeneratorConfig, student: BackboneWithHead) -> Generator:
         if self._on_policy.backend == IN_PROCESS_BACKEND:
             from xtk.rollouts.transformers_generator import TransformersGenerator
 
-            return TransformersGenerator(cut.model, self._tokenizer, batch_tokens=request.batch_tokens)
+            return TransformersGenerator(student.model, self._tokenizer, batch_tokens=config.batch_tokens)
         if self._on_policy.backend == "server":
             from xtk.rollouts.server_generator import ServerGenerator
 
-            return ServerGenerator.open(request)
+            return ServerGenerator.open(config)
         from xtk.rollouts.subprocess_generator import SubprocessGenerator
 
         return SubprocessGenerator(
-            request, "vllm", cuda_visible_devices(self._on_policy.devices) if self._on_policy.devices else None
+            config, "vllm", cuda_visible_devices(self._on_policy.devices) if self._on_policy.devices else None
         )
 
     def sync_weights(self, step: int) -> None:
-        """Tell an engine the weights; all processes call it, before a round.
+        """Send the student's current weights to the engine, before a rollout batch (collective).
 
         Args:
-            step: how many were taken; before the first the engine has them.
+            step: completed steps; at 0 a vllm engine already has the weights.
         """
         if self._on_policy.backend == IN_PROCESS_BACKEND:
             return
         if self._generator is not None and self._asleep:
             self._generator.wake_up()
-        # A server may have those of another run.
+        # A server may still have the weights of another run.
         if not step and not self._asleep and self._on_policy.backend != "server":
             return
         self._asleep = False
@@ -126,18 +126,18 @@ class StudentGenerator:
         if self._generator is not None:
             self._generator.update_weights(self._folder)
         distributed.barrier()
-        if not self._may_be_sent_again:
+        if not self._keeps_weights_folder:
             self._remove_weights()
 
     def generate(self, prompts: Sequence[Prompt], times_taken: int) -> list[Rollout]:
-        """Return what the student makes of prompts.
+        """Return rollouts of prompts.
 
         Args:
-            prompts: of this process.
-            times_taken: how often they were taken before.
+            prompts: prompts of this process.
+            times_taken: how often these prompts were used before; changes the sampling seed.
         """
         if self._generator is None:
-            raise RuntimeError("another process writes")
+            raise RuntimeError("generate was called in a process without a generator; only the main process has one")
         with autocast(self._precision, self._device):
             return generate_rollouts(
                 prompts,
@@ -158,37 +158,37 @@ class StudentGenerator:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def sleep(self) -> None:
-        """Give the device back to the student, where the engine shares it; it has no weights then."""
+        """Put an engine that shares the student's device to sleep, which drops its weights."""
         self._remove_weights()
         if self._generator is not None and self._shares_device:
             self._generator.sleep()
             self._asleep = True
 
     def close(self) -> None:
-        """End a process that was started for this."""
+        """End the engine's process, if there is one."""
         if (close := getattr(self._generator, "close", None)) is not None:
             close()
 
     def describe(self, num_processes: int) -> str:
-        """Say who writes, and where.
+        """Return the backend and where it runs.
 
         Args:
-            num_processes: processes of the run.
+            num_processes: number of processes of the run.
         """
         devices = "+".join(map(str, self._on_policy.devices))
-        where = f"in {num_processes} process(es), with the student"
+        where = f"in {num_processes} training process(es)"
         if self._on_policy.backend == "server":
             where = f"at {', '.join(self._on_policy.server)}"
         elif self.main_process_only:
-            where = f"in a process of its own, on {f'cuda {devices}' if self._device.type == 'cuda' else 'the CPU'}"
+            where = f"in a separate process on {f'GPU {devices}' if self._device.type == 'cuda' else 'the CPU'}"
         elif self._shares_device:
-            where = f"in {num_processes} process(es) of its own, asleep while the student trains"
-        return f"{self._on_policy.backend} writes, {where}"
+            where = f"in {num_processes} separate process(es), which sleep during training"
+        return f"generation with {self._on_policy.backend} {where}"
 
 
 @contextlib.contextmanager
 def autocast(mixed_precision: str, device: torch.device) -> Iterator[Any]:
-    """Compute as a run computes: "no", or "bf16"."""
+    """Autocast to bfloat16 with "bf16"; do nothing with "no"."""
     if mixed_precision == "bf16":
         with torch.autocast(device.type, torch.bfloat16):
             yield

@@ -1,4 +1,4 @@
-"""The student as a step sees it: one module from tokens to losses, in one process or shared by many."""
+"""The student with its losses as one module: forward pass, parallel wrapping, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from xtk.training.parallel_config import ParallelConfig
 
 
 class HiddenStateHook(Protocol):
-    """What is done with hidden states beside the losses, where weights are whole."""
+    """Callback that gets the hidden states of a forward pass, while weights are gathered."""
 
     def __call__(self, states: Tensor, here: NDArray[np.int64], head: OutputHead) -> None:
-        """Look at states [n, H]; `here` [n] tells which of the rows that are compared they are."""
+        """Get states [n, H] of this process; `here` [n] are their indices in `loss_positions`."""
 
 
 class StudentWithLoss(nn.Module):
-    """The student with its loss inside, so that whatever wraps it for many processes sees one forward pass."""
+    """The student with its losses, so that DDP or FSDP wraps a single forward pass."""
 
     def __init__(self, split_model: BackboneWithHead) -> None:
         super().__init__()
@@ -43,14 +43,14 @@ class StudentWithLoss(nn.Module):
         packed_sequence: PackedSequence | None = None,
         hook: HiddenStateHook | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scaled total and each term's sum over its items; of this process's items, if others have some.
+        """Return the scaled total loss [], and the sum of each loss over this process's tokens or spans [terms].
 
         Args:
-            input_ids: [B, T], the same in every process that shares the row.
-            loss_positions: [N], rows of the flattened hidden states [B * T, H] that are compared.
+            input_ids: [B, T], the same in every process of a context parallel group.
+            loss_positions: [N], indices into the flattened hidden states [B * T, H] at which losses are computed.
             terms: the losses.
-            packed_sequence: the documents, where they stand in one row.
-            hook: gets the states of the places that this process has.
+            packed_sequence: lengths and context parallel split of packed documents; None: not packed.
+            hook: gets the hidden states of this process's loss positions.
         """
         states, compared, here = self._states(input_ids, loss_positions, packed_sequence)
         head = self.split_model.head
@@ -64,20 +64,20 @@ class StudentWithLoss(nn.Module):
         return fused_loss(states, head, terms, chunk_rows(head.num_logits(states)))
 
     def _states(
-        self, input_ids: Tensor, places: NDArray[np.int64], row: PackedSequence | None
+        self, input_ids: Tensor, positions: NDArray[np.int64], packed: PackedSequence | None
     ) -> tuple[Tensor, list[NDArray[np.int64]], NDArray[np.int64]]:
-        """Return the hidden states [n, H] of the places that are here, and which places each process of a row has."""
-        if row is None or row.num_ranks == 1:
-            found = self.split_model(input_ids, row).flatten(0, 1)
-            everything = np.arange(len(places))
-            return found.index_select(0, torch.from_numpy(places).to(found.device)), [everything], everything
-        held = [row.token_indices(rank) for rank in range(row.num_ranks)]
-        mine = torch.from_numpy(held[row.rank]).to(input_ids.device)
-        found = self.split_model(input_ids.index_select(1, mine), row).flatten(0, 1)
-        compared = [np.flatnonzero(np.isin(places, some)) for some in held]
-        here = np.searchsorted(held[row.rank], places[compared[row.rank]])
+        """Return hidden states [n, H] of local positions, and the position indices of each process and of this one."""
+        if packed is None or packed.num_ranks == 1:
+            found = self.split_model(input_ids, packed).flatten(0, 1)
+            everything = np.arange(len(positions))
+            return found.index_select(0, torch.from_numpy(positions).to(found.device)), [everything], everything
+        held = [packed.token_indices(rank) for rank in range(packed.num_ranks)]
+        mine = torch.from_numpy(held[packed.rank]).to(input_ids.device)
+        found = self.split_model(input_ids.index_select(1, mine), packed).flatten(0, 1)
+        compared = [np.flatnonzero(np.isin(positions, some)) for some in held]
+        here = np.searchsorted(held[packed.rank], positions[compared[packed.rank]])
         states = found.index_select(0, torch.from_numpy(here).to(found.device))
-        return states, compared, compared[row.rank]
+        return states, compared, compared[packed.rank]
 
 
 def forward_student(
@@ -88,80 +88,80 @@ def forward_student(
     device: torch.device,
     hook: HiddenStateHook | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Take tokens through the student, wrapped as it is; every process has to call it.
+    """Run the wrapped student on a batch (collective).
 
     Args:
-        model: what `shared` returned.
+        model: the module from `parallelize`.
         batch: the tokens.
-        terms: the losses, on the device.
-        parallel: of the processes.
-        device: of this one.
-        hook: as in `Student.forward`.
+        terms: the losses' tensors, on the device.
+        parallel: the parallel layout.
+        device: device of this process.
+        hook: as in `StudentWithLoss.forward`.
 
     Returns:
-        What `Student.forward` does.
+        As `StudentWithLoss.forward`.
     """
-    row = None
+    packed = None
     if batch.document_lengths is not None:
-        row = PackedSequence(
+        packed = PackedSequence(
             batch.document_lengths, parallel.group("cp") if parallel.cp > 1 else None, parallel.cp, parallel.rank("cp")
         )
     input_ids = torch.from_numpy(batch.input_ids).to(device)
-    found: tuple[Tensor, Tensor] = model(input_ids, batch.loss_positions, terms, row, hook)
+    found: tuple[Tensor, Tensor] = model(input_ids, batch.loss_positions, terms, packed, hook)
     return found
 
 
 class TokenBatch(Protocol):
-    """Tokens on their way into the student; see `MicroBatch`."""
+    """Inputs of a forward pass; see `MicroBatch`."""
 
     @property
     def input_ids(self) -> NDArray[np.int64]:
-        """[B, T], or [1, T], documents one behind the other."""
+        """[B, T] padded, or [1, T] packed."""
 
     @property
     def document_lengths(self) -> tuple[int, ...] | None:
-        """Of the documents in one row."""
+        """Lengths of packed documents; None: not packed."""
 
     @property
     def loss_positions(self) -> NDArray[np.int64]:
-        """[N], the rows of the flattened hidden states that are compared."""
+        """[N], indices into the flattened hidden states at which losses are computed."""
 
 
 def parallelize(
     student_model: BackboneWithHead, accelerator: Any, parallel: ParallelConfig, *, packing: bool, offload: bool = False
 ) -> tuple[nn.Module, list[nn.Parameter]]:
-    """Bring the student to where it is trained.
+    """Return the student wrapped for its parallel layout, on its devices, and its trainable parameters.
 
     Args:
-        student_model: the student, loaded whole, the same in every process.
-        accelerator: Accelerate's.
-        parallel: of the processes, with its mesh.
-        packing: whether rows of documents are wanted; needed to share rows.
-        offload: weights and optimizer stay in the memory of the CPU; where weights are shared out.
+        student_model: the student, unsharded, the same in every process.
+        accelerator: Accelerate's accelerator.
+        parallel: the parallel layout, with its mesh.
+        packing: whether documents are packed; required for context parallel.
+        offload: keep sharded weights and optimizer state in CPU memory (FSDP offload).
 
     Returns:
-        What is called, and the parameters that are trained.
+        The wrapped module, and the trainable parameters.
 
     Raises:
-        XtkError: this model cannot be shared so.
+        XtkError: the model does not support this layout.
     """
     if parallel.cp > 1 and not (packing and student_model.enable_packing() and student_model.supports_context_parallel):
         raise XtkError(
-            "this model's rows cannot be shared by several processes",
+            "this model does not support context parallel" if packing else "--parallel cp needs --packing",
             where=f"{type(student_model.model).__name__}, --parallel {parallel}",
-            hint="--parallel fsdp or tp instead of cp" if packing else "--packing, or another --parallel",
+            hint="use --parallel fsdp or tp instead of cp" if packing else "use --packing, or another --parallel",
         )
     if offload and not parallel.is_sharded:
-        raise XtkError("--fsdp-offload is of weights that are shared out", hint="--parallel fsdp=N")
+        raise XtkError("--fsdp-offload needs --parallel fsdp=N or tp=N", hint="add it, or remove --fsdp-offload")
     student = StudentWithLoss(student_model)
     if parallel.is_sharded:
         if getattr(student_model.model, "quantization_method", None) or getattr(
             student_model.model, "is_quantized", False
         ):
             raise XtkError(
-                "packed weights are not shared out",
+                "quantized weights (--load-in-4bit, --load-in-8bit) cannot be sharded",
                 where=f"--parallel {parallel}",
-                hint="replicas alone: no --parallel",
+                hint="use --parallel dp=N, or do not quantize",
             )
         if parallel.tp > 1:
             student_model.apply_tensor_parallel(parallel.mesh["tp"])
@@ -174,17 +174,17 @@ def parallelize(
 
 
 def reshard_weights(model: nn.Module) -> None:
-    """Give back the weights that a pass without gradients has left gathered (FSDP2 keeps those of no layer)."""
+    """Free weights that stay gathered after a forward pass without backward (FSDP2: those outside of layers)."""
     if isinstance(model, FSDPModule):
         model.reshard()
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients down to a norm; return what it was, over all parts that processes have.
+    """Clip gradients to a total norm over all shards; return the norm before clipping.
 
     Args:
-        parameters: trained; of several layouts, if a layer has vectors that are not cut.
-        max_norm: 0: never.
+        parameters: the trainable parameters; their placements may differ.
+        max_norm: maximum norm; 0: no clipping.
     """
     kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -194,9 +194,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], max_norm: float) -> float
             kinds.setdefault(kind, []).append(gradient)
     squares = 0.0
     for gradients in kinds.values():
-        of_kind = nn.utils.get_total_norm(gradients)
-        whole = of_kind.full_tensor() if hasattr(of_kind, "full_tensor") else of_kind
-        squares += float(whole) ** 2
+        local_norm = nn.utils.get_total_norm(gradients)
+        full_norm = local_norm.full_tensor() if hasattr(local_norm, "full_tensor") else local_norm
+        squares += float(full_norm) ** 2
     norm: float = squares**0.5
     if max_norm and norm > max_norm and norm < float("inf"):
         for gradients in kinds.values():

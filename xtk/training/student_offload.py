@@ -1,4 +1,4 @@
-"""A student set aside while others work on its device: its weights and its optimizer in the memory of the CPU."""
+"""Offloading of the student's weights and optimizer state to CPU memory while online teachers use the device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def offload_student(model: nn.Module, optimizer: torch.optim.Optimizer, storage_device: torch.device) -> Iterator[None]:
-    """Keep what a student holds on its device elsewhere, and bring it back.
+    """Move the student's weights, buffers and optimizer state to another device within a `with` block.
 
-    Parameters and buffers stay the same objects; what they hold moves. Gradients are none between steps.
+    Parameters and buffers stay the same objects; only their data moves. There are no gradients between steps.
 
     Args:
-        model: the student, of which this process has all.
-        optimizer: over its parameters.
-        storage_device: where it is kept.
+        model: the student, unsharded.
+        optimizer: its optimizer.
+        storage_device: device within the block.
     """
     holders: list[Tensor] = [*model.parameters(), *model.buffers()]
     devices = [holder.device for holder in holders]

@@ -1,4 +1,4 @@
-"""Everything that decides what a run gives."""
+"""Configuration of a run: training options (which decide the result), logging options and paths."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ from xtk.training.on_policy_config import OnPolicyConfig
 
 LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 KD_SCALES = ("none", "ce")
-# Recipes of runs that were begun by those who did not know of them have none of these.
+# Newer options, left out of a run's identity at their default so that older runs can be resumed.
 KEYS_OMITTED_BY_DEFAULT = (
-    "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
+    "combine_teachers", "teacher_weights", "scale_kd_to", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
     "early_stopping_patience", "on_policy",
 )  # fmt: skip
-# How the work is cut, which does not change the result.
+# Options of batching and parallelism, which do not change the result.
 PARALLELISM_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
-           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps", "offload_student")  # fmt: skip
+           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_block_steps", "offload_student")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """A run of `xtk distill`. Lengths are counted in optimisation steps, batches in documents.
+    """Training options of `xtk distill`. Lengths are in optimizer steps, batch sizes in documents.
 
     Attributes:
-        losses: the terms of the sum, each over its own number of items in the step.
-        max_steps: steps; 0 to take `num_train_epochs`.
-        num_train_epochs: passes over the cache.
-        per_device_train_batch_size: documents in a forward pass of one process.
-        gradient_accumulation_steps: forward passes of one process in a step.
-        learning_rate, lr_scheduler_type, warmup_ratio, weight_decay, max_grad_norm: AdamW's, as in Hugging Face.
-        warmup_steps: how many, instead of a ratio; 0: the ratio says.
-        min_lr_rate: the share of the learning rate where cosine_with_min_lr ends.
-        decay_ratio: the share of the steps in which warmup_stable_decay falls.
-        ema_decay: the student is the exponential moving average of the weights; 0: the weights themselves.
-        early_stopping_patience: evaluations in a row that are no better than the best before, after which the run
-            ends; the student is the best. 0: it runs to its end, and the student is the last.
-        mixed_precision: "no" (fp32) or "bf16": the model in bf16 over fp32 weights; losses are fp32 either way.
-        gradient_checkpointing: recompute activations instead of keeping them.
-        long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
-        seed: of the order of documents and of dropout.
-        teachers: how several of them teach together: a key of `TEACHERS`.
-        teacher_weights: numbers, or where weights come from; "": equal ones.
-        packing: documents stand one behind the other in a row, where the student can read them so.
-        max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
-        parallel: how processes share the work: `fsdp=2,tp=2`.
-        fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
-        teacher_steps: steps whose documents live teachers score at a time; 0: as many as fit.
-        offload_student: the student and its optimizer leave the device while live teachers score.
-        balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
-        preparation: how the model is loaded, and what of it is trained.
-        on_policy: how the student writes what it learns from; None: it learns from the data.
+        losses: the losses to add, each averaged over its tokens or spans in the step.
+        max_steps: number of steps; 0: `num_train_epochs` decides.
+        num_train_epochs: passes over the data.
+        per_device_train_batch_size: documents per forward pass of one process.
+        gradient_accumulation_steps: forward passes of one process per step.
+        learning_rate, lr_scheduler_type, warmup_ratio, weight_decay, max_grad_norm: as in Hugging Face; AdamW.
+        warmup_steps: steps of warm-up; 0: `warmup_ratio` decides.
+        min_lr_rate: final fraction of the learning rate with cosine_with_min_lr.
+        decay_ratio: fraction of the steps in which warmup_stable_decay decays.
+        ema_decay: decay of the exponential moving average that becomes the student; 0: the student is the last weights.
+        early_stopping_patience: end the run after this many evaluations in a row without improvement; the student is
+            the best one. 0: no early stopping.
+        mixed_precision: "no" (fp32) or "bf16" (autocast over fp32 weights); losses are computed in fp32.
+        gradient_checkpointing: recompute activations instead of storing them.
+        long_documents: what to do with documents longer than the student's context or `max_length`.
+        seed: seed of the document order, of sampling and of dropout.
+        combine_teachers: how several teachers are combined: a key of `COMBINATION_METHODS`.
+        teacher_weights: fixed weights, or the score from which they are computed; "": equal weights.
+        packing: pack documents into one sequence, if the student's architecture supports it.
+        max_batch_tokens: maximum tokens per forward pass of one process; 0: `per_device_train_batch_size` decides.
+        parallel: parallel layout: `fsdp=2,tp=2`.
+        fsdp_offload: keep sharded weights and optimizer state in CPU memory.
+        teacher_block_steps: steps per block that online teachers score at a time; 0: chosen automatically.
+        offload_student: move the student and its optimizer state to the CPU while online teachers score.
+        scale_kd_to: "ce": rescale the distillation loss to the size of the CE loss at every step; "none".
+        preparation: how the model is loaded, and which weights are trained.
+        on_policy: options of on-policy training; None: train on the data.
     """
 
     losses: tuple[LossSpec, ...]
@@ -80,15 +80,15 @@ class TrainConfig:
     long_documents: str = "refuse"
     max_length: int | None = None
     seed: int = 42
-    teachers: str = "sum"
+    combine_teachers: str = "sum"
     teacher_weights: str = ""
     packing: bool = True
     max_batch_tokens: int = 0
     parallel: str = ""
     fsdp_offload: bool = False
-    teacher_steps: int = 0
+    teacher_block_steps: int = 0
     offload_student: bool = False
-    balance: str = "none"
+    scale_kd_to: str = "none"
     warmup_steps: int = 0
     min_lr_rate: float = 0.1
     decay_ratio: float = 0.1
@@ -99,18 +99,19 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         if self.lr_scheduler_type not in SCHEDULES:
-            raise unknown_name_error("schedule", self.lr_scheduler_type, SCHEDULES)
+            raise unknown_name_error("learning-rate schedule", self.lr_scheduler_type, SCHEDULES)
         if self.mixed_precision not in ("no", "bf16"):
-            raise unknown_name_error("precision", self.mixed_precision, ("no", "bf16"))
-        if self.balance not in KD_SCALES:
-            raise unknown_name_error("balance", self.balance, KD_SCALES)
+            raise unknown_name_error("value of --mixed-precision", self.mixed_precision, ("no", "bf16"))
+        if self.scale_kd_to not in KD_SCALES:
+            raise unknown_name_error("value of --scale-kd-to", self.scale_kd_to, KD_SCALES)
         if self.long_documents not in LONG_DOCUMENTS:
-            raise unknown_name_error("way with long documents", self.long_documents, LONG_DOCUMENTS)
+            raise unknown_name_error("value of --long-documents", self.long_documents, LONG_DOCUMENTS)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
             if getattr(self, name) < 1:
-                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it is 1 or more")
+                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be at least 1")
         if self.max_steps < 0 or (self.max_steps == 0 and self.num_train_epochs <= 0):
-            raise XtkError("there is nothing to train: give --max-steps or --num-train-epochs above 0")
+            given = f"--max-steps is {self.max_steps} and --num-train-epochs is {self.num_train_epochs:g}"
+            raise XtkError(f"{given}: there is nothing to train", hint="set one of them above 0")
         limits = {
             "num_train_epochs": (0, math.inf),
             "warmup_ratio": (0, 1),
@@ -124,22 +125,23 @@ class TrainConfig:
         }
         for name, (low, high) in limits.items():
             if not (low <= getattr(self, name) <= high and math.isfinite(getattr(self, name))):
-                raise XtkError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it is a number from {low} to {high}"
-                )
+                bounds = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise XtkError(f"--{name.replace('_', '-')} is {getattr(self, name)}, but must be {bounds}")
         if self.max_batch_tokens < 0:
-            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
-        if self.teacher_steps < 0:
-            raise XtkError(f"--teacher-steps is {self.teacher_steps}; it is 0 or more")
+            raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}, but must be at least 0 (0: not used)")
+        if self.teacher_block_steps < 0:
+            raise XtkError(
+                f"--teacher-block-steps is {self.teacher_block_steps}, but must be at least 0 (0: automatic)"
+            )
         if self.max_length is not None and self.max_length < 2:
-            raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
+            raise XtkError(f"--max-length is {self.max_length}, but must be at least 2 tokens")
         if not 0 <= self.ema_decay < 1:
-            raise XtkError(f"--ema-decay is {self.ema_decay}; it is a number from 0 to below 1, such as 0.999")
+            raise XtkError(f"--ema-decay is {self.ema_decay}, but must be at least 0 and below 1, such as 0.999")
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
-            raise XtkError(f"--learning-rate is {self.learning_rate}; it must be a number from 0 (only measure) on")
+            raise XtkError(f"--learning-rate is {self.learning_rate}, but must be at least 0 (0: only evaluate)")
 
     def num_steps(self, documents: int, num_data_shards: int) -> int:
-        """Return the optimisation steps of the run, of which each prompt is as many documents as it is taken."""
+        """Return the number of optimizer steps; on-policy, each prompt counts once per completion and pass."""
         if self.max_steps:
             return self.max_steps
         size = self.effective_documents_per_step(documents, num_data_shards)
@@ -148,21 +150,21 @@ class TrainConfig:
         return max(1, math.ceil(self.num_train_epochs * documents / size))
 
     def effective_documents_per_step(self, documents: int, num_data_shards: int) -> int:
-        """Return the documents of one optimisation step: no more than an epoch has, so that none comes twice.
+        """Return the documents per optimizer step, at most those of an epoch, so that a step has no duplicates.
 
         Args:
-            documents: of the data; with `on_policy`, prompts, of which each gives several documents.
-            num_data_shards: processes that have documents of their own.
+            documents: documents of the data; on-policy, number of prompts.
+            num_data_shards: number of processes with different documents.
         """
-        whole = documents * (1 if self.on_policy is None else self.on_policy.num_generations)
-        return min(self.documents_per_step(num_data_shards), whole)
+        per_epoch = documents * (1 if self.on_policy is None else self.on_policy.num_generations)
+        return min(self.documents_per_step(num_data_shards), per_epoch)
 
     def documents_per_step(self, num_data_shards: int) -> int:
-        """Return the documents that one optimisation step has room for, over all data parallel processes."""
+        """Return the documents per optimizer step that the batch options ask for, over all data parallel processes."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * num_data_shards
 
     def learning_rate_at(self, step: int, num_steps: int) -> float:
-        """Return the learning rate of step `step` of `steps`, counted from 0: a warm-up, then the schedule."""
+        """Return the learning rate of a step (counted from 0): warm-up, then the schedule."""
         warmup = self.warmup_steps or round(self.warmup_ratio * num_steps)
         return self.learning_rate * lr_factor(
             self.lr_scheduler_type,
@@ -174,7 +176,7 @@ class TrainConfig:
         )
 
     def identity(self, num_data_shards: int) -> dict[str, Any]:
-        """Return what makes two runs the same, however many processes share the work."""
+        """Return the options that decide whether two runs are the same, for any number of processes."""
         content = asdict(self)
         for one in fields(self):
             if one.name in KEYS_OMITTED_BY_DEFAULT and content[one.name] == one.default:
@@ -193,21 +195,21 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class LoggingConfig:
-    """What a run tells on its way, and what it keeps; nothing here changes the student.
+    """Options of logging, evaluation and checkpoints; they do not change the student.
 
     Attributes:
-        logging_steps: steps between two lines of metrics.
-        save_steps: steps between two checkpoints; 0: none.
-        save_total_limit: checkpoints kept.
-        report_to: names of trackers that Accelerate knows.
-        eval_documents: held-out documents of plain data, read before the start. Caches are among the inputs.
-        eval_tasks: what the student is asked at each evaluation, read before the start.
-        eval_steps: steps between two evaluations.
+        logging_steps: steps between logged metrics.
+        save_steps: steps between checkpoints; 0: none.
+        save_total_limit: maximum number of checkpoints to keep.
+        report_to: names of experiment trackers, as in Accelerate.
+        eval_documents: held-out documents of plain data, read before the start. Held-out caches are in `RunPaths`.
+        eval_tasks: tasks of each evaluation, read before the start.
+        eval_steps: steps between evaluations.
         eval_on_start: evaluate before the first step too.
-        dataloader_num_workers: processes that make batches ahead; 0: a thread does.
-        max_skipped_steps: in a row whose loss or gradient is no number; more end the run.
-        deadline: of `time.monotonic()`, after which the run saves and ends.
-        ddp_timeout: seconds after which a process that waits for another one gives up.
+        dataloader_num_workers: worker processes that build batches ahead of time; 0: one thread.
+        max_skipped_steps: maximum consecutive steps whose loss or gradient is not finite; more end the run.
+        deadline: value of `time.monotonic()` after which the run saves a checkpoint and ends.
+        ddp_timeout: timeout of collective operations in seconds.
     """
 
     logging_steps: int = 10
@@ -226,18 +228,18 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where a run's inputs lie and its outputs go.
+    """Inputs and output folder of a run.
 
     Attributes:
-        student: a local model folder.
-        adapter: the folder of an adapter of this model that is trained on; None: there is none.
-        data: of teachers, each a folder or a URL; or plain data, for losses that need no teacher and for live ones.
-        projections: projection files; those that losses need beside them are built.
-        output: the run's folder.
-        columns: names of the columns of plain data.
-        eval_caches: of the same teachers on held-out documents, each a folder or a URL.
-        online_teachers: who score the data while the student trains, in the place of caches.
-        max_document_bytes: the largest document of plain data that is read.
+        student: local model folder.
+        adapter: folder of an adapter of this model to continue training; None: none.
+        data: teacher caches (folders or URLs); or plain data, for losses without a teacher or for online teachers.
+        projections: projection files; other projections that losses need are built.
+        output: the run folder.
+        columns: column names of plain data.
+        eval_caches: caches of the same teachers on held-out documents (folders or URLs).
+        online_teachers: teachers that score the data during training, instead of caches.
+        max_document_bytes: maximum size of a document of plain data.
     """
 
     student: Path

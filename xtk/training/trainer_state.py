@@ -1,4 +1,4 @@
-"""What a run has counted so far. Checkpoints keep it, so that one that goes on decides as one that never stopped."""
+"""Trainer counters, stored in checkpoints so that resuming is exact."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from xtk.errors import CorruptError, XtkError
 
 @dataclass
 class TrainerState:
-    """Where a run stands.
+    """Counters of a run.
 
     Attributes:
-        tokens: that all steps took, over all processes.
-        skipped_steps: whose loss or gradient was no number, so that nothing was learnt.
-        consecutive_skipped_steps: of those, the last ones.
-        best_step: after which held-out text took fewest bits a byte; 0: nothing was evaluated.
-        best_bits_per_byte: how many.
-        evaluations_without_improvement: that were not better.
+        tokens: tokens of all steps so far, over all processes.
+        skipped_steps: steps without an update, because loss or gradient was not finite.
+        consecutive_skipped_steps: skipped steps since the last update.
+        best_step: step with the fewest bits per byte on held-out text; 0: no evaluation yet.
+        best_bits_per_byte: bits per byte at that step.
+        evaluations_without_improvement: evaluations since then.
     """
 
     tokens: int = 0
@@ -33,45 +33,45 @@ class TrainerState:
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> TrainerState:
-        """Return what `xtk.json` of a checkpoint says.
+        """Return the counters in a checkpoint's `xtk.json`.
 
         Raises:
-            Damaged: a count is none.
+            CorruptError: a value is not a valid count.
         """
         found = {one.name: manifest[one.name] for one in fields(cls) if one.name in manifest}
         for name, value in found.items():
             if name == "best_bits_per_byte" and (value is None or (type(value) is float and math.isfinite(value))):
                 continue
             if type(value) is not int or not 0 <= value < 1 << 63:
-                raise CorruptError(f"{name} of this checkpoint is not a count: {value!r:.40}")
+                raise CorruptError(f"the checkpoint's manifest has an invalid {name}: {value!r:.40}")
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `xtk.json` of a checkpoint is to say."""
+        """Return the counters for a checkpoint's `xtk.json`."""
         return asdict(self)
 
     def count_skipped_step(self, step: int, loss: float, gradient_norm: float, max_consecutive: int) -> None:
-        """Count a step whose loss or gradient is no number.
+        """Count a step whose loss or gradient is not finite.
 
         Args:
             step: counted from 1.
             loss: of the step.
-            gradient_norm: of its gradient.
-            max_consecutive: so many in a row.
+            gradient_norm: norm of its gradient.
+            max_consecutive: maximum number of such steps in a row.
 
         Raises:
-            XtkError: they are more.
+            XtkError: there are more.
         """
         self.skipped_steps += 1
         self.consecutive_skipped_steps += 1
-        told = f"the loss is {loss}, the norm of its gradient {gradient_norm}"
+        values = f"loss {loss}, gradient norm {gradient_norm}"
         if self.consecutive_skipped_steps > max_consecutive:
             raise XtkError(
-                told,
-                where=f"step {step:,}" + (f", as in the {max_consecutive:,} before it" if max_consecutive else ""),
-                hint="a smaller --learning-rate, a longer --warmup-ratio, --mixed-precision no; checkpoints are kept",
+                f"loss or gradient is not finite in {max_consecutive + 1:,} step(s) in a row: {values}",
+                where=f"step {step:,}",
+                hint="use a smaller --learning-rate, a larger --warmup-ratio or --mixed-precision no",
             )
-        terminal.note(f"distill: step {step:,} is skipped: {told}")
+        terminal.note(f"distill: warning: skipping step {step:,}, which is not finite: {values}")
 
     def count_evaluation(self, step: int, bits_per_byte: float) -> bool:
         """Count an evaluation; return whether it is the best so far."""
@@ -84,5 +84,5 @@ class TrainerState:
 
 
 def step_is_finite(losses: Mapping[str, float], gradient_norm: float) -> bool:
-    """Say whether a step may be taken; all processes know the same of it, and say the same."""
+    """Return whether loss and gradient norm are finite; equal in all processes, as both are reduced."""
     return math.isfinite(losses["loss"]) and math.isfinite(gradient_norm)

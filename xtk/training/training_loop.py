@@ -1,4 +1,4 @@
-"""The loop. One process or many, one micro-batch or several a step: the same loss and the same gradient."""
+"""The training loop: steps, logging, evaluation, checkpoints; equal gradients for any number of processes."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ from xtk.training.weight_ema import ExponentialMovingAverage
 
 @dataclass
 class TrainingRun:
-    """What the loop works on.
+    """Everything that the training loop uses.
 
     Attributes:
-        accelerator: Accelerate's, which knows processes, devices and trackers.
-        parallel: how processes share the work.
-        student: the student's model.
-        wrapped_student: what is called: the student, wrapped for its layout.
-        parameters: those that are trained.
-        tokenizer: the student's.
-        batch_builder: makes micro-batches.
-        sampler: which documents a step takes.
-        recipe: what decides the result.
-        logging_config: what is told and kept.
-        steps: optimisation steps in all.
-        output: the run's folder.
-        tokenizer_folder: where the student's tokenizer files lie.
-        held_out_evaluator: of held-out documents; None: there are none.
-        task_evaluator: what the student is asked at each evaluation; None: nothing.
-        provenance: what the student comes from, for its card.
-        merge_adapter: as `CheckpointSaver` has it.
-        teacher_blocks: of steps, before each of which live teachers speak; None: there are none.
-        saver: writes what the run changes, once it has begun.
-        resume_point: where it goes on.
+        accelerator: Accelerate's accelerator: processes, devices and trackers.
+        parallel: the parallel layout.
+        student: the student, split into backbone and output head.
+        wrapped_student: the student with its losses, wrapped for the layout.
+        parameters: the trainable parameters.
+        tokenizer: the student's tokenizer.
+        batch_builder: builds micro-batches.
+        sampler: chooses the documents of each step.
+        recipe: the options that decide the result.
+        logging_config: logging, evaluation and checkpoints.
+        steps: total number of optimizer steps.
+        output: the run folder.
+        tokenizer_folder: folder with the student's tokenizer files.
+        held_out_evaluator: evaluates held-out documents; None: there are none.
+        task_evaluator: evaluates --eval-tasks; None: there are none.
+        provenance: base model, teachers and data, for the model card.
+        merge_adapter: as in `CheckpointSaver`.
+        teacher_blocks: blocks of steps, each scored by online teachers before it; None: no online teachers.
+        saver: writes checkpoints; set when training begins.
+        resume_point: the checkpoint from which the run resumes.
     """
 
     accelerator: Any
@@ -94,17 +94,17 @@ class TrainingRun:
         return self.held_out_evaluator is not None or self.task_evaluator is not None
 
     def evaluate(self) -> dict[str, float]:
-        """Return all figures of an evaluation; every process has to call it."""
+        """Return all metrics of an evaluation (collective)."""
         return {name: value for one in (self.held_out_evaluator, self.task_evaluator) if one is not None
                 for name, value in one().items()}  # fmt: skip
 
 
 def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
-    """Train from the last checkpoint, or from the start, to the end; return what `xtk.json` says.
+    """Train from the last checkpoint, or from the start, to the end; return the content of `xtk.json`.
 
     Raises:
-        Stopped: a signal or a time limit ended it, after a checkpoint.
-        XtkError: loss or gradient is not finite too often, or in all steps; or weights of the student are not.
+        ResumableStop: a signal or a time limit ended the run, after a checkpoint.
+        XtkError: too many steps, or weights of the student, are not finite.
     """
     accelerator, recipe = run.accelerator, run.recipe
     optimizer = _optimizer(run.student, recipe)
@@ -115,9 +115,9 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
                               parallel=str(run.parallel), merge_adapter=run.merge_adapter,
                                   run_fingerprint=run_fingerprint(identity))  # fmt: skip
     _connect_online_teachers(run, average, optimizer)
-    done, standing = _resume(run, saver)
+    done, state = _resume(run, saver)
     metrics = MetricsFile(run.output / METRICS_FILE, done) if accelerator.is_main_process else None
-    meter = _Meter(run, standing.tokens)
+    meter = _Meter(run, state.tokens)
     if run.has_evaluation and run.logging_config.eval_on_start and not done:
         with meter.exclude_from_rate():
             _log(run, metrics, {"step": 0, **run.evaluate()})
@@ -128,22 +128,22 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
         batches, kept = meter.timed(_step_batches(run, range(done, run.steps), meter, stop)), done
         for step in range(done, run.steps):
             micro_batches = next(batches, None)
-            if micro_batches is None:  # while teachers spoke
+            if micro_batches is None:  # stopped while teachers scored
                 if step > kept:
-                    standing.tokens = meter.total_tokens()
+                    state.tokens = meter.total_tokens()
                     due = bool(run.logging_config.save_steps) and step % run.logging_config.save_steps == 0
-                    _save(run, saver, step, standing, interrupted=not due)
+                    _save(run, saver, step, state, interrupted=not due)
                 _raise_stopped(run, step, stop.reason(accelerator.device, by_signals=True))
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
             losses, norm = _step(run, optimizer, micro_batches)
-            _take_note(run, standing, average, step, losses, norm)
+            _count_step(run, state, average, step, losses, norm)
             meter.count(micro_batches)
             last = step + 1 == run.steps
             record = {"step": step + 1, **losses, "learning_rate": learning_rate, "gradient_norm": norm}
             if (step + 1) % run.logging_config.logging_steps == 0 or step == 0 or last:
-                record |= meter.metrics() | {"skipped_steps": standing.skipped_steps}
+                record |= meter.metrics() | {"skipped_steps": state.skipped_steps}
                 if run.teacher_blocks is not None:
                     record |= run.teacher_blocks.metrics(step)
             evaluated = _due(step + 1, run.logging_config.eval_steps, last) and run.has_evaluation
@@ -151,18 +151,18 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
                 with meter.exclude_from_rate(), average.swapped_in(run.wrapped_student):
                     record |= run.evaluate()
                     bits = record.get("eval_bits_per_byte")
-                    better = bits is not None and standing.count_evaluation(step + 1, bits)
+                    better = bits is not None and state.count_evaluation(step + 1, bits)
                     if better and recipe.early_stopping_patience:
                         saver.write_best(run.output, step + 1)
-                last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_without_improvement
+                last = last or 0 < recipe.early_stopping_patience <= state.evaluations_without_improvement
             if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
             stopped = stop.reason(accelerator.device)
             due = bool(run.logging_config.save_steps) and (step + 1) % run.logging_config.save_steps == 0
             if (due or stopped) and not last:
                 with meter.exclude_from_rate():
-                    standing.tokens = meter.total_tokens()
-                    _save(run, saver, step + 1, standing, interrupted=not due)
+                    state.tokens = meter.total_tokens()
+                    _save(run, saver, step + 1, state, interrupted=not due)
                 kept = step + 1
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.summary}")
@@ -170,12 +170,12 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
                 break
             if stopped:
                 _raise_stopped(run, step + 1, stopped)
-    standing.tokens = meter.total_tokens()
+    state.tokens = meter.total_tokens()
     accelerator.wait_for_everyone()
-    content = _checked_content(run, standing, step + 1, identity)
-    best = standing.best_step if recipe.early_stopping_patience else 0
+    content = _checked_content(run, state, step + 1, identity)
+    best = state.best_step if recipe.early_stopping_patience else 0
     if best:
-        content["best"] = {"step": best, "eval_bits_per_byte": standing.best_bits_per_byte}
+        content["best"] = {"step": best, "eval_bits_per_byte": state.best_bits_per_byte}
     with average.swapped_in(run.wrapped_student):
         saver.write_final(
             run.output, content, model_card(run.provenance, content, first_values(run.output / METRICS_FILE)), best
@@ -184,43 +184,43 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
         remove_old_checkpoints(run.output, run.logging_config.save_total_limit, run.resume_point.damaged, finished=True)
     if run.teacher_blocks is not None:
         run.teacher_blocks.finish()
-    accelerator.end_training()  # takes the process group down
+    accelerator.end_training()  # destroys the process group
     return content
 
 
-def _take_note(
+def _count_step(
     run: TrainingRun,
-    standing: TrainerState,
+    state: TrainerState,
     average: ExponentialMovingAverage,
     step: int,
     losses: Mapping[str, float],
     norm: float,
 ) -> None:
-    """Count a step, and have the average follow the weights that it changed; all processes call it.
+    """Update counters and the EMA after a step (collective).
 
     Raises:
         XtkError: too many steps were skipped, or weights of the student are not finite.
     """
     if not step_is_finite(losses, norm):
         _check_finite_weights(run, f"step {step + 1:,}")
-        standing.count_skipped_step(step + 1, losses["loss"], norm, run.logging_config.max_skipped_steps)
+        state.count_skipped_step(step + 1, losses["loss"], norm, run.logging_config.max_skipped_steps)
         return
-    standing.consecutive_skipped_steps = 0
+    state.consecutive_skipped_steps = 0
     if run.recipe.learning_rate:
         average.update()
 
 
-def _checked_content(run: TrainingRun, standing: TrainerState, steps: int, identity: dict[str, Any]) -> dict[str, Any]:
-    """Return what `xtk.json` says of a student, after a check that it may be written; all processes call it.
+def _checked_content(run: TrainingRun, state: TrainerState, steps: int, identity: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of the student's `xtk.json`, after checking that the student is valid (collective).
 
     Raises:
-        XtkError: no step changed it, or its weights are not finite.
+        XtkError: all steps were skipped, or weights are not finite.
     """
-    if standing.skipped_steps == steps:
+    if state.skipped_steps == steps:
         raise XtkError(
-            f"all {steps:,} steps were skipped, since loss or gradient was not finite: no student is written",
+            f"no student is written: loss or gradient was not finite in all {steps:,} steps",
             where=str(run.output),
-            hint="a smaller --learning-rate or --mixed-precision no; look at the data and at the teacher",
+            hint="use a smaller --learning-rate or --mixed-precision no; check the data and the teacher",
         )
     _check_finite_weights(run, f"the student after step {steps:,}")
     return {
@@ -233,25 +233,25 @@ def _checked_content(run: TrainingRun, standing: TrainerState, steps: int, ident
 
 
 def _check_finite_weights(run: TrainingRun, where: str) -> None:
-    """Refuse to go on with weights that hold NaN or infinity, which no later step mends; all processes call it.
+    """Raise XtkError if weights are NaN or infinite, which later steps cannot repair (collective).
 
     Raises:
-        XtkError: names the weights.
+        XtkError: lists the weights.
     """
     names = non_finite_parameters(run.student.model)
     if run.parallel.all_reduce_max(int(bool(names)), run.accelerator.device):
-        there = f"{len(names):,} ({format_names(names)})" if names else "those of another process"
+        affected = f"{len(names):,} tensors ({format_names(names)})" if names else "in another process"
         raise XtkError(
-            f"weights of the student are not finite (NaN or infinity): {there}",
+            f"the student has weights that are NaN or infinite: {affected}",
             where=f"{where}, {run.output}",
-            hint="an earlier checkpoint of this run, if there is one; a smaller --learning-rate",
+            hint="use a smaller --learning-rate; resume from an earlier checkpoint if there is one",
         )
 
 
 def _connect_online_teachers(
     run: TrainingRun, average: ExponentialMovingAverage, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Let live teachers have the student, or its device, while they speak."""
+    """Give online teachers access to the student (--teacher self) or its device (--offload-student)."""
     if run.teacher_blocks is not None:
         run.teacher_blocks.lend_student = partial(_self_teacher, run, average)
         if run.recipe.offload_student:
@@ -260,7 +260,7 @@ def _connect_online_teachers(
 
 @contextlib.contextmanager
 def _self_teacher(run: TrainingRun, average: ExponentialMovingAverage, weights: str) -> Iterator[BackboneWithHead]:
-    """Lend the student as its own teacher, with the weights of a name of `OWN`."""
+    """Yield the student as its own teacher, with weights of a name in `STUDENT_WEIGHTS`."""
     run.student.model.eval()
     without = run.student.model.disable_adapter() if weights == "base" else contextlib.nullcontext()
     with average.swapped_in(run.wrapped_student) if weights == "ema" else contextlib.nullcontext(), without:
@@ -273,69 +273,71 @@ def _raise_stopped(run: TrainingRun, done: int, why: str) -> NoReturn:
     raise ResumableStop(
         f"stopped after step {done:,} of {run.steps:,}: {why}" if done else f"stopped before the first step: {why}",
         where=str(run.output),
-        hint="run the same command again: it goes on from there",
+        hint="run the same command again to resume",
     )
 
 
 def _step(
     run: TrainingRun, optimizer: torch.optim.Optimizer, micro_batches: list[MicroBatch]
 ) -> tuple[dict[str, float], float]:
-    """Take one optimisation step; return the mean of each loss and the norm of the gradient before clipping.
+    """Take one optimizer step; return the metrics of the losses and the gradient norm before clipping.
 
-    Where one of them is no number nothing is moved: not the weights, nor what the optimizer remembers.
+    If loss or norm is not finite, neither the weights nor the optimizer state change.
     """
-    recipe, maker, device = run.recipe, run.batch_builder, run.accelerator.device
-    if recipe.max_batch_tokens:  # every process takes as many passes, some of them empty
+    recipe, builder, device = run.recipe, run.batch_builder, run.accelerator.device
+    if recipe.max_batch_tokens:  # all processes take the same number of passes; some are empty
         passes = run.parallel.all_reduce_max(len(micro_batches), device)
-        micro_batches = [*micro_batches, *(maker.build([]) for _ in range(passes - len(micro_batches)))]
-    whole = StepReduction(maker.objectives, maker.score_weighting, maker.teachers, micro_batches, run.parallel, device)
-    balance = 1.0
-    if recipe.balance == "ce":
-        balance = whole.kd_scale(_pass(run, micro_batches, whole.term_scales(), backward=False)[0])
-    sums, seen = _pass(run, micro_batches, whole.term_scales(balance), backward=True)
+        micro_batches = [*micro_batches, *(builder.build([]) for _ in range(passes - len(micro_batches)))]
+    reduction = StepReduction(
+        builder.objectives, builder.score_weighting, builder.teachers, micro_batches, run.parallel, device
+    )
+    kd_scale = 1.0
+    if recipe.scale_kd_to == "ce":
+        kd_scale = reduction.kd_scale(_pass(run, micro_batches, reduction.term_scales(), backward=False)[0])
+    sums, ratios = _pass(run, micro_batches, reduction.term_scales(kd_scale), backward=True)
     norm = clip_gradients(run.parameters, recipe.max_grad_norm)
-    losses = whole.loss_metrics(sums, balance) | whole.surrogate_metrics(seen)
-    if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and averages would turn -0.0 into 0.0
+    losses = reduction.loss_metrics(sums, kd_scale) | reduction.surrogate_metrics(ratios)
+    if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and EMA would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return losses | ({"kd_scale": balance} if recipe.balance == "ce" else {}), norm
+    return losses | ({"kd_scale": kd_scale} if recipe.scale_kd_to == "ce" else {}), norm
 
 
 def _pass(
     run: TrainingRun, micro_batches: list[MicroBatch], scales: list[float], *, backward: bool
 ) -> tuple[list[float], list[list[float]]]:
-    """Take the micro-batches through the model; return each term's sum over its items, over all processes.
+    """Run forward (and backward) passes; return each loss summed over tokens or spans of all processes.
 
-    Beside it, `SurrogateOfTerm.seen` of each term; zeros of those without a surrogate. Without `backward` nothing is
-    kept, and the random numbers (of dropout) are left for the pass that comes after.
+    Also returns the ratio statistics of policy-gradient losses (zeros for others). Without `backward`, gradients and
+    random states stay unchanged, so that the next pass has the same dropout.
     """
     accelerator, layout, device = run.accelerator, run.parallel, run.accelerator.device
-    told = torch.zeros(len(scales), 4, device=device, dtype=torch.float64)
+    totals = torch.zeros(len(scales), 4, device=device, dtype=torch.float64)
     devices = [device] if device.type == "cuda" else []
     with contextlib.nullcontext() if backward else torch.random.fork_rng(devices), torch.set_grad_enabled(backward):
         for number, batch in enumerate(micro_batches):
             last = number + 1 == len(micro_batches)
             terms = [term.to(device, scale) for term, scale in zip(batch.terms, scales, strict=True)]
-            # Weights that are shared out are gathered and given back each pass, gradients with them.
+            # Sharded weights are gathered, and gradients reduced, in every pass.
             with contextlib.nullcontext() if last or layout.is_sharded else accelerator.no_sync(run.wrapped_student):
                 total, parts = forward_student(run.wrapped_student, batch, terms, layout, device)
                 if backward:
-                    # Gradients are averaged over copies, and the scales are already those of the whole step.
+                    # Gradients are averaged over replicas, but the scales are already those of the whole step.
                     torch.autograd.backward(total * layout.num_gradient_replicas)
-            told[:, 0] += parts.double()
-            for of_term, term in zip(told, terms, strict=True):
+            totals[:, 0] += parts.double()
+            for term_totals, term in zip(totals, terms, strict=True):
                 if term.surrogate is not None:
-                    of_term[1:] += term.surrogate.ratio_statistics
+                    term_totals[1:] += term.surrogate.ratio_statistics
     if not backward:
         reshard_weights(run.wrapped_student)
-    told = layout.all_reduce_sum(told, "copies")
-    return told[:, 0].tolist(), told[:, 1:].tolist()
+    totals = layout.all_reduce_sum(totals, "copies")
+    return totals[:, 0].tolist(), totals[:, 1:].tolist()
 
 
-def _optimizer(cut: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW, with groups of parameters that decay and that are cut alike."""
+def _optimizer(student: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW, with parameters grouped by weight decay and device mesh."""
     groups: dict[Any, dict[str, Any]] = {}
-    for group in parameter_groups(cut.model, recipe.weight_decay):
+    for group in parameter_groups(student.model, recipe.weight_decay):
         for parameter in group["params"]:
             key = (group["weight_decay"], getattr(parameter, "device_mesh", None))
             groups.setdefault(key, {**group, "params": []})["params"].append(parameter)
@@ -343,9 +345,9 @@ def _optimizer(cut: BackboneWithHead, recipe: TrainConfig) -> torch.optim.Optimi
 
 
 def _step_batches(run: TrainingRun, steps: range, meter: _Meter, stop: StopListener) -> Iterator[list[MicroBatch]]:
-    """Yield what each step takes, made ahead; what live teachers take is no training.
+    """Yield the prefetched micro-batches of each step; time of online teachers does not count as training.
 
-    It ends before the last step where live teachers were asked to stop.
+    It ends early if a stop signal arrives while online teachers score.
     """
     blocks = iter([steps]) if run.teacher_blocks is None else run.teacher_blocks(steps, stop)
     while True:
@@ -353,18 +355,18 @@ def _step_batches(run: TrainingRun, steps: range, meter: _Meter, stop: StopListe
             block = next(blocks, None)
         if block is None:
             return
-        yield from prefetch(_maker(run), block, run.logging_config.dataloader_num_workers)
+        yield from prefetch(_step_batch_builder(run), block, run.logging_config.dataloader_num_workers)
 
 
-def _maker(run: TrainingRun) -> StepBatchBuilder:
-    """Return what makes the micro-batches of this process."""
+def _step_batch_builder(run: TrainingRun) -> StepBatchBuilder:
+    """Return the builder of this process's micro-batches."""
     recipe, layout = run.recipe, run.parallel
     return StepBatchBuilder(run.batch_builder, run.sampler, recipe.per_device_train_batch_size, recipe.max_batch_tokens,
                        layout.data_shard, layout.num_data_shards)  # fmt: skip
 
 
 def _log(run: TrainingRun, metrics: MetricsFile | None, record: dict[str, Any]) -> None:
-    """Write a record to the file of metrics, and to trackers, and tell of an evaluation; the first process does."""
+    """Write a record to the metrics file and trackers, and print evaluation results (main process only)."""
     found = [f"{name} {value:.4f}" for name, value in record.items()
              if name.startswith("eval_") and not name.endswith("_error")]  # fmt: skip
     if found:
@@ -376,21 +378,19 @@ def _log(run: TrainingRun, metrics: MetricsFile | None, record: dict[str, Any]) 
 
 
 def _resume(run: TrainingRun, saver: CheckpointSaver) -> tuple[int, TrainerState]:
-    """Return the steps that are done, and where the run stands after them."""
+    """Return the number of completed steps and the counters after them."""
     folder = run.resume_point.folder
     if folder is None:
         return 0, TrainerState()
-    standing = TrainerState.from_manifest(
-        saver.load(folder, run.recipe.seed, random_stream=run.parallel.gradient_replica)
-    )
-    terminal.note(f"distill: going on from {folder}")
-    return run.resume_point.step, standing
+    state = TrainerState.from_manifest(saver.load(folder, run.recipe.seed, random_stream=run.parallel.gradient_replica))
+    terminal.note(f"distill: resuming from {folder}")
+    return run.resume_point.step, state
 
 
 def _save(
-    run: TrainingRun, saver: CheckpointSaver, step: int, standing: TrainerState, *, interrupted: bool = False
+    run: TrainingRun, saver: CheckpointSaver, step: int, state: TrainerState, *, interrupted: bool = False
 ) -> None:
-    saver.write_checkpoint(run.output, step, standing.to_dict() | ({INTERRUPTED: True} if interrupted else {}))
+    saver.write_checkpoint(run.output, step, state.to_dict() | ({INTERRUPTED: True} if interrupted else {}))
     if run.accelerator.is_main_process:
         damaged = [path for path in run.resume_point.damaged if path.name != f"{CHECKPOINT}-{step}"]
         remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged)
@@ -403,16 +403,16 @@ def _due(step: int, every: int, last: bool) -> bool:
 
 
 class _Meter:
-    """Counts tokens over time, since the last reading.
+    """Measures throughput, data wait and memory between logged steps.
 
     Args:
-        run: whose tokens they are.
-        tokens: that the run took before this process went on with it.
+        run: the training run.
+        tokens: tokens of the run before this start.
     """
 
     def __init__(self, run: TrainingRun, tokens: int) -> None:
         self._layout, self._device = run.parallel, run.accelerator.device
-        self._tokens = self._silent = 0
+        self._tokens = self._num_nan = 0
         self._teachers = run.batch_builder.teachers
         self._unaligned = np.zeros((len(self._teachers), 2))
         self._all_tokens = tokens
@@ -421,7 +421,7 @@ class _Meter:
         self.summary = ""
 
     def timed(self, batches: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
-        """Yield batches, and count the time until each is there."""
+        """Yield batches, and measure the time until each is available."""
         started = time.monotonic()
         for batch in batches:
             self._waited += time.monotonic() - started
@@ -429,46 +429,46 @@ class _Meter:
             started = time.monotonic()
 
     def count(self, batches: list[MicroBatch]) -> None:
-        """Count what a step took."""
+        """Count the tokens of a step."""
         self._tokens += sum(batch.tokens for batch in batches)
         self._unaligned += sum(batch.unaligned for batch in batches)
-        self._silent += sum(batch.nan_positions for batch in batches)
+        self._num_nan += sum(batch.nan_positions for batch in batches)
 
     def total_tokens(self) -> int:
-        """Return the tokens of the run so far, over all processes; every process has to call it."""
+        """Return the tokens of the run so far, over all processes (collective)."""
         tokens = torch.tensor(self._tokens, dtype=torch.float64, device=self._device)
         return self._all_tokens + int(self._layout.all_reduce_sum(tokens, "data"))
 
     @contextlib.contextmanager
     def exclude_from_rate(self) -> Iterator[None]:
-        """Leave what is done meanwhile, which is no training, out of the rate."""
+        """Exclude the time of a `with` block, which is not training, from the throughput."""
         started = time.monotonic()
         yield
         self._interval_start += time.monotonic() - started
 
     @contextlib.contextmanager
     def exclude_from_rate_and_wait(self) -> Iterator[None]:
-        """Leave what live teachers take out of the rate, and out of the time that was waited for a batch."""
+        """Exclude the time of online teachers from the throughput and from the data wait."""
         started = time.monotonic()
         with self.exclude_from_rate():
             yield
         self._waited -= time.monotonic() - started
 
     def metrics(self) -> dict[str, float]:
-        """Return rates over all processes, and begin anew; every process has to call it."""
-        counts = torch.tensor([self._tokens, self._silent, *self._unaligned.reshape(-1)], dtype=torch.float64)
-        tokens, silent, *unaligned = self._layout.all_reduce_sum(counts.to(self._device), "data").tolist()
+        """Return the metrics since the last call, over all processes, and reset (collective)."""
+        counts = torch.tensor([self._tokens, self._num_nan, *self._unaligned.reshape(-1)], dtype=torch.float64)
+        tokens, num_nan, *unaligned = self._layout.all_reduce_sum(counts.to(self._device), "data").tolist()
         now = time.monotonic()
         seconds = max(now - self._interval_start, 1e-9)
         waiting = min(1.0, self._layout.all_reduce_max(round(1e6 * self._waited), self._device) / 1e6 / seconds)
         memory = self._layout.all_reduce_max(peak_memory_bytes(self._device), self._device) / 2**30
-        self.summary = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  waiting {waiting:.1%}"
+        self.summary = f"{tokens / seconds:,.0f} tokens/s  {memory:.1f} GiB  data wait {waiting:.1%}"
         self._all_tokens += int(tokens)
         self._tokens, self._waited = 0, 0.0
         self._unaligned[:] = 0
         self._interval_start = now
-        if silent:
-            terminal.note(f"distill: the teacher said NaN at {silent:,.0f} positions so far, which are left out")
+        if num_nan:
+            terminal.note(f"distill: warning: {num_nan:,.0f} positions skipped so far: teacher log-probability is NaN")
         return {
             "tokens": self._all_tokens,
             "tokens_per_second": round(tokens / seconds, 1),

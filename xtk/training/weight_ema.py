@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, cut over processes as they are, in fp32."""
+"""Exponential moving average (EMA) of the weights, in fp32, sharded like the weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from xtk.training.sharded_state import local_tensor, with_sharding_of
 
 
 class ExponentialMovingAverage:
-    """Follows the weights: `average += (1 - decay) (weights - average)` after each step; it begins as they are.
+    """EMA of the trained weights: `average += (1 - decay) (weights - average)` after each step.
 
     Polyak, B. and Juditsky, A., Acceleration of Stochastic Approximation by Averaging, 1992, with forgetting.
 
     Args:
-        model: of which what is trained is followed.
-        decay: from 0, which is no average, to below 1: about the last 1 / (1 - decay) steps count.
+        model: the model; its trainable weights are averaged.
+        decay: at least 0 (no average) and below 1; about the last 1 / (1 - decay) steps count.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -32,26 +32,26 @@ class ExponentialMovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take a step of the weights into account."""
+        """Update the average with the current weights."""
         for name, weight in self._weights.items():
             local_tensor(self.averages[name]).lerp_(local_tensor(weight).float(), 1 - self._decay)
 
     @contextlib.contextmanager
     def swapped_in(self, wrapped_model: nn.Module) -> Iterator[None]:
-        """Let the model have the average for weights, for a while.
+        """Give the model the averaged weights within a `with` block.
 
         Args:
-            wrapped_model: the model with all that is around it; FSDP gathers its weights again.
+            wrapped_model: the wrapped model, so that FSDP gathers the changed weights again.
         """
         trained = {name: local_tensor(weight.detach()).clone() for name, weight in self._weights.items()}
-        self._put({name: local_tensor(average) for name, average in self.averages.items()}, wrapped_model)
+        self._set_weights({name: local_tensor(average) for name, average in self.averages.items()}, wrapped_model)
         try:
             yield
         finally:
-            self._put(trained, wrapped_model)
+            self._set_weights(trained, wrapped_model)
 
     @torch.no_grad()
-    def _put(self, values: dict[str, Tensor], wrapped: nn.Module) -> None:
+    def _set_weights(self, values: dict[str, Tensor], wrapped: nn.Module) -> None:
         if not values:
             return
         for part in wrapped.modules():
