@@ -1,1 +1,1 @@
-"""Floor 2: how the student's next-token probability lands on the teacher's tokens."""
+"""Projections: a sparse matrix that maps the student's next-token probabilities to the teacher's tokens."""

@@ -1,4 +1,4 @@
-"""Filling a projection from two tokenizers: the rules of `--method`."""
+"""Builds a projection from two tokenizers with one of the methods of `--method`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ METHODS = {
     "embedding": "xtk.projection.methods.embedding_similarity:EmbeddingSimilarityMethod",
 }
 
-# Raised when the same request gives other numbers, so that nothing built before is taken for it.
+# Increased when the same request gives other numbers, so that older projections are not reused.
 ALGORITHM_VERSION = 3
 
 
 class ProjectionMethod(Protocol):
-    """A way to fill the rows of ordinary tokens. A dataclass; its fields are its options.
+    """A method that builds the entries of ordinary tokens. A dataclass; its fields are its options.
 
     Attributes:
-        stores_cells: whether the cells of both vocabularies are stored too.
+        stores_cells: whether the projection also stores the cells of both vocabularies.
     """
 
     stores_cells: bool
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of all ordinary rows, those of equal bytes among them."""
+        """Return the entries of all ordinary tokens, including those of equal bytes."""
 
 
 def build_projection(
@@ -51,31 +51,34 @@ def build_projection(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> Projection:
-    """Build W from both vocabularies.
+    """Return the projection of two tokenizers.
 
-    Tokens of equal bytes are one entry of weight 1 (`counts` knows better), special tokens are matched by role,
-    then by name. What becomes of the others is the method's: `exact` leaves their rows empty, `first` puts all weight
-    on the first piece of their spelling in the teacher's tokens, `multitoken` spreads it over up to four, `cells` is
-    `first` with the partition of both vocabularies, `counts` is what a corpus says, `embedding` asks the models.
+    Tokens of equal bytes get one entry of weight 1 (except with `cooccurrence`); special tokens are matched by role,
+    then by name. The method decides about the others: `exact` leaves their rows empty, `first-token` puts all weight on
+    the first token of their teacher tokenization, `multitoken` distributes it over up to four, `partition` is
+    `first-token` with the partition of both vocabularies, `cooccurrence` counts in a corpus, `embedding` compares the
+    models' embeddings.
 
     Args:
         student: its tokens are the rows.
         teacher: its tokens are the columns.
         method: one of METHODS.
-        special_tokens: "role", "none" or a table {student's token: teacher's token}.
-        options: the method's own.
+        special_tokens: "role", "none" or a table {student token: teacher token}.
+        options: options of the method.
 
     Returns:
-        [V, U] in compressed rows. Every entry of an ordinary row shares bytes with the row's token, but for
-        `embedding`. The header holds the request and the audit.
+        [V, U] in compressed sparse rows. Every entry of an ordinary token shares bytes with it, except with
+        `embedding`. The header has the request and the audit.
 
     Raises:
-        XtkError: no such method or option, or the two vocabularies have nothing in common.
+        XtkError: unknown method or option, or the two vocabularies share no token.
     """
     made = make_method(method, options)
     pair = VocabularyPair(student, teacher)
     if not len(pair.exact_entries.rows):
-        raise XtkError("the two vocabularies share no token", where=f"{student.name} and {teacher.name}")
+        raise XtkError(
+            "the two vocabularies have no token with equal bytes", where=f"{student.name} and {teacher.name}"
+        )
     rows, columns = match_special_tokens(student, teacher, special_tokens)
     special = SparseEntries(rows, columns, np.ones(len(rows), np.float32))
     projection = assemble_projection(*concatenate_entries(made.build_entries(pair), special), pair.shape, {})
@@ -91,18 +94,18 @@ def build_projection(
 
 
 def check_method_options(method: str, options: Iterable[str]) -> Any:
-    """Return the class of a method that reads these options.
+    """Return the class of a method after checking that it has these options.
 
     Raises:
-        XtkError: no such method, or an option that it does not read.
+        XtkError: unknown method, or an option that it does not have.
     """
     kind = load_registered(METHODS, method, "method")
     known = {field.name for field in dataclasses.fields(kind)}
     for name in options:
         if name not in known:
             raise XtkError(
-                f"--method {method} does not read --{name.replace('_', '-')}",
-                hint=f"it reads: {', '.join(sorted(known)) or 'no option'}",
+                f"--method {method} does not support --{name.replace('_', '-')}",
+                hint=f"remove it; options of this method: {', '.join(sorted(known)) or 'none'}",
             )
     return kind
 
@@ -111,13 +114,13 @@ def make_method(method: str, options: Mapping[str, Any]) -> ProjectionMethod:
     """Return a method with its options.
 
     Raises:
-        XtkError: no such method, an option that it does not read, or a value without meaning.
+        XtkError: unknown method, an option that it does not have, or an invalid value.
     """
     kind = check_method_options(method, options)
     lacking = [field.name for field in dataclasses.fields(kind)
                if field.default is dataclasses.MISSING and field.name not in options]  # fmt: skip
     if lacking:
-        raise XtkError(f"--method {method} needs more than two tokenizers: {', '.join(lacking)}")
+        raise XtkError(f"the method {method} needs these arguments: {', '.join(lacking)}")
     made: ProjectionMethod = kind(**options)
     return made
 
@@ -129,14 +132,14 @@ def projection_header(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return the header of what `build_projection` gives for the same arguments, but for the audit."""
+    """Return the header of `build_projection` for the same arguments, without the audit."""
     made: Any = make_method(method, options)
-    told = made.header_options() if hasattr(made, "header_options") else dataclasses.asdict(made)
+    method_options = made.header_options() if hasattr(made, "header_options") else dataclasses.asdict(made)
     return {
         "kind": "projection",
         "rules": ALGORITHM_VERSION,
         "method": method,
-        "options": told,
+        "options": method_options,
         "special_tokens": special_tokens if isinstance(special_tokens, str) else dict(special_tokens),
         "student": tokenizer_identity(student),
         "teacher": tokenizer_identity(teacher),
@@ -146,9 +149,9 @@ def projection_header(
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return all that W depends on of a side, and nothing else: neither where it lies nor its chat template.
+    """Return the properties of a tokenizer that W depends on; neither its path nor its chat template.
 
-    The roles come from a configuration that the tokenizer's fingerprint does not cover.
+    Special tokens come from a configuration that the tokenizer's fingerprint does not cover.
     """
     return {
         "tokenizer": tokenizer.fingerprint,
@@ -165,9 +168,9 @@ def assemble_projection(
     shape: tuple[int, int],
     header: dict[str, Any],
 ) -> Projection:
-    """Put entries in any order into compressed rows; entries of the same place are added.
+    """Return a projection of entries in any order; duplicate entries are added.
 
-    What is 0 in float32 is no entry.
+    Sums that are 0 in float32 are dropped.
     """
     keys = rows.astype(np.int64) * shape[1] + columns
     places, inverse = np.unique(keys, return_inverse=True)

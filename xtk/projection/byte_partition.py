@@ -1,4 +1,4 @@
-"""Both vocabularies in the order of their bytes; the cells of their tokens, and of what is left of one that is cut."""
+"""Vocabularies sorted by bytes, with the partition's cells of all tokens and of all their suffixes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from xtk.projection.special_tokens import MATCH_BY_ROLE, SpecialTokenMatching, m
 from xtk.projection.vocabulary_pair import VocabularyPair
 from xtk.tokens.tokenizer import Tokenizer
 
-# What is kept of one was made by these rules; a change of them is another number.
+# Version of cached partitions; increase it when the algorithm changes.
 ALGORITHM_VERSION = 1
 
 
 class SortedVocabulary(NamedTuple):
-    """One vocabulary in the order of its tokens' bytes: tokens that begin alike follow each other.
+    """A vocabulary sorted by the tokens' bytes, so that tokens with a common prefix are adjacent.
 
     Attributes:
-        token_ids: int32 [n], the tokens that spell something, by their bytes, equal ones by their ids.
-        sorted_indices: int32 [V], where each token stands in that order; -1: it spells nothing.
-        token_bytes: uint8, the bytes of all of them, in that order.
-        byte_offsets: int64 [n+1], those of token `order[i]` are `pool[starts[i]:starts[i + 1]]`.
+        token_ids: int32 [n], the tokens with bytes, sorted by bytes, then by id.
+        sorted_indices: int32 [V], the index of each token in `token_ids`; -1: it has no bytes.
+        token_bytes: uint8, the concatenated bytes, in sorted order.
+        byte_offsets: int64 [n+1], the bytes of `token_ids[i]` are `token_bytes[byte_offsets[i]:byte_offsets[i + 1]]`.
         token_cells: int32 [V], the cell of each token; -1: none.
-        suffix_cells: int32, as long as the pool: at `starts[i] + k` the cell of what is left of token `order[i]`
-            behind its
-            first k bytes; -1: the other side cannot spell it.
+        suffix_cells: int32 [len(token_bytes)], at `byte_offsets[i] + k` the cell of `token_ids[i]` without its first k
+            bytes; -1: the other side cannot tokenize this suffix.
     """
 
     token_ids: NDArray[np.int32]
@@ -42,14 +41,14 @@ class SortedVocabulary(NamedTuple):
 
 
 class PrefixContinuations(NamedTuple):
-    """The tokens of a vocabulary by the bytes that they begin with, and among those by the cell of what they have left.
+    """The tokens of a vocabulary by their prefixes, and for each prefix sorted by the cell of the suffix.
 
     Attributes:
-        offsets: int64 [pool + 2]: of the tokens that begin with the first `k` bytes of token `order[low]`, and go on,
-            `low` being the lowest of them or their beginning itself, the entries begin at `firsts[starts[low] + k]`,
-            and end where the next ones begin. Those of all tokens are at 0.
-        cells: int32, as long as the pool, rising in such a stretch.
-        sorted_indices: int32, as long as the pool, rising in such a stretch among equal cells.
+        offsets: int64 [len(token_bytes) + 2]: consider a prefix of k bytes, and the first token `low` in sorted order
+            that starts with it (or equals it). The entries of longer tokens with this prefix begin at
+            `offsets[byte_offsets[low] + k]`, and end where the next ones begin. The empty prefix is at 0.
+        cells: int32 [len(token_bytes)], ascending within a prefix.
+        sorted_indices: int32 [len(token_bytes)], ascending within a prefix and cell.
     """
 
     offsets: NDArray[np.int64]
@@ -59,14 +58,15 @@ class PrefixContinuations(NamedTuple):
 
 @dataclass(frozen=True)
 class BytePartition:
-    """The partition of two vocabularies, ready to be asked what comes after some bytes.
+    """The partition of two vocabularies, with indices for the tokens after a given byte prefix.
 
     Attributes:
-        student: its vocabulary.
-        teacher: likewise.
-        continuations: of the student.
+        student: the student's vocabulary.
+        teacher: the teacher's vocabulary.
+        continuations: the student's tokens by prefix.
         cell_token_offsets: int64 [cells + 1].
-        cell_tokens: int32, the student's tokens of cell c are `members[member_offsets[c]:member_offsets[c + 1]]`.
+        cell_tokens: int32, the student's tokens of cell c are
+            `cell_tokens[cell_token_offsets[c]:cell_token_offsets[c + 1]]`.
     """
 
     student: SortedVocabulary
@@ -77,7 +77,7 @@ class BytePartition:
 
     @classmethod
     def from_vocabularies(cls, student: SortedVocabulary, teacher: SortedVocabulary) -> BytePartition:
-        """Put two sides of one partition together."""
+        """Return the partition of two sorted vocabularies."""
         count = 1 + max(
             int(cells.max(initial=-1)) for side in (student, teacher) for cells in (side.token_cells, side.suffix_cells)
         )
@@ -89,11 +89,11 @@ class BytePartition:
 
 
 def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixContinuations:
-    """Sort the tokens of a vocabulary, once for each of their beginnings.
+    """Return the tokens of a vocabulary, sorted for each of their prefixes.
 
     Args:
         vocabulary: the vocabulary.
-        num_cells: how many there are.
+        num_cells: number of cells.
     """
     lengths = np.diff(vocabulary.byte_offsets)
     beginnings = np.empty(len(vocabulary.token_bytes), np.int64)
@@ -106,12 +106,12 @@ def sort_continuations(vocabulary: SortedVocabulary, num_cells: int) -> PrefixCo
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings: NDArray[np.int64]) -> None:
-    """Write at `starts[i] + k` the number of the first k bytes of token `order[i]`: `starts[low] + k`.
+    """Write at `byte_offsets[i] + k` the number of the k-byte prefix of token i: `byte_offsets[low] + k`.
 
     Args:
         side: the vocabulary.
-        lows: [longest + 1], scratch memory: the first token that begins with as many bytes of the token at hand.
-        beginnings: as long as the pool, filled.
+        lows: [longest + 1], scratch memory: the first token with each prefix length of the current token.
+        beginnings: output, [len(token_bytes)].
     """
     for rank in range(len(side.token_ids)):
         start, stop = side.byte_offsets[rank], side.byte_offsets[rank + 1]
@@ -131,14 +131,14 @@ def _number_prefixes(side: SortedVocabulary, lows: NDArray[np.int64], beginnings
 def build_byte_partition(
     student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokenMatching = MATCH_BY_ROLE
 ) -> BytePartition:
-    """Sort both vocabularies, and find the cells of their tokens and of all that is left of a token when it is cut.
+    """Return the partition of two tokenizers' vocabularies, with the cells of all tokens and all their suffixes.
 
-    A piece of a token belongs to the cell of the first token with which the other side spells it.
+    A suffix is in the cell of the first token of its tokenization by the other side.
 
     Args:
-        student: whose tokens are looked for.
-        teacher: whose tokens are compared with them.
-        special_tokens: how special tokens are matched, as in build_projection.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        special_tokens: how special tokens are matched, as in `build_projection`.
     """
     pair = VocabularyPair(student, teacher)
     student_cells, teacher_cells = partition_vocabularies(pair, *match_special_tokens(student, teacher, special_tokens))
@@ -151,7 +151,7 @@ def build_byte_partition(
 def _sort_tokenizer_vocabulary(
     own: Tokenizer, other: Tokenizer, own_cells: NDArray[np.int32], other_cells: NDArray[np.int32]
 ) -> SortedVocabulary:
-    # A piece that is a token of either side has that token's cell already. The others are spelled.
+    # A suffix that is a token of either side has that token's cell. The others are tokenized.
     table = {piece: int(own_cells[token]) for piece, token in own.vocabulary.token_of_bytes.items()}
     table.update({piece: int(other_cells[token]) for piece, token in other.vocabulary.token_of_bytes.items()})
 
@@ -167,12 +167,12 @@ def _sort_tokenizer_vocabulary(
 def sort_vocabulary(
     bytes_by_id: Sequence[bytes], token_cells: NDArray[np.int32], find_cells: Callable[[Sequence[bytes]], Sequence[int]]
 ) -> SortedVocabulary:
-    """Sort a vocabulary by its bytes.
+    """Return a vocabulary sorted by bytes.
 
     Args:
-        bytes_by_id: what each token spells; nothing for control tokens. Ids above are padding.
+        bytes_by_id: the bytes of each token; b"" for special tokens. Ids above are padding.
         token_cells: int32 [V].
-        find_cells: returns the cells of pieces of tokens, -1 for none.
+        find_cells: returns the cells of suffixes, -1 for none.
     """
     order = sorted((token for token, spelling in enumerate(bytes_by_id) if spelling), key=bytes_by_id.__getitem__)
     ordered = [bytes_by_id[token] for token in order]

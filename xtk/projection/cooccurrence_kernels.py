@@ -1,4 +1,4 @@
-"""The inner loop over aligned spans, compiled by numba, without the GIL. It has a slow, readable twin in the tests."""
+"""Numba kernels for cooccurrence counts; they release the GIL. The tests have a slow, readable reference."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def count_first_token_pairs(
     student_vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
     teacher_vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
 ) -> int:
-    """Count, for each span of some documents, its first student token together with its first teacher token.
+    """Count, for each span of documents, the pair of its first student token and its first teacher token.
 
-    Tokens that spell nothing of the text (an added prefix) are passed over. A pair counts only if both tokens
-    spell the text's own bytes from the start of the span on: then one is the beginning of the other.
+    Tokens without bytes in the text (an added prefix) are skipped. A pair counts only if the bytes of both tokens are
+    those of the text from the start of the span on: then one is a prefix of the other.
 
     Args:
-        keys: int64 [2^k], an open hash table of `student token * width + teacher token`, EMPTY where it is free.
-        counts: int64 [2^k], how often each was seen.
-        num_used: places that are taken; at least as many as there are spans are free.
-        width: above every teacher token.
-        texts: uint8, the bytes of D documents one after the other, and int64 [D+1], where each begins.
-        spans: int32 [C, 4], and [D+1].
-        student: int32, its tokens; int32, their ends; and [D+1].
+        keys: int64 [2^k], an open-addressing hash table of `student token * width + teacher token`, EMPTY_SLOT if free.
+        counts: int64 [2^k], count of each key.
+        num_used: number of used slots; at least as many slots as spans must be free.
+        width: larger than every teacher token id.
+        texts: uint8, the concatenated bytes of D documents, and int64 [D+1], where each begins.
+        spans: int32 [C, 4], and int64 [D+1], where those of each document begin.
+        student: int32, its tokens; int32, their byte ends; and int64 [D+1].
         teacher: likewise.
-        student_vocabulary: pool and offsets.
+        student_vocabulary: token bytes and offsets.
         teacher_vocabulary: likewise.
 
     Returns:
-        Places that are taken now.
+        The new number of used slots.
     """
     mask = len(keys) - 1
     for document in range(len(texts[1]) - 1):
@@ -77,7 +77,7 @@ def _document_tokens(
 def insert_counts(
     keys: NDArray[np.int64], counts: NDArray[np.int64], new_keys: NDArray[np.int64], new_counts: NDArray[np.int64]
 ) -> None:
-    """Put different keys into an empty table that is larger."""
+    """Insert distinct keys into an empty, larger table."""
     mask = len(keys) - 1
     for at in range(len(new_keys)):
         place = _find_slot(keys, mask, new_keys[at])
@@ -87,7 +87,7 @@ def insert_counts(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _find_slot(keys: NDArray[np.int64], mask: int, key: int) -> int:
-    """Return where a key stands, or is to stand."""
+    """Return the slot of a key, or the free slot for it."""
     # Fibonacci hashing: the upper bits of a product with 2^64 / golden ratio.
     place = ((key * np.int64(-7046029254386353131)) >> 20) & mask
     while keys[place] != EMPTY_SLOT and keys[place] != key:
@@ -105,7 +105,7 @@ def _first_token(
     ends: NDArray[np.int32],
     vocabulary: tuple[NDArray[np.uint8], NDArray[np.int64]],
 ) -> int:
-    """Return the first token of a span that spells something, -1 if its bytes are not the text's."""
+    """Return the first token of a span with bytes; -1 if its bytes are not those of the text."""
     pool, offsets = vocabulary
     while first < stop - 1 and ends[first] <= start:
         first += 1

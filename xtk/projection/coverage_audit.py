@@ -1,6 +1,6 @@
-"""What a projection reaches and what it loses, by the kind of row and by the kind of text.
+"""Coverage audit of a projection: rows by kind, unmapped mass and unmatched tokens, by text category.
 
-Kept in the header, so that `inspect` tells it without the tokenizers.
+Stored in the header, so that `inspect` can print it without the tokenizers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from xtk.projection.projection import Projection
 from xtk.projection.token_categories import CATEGORIES, PARTIAL_UTF8, SPECIAL, token_categories
 from xtk.projection.vocabulary_pair import VocabularyPair
 
-# Ours: where a partition leaves over every other token of a category, the sorted rest decides what is learnt of it.
+# Chosen by us: from this fraction of unmatched tokens on, a 1:1 partition compares a category mostly by sorted
+# probabilities.
 CRITICAL_FRACTION = 0.5
 MIN_CRITICAL_TOKENS = 20
 
-# Of a category, what depends on the two vocabularies alone: it outlives pruning and merging.
+# The fields of a category that depend on the two vocabularies only: they stay valid after pruning and merging.
 VOCABULARY_KEYS = ("student_tokens", "student_unmatched", "teacher_tokens", "teacher_unmatched")
 
 
@@ -29,20 +30,21 @@ def audit_projection(
     student_special_ids: NDArray[np.int32],
     teacher_special_ids: NDArray[np.int32],
 ) -> dict[str, Any]:
-    """Count what becomes of the tokens of both sides.
+    """Return the coverage audit of a projection, from the tokens of both sides.
 
     Args:
-        projection: W of the pair.
+        projection: the projection.
         pair: both vocabularies.
         student_special_ids: int32 [n], the student's special tokens that have a counterpart.
         teacher_special_ids: int32 [n], their counterparts.
 
     Returns:
-        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), spread (over other tokens),
-        empty, padded (rows without a token). `missing_mass`, averaged over the student's tokens. `unreached`,
-        teacher's tokens that no row names. `categories`: the same for each category, and the tokens of both
-        sides that would be unmatched in a 1:1 partition: those without a token of equal bytes on the other side.
-        `critical`: the categories where such a partition fails.
+        `rows` by kind: exact (one entry of weight 1, with equal bytes), special (matched special tokens), composed
+            (mapped to other tokens), unmapped (no entry), padding (rows without a token). `unmapped_mass`, the mean
+            over the student's tokens. `unreachable_teacher_tokens`, teacher tokens in no row. `categories`: the same
+            for each category, and the tokens of both sides without a token of equal bytes on the other side, which a
+            1:1 partition cannot match. The last key lists the categories where such a partition fails (see
+            `critical_categories`).
     """
     students, teachers = len(pair.student), len(pair.teacher)
     masses, sizes = projection.row_masses[:students], np.diff(projection.row_offsets)[:students]
@@ -73,11 +75,11 @@ def audit_projection(
 
 
 def refresh_audit(projection: Projection) -> dict[str, Any]:
-    """Return what can be told without the tokenizers, of a projection that was pruned or merged.
+    """Return the part of the audit that needs no tokenizers, for a pruned or merged projection.
 
-    Missing mass, empty and padded rows and unreached tokens are counted again. Which rows are exact, and what each
-    category misses, needs both vocabularies, and is left out. What depends on nothing but the vocabularies (tokens,
-    unmatched tokens, critical categories) is the same as before.
+    Unmapped mass, unmapped and padding rows and unreachable tokens are counted again. The number of exact rows, and the
+    unmapped mass of each category, need both vocabularies and are left out. Fields that depend on the vocabularies only
+    (token counts, unmatched tokens, critical categories) are copied.
     """
     earlier = projection.header.get("audit", {})
     students = projection.student_tokens
@@ -101,20 +103,20 @@ def refresh_audit(projection: Projection) -> dict[str, Any]:
 
 
 def critical_categories(by_category: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Name the categories of which a 1:1 partition leaves over half of the tokens or more, on either side."""
+    """Return the categories where at least half of one side's tokens have no token of equal bytes on the other side."""
     names = [name for at, name in enumerate(CATEGORIES) if at not in (SPECIAL, PARTIAL_UTF8)]
     return [name for name in names if any(_is_critical(by_category[name], side) for side in ("student", "teacher"))]
 
 
 def audit_warning(audited: Mapping[str, Any]) -> str | None:
-    """Return the two lines that a user should read before choosing a loss; None if there is nothing to say."""
+    """Return a two-line warning to read before choosing a loss; None if no category is critical."""
     names = audited.get("critical", [])
     if not names:
         return None
-    told = [f"{name} {_format_unmatched(audited['categories'][name])}" for name in names]
+    parts = [f"{name} {_format_unmatched(audited['categories'][name])}" for name in names]
     return (
-        f"critical tokens, without one of equal bytes on the other side: {'; '.join(told)}\n"
-        "  losses that pair tokens 1:1 compare these by rank alone; those of xtk project (p-kl, boundary-kl)"
+        f"most tokens have no counterpart with equal bytes in these categories: {'; '.join(parts)}\n"
+        "  losses that pair tokens 1:1 compare them by sorted probability only; use --loss p-kl or boundary-kl"
     )
 
 
@@ -147,7 +149,7 @@ def _unmatched_mask(pair: VocabularyPair, matched: NDArray[np.int32]) -> NDArray
 def _sum_by_category(
     kinds: tuple[NDArray[np.int8], NDArray[np.int8]], student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Sum figures of tokens by category; `missing_mass` is averaged."""
+    """Return sums of per-token figures by category; `unmapped_mass` is a mean."""
     results: dict[str, dict[str, Any]] = {name: {} for name in CATEGORIES}
     for side, kind, figures in (("student", kinds[0], student), ("teacher", kinds[1], teacher)):
         tokens = np.bincount(kind, minlength=len(CATEGORIES))

@@ -1,4 +1,4 @@
-"""Mixing projections of the same two tokenizers."""
+"""Merges projections of the same two tokenizers by weighted average."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ _HEADER_KEYS = ("method", "options", "special_tokens", "prunings", "merges")
 
 
 def merge_projections(first: Projection, others: Sequence[tuple[Projection, float]]) -> Projection:
-    """Return the convex combination `(1 - sum_i w_i) W + sum_i w_i W_i`.
+    """Return the weighted average `(1 - sum_i w_i) W + sum_i w_i W_i`.
 
     Args:
-        first: has the rest of the weight.
-        others: each with its weight, in (0, 1), together below 1.
+        first: gets the remaining weight.
+        others: projections with weights in (0, 1), in total below 1.
 
     Returns:
-        A new projection. Its cells are kept if all have the same; the header tells what was merged.
+        A new projection. Cells are kept if they are equal in all; the header lists the merged projections.
 
     Raises:
         XtkError: a weight is out of range.
-        Mismatch: a projection is of other tokenizers, roles or widths.
+        MismatchError: a projection has other tokenizers, special tokens or embedding rows.
     """
     for _, weight in others:
         if not 0 < weight < 1:
-            raise XtkError(f"a weight of --merge is {weight}; it lies between 0 and 1")
+            raise XtkError(f"a weight of --merge is {weight}; must be above 0 and below 1")
     rest = 1 - sum(weight for _, weight in others)
     if rest <= 0:
-        raise XtkError(f"the weights of --merge sum to {1 - rest:g}; the projection that is merged into has the rest")
+        raise XtkError(
+            f"the weights of --merge sum to {1 - rest:g}; must be below 1, the first projection gets the rest"
+        )
     for other, _ in others:
         _check_same_pair(first, other)
     parts = [(first, rest), *others]
@@ -47,8 +49,8 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
             student_cells=np.full_like(first.student_cells, -1),
             teacher_cells=np.full_like(first.teacher_cells, -1),
         )
-    told = [{"weight": round(weight, 12), **_merge_record(part)} for part, weight in parts]
-    header = {**first.header, "method": "merge", "options": {}, "prunings": [], "merges": told}
+    merges = [{"weight": round(weight, 12), **_merge_record(part)} for part, weight in parts]
+    header = {**first.header, "method": "merge", "options": {}, "prunings": [], "merges": merges}
     merged = dataclasses.replace(merged, header=header)
     return dataclasses.replace(merged, header={**header, "audit": refresh_audit(merged)})
 
@@ -79,13 +81,14 @@ def _check_same_pair(first: Projection, other: Projection) -> None:
         one, two = first.header.get(side, {}), other.header.get(side, {})
         if any(one.get(key) != two.get(key) for key in IDENTITY_KEYS):
             raise MismatchError(
-                f"these projections have different {side}s",
+                f"these projections are for different {side} tokenizers",
                 where=f"{format_tokenizer(one)} and {format_tokenizer(two)}",
-                hint="xtk build-projection for the same two folders",
+                hint="build all of them with xtk build-projection for the same student and teacher",
             )
     if (first.student_width, first.teacher_width) != (other.student_width, other.teacher_width):
         raise MismatchError(
-            "these projections have different shapes",
+            "these projections have different shapes (rows x columns)",
             where=f"{first.student_width:,} x {first.teacher_width:,} and "
             f"{other.student_width:,} x {other.teacher_width:,}",
+            hint="build all of them with xtk build-projection for the same student and teacher",
         )

@@ -1,4 +1,4 @@
-"""The sparse matrix W [V, U] from the student's tokens to the teacher's."""
+"""The projection: a sparse matrix W [V, U] from the student's tokens to the teacher's."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from numpy.typing import NDArray
 
 from xtk.errors import XtkError
 
-# Of a side in a header, what W depends on.
+# Fields of a tokenizer in the header that W depends on.
 IDENTITY_KEYS = ("tokenizer", "roles", "width")
+_REBUILD = "build it again with xtk build-projection"
 
 
 def format_tokenizer(side: Mapping[str, Any]) -> str:
-    """Return how messages call a side of a projection, whose header knows no folder."""
+    """Return the name of a tokenizer in messages: fingerprint, embedding rows and special tokens."""
     roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
-    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no special tokens'})"
 
 
-# An entry of a row of W that is heavier than this makes a pair; X-Token, arXiv 2605.21699.
+# A weight above this makes a token pair; X-Token, arXiv 2605.21699.
 PAIR_MIN_WEIGHT = 0.6
 
 
 class TokenPairs(NamedTuple):
-    """Tokens that stand for each other: at most one of either side for one of the other.
+    """1:1 pairs of student and teacher tokens.
 
     Attributes:
-        student_of_teacher: int32 [U], the student's token for each of the teacher's; -1: none.
-        paired_students: int32 [n], rising, the student's tokens that have a partner.
+        student_of_teacher: int32 [U], the student token paired with each teacher token; -1: none.
+        paired_students: int32 [n], ascending, the student tokens in pairs.
     """
 
     student_of_teacher: NDArray[np.int32]
@@ -40,7 +41,7 @@ class TokenPairs(NamedTuple):
 
 @dataclass(frozen=True)
 class ProjectionColumns:
-    """W by teacher token: which student tokens land on it, and how much of each.
+    """W in columns: for each teacher token, the student tokens mapped to it and their weights.
 
     Attributes:
         offsets: int64 [U+1], the entries of teacher token u are `offsets[u]:offsets[u + 1]`.
@@ -53,17 +54,17 @@ class ProjectionColumns:
     log_weights: NDArray[np.float32]
 
     def pad_columns(self, width: int) -> ProjectionColumns:
-        """Return the same with at least `width` columns: a teacher's padded rows are reached by nothing."""
+        """Return W with at least `width` columns; added columns (the teacher's padding rows) are empty."""
         missing = max(0, width + 1 - len(self.offsets))
         offsets = np.concatenate([self.offsets, np.full(missing, self.offsets[-1], np.int64)])
         return ProjectionColumns(offsets, self.student_ids, self.log_weights)
 
     @cached_property
     def pairs(self) -> TokenPairs:
-        """Each student token with the heaviest entry of its row, if that is at least 0.6.
+        """Pairs of each student token with the largest weight of its row, if that is at least 0.6.
 
-        A teacher token that several student tokens claim goes to the heaviest of them, the lowest id on ties; between
-        two entries of one row the lower teacher id wins.
+        Of several student tokens with the same teacher token, the one with the largest weight is paired, the lowest id
+        on ties; between equal weights of one row the lower teacher id.
         """
         width = len(self.offsets) - 1
         teachers = np.repeat(np.arange(width, dtype=np.int32), np.diff(self.offsets))
@@ -81,16 +82,16 @@ class ProjectionColumns:
 
 @dataclass(frozen=True)
 class Projection:
-    """W in compressed rows. Row v tells where the probability of student token v lands.
+    """W in compressed sparse rows. Row v maps the probability of student token v to teacher tokens.
 
     Attributes:
         row_offsets: int64 [V+1].
-        teacher_ids: int32 [nnz], rising within a row.
-        weights: float32 [nnz], in (0, 1]; a row sums to at most 1, and what is missing is mass that
-            has no counterpart in the teacher's vocabulary.
+        teacher_ids: int32 [nnz], ascending within a row.
+        weights: float32 [nnz], in (0, 1]; a row sums to at most 1, the difference to 1 is mass without a counterpart in
+            the teacher's vocabulary.
         student_cells: int32 [V], the cell of each student token in the partition of both vocabularies; -1: none.
         teacher_cells: int32 [U], likewise.
-        header: what was built from what: method, options, identity of both tokenizers.
+        header: method, options, and identity of both tokenizers.
     """
 
     row_offsets: NDArray[np.int64]
@@ -102,12 +103,12 @@ class Projection:
 
     @property
     def student_width(self) -> int:
-        """V, the rows: the student's embedding."""
+        """V, the rows of the student's embedding."""
         return len(self.student_cells)
 
     @property
     def teacher_width(self) -> int:
-        """U, the columns: the teacher's embedding."""
+        """U, the rows of the teacher's embedding."""
         return len(self.teacher_cells)
 
     @property
@@ -117,13 +118,13 @@ class Projection:
 
     @property
     def row_masses(self) -> NDArray[np.float64]:
-        """float64 [V], how much of each row lands anywhere."""
+        """float64 [V], the sum of each row."""
         weights = self.weights.astype(np.float64)
         return np.bincount(self.entry_rows, weights, minlength=self.student_width).astype(np.float64)
 
     @cached_property
     def columns(self) -> ProjectionColumns:
-        """W by teacher token."""
+        """W by columns (teacher tokens)."""
         order = np.argsort(self.teacher_ids, kind="stable")
         counts = np.bincount(self.teacher_ids, minlength=self.teacher_width)
         return ProjectionColumns(
@@ -134,47 +135,47 @@ class Projection:
 
     @classmethod
     def identity(cls, width: int) -> Projection:
-        """Return the projection of a tokenizer onto itself."""
+        """Return the identity projection, for equal tokenizers."""
         tokens = np.arange(width, dtype=np.int32)
         return cls(np.arange(width + 1, dtype=np.int64), tokens, np.ones(width, np.float32), tokens, tokens)
 
     def validate(self) -> None:
-        """Refuse a matrix that is no projection.
+        """Refuse an invalid projection.
 
         Raises:
-            XtkError: a shape does not fit, an id is out of range or does not rise within its row, a weight is not in
+            XtkError: a shape does not match, an id is out of range or not ascending within its row, a weight is not in
                 (0, 1], a row sums to more than 1, a cell is out of range.
         """
         offsets, entries = self.row_offsets, len(self.teacher_ids)
         if len(offsets) != self.student_width + 1 or offsets[0] != 0 or offsets[-1] != entries:
-            raise XtkError("the projection's row offsets do not fit its entries")
+            raise XtkError("the projection's row offsets do not match its number of entries", hint=_REBUILD)
         if len(self.weights) != entries or (np.diff(offsets) < 0).any():
-            raise XtkError("the projection's weights do not fit its entries")
+            raise XtkError("the projection's weights do not match its number of entries", hint=_REBUILD)
         if entries and (self.teacher_ids.min() < 0 or self.teacher_ids.max() >= self.teacher_width):
-            raise XtkError("the projection names teacher tokens that the teacher's vocabulary does not have")
+            raise XtkError("the projection has token ids outside of the teacher's vocabulary", hint=_REBUILD)
         if not ((self.weights > 0) & (self.weights <= 1)).all():
-            raise XtkError("the projection has weights outside of (0, 1]")
+            raise XtkError("the projection has weights outside of (0, 1]", hint=_REBUILD)
         rising = np.diff(self.teacher_ids) > 0
-        rising[offsets[(offsets > 0) & (offsets < entries)] - 1] = True  # where the next row begins
+        rising[offsets[(offsets > 0) & (offsets < entries)] - 1] = True  # at row boundaries ids may decrease
         if not rising.all():
-            raise XtkError("the projection has rows whose teacher tokens do not rise: some stand twice or out of order")
+            raise XtkError("the projection has rows with duplicate or unsorted teacher tokens", hint=_REBUILD)
         if (self.row_masses > 1 + 1e-5).any():
-            raise XtkError("the projection has rows that sum to more than 1")
+            raise XtkError("the projection has rows that sum to more than 1", hint=_REBUILD)
         for cells in (self.student_cells, self.teacher_cells):
             if len(cells) and (cells.min() < -1 or cells.max() >= self.student_width + self.teacher_width):
-                raise XtkError("the projection names cells that a partition of both vocabularies cannot have")
+                raise XtkError("the projection has cell numbers out of range", hint=_REBUILD)
 
     @property
     def student_tokens(self) -> int:
-        """The tokens that the student has: rows above are padding."""
+        """Number of the student's tokens; rows above are padding."""
         return int(self.header.get("student", {}).get("tokens", self.student_width))
 
     def missing_mass(self, tokens: int) -> float:
-        """Return what has no counterpart, averaged over the first `tokens` rows."""
+        """Return the unmapped mass: 1 minus the row sum, averaged over the first `tokens` rows."""
         return max(0.0, round(float(1 - self.row_masses[:tokens].mean()), 6)) if tokens else 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Return rows, entries and the missing mass of the tokens that the student has."""
+        """Return the numbers of rows and entries, and the unmapped mass of the student's tokens."""
         masses = self.row_masses[: self.student_tokens]
         return {
             "rows": self.student_width,

@@ -1,4 +1,4 @@
-"""Making a projection smaller."""
+"""Prunes a projection: keeps the largest weights of each row."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ def prune_projection(
     mass: float = 1.0,
     renormalize: bool = False,
 ) -> Projection:
-    """Keep the heaviest entries of each row.
+    """Return a projection with only the largest weights of each row.
 
-    An entry stays if it passes all limits, each read on the row as it is before. Pruning in the same way as the
-    header's last entry changes nothing: of a share of a share there is no end.
+    An entry is kept if it passes all limits, each applied to the row before pruning. Pruning with the options of the
+    header's last entry changes nothing; otherwise a repeated `mass` would prune forever.
 
     Args:
-        projection: what to prune; stays as it is.
-        top_k: entries a row at most; of equal weights the lower teacher id stays. None: all.
-        min_weight: entries lighter than this go.
-        mass: the heaviest entries that carry this share of the row stay. 1: all.
-        renormalize: scale what is left of a row to the mass that it had. Else the mass is missing, and shown.
+        projection: the projection; not modified.
+        top_k: maximum entries per row; among equal weights the lower teacher id is kept. None: no limit.
+        min_weight: minimum weight of an entry.
+        mass: keeps the largest weights that together have this fraction of the row's mass. 1: all.
+        renormalize: scale the remaining weights to the row's original mass. Otherwise the mass is lost, as the audit
+            shows.
 
     Returns:
-        A new projection; pruning it again in the same way changes nothing.
+        A new projection; the same pruning again changes nothing.
 
     Raises:
         XtkError: top_k below 1, min_weight outside of [0, 1], or mass outside of (0, 1].
     """
     if top_k is not None and top_k < 1:
-        raise XtkError(f"--top-k is {top_k}; a row keeps at least one entry")
+        raise XtkError(f"--top-k is {top_k}; must be at least 1")
     if not 0 <= min_weight <= 1:
-        raise XtkError(f"--min-weight is {min_weight}; weights lie between 0 and 1")
+        raise XtkError(f"--min-weight is {min_weight}; must be between 0 and 1")
     if not 0 < mass <= 1:
-        raise XtkError(f"--mass is {mass}; a share of a row is above 0 and at most 1")
+        raise XtkError(f"--mass is {mass}; must be above 0 and at most 1")
     step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalize}
     earlier = list(projection.header.get("prunings", []))
     if step in earlier[-1:]:
@@ -52,17 +53,17 @@ def prune_projection(
     if top_k is not None or mass < 1:
         rank, before = _order_by_weight(projection)
         keep &= rank < (top_k or len(rank) + 1)
-        # A rounding above what is carried already is no reason to keep another entry.
+        # Without the tolerance, a rounding error above the mass would keep one entry more.
         keep &= (before < mass * projection.row_masses[projection.entry_rows] * (1 - 1e-9)) | (mass == 1)
     pruned = _keep_entries(projection, keep, renormalize)
     pruned = dataclasses.replace(pruned, header={**projection.header, "prunings": [*earlier, step]})
-    if keep.all() and "audit" in pruned.header:  # nothing went, so what was told is true
+    if keep.all() and "audit" in pruned.header:  # nothing was removed, so the audit is still correct
         return pruned
     return dataclasses.replace(pruned, header={**pruned.header, "audit": refresh_audit(pruned)})
 
 
 def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return for each entry how many of its row are heavier, and what those weigh together."""
+    """Return for each entry the number of larger weights in its row, and their sum."""
     rows, weights = projection.entry_rows, projection.weights.astype(np.float64)
     order = np.lexsort((projection.teacher_ids, -weights, rows))
     starts = np.repeat(projection.row_offsets[:-1], np.diff(projection.row_offsets))

@@ -1,4 +1,4 @@
-"""Which special token of the student plays the part of which special token of the teacher."""
+"""Matching of the student's and the teacher's special tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from xtk.errors import XtkError
 from xtk.registry import nearest_name
 from xtk.tokens.tokenizer import END_OF_TURN_TOKENS, Tokenizer
 
-# A token of several roles (GPT-2's only special token) takes the first of them that the other side has:
-# eos is the one that models predict.
+# A token with several roles (GPT-2's only special token) is matched by the first of them that the other side has:
+# models are trained to predict eos.
 ROLE_PRIORITY = ("eos", "bos", "unk", "pad")
 
 MATCH_BY_ROLE, NO_MATCHING = "role", "none"
@@ -22,25 +22,25 @@ SpecialTokenMatching = str | Mapping[str, str]
 def match_special_tokens(
     student: Tokenizer, teacher: Tokenizer, matching: SpecialTokenMatching = MATCH_BY_ROLE
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Pair special tokens, each of the student's with at most one of the teacher's.
+    """Return pairs of special tokens, each student token with at most one teacher token.
 
-    By role: eos, bos, unk and pad as both configurations name them; then the end of a turn, where each side has
-    exactly one of TURN_ENDS; then equal names. What is matched first stays.
+    By role: eos, bos, unk and pad of both configurations; then the end-of-turn token, if each side has exactly one of
+    END_OF_TURN_TOKENS; then equal names. Earlier matches win.
 
     Args:
-        student: its configuration names its roles.
-        teacher: likewise.
-        matching: "role", "none", or a table {student's token: teacher's token}, which is then all there is.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
+        matching: "role", "none", or a table {student token: teacher token} without other matches.
 
     Returns:
-        int32 [n] and int32 [n], student's and teacher's ids.
+        int32 [n] and int32 [n], student ids and teacher ids.
 
     Raises:
-        XtkError: the table names a token that is no special token of its side.
+        XtkError: the table has a token that is not a special token of its side.
     """
     if isinstance(matching, str):
         if matching not in (MATCH_BY_ROLE, NO_MATCHING):
-            raise XtkError(f"special tokens are matched by role, none or a table, not {matching!r}")
+            raise XtkError(f"--special-tokens is {matching!r}; must be role, none or a file")
         matched = _match_by_role(student, teacher) if matching == MATCH_BY_ROLE else {}
     else:
         matched = {
@@ -82,8 +82,8 @@ def _special_token_id(side: Tokenizer, token: str) -> int:
         question = f"; did you mean {near}?" if near else ""
         raise XtkError(
             f"{side.name} has no special token {token!r}{question}",
-            where="the table of special tokens",
-            hint=f"one of: {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}",
+            where="the file of --special-tokens",
+            hint=f"use one of: {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}",
         )
     return int(known[token])
 

@@ -1,4 +1,4 @@
-"""What kind of text a token is: digits, white space, Latin, and so on."""
+"""Text categories of tokens: digits, white space, Latin, and so on."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SPECIAL, PARTIAL_UTF8, WHITE_SPACE, DIGITS, PUNCTUATION, CODE, LATIN, CJK, OTHER
 
 _SPACE, _DIGIT, _LATIN, _CJK, _OTHER, _SYMBOL, _CODE_SYMBOL, _OPERATOR = (1 << bit for bit in range(8))
 _LETTER = _LATIN | _CJK | _OTHER
-_CODE_SYMBOLS = "!#$%&()*+,./:;<=>?@[\\]^_`{|}~"  # all of ASCII but ' " and -, which words have too
+_CODE_SYMBOLS = "!#$%&()*+,./:;<=>?@[\\]^_`{|}~"  # ASCII symbols except ' " and -, which occur in words
 _OPERATORS = "#$%&()*+/<=>@[\\]^_`{|}~;"
-# First and last code point of the blocks, after Blocks.txt of Unicode.
+# First and last code point of the blocks, from Blocks.txt of Unicode.
 _LATIN_BLOCKS = ((0x0000, 0x036F), (0x1E00, 0x1EFF), (0x2C60, 0x2C7F), (0xA720, 0xA7FF), (0xFB00, 0xFB06),
                  (0xFF21, 0xFF5A))  # fmt: skip
 _CJK_BLOCKS = ((0x1100, 0x11FF), (0x2E80, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x9FFF), (0xA960, 0xA97F),
@@ -26,21 +26,20 @@ _CJK_BLOCKS = ((0x1100, 0x11FF), (0x2E80, 0x31FF), (0x3400, 0x4DBF), (0x4E00, 0x
 
 
 def token_categories(vocabulary: ByteVocabulary) -> NDArray[np.int8]:
-    """Give each token one category, the first that fits.
+    """Return one category for each token, the first that applies.
 
-    - specials: control tokens, and ids that spell nothing.
-    - partial UTF-8: the bytes are no UTF-8 by themselves, such as the first two of three.
-    - white space: nothing else.
-    - digits: digits and other numbers of any script, beside white space.
-    - CJK: has a Han, Kana, Bopomofo or Hangul letter. Other scripts: has a letter that is neither that nor Latin.
-    - code: Latin letters or digits beside a symbol that words do not have (all of ASCII's but `'`, `"` and `-`) or
-      beside each other, a small letter before a capital one (`camelCase`), or two symbols and more, one of them a
-      bracket or an operator.
+    - specials: special tokens, and ids without bytes.
+    - partial UTF-8: the bytes are not valid UTF-8 alone, such as the first two of three.
+    - white space: only white space.
+    - digits: digits and other numbers of any script, possibly with white space.
+    - CJK: has a Han, Kana, Bopomofo or Hangul letter. Other scripts: has a letter that is neither CJK nor Latin.
+    - code: Latin letters or digits with an ASCII symbol other than `'`, `"` and `-`; Latin letters with digits; a lower
+      case letter before a capital (`camelCase`); or at least two symbols, one of them a bracket or an operator.
     - Latin: letters of Latin blocks.
-    - punctuation: the rest: punctuation, symbols, emoji, controls.
+    - punctuation: everything else: punctuation, symbols, emoji, control characters.
 
     Returns:
-        int8 [V], places in CATEGORIES.
+        int8 [V], indices in CATEGORIES.
     """
     texts = [_decode_or_empty(spelling) for spelling in vocabulary.bytes_by_id]
     sizes = np.fromiter(map(len, texts), np.int64, len(texts))
@@ -65,7 +64,7 @@ def _decode_or_empty(spelling: bytes) -> str:
 def _categories_from_bits(
     bits: NDArray[np.uint8], codes: NDArray[np.uint32], starts: NDArray[np.int64]
 ) -> NDArray[np.int8]:
-    """Return the category of each stretch of characters that begins at `starts`."""
+    """Return the category of each token, whose characters begin at `starts`."""
     has = np.bitwise_or.reduceat(bits, starts)
     symbols = np.add.reduceat((bits & _SYMBOL > 0).astype(np.int32), starts)
     small, capital = (codes >= 97) & (codes <= 122), (codes >= 65) & (codes <= 90)
@@ -88,7 +87,7 @@ def _categories_from_bits(
 
 
 def _character_bits(codes: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """Return what each character is: only those that occur are looked up."""
+    """Return the class bits of each character; each distinct character is classified once."""
     table = np.zeros(0x110000, np.uint8)
     table[codes] = 1
     occurring = np.flatnonzero(table)

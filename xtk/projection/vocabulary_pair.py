@@ -1,4 +1,4 @@
-"""Two vocabularies beside each other: which tokens are equal, and how one side spells the other's."""
+"""A pair of vocabularies: tokens with equal bytes, and how one side tokenizes the other's tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from xtk.tokens.tokenizer import Tokenizer
 
 
 class SparseEntries(NamedTuple):
-    """Entries of a sparse matrix in any order; entries of the same place are added.
+    """Entries of a sparse matrix in any order; duplicate entries are added.
 
     Attributes:
         rows: int32 [n], student tokens.
         columns: int32 [n], teacher tokens.
-        weights: [n], float32, or float64 where several are added to one.
+        weights: [n], float32, or float64 if duplicates are added.
     """
 
     rows: NDArray[np.int32]
@@ -28,12 +28,12 @@ class SparseEntries(NamedTuple):
 
 
 class TokenSpellings(NamedTuple):
-    """Tokens that the other side does not have, and how it spells them; those that it cannot spell are left out.
+    """Tokens that the other side does not have, in its tokens; those that it cannot tokenize are left out.
 
     Attributes:
-        token_ids: int32 [n], rising.
-        spelling_ids: int32 [m], the pieces of all of them, one spelling after the other.
-        offsets: int64 [n+1], the spelling of `tokens[i]` is `pieces[offsets[i]:offsets[i + 1]]`, never empty.
+        token_ids: int32 [n], ascending.
+        spelling_ids: int32 [m], the concatenated spellings.
+        offsets: int64 [n+1], the spelling of `token_ids[i]` is `spelling_ids[offsets[i]:offsets[i + 1]]`, never empty.
     """
 
     token_ids: NDArray[np.int32]
@@ -42,21 +42,21 @@ class TokenSpellings(NamedTuple):
 
     @property
     def first_ids(self) -> NDArray[np.int32]:
-        """int32 [n], the first piece of each."""
+        """int32 [n], the first token of each spelling."""
         return self.spelling_ids[self.offsets[:-1]]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """int64 [n], how many pieces each has."""
+        """int64 [n], the number of tokens of each spelling."""
         return np.diff(self.offsets)
 
 
 class VocabularyPair:
-    """A student's and a teacher's vocabulary.
+    """The vocabularies of a student and a teacher.
 
     Args:
         student: its tokens are the rows of W.
-        teacher: its tokens are the columns.
+        teacher: its tokens are the columns of W.
     """
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer) -> None:
@@ -64,35 +64,35 @@ class VocabularyPair:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """V and U: the widths of both embeddings."""
+        """V and U, the rows of both embeddings."""
         return self.student.embedding_rows, self.teacher.embedding_rows
 
     @cached_property
     def swapped(self) -> VocabularyPair:
-        """The same with the teacher as the student."""
+        """The pair with student and teacher exchanged."""
         other = VocabularyPair(self.teacher, self.student)
         other.__dict__["swapped"] = self
         return other
 
     @cached_property
     def equal_ids(self) -> NDArray[np.int32]:
-        """int32 [student's tokens], the teacher's token of the same bytes; -1: none."""
+        """int32 [student tokens], the teacher token with equal bytes; -1: none."""
         vocabulary = self.student.vocabulary
         if self.student.fingerprint == self.teacher.fingerprint:
-            # Several tokens can spell the same ("s" and "##s", "." and "<0x2E>"): each is itself.
+            # Several tokens can have the same bytes ("s" and "##s", "." and "<0x2E>"): each maps to itself.
             return np.where(vocabulary.byte_lengths > 0, np.arange(len(vocabulary), dtype=np.int32), np.int32(-1))
         found = map(self.teacher.vocabulary.token_of_bytes.get, vocabulary.bytes_by_id, itertools.repeat(-1))
         return np.fromiter(found, np.int32, len(vocabulary))
 
     @cached_property
     def exact_entries(self) -> SparseEntries:
-        """An entry of weight 1 for each student token that the teacher has byte for byte."""
+        """An entry of weight 1 for each student token with equal bytes in the teacher's vocabulary."""
         rows = np.flatnonzero(self.equal_ids >= 0).astype(np.int32)
         return SparseEntries(rows, self.equal_ids[rows], np.ones(len(rows), np.float32))
 
     @cached_property
     def spellings(self) -> TokenSpellings:
-        """The other ordinary tokens of the student in pieces of the teacher's."""
+        """The other ordinary tokens of the student, in tokens of the teacher."""
         vocabulary = self.student.vocabulary
         others = np.flatnonzero((vocabulary.byte_lengths > 0) & (self.equal_ids < 0)).astype(np.int32)
         spellings = vocabulary.bytes_by_id
@@ -101,14 +101,14 @@ class VocabularyPair:
 
     @cached_property
     def first_token_entries(self) -> SparseEntries:
-        """All weight of each student token on the token of the same bytes, else on its first piece."""
+        """An entry of weight 1 per student token: the token of equal bytes, else the first token of its spelling."""
         found = self.spellings
         ones = np.ones(len(found.token_ids), np.float32)
         return concatenate_entries(self.exact_entries, SparseEntries(found.token_ids, found.first_ids, ones))
 
 
 def concatenate_entries(*parts: SparseEntries) -> SparseEntries:
-    """Return the entries of all."""
+    """Return the entries of all parts."""
     return SparseEntries(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 

@@ -1,8 +1,8 @@
-"""Rewards: what a completion is worth, judged by a rule. `REWARDS` lists them.
+"""Rewards: rules that score a completion. `REWARDS` maps their names to their classes.
 
-A reward is called with `(completion, prompt, row)`: the text that the student wrote, the text before it, and the
-fields of the row of data. It returns a number, best between 0 and 1, or nan where it cannot judge: the row lacks what
-it needs.
+A reward is called as `reward(completion, prompt, row)`: the student's text, the text before it, and the fields of the
+data row. It returns a number, usually between 0 and 1, or nan if it cannot score the completion because the row lacks
+a field that it needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Answers in text: where they stand, and whether two say the same."""
+"""Parsing and comparison of final answers in completions: GSM8K, boxed, numbers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _FRACTION = re.compile(r"^([-+]?)\\[dt]?frac\s*(?:\{(\d+)\}|(\d))\s*(?:\{(\d+)\}
 
 
 def answer_after_hashes(text: str) -> str | None:
-    """Return what stands after the last `####`, on its line; None if there is none (GSM8K)."""
+    """Return the rest of the line after the last `####`; None without `####` (GSM8K)."""
     _, found, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() if found else None
 
 
 def last_boxed_content(text: str) -> str | None:
-    r"""Return what the last whole `\boxed{...}` or `\fbox{...}` holds, or the word after `\boxed `; None if none."""
+    r"""Return the content of the last complete `\boxed{...}` or `\fbox{...}`, or the word after `\boxed `; or None."""
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*", text))):
         rest = text[match.end() :]
         if not rest.startswith("{"):
@@ -41,22 +41,22 @@ def last_boxed_content(text: str) -> str | None:
 
 
 def last_number_text(text: str) -> str | None:
-    """Return the last number in a text, as it is written."""
+    """Return the last number in a text, as written."""
     found = re.findall(rf"-?[$€£¥]?{_DIGITS}(?:\.\d+)?(?:/\d+)?%?", text)
     return found[-1] if found else None
 
 
 def normalize_answer(text: str) -> str:
-    """Return an answer without markup, outer signs, case and space, to compare by letters."""
+    """Return an answer without markup, outer punctuation, case and extra spaces, for string comparison."""
     text = _MARKUP.sub(lambda match: f" {match[1] or ''} ", text.replace("−", "-").replace("\\$", "$"))
     text = re.sub(r"\s+", " ", text).strip().strip("$").strip()
     return text.rstrip(".").strip().casefold()
 
 
 def parse_number(text: str) -> Fraction | None:
-    """Return the number that an answer is: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`.
+    """Return the value of an answer: `1,234`, `$18.00`, `-3.`, `1/2`, `1 1/2`, `10%`, `5 apples`, `2e3`.
 
-    A per cent sign is a unit like others: 10% is 10. None if the text is no number, or more than one.
+    A percent sign is ignored like other units: 10% is 10. None if the text is not exactly one number.
     """
     text = normalize_answer(text)
     fraction = _FRACTION.match(text)
@@ -83,7 +83,7 @@ def _parse_digits(digits: str) -> Fraction:
 
 
 def answers_match(answer: str, reference: str) -> bool:
-    """Say whether two answers are the same number, or the same words."""
+    """Return whether two answers are equal as numbers, or as normalized strings."""
     left, right = parse_number(answer), parse_number(reference)
     if left is not None and right is not None:
         return left == right

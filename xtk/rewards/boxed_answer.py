@@ -1,4 +1,4 @@
-"""boxed: mathematics in a box."""
+"""Reward `boxed`: compares the mathematical answer in the last box with the reference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMPARISONS = ("symbols", "strings")
 
 @dataclass(frozen=True)
 class BoxedReward:
-    r"""boxed: 1 if what the last `\boxed{...}` or `\fbox{...}` holds equals the reference, else 0.
+    r"""boxed: 1 if the content of the last `\boxed{...}` or `\fbox{...}` equals the reference, else 0.
 
-    Numbers are compared as in `exact`. Everything else with `compare=symbols`: as mathematics, by math-verify
-    (`pip install 'xtk[maths]'`), in a process apart that is killed after `seconds` for a comparison, which is then 0;
-    or with `compare=strings`: letter by letter, without markup and case. The reference is the box in the row's field
-    `column`, or what stands after `####` there, or the whole of it.
+    Numbers are compared as in `exact`. Other answers with `compare=math` (the default): as formulas, by math-verify
+    (`pip install 'xtk[maths]'`), in a subprocess with a time limit of `seconds` per comparison, after which the score
+    is 0; with `compare=strings`: as strings, ignoring markup and case. The reference is the box in the row's field
+    `column`, else the text after `####` there, else the whole field.
     """
 
     column: str = "answer"
@@ -33,17 +33,20 @@ class BoxedReward:
 
     def __post_init__(self) -> None:
         if self.compare not in COMPARISONS:
-            raise XtkError(f"no comparison called {self.compare!r}", hint=f"one of: {', '.join(COMPARISONS)}")
+            raise XtkError(
+                f"the reward boxed has no comparison {self.compare!r}",
+                hint=f"use compare= one of: {', '.join(COMPARISONS)}",
+            )
         if self.compare == "symbols":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
-                    "the reward boxed needs math-verify",
-                    hint="pip install 'xtk[maths]', or --reward boxed:compare=strings",
+                    "the reward boxed needs the package math-verify",
+                    hint="pip install 'xtk[maths]', or use --reward boxed:compare=strings",
                 )
             object.__setattr__(self, "_symbols", MathComparer(self.seconds))
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Judge one completion; nan if the row has no reference, or one that is no mathematics."""
+        """Return 1 or 0; nan if the row has no reference, or one that is not a formula."""
         if row.get(self.column) is None:
             return math.nan
         text = str(row[self.column])

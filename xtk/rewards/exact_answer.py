@@ -1,4 +1,4 @@
-"""exact: the answer after `####`."""
+"""Reward `exact`: compares the answer after `####` with the reference."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from xtk.rewards.answer_parsing import answer_after_hashes, answers_match, last_
 
 @dataclass(frozen=True)
 class ExactReward:
-    """exact: 1 if the answer after the last `####` is the reference's, else 0 (GSM8K).
+    """exact: 1 if the answer after the last `####` equals the reference, else 0 (GSM8K).
 
-    Numbers are compared as numbers: `1,234` is `1234`, `$18` is `18.00`, `0.5` is `1/2`, `10%` is `10`, and a unit
-    after the number is passed over; other answers as words, without regard to case. The reference is what stands after
-    `####` in the row's field `column`, or the whole of it. With `anywhere=true`, a completion without `####` answers
-    with its last number.
+    Numbers are compared by value: `1,234` is `1234`, `$18` is `18.00`, `0.5` is `1/2`, `10%` is `10`, and a unit after
+    the number is ignored. Other answers are compared as strings, ignoring case. The reference is the text after `####`
+    in the row's field `column`, or the whole field. With `last_number_fallback=true`, the last number is the answer of
+    a completion without `####`.
     """
 
     column: str = "answer"
     anywhere: bool = False
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Judge one completion; nan if the row has no reference."""
+        """Return 1 or 0; nan if the row has no reference."""
         if row.get(self.column) is None:
             return math.nan
         text = str(row[self.column])

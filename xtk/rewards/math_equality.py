@@ -1,4 +1,4 @@
-"""Equality of formulas, in a process that may be killed: a computer algebra can think for hours."""
+"""Mathematical equality of formulas, in a process that is killed on timeout: computer algebra can run for hours."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _START = (
     "import sys; sys.path.insert(0, sys.argv[1]); "
     "from xtk.rewards.math_equality import compare_formulas; compare_formulas()"
 )
-_FIRST = 120.0  # seconds until the library is imported
+_FIRST = 120.0  # seconds, includes the import of the library
 
 
 class MathComparer:
-    """Compares formulas in LaTeX by math-verify.
+    """Compares LaTeX formulas with math-verify in a subprocess.
 
     Args:
-        seconds: for one comparison.
+        seconds: time limit of one comparison.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -34,14 +34,14 @@ class MathComparer:
         self._lock = threading.Lock()
 
     def equal(self, answer: str, reference: str) -> float:
-        """Return 1 if two formulas are the same, 0 if not or not found so in time, nan if the reference is none."""
+        """Return 1 if two formulas are equal, 0 if not or on timeout, nan if the reference is not a formula."""
         with self._lock:
             process = self._process
             if process is None or process.poll() is not None:
                 process = self._process = self._start()
                 self._compare_in_process(process, "1", "1", _FIRST)
-            said = self._compare_in_process(process, answer, reference, self.seconds)
-            return 0.0 if said is None else said
+            result = self._compare_in_process(process, answer, reference, self.seconds)
+            return 0.0 if result is None else result
 
     def _start(self) -> subprocess.Popen[bytes]:
         here = str(Path(__file__).parent.parent.parent)
@@ -55,7 +55,7 @@ class MathComparer:
     def _compare_in_process(
         self, process: subprocess.Popen[bytes], answer: str, reference: str, seconds: float
     ) -> float | None:
-        """Return what the process says; None if it says nothing in time, and is killed."""
+        """Return the result of the process; None on timeout, after which the process is killed."""
         assert process.stdin is not None
         assert process.stdout is not None
         with contextlib.suppress(OSError):
@@ -79,7 +79,7 @@ class MathComparer:
 
 
 def compare_formulas() -> None:
-    """Read pairs of formulas, a line each, and write what math-verify says of them."""
+    """Read pairs of formulas, one per line, and print the result of math-verify for each."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     from xtk.subprocesses import die_with_parent
@@ -92,14 +92,14 @@ def compare_formulas() -> None:
         return found
 
     for line in sys.stdin:
-        said = math.nan
+        result = math.nan
         try:
             left, right = json.loads(line)
             gold = read(right)
             if gold:
-                said = 0.0
-                said = float(verify(gold, read(left), timeout_seconds=None))
+                result = 0.0
+                result = float(verify(gold, read(left), timeout_seconds=None))
         except Exception:
             pass
-        sys.stdout.write(json.dumps(said) + "\n")
+        sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()

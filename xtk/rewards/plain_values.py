@@ -1,6 +1,6 @@
-"""Plain Python values as text, between processes that do not trust one another.
+"""Serialization of plain Python values between processes that do not trust each other.
 
-What is read back is made of Python's own types alone: nothing that could say of itself that it equals anything.
+Decoded values have built-in types only: no user-defined `__eq__` can make an assert pass.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-MAX_LAZY_ITEMS = 100_000  # items of what is lazy
+MAX_LAZY_ITEMS = 100_000  # of an iterator
 
 
 class NotPlainError(Exception):
-    """A value that has no plain form."""
+    """A value that cannot be serialized as plain values."""
 
 
 def to_jsonable(value: Any) -> Any:
-    """Return what JSON can hold of a value: itself, or `[kind, content]`.
+    """Return a value as JSON: itself, or `[type, content]`.
 
     Raises:
-        NotPlain: neither a number, text, bytes nor a collection of them.
+        NotPlainError: it is not a number, string, bytes or a collection of them.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -52,15 +52,15 @@ def to_jsonable(value: Any) -> Any:
 
 
 def from_jsonable(packed: Any) -> Any:
-    """Return the value of its plain form.
+    """Return the value of `to_jsonable`'s result.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is malformed.
     """
     if packed is None or isinstance(packed, bool | str):
         return packed
     if not isinstance(packed, list) or not packed:
-        raise ValueError("not a packed value")
+        raise ValueError("malformed value")
     kind, *content = packed
     readers: dict[str, Any] = {
         "int": lambda text: int(text, 16),
@@ -78,18 +78,18 @@ def from_jsonable(packed: Any) -> Any:
         "iterator": lambda items: iter([from_jsonable(item) for item in items]),
     }
     if not isinstance(kind, str) or kind not in readers:
-        raise ValueError("not a packed value")
+        raise ValueError("malformed value")
     try:
         return readers[kind](*content)
     except (TypeError, ArithmeticError) as error:
-        raise ValueError("not a packed value") from error
+        raise ValueError("malformed value") from error
 
 
 def encode_value(value: Any) -> bytes:
-    """Return a value as one line.
+    """Return a value as one line of JSON.
 
     Raises:
-        NotPlain: it has no plain form, or one too deep.
+        NotPlainError: it is not a plain value, or is nested too deeply.
     """
     try:
         return json.dumps(to_jsonable(value)).encode() + b"\n"
@@ -98,12 +98,12 @@ def encode_value(value: Any) -> bytes:
 
 
 def decode_value(line: bytes) -> Any:
-    """Return the value of a line.
+    """Return the value of a line of JSON.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is malformed.
     """
     try:
         return from_jsonable(json.loads(line))
     except RecursionError as error:
-        raise ValueError("too deep") from error
+        raise ValueError("nested too deeply") from error

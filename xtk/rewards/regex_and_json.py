@@ -1,4 +1,4 @@
-"""regex and json: the form of a completion."""
+"""Rewards `regex` and `json`: check the format of a completion."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MATCH_MODES = ("search", "full")
 
 @dataclass(frozen=True)
 class RegexReward:
-    """regex: 1 if the completion has the pattern, else 0.
+    """regex: 1 if the pattern is found in the completion, else 0.
 
-    With `match=full` the pattern must cover the whole completion, without the space around it. With `column`, the group
-    `group` (a number or a name) must be equal to that field of the row, without the space around it. A dot is every
-    sign, line feeds too.
+    With `match=full` the pattern must match the whole completion, without surrounding space. With `column`, the group
+    `group` (a number or a name) must equal that field of the row, ignoring surrounding space. A dot also matches
+    newlines.
     """
 
     pattern: str = ""
@@ -32,15 +32,20 @@ class RegexReward:
 
     def __post_init__(self) -> None:
         if not self.pattern:
-            raise XtkError("the reward regex has no pattern", hint="--reward 'regex:pattern=<answer>.*</answer>'")
+            raise XtkError("the reward regex needs a pattern", hint="use --reward 'regex:pattern=<answer>.*</answer>'")
         if self.match not in MATCH_MODES:
-            raise XtkError(f"no match called {self.match!r}", hint=f"one of: {', '.join(MATCH_MODES)}")
+            raise XtkError(
+                f"the reward regex has no match mode {self.match!r}",
+                hint=f"use match= one of: {', '.join(MATCH_MODES)}",
+            )
         try:
             compiled = re.compile(self.pattern, re.DOTALL)
         except (re.error, RecursionError, OverflowError) as error:
-            raise XtkError(f"the pattern of the reward regex is none: {error}", where=self.pattern) from error
+            raise XtkError(
+                f"the pattern of the reward regex is not a valid regular expression: {error}", where=self.pattern
+            ) from error
         if self._key not in (*range(compiled.groups + 1), *compiled.groupindex):
-            raise XtkError(f"the pattern has no group {self.group!r}", where=self.pattern)
+            raise XtkError(f"the pattern of the reward regex has no group {self.group!r}", where=self.pattern)
         object.__setattr__(self, "_compiled", compiled)
 
     @property
@@ -48,7 +53,7 @@ class RegexReward:
         return int(self.group) if self.group.isdecimal() else self.group
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Judge one completion; nan if the row lacks the field."""
+        """Return 1 or 0; nan if the row lacks the field."""
         text = completion.strip()
         found = self._compiled.fullmatch(text) if self.match == "full" else self._compiled.search(text)
         if not self.column:
@@ -60,9 +65,9 @@ class RegexReward:
 
 @dataclass(frozen=True)
 class JsonReward:
-    """json: 1 if the completion is valid JSON, else 0; around it only space and one pair of code fences may stand.
+    """json: 1 if the completion is valid JSON, else 0. Surrounding space and one pair of code fences are ignored.
 
-    With `schema`, a file, or `column`, a field of the row, it must fit that JSON schema as well
+    With `schema` (a file) or `column` (a field of the row), it must also be valid under that JSON schema
     (`pip install 'xtk[schemas]'`).
     """
 
@@ -75,15 +80,17 @@ class JsonReward:
             try:
                 schema = json.loads(Path(self.schema).read_text(encoding="utf-8"))
             except OSError as error:
-                raise XtkError("the schema cannot be read", where=f"{self.schema}: {error.strerror}") from error
+                raise XtkError(
+                    "the JSON schema file cannot be read", where=f"{self.schema}: {error.strerror}"
+                ) from error
             except ValueError as error:
-                raise XtkError(f"the schema is no JSON: {error}", where=self.schema) from error
+                raise XtkError(f"the JSON schema file is not valid JSON: {error}", where=self.schema) from error
             object.__setattr__(self, "_schema", _validator(schema, self.schema))
         elif self.column:
             _validator({}, self.column)
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
-        """Judge one completion; nan if the row lacks its schema, or has one that is none."""
+        """Return 1 or 0; nan if the row has no valid schema."""
         schema = self._schema
         if self.column:
             given = row.get(self.column)
@@ -99,7 +106,7 @@ class JsonReward:
 
 
 def _refuse_nan_constant(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 def _without_fences(text: str) -> str:
@@ -109,14 +116,14 @@ def _without_fences(text: str) -> str:
 
 def _validator(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict | bool):
-        raise XtkError("this is no JSON schema: it is no object", where=place)
+        raise XtkError("a JSON schema must be an object or a boolean", where=place)
     try:
         import jsonschema
     except ImportError as error:
-        raise XtkError("a schema needs jsonschema", hint="pip install 'xtk[schemas]'") from error
+        raise XtkError("JSON schemas need the package jsonschema", hint="pip install 'xtk[schemas]'") from error
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise XtkError(f"this is no JSON schema: {error.message}", where=place) from error
+        raise XtkError(f"invalid JSON schema: {error.message}", where=place) from error
     return kind(schema)

@@ -1,4 +1,4 @@
-"""`--reward NAME:key=value,...` or `--reward FILE.py:FUNCTION`: which rewards, with which weights."""
+"""Parses `--reward NAME:key=value,...` and `--reward FILE.py:FUNCTION`; sums weighted rewards."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from xtk.user_code import load_user_object, user_code_errors
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
 
-LARGEST = 3.4e38  # of a reward: what float32 holds
+LARGEST = 3.4e38  # maximum absolute value of a reward: the range of float32
 _FUNCTION = re.compile(r"(?P<place>.+\.py:[^\W\d]\w*)(:(?P<options>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class RewardSpec(OptionSpec):
-    """One reward.
+    """Specification of a reward.
 
     Attributes:
-        name: a name of the table, or `FILE.py:FUNCTION`.
-        weight: its factor in the sum.
-        options: its own.
+        name: a key of `REWARDS`, or `FILE.py:FUNCTION`.
+        weight: weight in the sum of rewards.
+        options: other options of the reward.
     """
 
     def load_reward(self) -> RewardFunction:
-        """Return what judges. A function of the user's is imported here.
+        """Return the reward function; imports a user's function.
 
         Raises:
-            XtkError: an option's value makes no sense, a library is missing, or the function is not there.
+            XtkError: an option is invalid, a library is missing, or the function does not exist.
         """
         if self.name not in REWARDS:
             reward: RewardFunction = load_user_object(self.name, "--reward FILE.py:FUNCTION", "function")
@@ -47,12 +47,12 @@ class RewardSpec(OptionSpec):
 
 
 def parse_reward(text: str) -> RewardSpec:
-    """Read `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
+    """Parse `exact`, `boxed:weight=0.5`, `score.py:polite`, ....
 
-    A comma begins another option only before the name of one and `=`, so patterns may have commas.
+    A comma separates options only before a known option name and `=`, so patterns may contain commas.
 
     Raises:
-        XtkError: an unknown reward or option, or a weight that is no positive number.
+        XtkError: an unknown reward or option, or a weight that is not a positive number.
     """
     own = _FUNCTION.fullmatch(text)
     name, options = (own["place"], own["options"] or "") if own else text.partition(":")[::2]
@@ -71,7 +71,7 @@ def parse_reward(text: str) -> RewardSpec:
 
 @contextlib.contextmanager
 def name_row_in_errors(number: int) -> Iterator[None]:
-    """Let errors name the row of the data that they are about, counted from 0."""
+    """Add the number of the data row, counted from 0, to errors."""
     try:
         yield
     except XtkError as error:
@@ -81,11 +81,11 @@ def name_row_in_errors(number: int) -> Iterator[None]:
 
 @dataclass
 class WeightedRewards:
-    """Several rewards, added up with their weights.
+    """Weighted sum of several rewards.
 
     Attributes:
-        specs: which.
-        unscored: how many completions each of them could not judge.
+        specs: the rewards.
+        unscored: number of completions that each reward could not score.
     """
 
     specs: Sequence[RewardSpec]
@@ -95,13 +95,13 @@ class WeightedRewards:
         self._rewards = [(specification, specification.load_reward()) for specification in self.specs]
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[float, dict[str, float]]:
-        """Judge a completion.
+        """Score a completion.
 
         Returns:
-            The weighted sum of those that could be judged, nan if none could; and each of them.
+            The weighted sum of the rewards that could be computed, nan if none could; and each reward by name.
 
         Raises:
-            XtkError: a function of the user's fails, or returns what is no number.
+            XtkError: a user's function fails, or does not return a number.
         """
         values: dict[str, float] = {}
         for specification, reward in self._rewards:
@@ -116,12 +116,12 @@ class WeightedRewards:
         return sum(judged) if judged else math.nan, values
 
     def can_score(self, row: Mapping[str, Any]) -> bool:
-        """Say whether one of them may judge answers to a row, as far as its fields tell before there is an answer."""
+        """Return whether any reward may score completions of a row, as far as the row's fields show."""
         return any(_can_judge(reward, specification, row) for specification, reward in self._rewards)
 
 
 def _can_judge(reward: RewardFunction, specification: RewardSpec, row: Mapping[str, Any]) -> bool:
-    if specification.name not in REWARDS:  # a function of the user's may do anything, and is asked about answers alone
+    if specification.name not in REWARDS:  # only called with completions: a user's function may do anything
         return True
     if hasattr(reward, "can_score"):
         return bool(reward.can_score(row))
@@ -131,8 +131,8 @@ def _can_judge(reward: RewardFunction, specification: RewardSpec, row: Mapping[s
 def _checked_score(
     reward: RewardFunction, specification: RewardSpec, completion: str, prompt: str, row: Mapping[str, Any]
 ) -> float:
-    where, hint = f"completion {completion[:80]!r}", "return a number; nan or None for what cannot be judged"
-    # A function of the user's may change what it is given; other rewards and the file of rollouts read the row too.
+    where, hint = f"completion {completion[:80]!r}", "return a number, or nan or None if it cannot be scored"
+    # A user's function may change its arguments; other rewards and the rollout file read the row too.
     given = row if specification.name in REWARDS else copy.deepcopy(row)
     with user_code_errors(f"the reward {specification}", where=where, hint=hint):
         value: Any = reward(completion, prompt, given)

@@ -1,6 +1,6 @@
-"""Run code that nobody has read: shut in, limited, and judged from outside.
+"""Runs untrusted code in isolated processes with limits of time, memory and disk.
 
-What each wall stops is told in docs/explanation/sandbox.md.
+See docs/explanation/sandbox.md for what each layer of isolation prevents.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _START = (
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What one run may use.
+    """Resource limits of one run.
 
     Attributes:
-        seconds: by the clock; of the CPU, as much for each process.
-        memory: bytes of address space of a process, and of the memory of all its processes together.
-        processes: with their threads.
-        disk: bytes of a file, and of all files together.
-        files: open at once, a process.
-        output: bytes kept of what it prints.
+        seconds: wall-clock time; also the limit of CPU time per process.
+        memory: bytes of address space per process, and of memory of all processes together.
+        processes: processes and threads.
+        disk: bytes per file, and of all files together.
+        files: open files per process.
+        output: bytes of output that are kept.
     """
 
     seconds: float = 10.0
@@ -53,10 +53,10 @@ class RunOutcome:
     """How a run ended.
 
     Attributes:
-        end: `ended` by itself; killed for its `time` or `memory`.
-        code: the exit code; minus the signal's number where it was killed.
-        output: the beginning of what it printed, errors too.
-        seconds: how long it ran.
+        end: `ended` by itself; killed for exceeding its `time` or `memory`.
+        code: exit code; the negative signal number if it was killed.
+        output: the beginning of its stdout and stderr.
+        seconds: run time.
     """
 
     end: str
@@ -67,12 +67,12 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class TestVerdict:
-    """What tests say of code.
+    """Result of running tests against code.
 
     Attributes:
-        num_passed: how many asserts held.
-        num_asserts: how many there are: those that were evaluated, or those in the text where that is more.
-        all_passed: all were run and all held. None: the tests are broken, or call nothing.
+        num_passed: number of asserts that passed.
+        num_asserts: number of evaluated asserts, or of those in the text if that is higher.
+        all_passed: all asserts were evaluated and passed. None: the tests are broken, or call no function.
         code_outcome: how the process of the code ended.
     """
 
@@ -83,40 +83,44 @@ class TestVerdict:
 
 
 class Sandbox:
-    """A place to run code. Use it in a `with`, or close it.
+    """A sandbox for Python code. Use it in a `with` statement, or close it.
 
     Args:
-        limits: of each run.
-        weaker: where Linux refuses namespaces, run all the same: code can then read the files that you can read, but
-            still changes none, opens no network and starts no process.
+        limits: resource limits of each run.
+        allow_weak_isolation: run even if Linux refuses namespaces: the code can then read your files, but still cannot
+            change files, use the network or start processes.
 
     Raises:
-        XtkError: this machine cannot build the walls, and `weaker` was not asked for or does not help.
+        XtkError: this machine cannot isolate code, and `allow_weak_isolation` is off or does not help.
     """
 
     def __init__(self, limits: SandboxLimits | None = None, allow_weak_isolation: bool = False) -> None:
         self.limits = limits or SandboxLimits()
         if sys.platform != "linux":
-            raise XtkError("the sandbox needs Linux", hint="run it in a container or a virtual machine with Linux")
+            raise XtkError("the sandbox needs Linux", hint="run xtk in a Linux container or virtual machine")
         why = self._start(walled=True)
         self.isolated = why is None
         if why is None:
             return
         if not allow_weak_isolation:
             raise XtkError(
-                "this machine does not let xtk shut code in: no namespaces",
+                "the sandbox cannot isolate code: this machine does not allow Linux namespaces",
                 where=why,
-                hint="allow namespaces of users (a container needs --security-opt seccomp=unconfined or --privileged), "
-                "or allow the weaker sandbox, in which code can read your files",
+                hint="allow user namespaces (in a container: --security-opt seccomp=unconfined or --privileged), "
+                "or set allow_weak_isolation=true, which lets the code read your files",
             )
         if (why := self._start(walled=False)) is not None:
-            raise XtkError("this machine does not let xtk shut code in", where=why)
+            raise XtkError("the sandbox cannot start on this machine, even with weak isolation", where=why)
         if (trial := self.run("")).code != 0:
             self.close()
-            raise XtkError("this machine does not let xtk shut code in: no filter of calls", where=trial.output)
+            raise XtkError(
+                "the sandbox cannot isolate code: this machine does not allow seccomp filters",
+                where=trial.output,
+                hint="use a machine or container that allows seccomp filters",
+            )
 
     def _start(self, walled: bool) -> str | None:
-        """Start the process inside. Return what went wrong, if anything did."""
+        """Start the sandbox process. Return an error message, or None on success."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here = str(Path(__file__).parent.parent.parent)
         packages = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
@@ -133,48 +137,48 @@ class Sandbox:
                 pass_fds=[theirs.fileno()],
             )
             theirs.close()
-            said = ours.recv(4096).decode()
+            reply = ours.recv(4096).decode()
         self._channel = ours
-        if said == "ready":
+        if reply == "ready":
             return None
         self.close()
-        return said or "the process inside ended at once"
+        return reply or "the sandbox process ended during startup"
 
     def run(self, code: str) -> RunOutcome:
-        """Run a Python program by itself."""
+        """Run a Python program."""
         return self._outcome(self._send({"role": "program", "code": code}, []))
 
     def test(
         self, code: Sequence[str], tests: str, setup: Sequence[str] = (), entry_point: str = "", partial: bool = False
     ) -> TestVerdict:
-        """Run code in one process and its tests in another, where the code cannot reach them.
+        """Run code in one process and its tests in another, which the code cannot reach.
 
         Functions that the tests do not define are those of the code. They are called with copies of plain values
-        (numbers, text, bytes, collections), and plain values come back.
+        (numbers, strings, bytes, collections) and return plain values.
 
         Args:
-            code: programs, run one after the other with the same names.
+            code: programs, run in order in one namespace.
             tests: a program with asserts.
-            setup: programs that define what the tests use.
+            setup: programs that define helpers of the tests.
             entry_point: a function of the code. If the tests define `check`, it is called with that function.
-            partial: go on after a test that fails.
+            partial: continue after a failed assert.
         """
         job = {"tests": tests, "setup": list(setup), "entry_point": entry_point, "partial": partial}
         here, there = socket.socketpair()
-        verdicts, told = os.pipe()
-        with here, there, os.fdopen(told, "wb") as writes:
-            # The code first: its time runs out first, which the tests then see.
+        verdicts, verdicts_writer = os.pipe()
+        with here, there, os.fdopen(verdicts_writer, "wb") as writes:
+            # Start the code first, so that its time limit ends first and the tests see it.
             answers = self._send({"role": "code", "code": list(code)}, [here.fileno()])
             asks = self._send({"role": "tests", **job}, [there.fileno(), writes.fileno()], more_seconds=1)
         with os.fdopen(verdicts, "rb") as reads:
-            head, _, said = reads.read().partition(b"\n")
+            head, _, marks = reads.read().partition(b"\n")
         self._outcome(asks)
-        passed, failed = said.count(b"+"), said.count(b"-")
-        good = None if b"?" in said else said.endswith(b".") and not failed
+        passed, failed = marks.count(b"+"), marks.count(b"-")
+        good = None if b"?" in marks else marks.endswith(b".") and not failed
         return TestVerdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(answers))
 
     def _send(self, job: dict[str, Any], files: list[int], more_seconds: float = 0) -> int:
-        """Have a job started. Return the end of a pipe that will tell its outcome."""
+        """Start a job. Return the read end of the pipe for its outcome."""
         limits = asdict(self.limits)
         limits["seconds"] += more_seconds
         source = os.memfd_create("job")
@@ -186,7 +190,7 @@ class Sandbox:
             socket.send_fds(self._channel, [b"job"], [source, written, *files])
         except OSError as error:
             os.close(report)
-            raise XtkError("the sandbox has ended", where=str(error)) from error
+            raise XtkError("the sandbox process has ended unexpectedly", where=str(error)) from error
         finally:
             os.close(source)
             os.close(written)
@@ -196,11 +200,13 @@ class Sandbox:
         with os.fdopen(report, "rb") as file:
             text = file.read()
         if not text:
-            raise XtkError("the sandbox has ended, or could not start a process")
+            raise XtkError(
+                "the sandbox could not run a program", hint="check the process limit (ulimit -u) and the free memory"
+            )
         return RunOutcome(**json.loads(text))
 
     def close(self) -> None:
-        """End it, with all that still runs in it."""
+        """End the sandbox and all processes in it."""
         self._channel.close()
         try:
             self._process.wait(5)
@@ -222,7 +228,7 @@ class Sandbox:
 
 
 def _readable_folders(packages: Sequence[str]) -> list[str]:
-    """Return the folders that Python needs: its library, the packages, the libraries of the system."""
+    """Return the folders that Python needs: standard library, packages, system libraries."""
     python = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), str(Path(sys.base_prefix) / "lib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache"]
     return [*python, *packages, *system]

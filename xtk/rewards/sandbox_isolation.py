@@ -1,4 +1,4 @@
-"""What Linux gives to a process without privileges to shut itself in: namespaces, limits, a filter of system calls.
+"""Isolation of an unprivileged Linux process: namespaces, resource limits, and a filter of system calls (seccomp).
 
 Only the standard library is imported: the processes of the sandbox start without site-packages.
 """
@@ -21,7 +21,7 @@ MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY = 1
 AT_FDCWD, AT_RECURSIVE = -100, 0x8000
-SYS_MOUNT_SETATTR = 442  # the same number on every architecture, as all calls since 5.1
+SYS_MOUNT_SETATTR = 442  # the same number on every architecture, as for all system calls since Linux 5.1
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 NOBODY = 65534
 
@@ -43,17 +43,17 @@ def call_libc(name: str, *arguments: int | bytes | None) -> int:
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """Mount a file system, or bind a folder."""
+    """Mount a file system, or bind-mount a folder."""
     words = [None if word is None else word.encode() for word in (kind, options)]
     call_libc("mount", source.encode(), target.encode(), words[0], flags, words[1])
 
 
 def enter_namespaces(flags: int, proc: int) -> None:
-    """Enter new namespaces; in a new one of users, the own user and group are the only ones that exist.
+    """Enter new namespaces; a new user namespace maps only the current user and group.
 
     Args:
-        flags: of clone(2).
-        proc: an open folder `/proc`, which need not be mounted any more.
+        flags: flags of clone(2).
+        proc: open descriptor of `/proc`, which may be unmounted already.
     """
     user, group = os.geteuid(), os.getegid()
     call_libc("unshare", flags)
@@ -67,22 +67,22 @@ def enter_namespaces(flags: int, proc: int) -> None:
 
 
 def make_read_only(mount_point: str, recursive: bool) -> None:
-    """Make a mount read-only, with the mounts below it if asked."""
+    """Make a mount read-only, with the mounts below it if `recursive`."""
     attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
     flags = AT_RECURSIVE if recursive else 0
     call_libc("syscall", SYS_MOUNT_SETATTR, AT_FDCWD, mount_point.encode(), flags, attributes, len(attributes))
 
 
 def enter_new_root(new_root: str, readable: Sequence[str]) -> None:
-    """Make a root of a few read-only folders, with /dev/null and /dev/urandom, and leave the old one.
+    """Change to a new root with a few read-only folders, /dev/null and /dev/urandom, and unmount the old one.
 
     Args:
         new_root: an empty folder.
-        readable: folders, found in the new root under the same names. Those that do not exist are passed over.
+        readable: folders that keep their paths in the new root. Missing ones are skipped.
     """
-    devices = ("/dev/null", "/dev/urandom")  # a shared mapping of /dev/zero is memory that no process is charged for
+    devices = ("/dev/null", "/dev/urandom")  # no /dev/zero: its shared mappings count for no process
     wanted = [path for path in dict.fromkeys([*readable, *devices]) if Path(path).exists()]
-    opened = {path: os.open(path, os.O_PATH) for path in wanted}  # `new` may hide them
+    opened = {path: os.open(path, os.O_PATH) for path in wanted}  # before the new root hides them
     call_libc("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
     mount("tmpfs", new_root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path, file in opened.items():
@@ -105,20 +105,20 @@ def enter_new_root(new_root: str, readable: Sequence[str]) -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability, those of an own namespace of users too."""
+    """Drop all capabilities, also those in a new user namespace."""
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     call_libc("capset", header, none)
 
 
 def set_resource_limits(seconds: float, memory: int, processes: int, file_size: int, files: int) -> None:
-    """Set the limits of resources, which the children inherit and nobody can raise.
+    """Set resource limits, which subprocesses inherit and cannot raise.
 
     Args:
-        seconds: of the CPU, a process.
-        memory: bytes of address space, a process.
-        processes: with their threads; counted in the own namespace of users.
-        file_size: bytes.
-        files: open ones, a process.
+        seconds: CPU time per process.
+        memory: bytes of address space per process.
+        processes: processes and threads, counted in the user namespace.
+        file_size: bytes per file.
+        files: open files per process.
     """
     for name, value in (
         (resource.RLIMIT_CPU, int(seconds) + 1),
@@ -133,7 +133,7 @@ def set_resource_limits(seconds: float, memory: int, processes: int, file_size: 
         resource.setrlimit(name, (value, value))
 
 
-# Numbers of calls: x86_64, aarch64. None: the architecture has no such call.
+# Numbers of system calls: x86_64, aarch64. None: the architecture has no such call.
 _REACHING_OUT: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198), "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "unshare": (272, 97),
@@ -142,11 +142,11 @@ _REACHING_OUT: dict[str, tuple[int | None, int | None]] = {
     "open_by_handle_at": (304, 265), "init_module": (175, 105), "finit_module": (313, 273), "kexec_load": (246, 104),
     "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430), "pidfd_getfd": (438, 438),
     "mount_setattr": (442, 442), "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180),
-    # Memory that no process is charged for: files without a name, pages in pipes, large buffers.
+    # Memory that counts for no process: anonymous files, pages in pipes, large buffers.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "vmsplice": (278, 75), "io_setup": (206, 0),
-    "setsockopt": (54, 208),  # which makes the buffers of a pair of sockets larger than `BYTES_OF_A_FILE`
+    "setsockopt": (54, 208),  # could raise socket buffers above `BYTES_PER_OPEN_FILE`
 }  # fmt: skip
-# Where no namespace hides the machine: no change of any file, and no signal to anybody.
+# Without namespaces: also refuse all changes of files, signals and new processes.
 _CHANGING: dict[str, tuple[int | None, int | None]] = {
     "creat": (85, None), "openat2": (437, 437), "truncate": (76, 45), "rename": (82, None), "renameat": (264, 38),
     "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "link": (86, None),
@@ -173,13 +173,13 @@ _TIOCSTI = 0x5412  # types into a terminal
 
 
 def install_seccomp_filter(without_namespaces: bool) -> None:
-    """Refuse the system calls that reach out of the process, for good; a refused call fails with EPERM.
+    """Refuse the system calls that reach outside of the process, permanently; a refused call fails with EPERM.
 
     Args:
-        without_namespaces: no namespaces stand around the process: it may change no file, start none and signal none.
+        without_namespaces: the process runs without namespaces: also refuse to change files, start or signal processes.
 
     Raises:
-        OSError: the machine has no such filter, or an architecture whose calls are not in the table.
+        OSError: the kernel has no seccomp, or the architecture is not in the table.
     """
     code = seccomp_program(without_namespaces)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -190,13 +190,13 @@ def install_seccomp_filter(without_namespaces: bool) -> None:
 
 @functools.cache
 def seccomp_program(without_namespaces: bool) -> bytes:
-    """Return the filter of `install_seccomp_filter`, in the kernel's language.
+    """Return the filter of `install_seccomp_filter` as classic BPF.
 
     Raises:
-        OSError: an architecture whose calls are not in the table.
+        OSError: the architecture is not in the table.
     """
     if platform.machine() not in _ARCHITECTURES:
-        raise OSError(f"no table of system calls for {platform.machine()}")
+        raise OSError(f"the sandbox supports {' and '.join(_ARCHITECTURES)}, not {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
     forbidden = {**_REACHING_OUT, **(_CHANGING if without_namespaces else {})}
     program = [
@@ -209,7 +209,7 @@ def seccomp_program(without_namespaces: bool) -> bytes:
             program.extend([(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _ERRNO | error)])
 
     def refuse_if(number: int | None, argument: int, bits: int, wanted: bool = True) -> None:
-        """Refuse where the argument has one of the bits; with wanted=False, where it has none of them."""
+        """Refuse if the argument has one of the bits; with wanted=False, if it has none of the bits."""
         if number is not None:
             hit, miss = (0, 1) if wanted else (1, 0)
             program.extend([
@@ -219,9 +219,9 @@ def seccomp_program(without_namespaces: bool) -> bytes:
 
     for numbers in forbidden.values():
         refuse(numbers[column])
-    refuse(_CLONE3[column], _ENOSYS)  # its flags are out of sight; the C library goes on to clone
+    refuse(_CLONE3[column], _ENOSYS)  # a filter cannot read its flags; the C library falls back to clone
     refuse_if(_CLONE[column], 0, CLONE_NEWUSER)
-    # Shared memory without a file: its pages stay when they are unmapped, as long as one page of it is mapped.
+    # Anonymous shared memory: its pages stay allocated after munmap while one page is mapped.
     program.extend([
         (_EQUAL, 0, 5, _MMAP[column]), (_LOAD, 0, 0, 16 + 8 * 3), (_ANY_OF, 0, 2, _MAP_ANONYMOUS),
         (_ANY_OF, 0, 1, _MAP_SHARED), (_RETURN, 0, 0, _ERRNO | _EPERM), (_LOAD, 0, 0, 0),
@@ -236,7 +236,7 @@ def seccomp_program(without_namespaces: bool) -> bytes:
 
 
 def process_tree(process: int, proc: int) -> list[int]:
-    """Return a process and all processes below it, those started by its threads too."""
+    """Return a process and all its descendants, also those started by its threads."""
     found, todo = list[int](), [process]
     while todo:
         found.append(todo.pop())
@@ -246,13 +246,11 @@ def process_tree(process: int, proc: int) -> list[int]:
     return found
 
 
-BYTES_PER_OPEN_FILE = (
-    512 << 10
-)  # what an open file is charged: the buffer of a pipe or a socket, which no process shows
+BYTES_PER_OPEN_FILE = 512 << 10  # the buffer of a pipe or socket, which /proc attributes to no process
 
 
 def memory_upper_bound(processes: Sequence[int], proc: int) -> int:
-    """Return an upper bound of `memory_in_use`, at a small cost: pages that processes share count once for each."""
+    """Return a cheap upper bound of `memory_in_use`: shared pages count once per process."""
     total = 0
     for process in processes:
         words = (_content(f"{process}/statm", proc) or b"0 0").split()
@@ -263,10 +261,10 @@ def memory_upper_bound(processes: Sequence[int], proc: int) -> int:
 
 
 def memory_in_use(processes: Sequence[int], proc: int) -> int:
-    """Return the bytes that processes hold together.
+    """Return the bytes that processes use together.
 
-    Memory in RAM and in swap; a page that several of them map counts once. An open file counts `BYTES_OF_A_FILE`. A
-    process whose pages cannot be read counts with all that it maps.
+    Counts RAM and swap; a page that several of the processes map counts once. An open file counts
+    `BYTES_PER_OPEN_FILE`. A process whose pages cannot be read counts with its resident set size.
     """
     counted = (b"Pss:", b"SwapPss:", b"Private_Hugetlb:", b"Shared_Hugetlb:")
     total = 0
@@ -298,13 +296,13 @@ def _content(path: str, proc: int) -> bytes | None:
 
 
 def _list_proc_folder(path: str, proc: int) -> list[str]:
-    """Return the names in a folder of /proc; none if it cannot be read or its process has ended."""
+    """Return the names in a folder of /proc; an empty list if it cannot be read or its process has ended."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY, dir_fd=proc)
     except OSError:
         return []
     try:
-        return os.listdir(folder)  # noqa: PTH208 - of an open folder
+        return os.listdir(folder)  # noqa: PTH208 - an open descriptor
     except OSError:
         return []
     finally:

@@ -1,7 +1,7 @@
-"""The process that starts the processes of the sandbox: shut in itself, it forks one for each job.
+"""The sandbox's server process: isolates itself, then forks a process for each job.
 
-Run by `sandbox.py` as `python -I -S -c ...`, with an empty environment. Forking from a small process that has already
-left the machine's files and network costs a few milliseconds; starting Python and building the walls each time, fifty.
+Started by `sandbox.py` as `python -I -S -c ...`, with an empty environment. Forking from a small process that has
+already left the machine's files and network takes a few milliseconds; starting Python and namespaces anew takes fifty.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import Any
 from xtk.rewards import sandbox_isolation, sandbox_workers
 
 _MEASURE_EVERY = 0.01  # seconds between two measurements of the memory
-_STARTING_A_PROGRAM = 0.002  # seconds: meanwhile vfork shows one memory as that of two processes
+_STARTING_A_PROGRAM = 0.002  # seconds: during vfork, the same memory counts for two processes
 _LINK, _VERDICTS = 3, 4
 
 
 def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
-    """Build the outer walls, say so, then start a process for each job that comes, until the socket closes."""
+    """Isolate this process, report ready, and start a process for each job until the socket closes."""
     channel = socket.socket(fileno=control_descriptor)
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY)
     try:
         if setup["walled"]:
-            _shut_in(setup, proc)
-        sandbox_isolation.seccomp_program(without_namespaces=not setup["walled"])  # kept for all that are forked
+            _enter_outer_namespaces(setup, proc)
+        sandbox_isolation.seccomp_program(without_namespaces=not setup["walled"])  # cached for the forked processes
         channel.send(b"ready")
     except OSError as error:
         channel.send(f"{error}".encode())
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one who asks decides when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
     sys.path[:] = [*[path for path in sys.path if path != setup["package"]], *setup["packages"]]
     gc.freeze()
     while True:
@@ -58,8 +58,8 @@ def serve_sandbox(control_descriptor: int, setup: dict[str, Any]) -> None:
             os.close(file)
 
 
-def _shut_in(setup: dict[str, Any], proc: int) -> None:
-    """Leave the machine's files, network and users; the superuser becomes nobody."""
+def _enter_outer_namespaces(setup: dict[str, Any], proc: int) -> None:
+    """Leave the machine's files, network and users; root becomes the user nobody."""
     outer = (
         sandbox_isolation.CLONE_NEWNS
         | sandbox_isolation.CLONE_NEWNET
@@ -69,7 +69,7 @@ def _shut_in(setup: dict[str, Any], proc: int) -> None:
     superuser = os.geteuid() == 0
     sandbox_isolation.enter_namespaces(outer if superuser else outer | sandbox_isolation.CLONE_NEWUSER, proc)
     sandbox_isolation.enter_new_root(setup["folder"], setup["readable"])
-    if superuser:  # whose processes are not counted
+    if superuser:  # RLIMIT_NPROC does not apply to root
         os.setgroups([])
         os.setgid(sandbox_isolation.NOBODY)
         os.setuid(sandbox_isolation.NOBODY)
@@ -78,7 +78,7 @@ def _shut_in(setup: dict[str, Any], proc: int) -> None:
 
 
 def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
-    """Run one job and report how it ended: `files` are the job, the report, and what the job's process is given."""
+    """Run one job and report its outcome; `files` are the job, the report, and files for the job's process."""
     source, report, *given = files
     with os.fdopen(source, "rb") as job_file:
         job = json.load(job_file)
@@ -94,7 +94,7 @@ def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
     output, written = os.pipe()
     process = os.fork()
     if process == 0:
-        _first(job, given, written, folder)
+        _run_as_init(job, given, written, folder)
     os.close(written)
     for file in given:
         os.close(file)
@@ -102,7 +102,7 @@ def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
         end, status, text = _wait(process, output, report, job["limits"], started, proc)
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)  # the first of its namespace: all others go with it
+            os.kill(process, signal.SIGKILL)  # PID 1 of its namespace: all others are killed with it
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
     code = os.waitstatus_to_exitcode(status)
@@ -114,7 +114,7 @@ def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
 def _wait(
     process: int, output: int, report: int, limits: dict[str, Any], started: float, proc: int
 ) -> tuple[str, int, str]:
-    """Wait until a process ends or goes beyond its limits, reading what it prints."""
+    """Wait until a process ends or exceeds its limits, while reading its output."""
     ended = os.pidfd_open(process)
     poll = select.poll()
     for file, events in ((ended, select.POLLIN), (output, select.POLLIN), (report, 0)):
@@ -134,9 +134,9 @@ def _wait(
             break
         if left <= 0:
             end = "time"
-        elif report in ready:  # nobody wants to know any more
+        elif report in ready:  # the parent process has closed the report
             end = "dropped"
-        elif time.monotonic() >= measured + _MEASURE_EVERY:  # whatever the process prints
+        elif time.monotonic() >= measured + _MEASURE_EVERY:  # measured at this interval, however much it prints
             if _exceeds(process, proc, limits["memory"]):
                 end = "memory"
             measured = time.monotonic()
@@ -152,9 +152,9 @@ def _wait(
 
 
 def _exceeds(process: int, proc: int, memory: int) -> bool:
-    """Return whether a process and those below it hold more than so many bytes."""
+    """Return whether a process and its descendants use more than `memory` bytes."""
     every = sandbox_isolation.process_tree(process, proc)
-    # Half: the kernel's sums for many CPUs lag behind. What is exact reads the page tables.
+    # Half: the kernel's per-CPU counters lag behind. The exact measurement reads the page tables.
     if (
         sandbox_isolation.memory_upper_bound(every, proc) <= memory // 2
         or sandbox_isolation.memory_in_use(every, proc) <= memory
@@ -164,8 +164,8 @@ def _exceeds(process: int, proc: int, memory: int) -> bool:
     return sandbox_isolation.memory_in_use(sandbox_isolation.process_tree(process, proc), proc) > memory
 
 
-def _first(job: dict[str, Any], given: list[int], output: int, folder: str | None) -> None:
-    """Close the inner walls, then run the job in a child; when that ends, all that it left behind ends too."""
+def _run_as_init(job: dict[str, Any], given: list[int], output: int, folder: str | None) -> None:
+    """Apply the inner isolation, then run the job in a child; when it ends, its remaining processes end too."""
     status = 126
     try:
         limits = job["limits"]
@@ -182,7 +182,7 @@ def _first(job: dict[str, Any], given: list[int], output: int, folder: str | Non
         os.closerange(len(kept), 4096)
         sandbox_isolation.call_libc(
             "prctl", sandbox_isolation.PR_SET_DUMPABLE, 0, 0, 0, 0
-        )  # nobody looks into this one
+        )  # other processes cannot inspect this one
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if folder is not None:
             _run_job(job, folder)

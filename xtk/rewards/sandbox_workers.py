@@ -1,7 +1,7 @@
-"""What runs inside of the sandbox: a program, code that answers calls, and tests that call it from a process apart.
+"""The processes in the sandbox: a program, a server for calls of the code's functions, and tests that call them.
 
-The code never meets its tests: it sees the arguments of one call after another and sends results, as plain values. The
-asserts are evaluated where it cannot reach, on objects of Python's own types.
+The code has no access to its tests: it gets the arguments of one call after another and returns plain values. The
+asserts are evaluated in the other process, on objects of Python's built-in types.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ MAX_ERROR_BYTES = 1 << 16
 
 
 def run_program(job: dict[str, Any]) -> None:
-    """Run a program by itself."""
+    """Run a program."""
     exec(compile(job["code"], "<code>", "exec"), {"__name__": "__main__"})
 
 
 def serve_function_calls(job: dict[str, Any], link: int) -> None:
-    """Run the code, then answer what the tests ask: `(name, arguments, keywords)`."""
+    """Run the code, then serve calls of the tests: `(name, arguments, keywords)`."""
     reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
     names: dict[str, Any] = {"__name__": "solution"}
     failed: BaseException | None = None
@@ -42,7 +42,7 @@ def serve_function_calls(job: dict[str, Any], link: int) -> None:
                 raise failed
             reply = encode_value((True, names[name](*arguments, **keywords), arguments))
         except NotPlainError as error:
-            reply = encode_value((False, "TypeError", [f"the result is no plain value: {error}"]))
+            reply = encode_value((False, "TypeError", [f"the result is not a plain value: {error}"]))
         except BaseException as error:
             reply = _raised(error)
         writer.write(reply)
@@ -50,10 +50,10 @@ def serve_function_calls(job: dict[str, Any], link: int) -> None:
 
 
 def _program(text: str) -> Any:
-    """Compile the lines of a text that are a program: what a model writes behind it, or does not finish, is left out.
+    """Compile the part of a text that is a program, without text after it or an unfinished end.
 
     Raises:
-        SyntaxError: no line is left.
+        SyntaxError: no line compiles.
     """
     lines = text.splitlines(keepends=True)
     while True:
@@ -66,9 +66,9 @@ def _program(text: str) -> Any:
 
 
 def _raised(error: BaseException) -> bytes:
-    """Return the reply for a call that raised an exception: its built-in kind, and what it was made of."""
+    """Return the reply for a call that raised an exception: its built-in type and its arguments."""
     arguments: list[Any] = []
-    with contextlib.suppress(Exception):  # what an exception of the code's own says of itself
+    with contextlib.suppress(Exception):  # __str__ of the code's own exceptions may fail
         arguments = [str(error)[:1000]]
     with contextlib.suppress(Exception):
         if len(reply := encode_value((False, _builtin_exception_name(error), list(error.args)))) < MAX_ERROR_BYTES:
@@ -77,7 +77,7 @@ def _raised(error: BaseException) -> bytes:
 
 
 def _builtin_exception_name(error: BaseException) -> str:
-    """Return the name of the built-in exception that an error is, or comes of."""
+    """Return the name of an exception's built-in type, or that of its nearest built-in base class."""
     return next(
         (
             kind.__name__
@@ -89,24 +89,24 @@ def _builtin_exception_name(error: BaseException) -> str:
 
 
 class _Broken(BaseException):
-    """The tests themselves cannot be run."""
+    """The tests themselves cannot run."""
 
 
 class _Gone(BaseException):
-    """The process of the code has ended, or sends something that is not a result."""
+    """The process of the code has ended, or sends invalid replies."""
 
 
 class _Stop(BaseException):
-    """One test has failed: the others do not matter."""
+    """A test has failed, and no others need to run."""
 
 
 class RemoteCalls:
-    """The calls of all functions of the code.
+    """Calls of the code's functions in its process.
 
     Attributes:
-        num_calls: how many.
-        raised_exceptions: exceptions that the code raised, so that they are not taken for those of the tests.
-        connection_error: why no further call can be answered.
+        num_calls: number of calls.
+        raised_exceptions: exceptions that the code raised, to distinguish them from those of the tests.
+        connection_error: why further calls cannot be made; None while they can.
     """
 
     def __init__(self, reader: BinaryIO, writer: BinaryIO) -> None:
@@ -128,14 +128,14 @@ class RemoteCalls:
         try:
             message = encode_value((name, list(arguments), keyword_arguments))
         except NotPlainError as error:
-            self.connection_error = _Broken(f"an argument is no plain value: {error}")
+            self.connection_error = _Broken(f"an argument is not a plain value: {error}")
             raise self.connection_error from None
         try:
             self._writer.write(message)
             self._writer.flush()
             reply = decode_value(self._reader.readline(MAX_MESSAGE_BYTES))
             if not isinstance(reply, tuple) or len(reply) != 3:
-                raise ValueError("no reply")
+                raise ValueError("malformed reply")
         except (OSError, ValueError, TypeError):
             self.connection_error = _Gone()
             raise self.connection_error from None
@@ -143,17 +143,17 @@ class RemoteCalls:
 
 
 class RemoteFunction:
-    """A function of the code, as the tests see it."""
+    """A function of the code, as the tests call it."""
 
     def __init__(self, name: str, calls: RemoteCalls) -> None:
         self._name, self._calls = name, calls
         self.__name__ = name
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call it in the process of the code. Arguments that it changes are changed here too.
+        """Call the function in the process of the code. Changes that it makes to its arguments are copied back.
 
         Raises:
-            BaseException: what the code raised, as an exception of the same built-in type.
+            BaseException: an exception of the code, as one of the same built-in type.
         """
         good, result, after = self._calls.call(self._name, arguments, keywords)
         if good is not True:
@@ -162,19 +162,19 @@ class RemoteFunction:
             raise error
         if isinstance(after, list) and len(after) == len(arguments):
             for here, there in zip(arguments, after, strict=True):
-                _bring(here, there)
+                _copy_changes(here, there)
         return result
 
 
 def _exception(name: Any, arguments: Any) -> BaseException:
-    """Return a built-in exception of this name, without raising it; a RuntimeError if there is none."""
+    """Return a built-in exception of this name without raising it; a RuntimeError if the name is unknown."""
     values = arguments if isinstance(arguments, list) else [arguments]
     kind: Any = getattr(builtins, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, BaseException):
         return RuntimeError(*values)
     try:
         made = kind(*values)
-    except Exception:  # UnicodeDecodeError and its kind want five arguments
+    except Exception:  # UnicodeDecodeError and similar types need five arguments
         try:
             made = kind.__new__(kind, *values)
         except Exception:
@@ -182,8 +182,8 @@ def _exception(name: Any, arguments: Any) -> BaseException:
     return made if isinstance(made, BaseException) else RuntimeError(*values)
 
 
-def _bring(here: Any, there: Any) -> None:
-    """Change a value as the code has changed its copy."""
+def _copy_changes(here: Any, there: Any) -> None:
+    """Update an argument with the code's changes to its copy."""
     if type(here) is not type(there):
         return
     if isinstance(here, list) and here != there:
@@ -194,7 +194,7 @@ def _bring(here: Any, there: Any) -> None:
 
 
 class _EachAssert(ast.NodeTransformer):
-    """Turns `assert x` into: note whether x held. What is no assert stays."""
+    """Replaces `assert x` with a call that records whether x is true. Other statements stay."""
 
     def __init__(self) -> None:
         self.num_asserts = 0
@@ -210,10 +210,10 @@ class _EachAssert(ast.NodeTransformer):
 
 
 def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
-    """Run tests against the code at the other end of a link.
+    """Run tests against the code in another process.
 
-    Writes one byte an assert, `+` or `-`; `.` when all were run; `?` when the tests themselves are broken; first of all
-    the number of asserts in the text, and a line feed.
+    Writes the number of asserts in the text and a newline, then one byte per evaluated assert, `+` or `-`; at the end
+    `.` if all have run, `?` if the tests themselves are broken.
     """
     reader, writer = os.fdopen(link, "rb"), os.fdopen(os.dup(link), "wb")
     every = _EachAssert()

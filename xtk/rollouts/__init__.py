@@ -1,4 +1,4 @@
-"""Floor 4: what a student writes. One backend a file, one line in the table; docs/explanation/on-policy.md."""
+"""Generation of rollouts by a student: GENERATORS maps each backend to its class; see docs/explanation/on-policy.md."""
 
 from __future__ import annotations
 

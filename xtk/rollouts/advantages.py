@@ -1,4 +1,4 @@
-"""By how much a rollout is better than the others of its prompt."""
+"""Group-relative advantages of rollouts (GRPO)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ STD_EPSILON = 1e-4  # TRL, GRPOTrainer
 
 
 def group_advantages(rewards: Sequence[float], *, scale: bool = True) -> NDArray[np.float64]:
-    """Return the advantages of the rollouts of one prompt: what each is above the mean, in standard deviations.
+    """Return the advantages of the rollouts of one prompt: reward minus mean, in standard deviations.
 
     Shao et al., "DeepSeekMath", 2024, section 4.1 (GRPO); without `scale` Liu et al., "Understanding R1-Zero-like
-    training", 2025. The deviation is that of a sample (n - 1), as in TRL.
+    training", 2025. The standard deviation is that of a sample (n - 1), as in TRL.
 
     Args:
-        rewards: [G]; nan for those that could not be judged, which get 0 and count for nothing.
+        rewards: [G]; nan for unscored rollouts, which get 0 and are excluded from mean and deviation.
         scale: whether to divide by the standard deviation.
 
     Returns:
-        float64 [G]. All 0 where fewer than two could be judged, or all of them are worth the same.
+        float64 [G]. All 0 if fewer than two rollouts are scored, or all rewards are equal.
     """
     values = np.asarray(rewards, np.float64)
     judged = np.isfinite(values)

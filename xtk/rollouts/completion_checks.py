@@ -1,4 +1,4 @@
-"""What the backends that are no model of ours share: how long, from which seed, and what an answer tells."""
+"""Shared parts of the vLLM and server backends: length limits, seeds, and checks of returned completions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from xtk.rollouts.token_sampling import position_seeds
 from xtk.tokens.tokenizer import Tokenizer
 
 LOGPROB_TOLERANCE = 1e-4
-EXTRA_TOP_IDS = 8  # likeliest ids asked for beyond those that are wanted: some may be rows that no token has
-MAX_TEMPERATURE = 2.0  # vLLM draws at no higher temperature
-MAX_LOGIT_BIASES = 1024  # of logits, that vLLM takes with one request
+EXTRA_TOP_IDS = 8  # top ids requested in addition: some may be embedding rows without a token
+MAX_TEMPERATURE = 2.0  # of vLLM
+MAX_LOGIT_BIASES = 1024  # per request, of vLLM
 
 
 def seed_from_key(key: tuple[int, ...]) -> int:
-    """Return a seed of 63 bits."""
+    """Return a 63-bit seed for a request."""
     return int(position_seeds(key, 1)[0]) & (2**63 - 1)
 
 
 def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context_length: int | None, name: str) -> int:
-    """Return how many tokens a completion may have.
+    """Return the maximum tokens of a completion.
 
     Raises:
-        XtkError: none.
+        XtkError: the prompt is empty or fills the context.
     """
     limits = [
         sampling.max_completion_length,
@@ -35,30 +35,30 @@ def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context
     ]
     length = min(limit for limit in limits if limit is not None)
     if not len(request.input_ids):
-        raise XtkError("a prompt has no token, and the model needs one to go on from", where=name)
+        raise XtkError("a prompt has no tokens; generation needs at least one", where=name)
     if length < 1:
         raise XtkError(
-            f"a prompt of {len(request.input_ids):,} tokens leaves no room in a context of {context_length:,}",
+            f"a prompt of {len(request.input_ids):,} tokens leaves no space in the context of {context_length:,} tokens",
             where=name,
         )
     return length
 
 
 def check_temperature(sampling: SamplingConfig) -> None:
-    """Refuse a temperature that vLLM refuses.
+    """Refuse temperatures above the limit of vLLM.
 
     Raises:
-        XtkError: it is above `HOTTEST`.
+        XtkError: it is above `MAX_TEMPERATURE`.
     """
     if sampling.temperature > MAX_TEMPERATURE:
         raise XtkError(
-            f"--temperature is {sampling.temperature}; vLLM draws at {MAX_TEMPERATURE:g} at most",
-            hint="a lower one, or --backend transformers",
+            f"--temperature is {sampling.temperature}; the maximum of vLLM is {MAX_TEMPERATURE:g}",
+            hint="use a lower --temperature, or --backend transformers",
         )
 
 
 def num_requested_top_ids(sampling: SamplingConfig, tokenizer: Tokenizer, vocab_size: int) -> int:
-    """Return of how many likeliest ids a model is asked at each place."""
+    """Return how many top ids to request at each position."""
     spare = min(EXTRA_TOP_IDS, max(0, vocab_size - len(tokenizer)))
     return min(sampling.given, len(tokenizer)) + spare if sampling.given else 0
 
@@ -71,25 +71,30 @@ def checked_completion(
     sampling: SamplingConfig,
     tokenizer: Tokenizer,
 ) -> Completion:
-    """Return a completion that was told, once it is one.
+    """Return a completion of an engine or a server after checking it.
 
     Args:
         ids: int32 [n].
-        logprobs: float32 [n]; nan of a model that has none stays.
-        likeliest_ids: int32 [n, K], ids, the likeliest first; K is `num_requested_top_ids`.
+        logprobs: float32 [n]; nan is kept.
+        likeliest_ids: int32 [n, K], most likely first; K is `num_requested_top_ids`.
         hit_stop_string: whether one of `sampling.stop` ended it.
-        sampling: as it was asked.
-        tokenizer: of the model.
+        sampling: as requested.
+        tokenizer: the student's.
 
     Raises:
-        XtkError: it has ids that no token has, or numbers that are no log-probabilities.
+        XtkError: it has no tokens, ids outside of the tokenizer, or positive log-probabilities.
     """
-    if not len(ids) or ids.min() < 0 or ids.max() >= len(tokenizer):
-        raise XtkError(f"the model wrote ids that are none of its tokenizer's {len(tokenizer):,}", where=tokenizer.name)
+    if not len(ids):
+        raise XtkError("the generated completion has no tokens", where=tokenizer.name)
+    if ids.min() < 0 or ids.max() >= len(tokenizer):
+        raise XtkError(
+            f"the generated completion has token ids outside of the tokenizer's {len(tokenizer):,}",
+            where=tokenizer.name,
+        )
     if (logprobs > LOGPROB_TOLERANCE).any():
-        raise XtkError("the model tells numbers that are no log-probabilities", where=tokenizer.name)
+        raise XtkError("the log-probabilities of a completion are above 0", where=tokenizer.name)
     count = _until_text(ids, sampling, tokenizer)
-    if count is not None:  # vLLM reads a text where its characters are whole, which may be some tokens later
+    if count is not None:  # vLLM detects a stop string only at complete characters, maybe some tokens later
         ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True
     ended = int(ids[-1]) in tokenizer.end_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
@@ -98,7 +103,7 @@ def checked_completion(
 
 
 def _until_text(ids: NDArray[np.int32], sampling: SamplingConfig, tokenizer: Tokenizer) -> int | None:
-    """Return how many tokens complete one of the texts that end; None: they do not."""
+    """Return the number of tokens up to the first stop string; None without one."""
     watch = StopStringDetector(tokenizer, sampling.stop)
     if not sampling.stop:
         return None
@@ -106,17 +111,17 @@ def _until_text(ids: NDArray[np.int32], sampling: SamplingConfig, tokenizer: Tok
 
 
 def valid_top_ids(top_ids: NDArray[np.int32], count: int, tokenizer: Tokenizer) -> NDArray[np.int32]:
-    """Return [n, G], of [n, K] ids the first G that a token has.
+    """Return int32 [n, G], the first G ids of each row [n, K] that belong to a token.
 
     Raises:
-        XtkError: there are fewer.
+        XtkError: a row has fewer.
     """
     known = top_ids < len(tokenizer)
     if (known.sum(1) < count).any():
         raise XtkError(
-            f"more than {EXTRA_TOP_IDS} of the ids that the model holds for likeliest are none of its tokenizer's",
+            f"more than {EXTRA_TOP_IDS} of the most likely ids at a position are padding rows without a token",
             where=tokenizer.name,
-            hint="a smaller --given, or --backend transformers",
+            hint="use a smaller --top-logprobs, or --backend transformers",
         )
     order = np.argsort(~known, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(top_ids, order, 1)

@@ -1,20 +1,20 @@
-"""Environments: what a student's turns are answered with. Plain Python, one object an episode.
+"""Environments: plain Python classes that respond to the student's turns; one object per episode.
 
     class Countdown:
-        role = "user"                       # of its messages in a conversation; "tool" if it says none
+        role = "user"                       # role of its messages; "tool" by default
 
-        def reset(self, record):            # the fields of the prompt's row; a text to begin with, or None
+        def reset(self, record):            # fields of the prompt's record; text after the prompt, or None
             self.left = int(record["left"])
             return None
 
-        def step(self, text):               # what the student said; the answer, and whether the episode is over
+        def step(self, text):               # the student's turn; response, whether the episode is over
             self.left -= 1
             return f"{self.left} left", self.left == 0
 
-        def reward(self):                   # may be left out; added to those of --reward
+        def reward(self):                   # optional; added to the rewards of --reward
             return 1.0
 
-A text goes on with what `step` answers; in a conversation it is a message, and the next turn is begun.
+A text prompt continues with the text that `step` returns; in a conversation it is a message, followed by a new turn.
 """
 
 from __future__ import annotations
@@ -36,37 +36,40 @@ Answer = TypeVar("Answer")
 
 
 class Environment(Protocol):
-    """One episode. `role: str`, of its messages, and `reward() -> float` may be left out."""
+    """One episode. `role: str` (of its messages) and `reward() -> float` are optional."""
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
-        """Begin; return a text that stands behind the prompt, if there is one."""
+        """Begin an episode; return text to append to the prompt, or None."""
 
     def step(self, text: str) -> tuple[str, bool]:
-        """Read a turn of the student's; return what it is answered, and whether the episode is over."""
+        """Return the response to a turn of the student, and whether the episode is over."""
 
 
 def load_environment(spec: str) -> Callable[[], Environment]:
-    """Return the class of `FILE.py:CLASS`.
+    """Return the class that FILE.py:CLASS names.
 
     Raises:
-        XtkError: there is none, or it has no `reset` and `step`.
+        XtkError: it does not exist, or lacks `reset` or `step`.
     """
     found: Callable[[], Environment] = load_user_object(spec, USAGE, "class")
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
     if missing:
-        raise XtkError(f"{spec} has no {' and no '.join(missing)}", hint="docs/how-to/tools.md tells what it needs")
+        raise XtkError(
+            f"environment class {spec} has no method {' and no method '.join(missing)}",
+            hint=f"add {' and '.join(missing)}; see docs/how-to/tools.md",
+        )
     return found
 
 
 class CheckedEnvironment:
-    """An environment of the user's, its answers checked.
+    """A user's environment with checked return values.
 
     Args:
-        environment: makes it.
-        record: the fields of the prompt's row.
+        environment: creates the environment.
+        record: fields of the prompt's record.
 
     Raises:
-        XtkError: it cannot be made or begun.
+        XtkError: the constructor or `reset` fails.
     """
 
     def __init__(self, environment: Callable[[], Environment], record: Mapping[str, Any]) -> None:
@@ -74,27 +77,27 @@ class CheckedEnvironment:
         self.role = self._try("role", lambda: str(getattr(self._environment, "role", "tool")))
         self.initial_text = self._try("reset", lambda: self._environment.reset(copy.deepcopy(record)))
         if not isinstance(self.initial_text, str | None):
-            raise self._wrong("reset", self.initial_text, "a text or None")
+            raise self._wrong("reset", self.initial_text, "a string or None")
         self.initial_text = self.initial_text and replace_surrogates(self.initial_text)
 
     def step(self, text: str) -> tuple[str, bool]:
-        """Answer a turn.
+        """Return the response to a turn, and whether the episode is over.
 
         Raises:
-            XtkError: it fails, or answers something else than a text and yes or no.
+            XtkError: it fails, or does not return a string and a bool.
         """
         found: Any = self._try("step", lambda: self._environment.step(text))
         if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], str):
-            raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
+            raise self._wrong("step", found, "a tuple (response, done) of a string and a bool")
         if not isinstance(found[1], bool | np.bool_ | int):
-            raise self._wrong("step", found, "a text and whether the episode is over, as a tuple")
+            raise self._wrong("step", found, "a tuple (response, done) of a string and a bool")
         return replace_surrogates(found[0]), bool(found[1])
 
     def reward(self) -> float | None:
-        """Return what the episode is worth: nan if it cannot say, None if environments of its kind say nothing.
+        """Return the episode's reward; nan if it is None, None if the environment has no `reward`.
 
         Raises:
-            XtkError: it fails, or returns what is no number.
+            XtkError: it fails, or does not return a finite number.
         """
         judge = self._try("reward", lambda: getattr(self._environment, "reward", None))
         if judge is None:
@@ -111,4 +114,4 @@ class CheckedEnvironment:
             return call()
 
     def _wrong(self, name: str, value: Any, wanted: str) -> XtkError:
-        return XtkError(f"{name} of the environment returned {str(value)[:80]!r}; it returns {wanted}", hint=USAGE)
+        return XtkError(f"{name} of the environment returned {str(value)[:80]!r}; it must return {wanted}", hint=USAGE)

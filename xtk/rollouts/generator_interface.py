@@ -1,4 +1,4 @@
-"""What every backend that writes is asked, and what it answers: tokens in, tokens out."""
+"""Interface of generation backends: sampling options, requests, completions and the `Generator` protocol."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FINISH_REASONS = ("stop", "stop-string", "length")
 
 @dataclass(frozen=True)
 class SamplingConfig:
-    """How tokens are drawn.
+    """Sampling options.
 
     Attributes:
-        temperature: of the logits; 0 takes the likeliest token.
-        top_p: draws are from the fewest tokens that carry this mass.
-        top_k: and from so many of the likeliest at most; 0: any.
-        max_completion_length: tokens of a completion at most.
-        stop: texts that end a completion once they are written; they belong to it.
-        given: of how many of the likeliest tokens at each place ids are told too.
+        temperature: divides the logits; 0: greedy.
+        top_p: samples from the smallest set of tokens with this probability mass.
+        top_k: samples from the k most likely tokens; 0: no limit.
+        max_completion_length: maximum tokens of a completion.
+        stop: stop strings; the completion includes them.
+        given: number of most likely token ids to return at each position.
     """
 
     temperature: float = 1.0
@@ -39,26 +39,28 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
-            raise XtkError(f"--temperature is {self.temperature}; it is a number from 0 on")
+            raise XtkError(f"--temperature is {self.temperature}; must be a finite number of at least 0")
         if not 0 < self.top_p <= 1:
-            raise XtkError(f"--top-p is {self.top_p}; it is a mass, above 0 and at most 1")
-        if self.top_k < 0 or self.given < 0:
-            raise XtkError(f"--top-k is {self.top_k} and --given {self.given}; both are 0 or more")
+            raise XtkError(f"--top-p is {self.top_p}; must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise XtkError(f"--top-k is {self.top_k}; must be at least 0")
+        if self.given < 0:
+            raise XtkError(f"--top-logprobs is {self.given}; must be at least 0")
         if self.max_completion_length < 1:
-            raise XtkError(f"--max-completion-length is {self.max_completion_length}; it is 1 or more")
+            raise XtkError(f"--max-completion-length is {self.max_completion_length}; must be at least 1")
         if not all(self.stop):
-            raise XtkError("--stop is an empty text, which every completion has")
+            raise XtkError("--stop has an empty string, which would end every completion at once")
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One completion that is asked for.
+    """A request for one completion.
 
     Attributes:
-        input_ids: int32 [T], what the model reads; at least one token.
-        seed_key: numbers that its random draws are a function of (seed, prompt, sample, turn, say), whatever is written
-            beside it. Of a server or an engine only as far as that keeps to seeds.
-        max_length: tokens at most, if fewer than `max_completion_length`; None: as many.
+        input_ids: int32 [T], the tokens to continue; at least one.
+        seed_key: integers that seed the sampling (seed, prompt, sample, turn), independent of the rest of the batch. A
+            server or an engine follows it as far as it supports seeds.
+        max_length: maximum tokens if fewer than `max_completion_length`; None: that limit alone.
     """
 
     input_ids: NDArray[np.int32]
@@ -68,14 +70,13 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was written.
+    """A generated completion.
 
     Attributes:
-        ids: int32 [n], as they were drawn, the token that ended it among them.
-        logprobs: float32 [n], natural, of the whole distribution at temperature 1, before anything was cut off.
-        finish_reason: "stop": it drew a token that ends; "stop-string": it wrote a text that does; "length": it was
-            cut off.
-        top_ids: int32 [n, G], the likeliest tokens at each place, the likeliest first; None: they were not asked for.
+        ids: int32 [n], the sampled tokens, including the stop token.
+        logprobs: float32 [n], in nats, of the full distribution at temperature 1, before top-k and top-p.
+        finish_reason: "stop": a stop token; "stop-string": one of `SamplingConfig.stop`; "length": the maximum length.
+        top_ids: int32 [n, G], the most likely tokens at each position, most likely first; None if not requested.
     """
 
     ids: NDArray[np.int32]
@@ -86,16 +87,16 @@ class Completion:
 
 @dataclass(frozen=True)
 class GeneratorConfig:
-    """The model that is to write.
+    """The model of a generator.
 
     Attributes:
-        folder: a local folder of a model.
-        name: how messages call it.
-        tokenizer: its.
-        dtype: of its weights and arithmetic, as `--dtype` names it.
-        batch_tokens: tokens, read and written, that are held at a time.
+        folder: local model folder.
+        name: name of the model in messages.
+        tokenizer: the model's.
+        dtype: of weights and computation, a value of `--dtype`.
+        batch_tokens: maximum tokens of prompts and completions in a batch.
         trust_remote_code: run the model's own code.
-        options: what only one backend knows (`engine`, `servers`, `device`).
+        options: options of a single backend (`engine`, `servers`, `device`).
     """
 
     folder: Path
@@ -108,32 +109,32 @@ class GeneratorConfig:
 
 
 class Generator(Protocol):
-    """A model that writes. One that is told new weights forgets all that it kept of the old ones (prefix caches)."""
+    """A generation backend. New weights clear all state of the old ones (prefix caches)."""
 
     @classmethod
     def open(cls, config: GeneratorConfig) -> Self:
-        """Load or reach a model.
+        """Load a model or connect to one.
 
         Raises:
-            XtkError: it cannot be loaded or reached, or an option is none.
+            XtkError: it cannot be loaded or reached, or an option is invalid.
         """
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens of prompt and completion together; None: it does not say."""
+        """Maximum tokens of prompt and completion together; None if unknown."""
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return a completion of each, in order."""
+        """Return one completion per request, in order."""
 
     def update_weights(self, weights: Any) -> None:
-        """Take new weights.
+        """Load new weights.
 
         Args:
-            weights: a folder in Hugging Face's format, or pairs of a name in that format and a tensor.
+            weights: a folder in Hugging Face format, or pairs of a name in that format and a tensor.
         """
 
     def sleep(self) -> None:
-        """Leave the device to others, as far as the backend can."""
+        """Free device memory, as far as the backend can."""
 
     def wake_up(self) -> None:
-        """Come back to it; weights may have to be told anew."""
+        """Take the device memory again; `update_weights` may be needed before generation."""

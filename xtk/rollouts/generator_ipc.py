@@ -1,4 +1,4 @@
-"""Messages between processes that write: words as JSON, arrays as their bytes; nothing in them is run."""
+"""Messages between a generator and its subprocess: JSON and raw arrays, no pickle."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def send_message(pipe: Connection, content: dict[str, Any], arrays: Arrays | None = None) -> None:
-    """Send a message: a line of JSON, and the arrays behind it.
+    """Send a message: a line of JSON followed by the bytes of the arrays.
 
     Raises:
-        OSError: nobody reads it.
+        OSError: the other end is closed.
     """
     arrays = arrays or {}
     shapes = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
@@ -35,8 +35,8 @@ def receive_message(pipe: Connection) -> tuple[dict[str, Any], Arrays]:
     """Return the next message.
 
     Raises:
-        EOFError: there will be none.
-        OSError: so too.
+        EOFError: the other end is closed.
+        OSError: the pipe fails.
     """
     raw = pipe.recv_bytes()
     line, _, rest = raw.partition(b"\n")
@@ -51,7 +51,7 @@ def receive_message(pipe: Connection) -> tuple[dict[str, Any], Arrays]:
 
 
 def serialize_config(config: GeneratorConfig) -> dict[str, Any]:
-    """Return what a request is made of."""
+    """Return a generator config as JSON values."""
     tokenizer = config.tokenizer
     return {
         "folder": str(config.folder),
@@ -65,7 +65,7 @@ def serialize_config(config: GeneratorConfig) -> dict[str, Any]:
 
 
 def deserialize_config(words: dict[str, Any]) -> GeneratorConfig:
-    """Return the request."""
+    """Return the generator config of `serialize_config`."""
     folder, name, width = words["tokenizer"]
     read = {**words, "folder": Path(words["folder"]), "tokenizer": Tokenizer(folder, name=name, embedding_rows=width)}
     adapter = read["options"].get("adapter")
@@ -75,7 +75,7 @@ def deserialize_config(words: dict[str, Any]) -> GeneratorConfig:
 
 
 def serialize_requests(requests: Sequence[GenerationRequest]) -> Arrays:
-    """Return asks as arrays; a length of 0 is none."""
+    """Return requests as arrays; a length of -1 means no limit."""
     return {
         "ids": _concatenate([ask.input_ids for ask in requests], np.int32),
         "sizes": np.array([len(ask.input_ids) for ask in requests], np.int64),
@@ -86,7 +86,7 @@ def serialize_requests(requests: Sequence[GenerationRequest]) -> Arrays:
 
 
 def deserialize_requests(arrays: Arrays) -> list[GenerationRequest]:
-    """Return the asks."""
+    """Return the requests of `serialize_requests`."""
     ids, keys = _parted(arrays["ids"], arrays["sizes"]), _parted(arrays["keys"], arrays["key_sizes"])
     lengths = [None if length < 0 else length for length in arrays["lengths"].tolist()]
     return [
@@ -95,12 +95,12 @@ def deserialize_requests(arrays: Arrays) -> list[GenerationRequest]:
 
 
 def deserialize_sampling(words: dict[str, Any]) -> SamplingConfig:
-    """Return how tokens are drawn, from the fields of `SamplingConfig`."""
+    """Return a `SamplingConfig` from a dict of its fields."""
     return SamplingConfig(**{**words, "stop": tuple(words["stop"])})
 
 
 def serialize_completions(completions: Sequence[Completion]) -> Arrays:
-    """Return completions as arrays, but for how they finished."""
+    """Return completions as arrays, without finish reasons."""
     arrays = {
         "ids": _concatenate([one.ids for one in completions], np.int32),
         "logprobs": _concatenate([one.logprobs for one in completions], np.float32),
@@ -111,7 +111,7 @@ def serialize_completions(completions: Sequence[Completion]) -> Arrays:
 
 
 def deserialize_completions(finishes: Sequence[str], arrays: Arrays) -> list[Completion]:
-    """Return the completions."""
+    """Return the completions of `serialize_completions`."""
     sizes = arrays["sizes"]
     top_ids = _parted(arrays["top_ids"], sizes) if "top_ids" in arrays else [None] * len(sizes)
     parts = (_parted(arrays["ids"], sizes), _parted(arrays["logprobs"], sizes), finishes, top_ids)
@@ -119,12 +119,12 @@ def deserialize_completions(finishes: Sequence[str], arrays: Arrays) -> list[Com
 
 
 def serialize_error(error: XtkError) -> dict[str, Any]:
-    """Return an error as words."""
+    """Return an error as JSON values."""
     return {"error": type(error).__name__, "what": error.what, "where": error.where, "hint": error.hint}
 
 
 def deserialize_error(words: dict[str, Any]) -> XtkError:
-    """Return the error."""
+    """Return the error of `serialize_error`."""
     kind = getattr(errors, words["error"], XtkError)
     kind = kind if isinstance(kind, type) and issubclass(kind, XtkError) else XtkError
     return kind(words["what"], where=words["where"], hint=words["hint"])

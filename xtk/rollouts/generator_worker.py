@@ -1,4 +1,4 @@
-"""The process of `xtk.rollouts.subprocess_generator`: python -m xtk.rollouts.generator_worker DESCRIPTOR PARENT."""
+"""Subprocess of `SubprocessGenerator`: python -m xtk.rollouts.generator_worker FILE_DESCRIPTOR PARENT_PID."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xtk.subprocesses import die_with_parent
 
 
 def main(pipe: Connection) -> None:
-    """Open a backend, and do what is asked until nobody asks. What goes wrong is sent back, and ends nothing."""
+    """Open a backend and serve requests until the pipe closes. Errors are sent back; the process goes on."""
     writer: Generator | None = None
     try:
         while True:
@@ -33,7 +33,7 @@ def main(pipe: Connection) -> None:
                     generator_ipc.send_message(pipe, *_handle_request(writer, words, arrays))
             except Exception as failure:
                 generator_ipc.send_message(pipe, generator_ipc.serialize_error(_as_xtk_error(failure)))
-    except (EOFError, OSError):  # whoever asked has gone
+    except (EOFError, OSError):  # the parent process has closed the pipe
         return
 
 
@@ -59,7 +59,7 @@ def _as_xtk_error(failure: Exception) -> XtkError:
     if mendable is None:
         traceback.print_exc()
         mendable = XtkError(
-            f"the process that writes failed: {type(failure).__name__}: {failure}", hint="its traceback stands above"
+            f"the generation process failed: {type(failure).__name__}: {failure}", hint="see its traceback above"
         )
     return mendable
 
@@ -67,6 +67,6 @@ def _as_xtk_error(failure: Exception) -> XtkError:
 if __name__ == "__main__":
     descriptor, parent = map(int, sys.argv[1:])
     die_with_parent(parent, signal.SIGKILL)
-    os.set_inheritable(descriptor, False)  # what this starts is not to hold the pipe open
+    os.set_inheritable(descriptor, False)  # subprocesses must not keep the pipe open
     terminal.set_quiet(True)
     main(Connection(descriptor))

@@ -1,4 +1,4 @@
-"""What a student is to go on from: records of data as prompts, and the tokens that it reads of them."""
+"""Reads prompts from data records, and tokenizes prompts and the text between turns."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RESERVED_TEMPLATE_ARGUMENTS = {"messages", "conversation", "tools", "add_generat
 
 
 class PromptFormat:
-    """How a record is put to a model.
+    """Builds a prompt from a data record.
 
     Args:
-        template: of Jinja, which writes the prompt from the record's fields; "": the record's own prompt.
-        chat: a prompt that is text is what a user says, in the model's chat template.
+        template: Jinja template that builds the prompt from the record's fields; "": the record's own prompt.
+        as_chat: wrap a plain text prompt as a user message.
 
     Raises:
-        XtkError: it is no template.
+        XtkError: the template has a syntax error.
     """
 
     def __init__(self, template: str = "", *, as_chat: bool = False) -> None:
@@ -38,7 +38,7 @@ class PromptFormat:
         self._template = SandboxedTemplate(template, PROMPT_TEMPLATE, template[:200]) if template else None
 
     def prompt_document(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
-        """Return what a model is to go on from.
+        """Return a document with the prompt of a record.
 
         Raises:
             XtkError: the record lacks a field that the template names, or has no prompt.
@@ -46,10 +46,10 @@ class PromptFormat:
         return record_to_prompt(*self._with_prompt(record, columns, where), where)
 
     def document_with_completion(self, record: Record, columns: Mapping[str, str], where: str) -> Document:
-        """Return the same, and behind it the completion that the record has.
+        """Return the prompt followed by the record's completion.
 
         Raises:
-            XtkError: as `document`; or the record has no completion.
+            XtkError: as `prompt_document`, or the record has no completion.
         """
         own, named = self._with_prompt(record, columns, where)
         if own is record:
@@ -57,24 +57,26 @@ class PromptFormat:
         column = columns.get("completion", "completion")
         said = record.get(column)
         if not isinstance(said, str):
-            found = "is no text" if column in record else f"is not there; there is {', '.join(map(str, record))}"
+            found = (
+                "is not a string" if column in record else f"is missing; the record has {', '.join(map(str, record))}"
+            )
             raise XtkError(
-                f"the data's own answer to a prompt, {column}, {found}", where=where,
-                hint="--columns completion=COLUMN; or --lmbda 1, which takes none",
+                f"the completion in the data, column {column}, {found}", where=where,
+                hint="use --columns completion=COLUMN, or --lmbda 1 to train on rollouts only",
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
             said = [{"role": "assistant", "content": said}]
         return record_to_document(*_set_field(own, named, "completion", said), where)
 
     def _with_prompt(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
-        """Return a record with the prompt as it is put, and the names of its columns; the same if that is its own."""
+        """Return the record with the formatted prompt, and its column names; both unchanged if it is its own prompt."""
         if self._template is not None:
             record, columns = _set_field(record, columns, "prompt", self._rendered(record, where))
         if self._chat:
             teachers = columns.get("teacher_prompt", "teacher_prompt")
             alone = record_to_prompt(
                 {**record, teachers: None}, columns, where
-            )  # what only the teacher reads is no text yet
+            )  # without the teacher's prompt, which is not formatted yet
             if alone.conversation is None:
                 record, columns = _set_field(record, columns, "prompt", _of_user(alone.text))
                 if isinstance(told := record.get(teachers), str):
@@ -86,12 +88,14 @@ class PromptFormat:
         try:
             (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
         except XtkError as wrong:
-            raise XtkError(wrong.what, where=where, hint=f"fields: {', '.join(map(str, record))}") from None
+            raise XtkError(
+                wrong.what, where=where, hint=f"use fields of the record: {', '.join(map(str, record))}"
+            ) from None
         return text
 
 
 def _set_field(record: Record, columns: Mapping[str, str], field: str, value: Any) -> tuple[Record, Mapping[str, str]]:
-    """Return a record that has this in a field, in a column that no other field may mean, and the names of columns."""
+    """Return the record with a value for a field, in a column that no other field uses, and the new column names."""
     column = field
     while column in record:
         column += "_"
@@ -105,10 +109,10 @@ def _of_user(text: str) -> list[dict[str, str]]:
 
 
 def read_prompt_template(text: str) -> str:
-    """Return a template of prompts: what a file FILE.jinja holds, without the line feed at its end, or the text itself.
+    """Return a prompt template: the content of FILE.jinja without the final newline, or the text itself.
 
     Raises:
-        XtkError: there is no such file, it is empty, or it is no text in UTF-8.
+        XtkError: the file does not exist, is empty, or is not UTF-8.
     """
     if not text.endswith(".jinja"):
         return text
@@ -116,45 +120,48 @@ def read_prompt_template(text: str) -> str:
         template = Path(text).read_text(encoding="utf-8").removesuffix("\n")
     except (FileNotFoundError, IsADirectoryError):
         raise XtkError(
-            "no such file", where=text, hint="--prompt-template FILE.jinja, or the template itself"
+            "prompt template file not found",
+            where=text,
+            hint="use --prompt-template FILE.jinja, or pass the template itself",
         ) from None
     except UnicodeDecodeError:
-        raise XtkError("a template is text in UTF-8", where=text) from None
+        raise XtkError("the prompt template is not UTF-8", where=text, hint="save the file as UTF-8") from None
     if not template:
-        raise XtkError("this template is empty", where=text)
+        raise XtkError("the prompt template is empty", where=text)
     return template
 
 
 def read_template_arguments(text: str) -> dict[str, Any]:
-    """Read `--chat-template-kwargs`: what chat templates are told beside the messages, a JSON object; "": nothing.
+    """Parse `--chat-template-kwargs`: extra arguments of chat templates, a JSON object; "": none.
 
     Raises:
-        XtkError: it is no JSON object, or has what templates are told anyway.
+        XtkError: it is not a JSON object, or sets an argument that xtk sets.
     """
     try:
         found = json.loads(text) if text else {}
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise XtkError(f"--chat-template-kwargs is {text!r}, and no JSON object", hint="'{\"enable_thinking\": false}'")
+        raise XtkError(
+            f"--chat-template-kwargs {text!r} is not a JSON object", hint="for example: '{\"enable_thinking\": false}'"
+        )
     if named := RESERVED_TEMPLATE_ARGUMENTS & found.keys():
-        raise XtkError(f"--chat-template-kwargs has {', '.join(sorted(named))}, which the data or the command tells")
+        raise XtkError(f"--chat-template-kwargs must not set {', '.join(sorted(named))}: xtk sets it")
     return found
 
 
 def read_prompts(
     corpus: Corpus, max_prompts: int | None = None, prompt_format: PromptFormat | None = None
 ) -> list[Prompt]:
-    """Read prompts: `prompt` (text or messages), or `messages` before the last answer, or `text`.
+    """Return prompts: `prompt` (text or messages), else `messages` before the last answer, else `text`.
 
     Args:
-        corpus: records, with `tools` and `teacher_prompt` if they have them, and the columns of weight and route that
-            are asked for.
-        max_prompts: of so many records at most; None: of all.
-        prompt_format: how they are put; None: as they stand there.
+        corpus: records, with optional `tools` and `teacher_prompt`, and the requested columns of weight and route.
+        max_prompts: maximum number of records; None: all.
+        prompt_format: builds the prompts; None: the records' own prompts.
 
     Raises:
-        XtkError: a record has none of these, or something else in their place.
+        XtkError: a record has none of these, or one of the wrong type.
     """
     prompt_format = prompt_format or PromptFormat()
     found: Iterator[Prompt] = (
@@ -167,16 +174,16 @@ def read_prompts(
 def tokenize_prompts(
     tokenizer: Tokenizer, documents: Sequence[Document], template_arguments: Mapping[str, Any] | None = None
 ) -> list[NDArray[np.int32]]:
-    """Return the tokens that a student reads before it writes.
+    """Return the prompt tokens that the student continues.
 
     Args:
-        tokenizer: its.
-        documents: prompts. A text stands behind the start token; messages stand in the chat template, which begins
-            the answer.
-        template_arguments: what the template is told beside them, such as {"enable_thinking": False}.
+        tokenizer: the student's.
+        documents: prompts. Text follows the start token; messages are rendered with the chat template and its
+            generation prompt.
+        template_arguments: extra arguments of the template, such as {"enable_thinking": False}.
 
     Raises:
-        XtkError: a conversation, and the tokenizer has no chat template or one that refuses it.
+        XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
     start = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
@@ -210,17 +217,17 @@ def tokenize_between_turns(
     ended: bool,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> NDArray[np.int32]:
-    """Return the tokens that a template writes behind what the student drew, up to where its next turn begins.
+    """Return the template's tokens between a turn of the student and its next turn.
 
     Args:
         tokenizer: the student's.
-        conversation: its last message is what the student said.
-        message: what it is answered.
-        ended: whether it drew a token that ends its turn; the template's own is left out then.
+        conversation: its last message is the student's turn.
+        message: the response of the environment.
+        ended: whether the student sampled a stop token; the template's own is left out then.
         template_arguments: as in `tokenize_prompts`.
 
     Raises:
-        XtkError: the template refuses it.
+        XtkError: the template refuses the messages.
     """
     text, (start, stop) = tokenizer.chat_template.text_between_turns(
         conversation, message, **(template_arguments or {})
@@ -238,7 +245,7 @@ def tokenize_between_turns(
 
 
 def tokenize_continuation(tokenizer: Tokenizer, text: str) -> NDArray[np.int32]:
-    """Return the tokens of a text that stands behind another one, tokenised by itself."""
+    """Return the tokens of a text that follows another one, tokenized separately."""
     (encoded,) = tokenizer.encode([text])
     ids = encoded.ids
     own_space = tokenizer.adds_prefix_space and len(ids) and tokenizer.vocabulary.bytes_of(int(ids[0])) == b" "

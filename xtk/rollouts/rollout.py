@@ -1,4 +1,4 @@
-"""A prompt, and what a student made of it."""
+"""Prompts, and rollouts: prompt, completion, finish reason and rewards."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from xtk.tokens.document import Document
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a student is to go on from.
+    """A prompt to generate completions for.
 
     Attributes:
-        number: which record of the data it is.
-        document: the segments before the completion, none of them trained; its `teacher_prompt`, `weight` and `route`
-            are those of the rollouts.
-        record: the fields of the data, which rewards and environments read.
+        number: index of the record in the data.
+        document: the segments before the completion, none of them trained; rollouts inherit its `teacher_prompt`,
+            `weight` and `route`.
+        record: the fields of the data record, for rewards and environments.
     """
 
     number: int
@@ -29,18 +29,17 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One way in which a student went on from a prompt.
+    """One completion of a prompt, over one or more turns.
 
     Attributes:
-        document: prompt and completion, with the tokens as they were drawn (`Document.drawn`, with the advantage).
-        prompt: the number of the prompt.
-        sample: which of its completions this is.
-        finish_reason: how the last turn ended, of `FINISHES`; "turns" where an environment had no more of them to give.
-        num_turns: how often the student spoke.
-        reward: what it is worth; nan where there are no rewards, or none could judge it.
-        rewards: each of them.
-        top_ids: for each drawn token, the likeliest tokens in its place, the likeliest first, where they were asked
-            for; None: they were not.
+        document: prompt and completion, with the sampled tokens and the advantage in `Document.sampled_tokens`.
+        prompt: index of the prompt's record.
+        sample: index of this completion among those of its prompt.
+        finish_reason: how the last turn ended, one of `FINISH_REASONS`; "turns" where the limit of turns was reached.
+        num_turns: number of turns that the student generated.
+        reward: weighted sum of the rewards; nan without rewards, or if none could score it.
+        rewards: the value of each reward, by name.
+        top_ids: int32 [n, G], the most likely tokens at each sampled token, most likely first; None if not requested.
     """
 
     document: Document
@@ -54,7 +53,7 @@ class Rollout:
 
     @property
     def unusable_reason(self) -> str:
-        """Why nothing is learnt from it: it is "empty", or a log-probability is "not finite"; "" if it can be used."""
+        """Why the rollout cannot be trained on: "empty", "not finite" (a log-probability); "" if it can be used."""
         drawn = self.document.sampled_tokens
         assert drawn is not None
         if not np.isfinite(drawn.logprobs).all():

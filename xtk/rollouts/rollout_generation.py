@@ -1,4 +1,4 @@
-"""From prompts to rollouts: turn by turn, what students draw and what they are answered."""
+"""Generates rollouts for prompts, turn by turn, and scores them."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ def generate_rollouts(
     scale_rewards: bool = True,
     template_arguments: Mapping[str, Any] | None = None,
 ) -> list[Rollout]:
-    """Let a student go on from prompts; each turn of all of them is written at once.
+    """Return rollouts of prompts; each turn of all prompts is generated in one call.
 
     Args:
-        prompts: those to which the context leaves no room are left out, which is told.
-        generator: who draws.
+        prompts: those that fill the context are skipped, with a note.
+        generator: generates the completions.
         tokenizer: the student's.
-        sampling: how; `max_completion_length` is of all turns of a rollout together, without what they are answered.
-        num_generations: rollouts of each prompt.
-        seed: of the draws, which are a function of it, the number of the prompt, the sample and the turn.
-        rewards: judge each; of a text all that stands behind the prompt, of a conversation what was said last.
-        environment: answers turns; None: there is one turn.
-        max_turns: then it answers no more.
-        scale_rewards: whether advantages are in standard deviations of their prompt's rewards.
-        template_arguments: what the chat template is told.
+        sampling: `max_completion_length` counts the sampled tokens of all turns of a rollout together.
+        num_generations: rollouts for each prompt.
+        seed: the samples are a function of it, the index of the prompt, the sample and the turn.
+        rewards: score each rollout: all text after the prompt, or the last message of a conversation.
+        environment: responds to turns; None: there is one turn.
+        max_turns: limit of turns with an environment.
+        scale_rewards: whether to divide advantages by the standard deviation of the prompt's rewards.
+        template_arguments: extra arguments of the chat template.
 
     Returns:
-        Prompt by prompt, their samples in order.
+        Rollouts ordered by prompt, then by sample.
 
     Raises:
         XtkError: an environment, a reward or a chat template fails.
@@ -74,7 +74,8 @@ def generate_rollouts(
     if len(episodes) < len(begun):
         left_out = len({episode.prompt.number for episode in begun} - {episode.prompt.number for episode in episodes})
         terminal.note(
-            f"{left_out:,} of {len(prompts):,} prompts leave no room in a context of {generator.context_length} tokens"
+            f"skipped {left_out:,} of {len(prompts):,} prompts: no space left in the context of "
+            f"{generator.context_length} tokens"
         )
     for turn in range(max_turns):
         speaking = [episode for episode in episodes if not episode.finish_reason]
@@ -84,21 +85,21 @@ def generate_rollouts(
         for episode, completion in zip(speaking, generator.generate(asks, sampling), strict=True):
             episode.add_completion(completion)
             episode.step_environment(sampling, turn + 1 == max_turns, template_arguments)
-    return _judged(episodes, rewards, scale_rewards=scale_rewards)
+    return _score_episodes(episodes, rewards, scale_rewards=scale_rewards)
 
 
 class _Episode:
-    """A rollout while it is written.
+    """A rollout while it is generated.
 
     Args:
-        prompt: what it goes on from.
-        sample: which of the prompt's rollouts it is.
+        prompt: the prompt.
+        sample: index of this rollout among those of the prompt.
         tokenizer: the student's.
-        environment: what answers it.
+        played: the environment; None: there is one turn.
 
     Attributes:
-        finish_reason: why it has ended; "": it goes on.
-        num_turns: how often the student spoke.
+        finish_reason: why it has ended; "" while it goes on.
+        num_turns: number of turns that the student generated.
     """
 
     def __init__(self, prompt: Prompt, sample: int, tokenizer: Tokenizer, played: CheckedEnvironment | None) -> None:
@@ -110,7 +111,7 @@ class _Episode:
         self._messages: list[Mapping[str, Any]] | None = None if talk is None else list(talk.messages)
         self._ids: list[NDArray[np.int32]] = []
         self._completions: list[Completion | None] = []
-        self._run: list[NDArray[np.int32]] = []  # what was drawn since something else was read
+        self._run: list[NDArray[np.int32]] = []  # sampled since the last tokens of the environment
         self._last_turn_text = ""
         if played is not None and played.initial_text:
             self._answer(played.role, played.initial_text)
@@ -118,7 +119,7 @@ class _Episode:
 
     @property
     def prompt_key(self) -> tuple[int, str | None]:
-        """What all that begin alike have in common."""
+        """Prompts with the same key have the same initial tokens."""
         return self.prompt.number, None if self.environment is None else self.environment.initial_text
 
     def _answer(self, role: str, text: str) -> None:
@@ -127,14 +128,14 @@ class _Episode:
             self._messages.append({"role": role, "content": text})
 
     def document(self) -> Document:
-        """Return what was read and said so far."""
+        """Return the conversation or text so far."""
         talk = self.prompt.document.conversation
         if talk is not None:
             talk = replace(talk, messages=tuple(self._messages or ()))
         return replace(self.prompt.document, segments=tuple(self._segments), conversation=talk)
 
     def set_prompt(self, ids: NDArray[np.int32], context: int | None) -> bool:
-        """Read the prompt; say whether the context leaves room to go on from it."""
+        """Append the prompt's tokens; return whether the context has space for a completion."""
         self._context = math.inf if context is None else context
         self._read(ids)
         return len(ids) < self._context
@@ -143,19 +144,19 @@ class _Episode:
         self._ids.append(ids)
         self._completions.append(None)
 
-    def _remaining_tokens(self, sampling: SamplingConfig, heard: int = 0) -> int:
-        """Return how many tokens may still be drawn, once so many more have been read."""
+    def _remaining_tokens(self, sampling: SamplingConfig, extra: int = 0) -> int:
+        """Return how many tokens may still be sampled after `extra` more tokens of the environment."""
         drawn = sum(len(completion.ids) for completion in self._completions if completion is not None)
-        left = self._context - sum(map(len, self._ids)) - heard
+        left = self._context - sum(map(len, self._ids)) - extra
         return int(min(left, sampling.max_completion_length - drawn))
 
     def next_request(self, seed: int, turn: int, sampling: SamplingConfig) -> GenerationRequest:
-        """Return what is to be written next."""
+        """Return the request for the next turn."""
         key = (seed, self.prompt.number, self.sample, turn)
         return GenerationRequest(np.concatenate(self._ids), key, max_length=self._remaining_tokens(sampling))
 
     def add_completion(self, completion: Completion) -> None:
-        """Take what the student drew; what it draws without having read anything else is one stretch with it."""
+        """Append a completion; without environment tokens in between it continues the last segment."""
         self.num_turns += 1
         self._ids.append(completion.ids)
         self._completions.append(completion)
@@ -175,7 +176,7 @@ class _Episode:
     def step_environment(
         self, sampling: SamplingConfig, last: bool, template_arguments: Mapping[str, Any] | None
     ) -> None:
-        """Have the environment answer, and read its answer; or end."""
+        """Run the environment on the last turn and append its response, or end the rollout."""
         completion = self._completions[-1]
         assert completion is not None
         if self.environment is None:
@@ -207,21 +208,25 @@ class _Episode:
             self._read(ids)
             self._run = []
         elif talk is not None:
-            raise XtkError("the chat template writes nothing between two turns", where=self._tokenizer.name)
+            raise XtkError(
+                "the chat template adds no tokens between two turns, so a next turn cannot begin",
+                where=self._tokenizer.name,
+                hint="use a chat template that marks where each turn begins",
+            )
 
     def completion_text(self) -> str:
-        """Return what rewards judge."""
+        """Return the text that rewards score."""
         if self._messages is not None:
             return self._segments[-1].text
         return "".join(segment.text for segment in self._segments[self._prompt_segments :])
 
     def prompt_text(self) -> str:
-        """Return what stands before it: a text, or the message that was to be answered."""
+        """Return the text before the completion, or the message that it responds to."""
         before = self._segments[: self._prompt_segments]
         return before[-1].text if self._messages is not None else "".join(segment.text for segment in before)
 
     def score(self, rewards: WeightedRewards | None) -> tuple[float, dict[str, float]]:
-        """Return what it is worth, nan if nothing could judge it, and each of its rewards."""
+        """Return the total reward, nan if nothing could score it, and each reward by name."""
         value, values = math.nan, dict[str, float]()
         if rewards is not None:
             value, values = rewards(self.completion_text(), self.prompt_text(), self.prompt.record)
@@ -232,7 +237,7 @@ class _Episode:
         return value, values
 
     def to_rollout(self, reward: float, rewards: Mapping[str, float], advantage: float) -> Rollout:
-        """Return it, once it has ended."""
+        """Return the finished rollout."""
         drawn = [completion for completion in self._completions if completion is not None]
         logprobs = [
             np.zeros(len(ids), np.float32) if completion is None else completion.logprobs
@@ -264,7 +269,9 @@ class _Episode:
         )
 
 
-def _judged(episodes: Sequence[_Episode], rewards: WeightedRewards | None, *, scale_rewards: bool) -> list[Rollout]:
+def _score_episodes(
+    episodes: Sequence[_Episode], rewards: WeightedRewards | None, *, scale_rewards: bool
+) -> list[Rollout]:
     values = []
     for episode in episodes:
         with name_row_in_errors(episode.prompt.number):

@@ -1,4 +1,4 @@
-"""Rollouts as JSON lines, which `cache-teacher` reads as any other data."""
+"""Rollouts as JSON Lines, input data for `cache-teacher` and `distill`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MAX_LINE_BYTES = 1 << 28  # bytes
 
 
 def rollout_record(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str], request: str) -> dict[str, Any]:
-    """Return a rollout as a record: a document's fields, the tokens that were drawn, and what else its row held.
+    """Return a rollout as a record: document, sampled tokens, rewards, and the other fields of the prompt's record.
 
     Args:
-        rollout: what a student wrote.
-        prompt: what it went on from.
-        columns: {field: column} where the prompt's record has another name for a field.
-        request: names what was asked for.
+        rollout: a rollout of the student.
+        prompt: its prompt.
+        columns: {field: column} for fields with another name in the prompt's record.
+        request: fingerprint of the request.
     """
     document, tokens = rollout.document, rollout.document.sampled_tokens
     assert tokens is not None
@@ -51,7 +51,7 @@ def rollout_record(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str],
         "rewards": {name: _nan_to_none(value) for name, value in rollout.rewards.items()},
         "request": request,
     }
-    # Of what a reader of the line will find: numbers and texts as JSON holds them.
+    # The checksum covers the values after parsing, as a reader of the line gets them.
     return {**line, ROLLOUT_CHECKSUM: rollout_checksum(json.loads(json_line(line)))}
 
 
@@ -77,7 +77,7 @@ def document_fields(document: Document) -> dict[str, Any]:
 
 
 def read_request_fingerprint(path: Path) -> str | None:
-    """Return the fingerprint of the request that a file of rollouts answers; None if it is another file."""
+    """Return the request fingerprint in the first line of a rollout file; None if it is another file."""
     with path.open("rb") as stream:
         line = stream.readline(MAX_LINE_BYTES)
     try:
@@ -89,11 +89,11 @@ def read_request_fingerprint(path: Path) -> str | None:
 
 
 def read_statistics(path: Path) -> RolloutStatistics:
-    """Return the figures of a file of rollouts, every line of it compared with its checksum.
+    """Return the statistics of a rollout file after checking every line against its checksum.
 
     Raises:
         XtkError: a line is not JSON.
-        Damaged: a line does not match its checksum, or is not a rollout.
+        CorruptError: a line does not match its checksum, or is not a rollout.
     """
     figures = RolloutStatistics()
     with path.open(encoding="utf-8", errors="replace") as stream:
@@ -104,7 +104,11 @@ def read_statistics(path: Path) -> RolloutStatistics:
                 check_rollout_checksum(record, where)
                 figures.add_record(record)
             except (KeyError, TypeError, ValueError, AttributeError):
-                raise CorruptError("this line is not a rollout", where=where) from None
+                raise CorruptError(
+                    "this line is not a rollout written by `xtk rollout`",
+                    where=where,
+                    hint="run the same `xtk rollout` command again with --force",
+                ) from None
     return figures
 
 
@@ -113,16 +117,16 @@ def _nan_to_none(value: float) -> float | None:
 
 
 def json_line(record: Mapping[str, Any]) -> str:
-    """Return a record on a line; what JSON has no form for (a time of a parquet file, say) is its text."""
+    """Return a record as a JSON line; values without a JSON type (such as timestamps of parquet) become strings."""
     return json.dumps(record, ensure_ascii=False, default=str) + "\n"
 
 
 @dataclass
 class RolloutStatistics:
-    """What rollouts were like, told when they are written.
+    """Summary statistics of rollouts, printed when they are written.
 
     Attributes:
-        dropped: how many were not written, by the reason.
+        dropped: number of rollouts that were not written, by reason.
     """
 
     rollouts: int = 0
@@ -134,7 +138,7 @@ class RolloutStatistics:
     _rewards: list[float] = field(default_factory=list)
 
     def add_record(self, record: Mapping[str, Any]) -> None:
-        """Count one line."""
+        """Add a rollout record."""
         mask = record["student_mask"]
         self.rollouts += 1
         self.tokens += sum(mask)
@@ -145,7 +149,7 @@ class RolloutStatistics:
             self._rewards.append(record["reward"])
 
     def summary(self) -> dict[str, Any]:
-        """Return them by name; lengths are tokens that were drawn, `tool_share` is of all behind the prompt."""
+        """Return the statistics by name; lengths are in sampled tokens, fractions are in [0, 1]."""
         count = max(self.rollouts, 1)
         return {
             "rollouts": self.rollouts,

@@ -1,4 +1,4 @@
-"""A student behind HTTP servers of vLLM, which writes there: token ids in, token ids out."""
+"""Generation by vLLM servers over HTTP, with token ids as input and output."""
 
 from __future__ import annotations
 
@@ -46,27 +46,27 @@ from xtk.rollouts.generator_interface import Completion, GenerationRequest, Gene
 from xtk.rollouts.weight_sync import WeightNames
 
 DEFAULT_CONCURRENCY = 128
-FORBIDDEN_BIAS = -100.0  # the lowest that the API takes
+FORBIDDEN_BIAS = -100.0  # the lowest that the API accepts
 TOKEN_ID_PREFIX = "token_id:"
-MAX_WEIGHT_LOSSES = 5  # of its weights, by a server, while it is asked for one completion
+MAX_WEIGHT_LOSSES = 5  # how often a server may lose the weights during one request
 
 
 class ServerGenerator:
-    """Writes through servers of vLLM, many requests at a time.
+    """Generates completions with vLLM servers, many requests at a time.
 
     Args:
-        request: its folder needs the tokenizer and the configuration. Of its options `servers` are addresses
-            (`http://host:8000/v1`, with `#model` behind it where a server has several), `concurrency` is how many
-            requests are in flight on all of them together, `patience` how long they are waited for.
+        config: its folder needs the tokenizer and the configuration. Options: `servers`, addresses
+            (`http://host:8000/v1`, followed by `#model` where a server has several models); `concurrency`, requests in
+            flight on all servers together; `patience`, the `RetryPolicy`.
 
     Raises:
-        XtkError: a server does not answer, or has another tokenizer.
+        XtkError: no address is given, a server does not respond, or it has another tokenizer.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
         servers = [Endpoint.parse(text) for text in config.options.get("servers") or ()]
         if not servers:
-            raise XtkError("--backend server needs the address of a server", hint="--server http://localhost:8000/v1")
+            raise XtkError("--backend server needs a server address", hint="add --server http://localhost:8000/v1")
         self._name, self._tokenizer = config.name, config.tokenizer
         self._names = WeightNames.from_folder(config.folder)
         self._endpoints = EndpointPool(
@@ -79,7 +79,7 @@ class ServerGenerator:
         self._sent: Path | None = None
         self._version = ""
         self._locks: dict[str, asyncio.Lock] = {}
-        self._num_sends = dict.fromkeys((one.url for one in servers), 0)  # how often each was sent weights
+        self._num_sends = dict.fromkeys((one.url for one in servers), 0)  # weight updates sent to each server
         self._attempts = (config.options.get("patience") or RetryPolicy()).max_attempts
         padding = range(len(self._tokenizer), self._tokenizer.embedding_rows)
         self._padding_bias = (
@@ -89,38 +89,38 @@ class ServerGenerator:
 
     @classmethod
     def open(cls, config: GeneratorConfig) -> Self:
-        """Reach the servers, as the class says."""
+        """Connect to the servers; see the class."""
         return cls(config)
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens of prompt and completion together: the shortest of the servers; None: they do not say."""
+        """Maximum tokens of prompt and completion together, the minimum over the servers; None if not reported."""
         return self._context
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return a completion of each, in order.
+        """Return one completion per request, in order.
 
         Raises:
-            XtkError: a prompt leaves no room, or no server answers, or one refuses.
+            XtkError: a prompt fills the context, no server responds, or a server refuses a request.
         """
         check_temperature(sampling)
         return run_coroutine(self._generate_all(requests, sampling))
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
-        """Have each server take new weights, and forget what it kept of the old ones.
+        """Load new weights into each server and clear its prefix cache.
 
         Args:
-            weights: a folder that the servers see under the same name. It has to stay until the next one is sent: a
-                server that is restarted meanwhile begins with its old weights, and gets these again.
+            weights: a folder that the servers see under the same path. Keep it until the next update: a server that is
+                restarted meanwhile starts with its old weights and is sent these again.
 
         Raises:
-            XtkError: these are no folder, or a server does not take them. Then others may have.
+            XtkError: this is not a folder, or a server does not load it. Other servers may have loaded it then.
         """
         if not isinstance(weights, str | Path):
             raise XtkError(
-                "a server takes new weights from a folder",
+                "servers load new weights from a folder only, not from tensors in memory",
                 where=self._name,
-                hint="one that it sees under the same name",
+                hint="save the weights to a folder that the servers see under the same path, and pass this path",
             )
         folder = Path(weights).resolve()
         self._names.check_complete(WeightNames.from_folder(folder), str(folder))
@@ -128,13 +128,13 @@ class ServerGenerator:
         run_coroutine(self._update_all())
 
     def sleep(self) -> None:
-        """Do nothing: servers have devices of their own."""
+        """Do nothing: servers do not use this process's devices."""
 
     def wake_up(self) -> None:
-        """Go on."""
+        """Do nothing."""
 
     async def _connect_servers(self) -> int | None:
-        """Ask each server for its model, and whether its tokens are ours; return the shortest context."""
+        """Query each server's model, compare tokenizers, and return the minimum context length."""
         limits = []
         async with self._endpoints.connected():
             for endpoint in self._endpoints.endpoints:
@@ -145,7 +145,7 @@ class ServerGenerator:
                     model = select_model(models, endpoint, self._name)
                     endpoint.model = model["id"]
                     limits.append(model.get("max_model_len"))
-                    # Of another tokenizer it may be many more tokens.
+                    # With another tokenizer the probe may be many more tokens.
                     limit = limits[-1] and limits[-1] // 4
                     await self._compare_tokens(tokenizer_probe(self._tokenizer, limit), endpoint)
                 except PermanentError as wrong:
@@ -169,9 +169,9 @@ class ServerGenerator:
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
             raise XtkError(
-                "this server does not tell token ids, without which nothing can be trained from what it writes",
+                "this server does not return token ids, which training on its completions needs",
                 where=str(endpoint),
-                hint="vLLM 0.11 or newer",
+                hint="use vLLM 0.11 or newer",
             )
         if theirs != ours.ids.tolist():
             check_same_tokenizer(ours.ids.tolist(), theirs, self._tokenizer, endpoint, "rollout")
@@ -209,18 +209,18 @@ class ServerGenerator:
                     ),
                 )
                 endpoint, sends = asked[-1]
-                # Weights that were sent meanwhile came after a part of it, or all.
+                # After an update meanwhile, the completion is at least partly from older weights.
                 if await self._kept_weights(endpoint) and sends == self._num_sends[endpoint.url]:
                     return completion
             raise XtkError(
-                f"this server lost its weights {MAX_WEIGHT_LOSSES} times while it generated one completion",
+                f"this server lost the student's weights {MAX_WEIGHT_LOSSES} times during one completion",
                 where=f"{asked[-1][0]}, {where}",
-                hint="see its log: it is restarted again and again, or another run sends it weights",
+                hint="check its log for restarts, and stop other runs that send weights to this server",
             )
         except PermanentError as wrong:
             hint = None
             if "logprobs" in wrong.message:
-                hint = f"start vLLM's server with --max-logprobs {told}, or ask for fewer: --given"
+                hint = f"start the vLLM server with --max-logprobs {told}, or use a smaller --top-logprobs"
             raise refusal_error(wrong, where, hint) from None
 
     def _question(self, ask: GenerationRequest, sampling: SamplingConfig, told: int) -> dict[str, Any]:
@@ -245,17 +245,17 @@ class ServerGenerator:
         }
 
     def _completion(self, answer: Any, sampling: SamplingConfig, told: int) -> Completion:
-        """Read an answer.
+        """Parse a response.
 
         Raises:
-            BadAnswer: it is none.
+            RetryableError: the response is malformed.
         """
         choice = _only_choice(answer)
         try:
             ids = checked_token_ids(choice["token_ids"])
             values = checked_logprobs(choice["logprobs"]["token_logprobs"])
             if len(values) != len(ids):
-                raise RetryableError("an answer with other log-probabilities than one for each token")
+                raise RetryableError(f"the response has {len(values):,} log-probabilities for {len(ids):,} tokens")
             tops = choice["logprobs"]["top_logprobs"] if told else []
             likeliest = np.array([_top_token_ids(top, token, told) for top, token in zip(tops, ids, strict=bool(told))])
             return checked_completion(
@@ -267,28 +267,28 @@ class ServerGenerator:
                 self._tokenizer,
             )
         except (TypeError, ValueError, KeyError, OverflowError) as wrong:
-            raise RetryableError(f"an answer that cannot be read: {wrong!r}"[:500]) from None
+            raise RetryableError(f"malformed response: {wrong!r}"[:500]) from None
 
     async def _update_all(self) -> None:
         async with self._endpoints.connected():
             for endpoint in self._endpoints.endpoints:
-                # One that is being restarted is waited for, like everywhere.
+                # A server that is being restarted is waited for, as in every request.
                 await self._endpoints.request_one(endpoint, "/models", None, parse_models, max_attempts=self._attempts)
                 try:
                     await self._send(endpoint)
                 except NoResponseError as wrong:
                     raise XtkError(
-                        f"the server does not take these weights: {wrong.what}",
-                        where=f"{endpoint}, {self._sent}",
-                        hint="check in its log whether it can read this folder",
+                        f"the server failed while loading the student's weights: {wrong.what}",
+                        where=f"{endpoint}, weights in {self._sent}",
+                        hint="check the server's log: it must be able to read this folder",
                     ) from None
 
     async def _has_weights(self, endpoint: Endpoint) -> bool:
-        """Return whether a server holds the weights that were sent last; a restarted one has those of its start.
+        """Return whether a server has the weights that were sent last; a restarted one has those of its start.
 
         Raises:
-            NoAnswer: it fails.
-            XtkError: it knows no version of its weights.
+            NoResponseError: the request fails.
+            XtkError: the server does not report the version of its weights.
         """
         try:
             version = await self._endpoints.request_one(
@@ -309,11 +309,11 @@ class ServerGenerator:
         return kept
 
     async def _restore_weights(self, endpoint: Endpoint) -> None:
-        """Send the weights again if a server that had failed lost them.
+        """Send the weights again if a server lost them after a failure.
 
         Raises:
-            NoAnswer: it fails again.
-            XtkError: it refuses them.
+            NoResponseError: the request fails again.
+            XtkError: the server refuses the weights.
         """
         if self._sent is None:
             return
@@ -338,47 +338,49 @@ class ServerGenerator:
 
 def _refused_weights(wrong: PermanentError, endpoint: Endpoint) -> XtkError:
     return XtkError(
-        f"the server takes no new weights: {wrong.status} {wrong.message}",
+        f"the server does not accept weight updates: HTTP {wrong.status} {wrong.message}",
         where=str(endpoint),
-        hint="start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1, where only trusted machines reach it",
+        hint="start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1, in a network that only trusted machines reach",
     )
 
 
 def _only_choice(answer: Any) -> dict[str, Any]:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("an answer without the one choice that was asked for")
+        raise RetryableError("the response does not have exactly one choice")
     return choices[0]
 
 
 def _top_token_ids(top: dict[str, float], own: int, count: int) -> list[int]:
-    """Return the likeliest ids of a position, in order; the sampled token may be one more."""
+    """Return the most likely ids of a position, in order; `top` may also contain the sampled token."""
     names = [name.removeprefix(TOKEN_ID_PREFIX) for name in top]
     known = dict(zip(parse_token_ids(names).tolist(), checked_logprobs(top.values()).tolist(), strict=True))
     if len(known) > count:
         del known[int(own)]
     if len(known) != count:
-        raise RetryableError(f"an answer with {len(known):,} likeliest tokens of {count:,}")
+        raise RetryableError(
+            f"the response has {len(known):,} top log-probabilities for a token; {count:,} were requested"
+        )
     return sorted(known, key=lambda token: -known[token])
 
 
 def _check_reload_response(answer: Any) -> None:
     if not isinstance(answer, dict) or "results" not in answer:
-        raise RetryableError("an answer that tells no results")
+        raise RetryableError("the response to /collective_rpc has no results")
 
 
 def _forgotten(answer: Any) -> None:
     if answer != {"success": True}:
-        raise RetryableError("its cache of prompts is in use, by whom xtk does not know")
+        raise RetryableError("the server could not reset its prefix cache: other requests are running")
 
 
 def _accepted(answer: Any) -> None:
     if not isinstance(answer, dict) or answer.get("success") is not True:
-        raise RetryableError("it does not keep the version of its weights")
+        raise RetryableError("the server did not store the version of its weights")
 
 
 def _version_of(answer: Any) -> str:
     version = answer.get("weight_version") if isinstance(answer, dict) else None
     if not isinstance(version, str):
-        raise RetryableError("it does not report the version of its weights (weight_version)")
+        raise RetryableError("the response to /weight_info has no weight_version")
     return version

@@ -1,4 +1,4 @@
-"""Texts that end a completion, found in the bytes that tokens spell: also in those of several."""
+"""Detects stop strings in the bytes of sampled tokens, also across several tokens."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from xtk.tokens.tokenizer import Tokenizer
 
 
 class StopStringDetector:
-    """Reads the tokens of one completion as they are drawn.
+    """Detects stop strings in the tokens of one completion, one token at a time.
 
     Args:
-        tokenizer: whose tokens they are.
-        stop: the texts; none may be empty.
+        tokenizer: the student's.
+        stop: stop strings; none may be empty.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
@@ -22,7 +22,7 @@ class StopStringDetector:
         self._tail = b""
 
     def add_token(self, token: int) -> bool:
-        """Read one more token; say whether it completes one of the texts. No text goes on past a control token."""
+        """Append a token; return whether it completes a stop string. Stop strings do not span special tokens."""
         if self._vocabulary.special_mask[token]:
             self._tail = b""
             return False

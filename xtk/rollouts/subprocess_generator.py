@@ -1,4 +1,4 @@
-"""A writer in a process of its own: for engines that bind memory, threads, devices or process groups."""
+"""A generator in a separate process, for engines that claim memory, threads, devices or process groups."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ WEIGHTS_FOLDER_PREFIX = "xtk-weights-"
 
 
 class SubprocessGenerator:
-    """A writer, asked through a pipe. Its process ends with the thread that made it, however that ends.
+    """A generator in a subprocess, called through a pipe. The subprocess ends with the thread that started it.
 
     Args:
-        request: the model; its options are what JSON can hold, and an `adapter`.
-        backend: a key of `WRITERS`.
-        environment: variables of its process: `CUDA_VISIBLE_DEVICES` for devices of its own, say.
+        config: the model; its options must be JSON values, except for `adapter` (a path).
+        backend: a key of `GENERATORS`.
+        environment: environment variables of the subprocess, such as `CUDA_VISIBLE_DEVICES`.
 
     Raises:
         XtkError: the backend cannot open the model.
@@ -52,7 +52,7 @@ class SubprocessGenerator:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "xtk.rollouts.generator_worker", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # results are this process's alone
+                stdout=2,  # stdout is for the results of the parent
                 env=surroundings,
                 pass_fds=[theirs.fileno()],
             )
@@ -65,19 +65,19 @@ class SubprocessGenerator:
 
     @classmethod
     def open(cls, config: GeneratorConfig) -> Self:
-        """Start vLLM in a process of its own."""
+        """Start vLLM in a separate process."""
         return cls(config)
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens of prompt and completion together; None: it does not say."""
+        """Maximum tokens of prompt and completion together; None if unknown."""
         return self._context
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return a completion of each, in order.
+        """Return one completion per request, in order.
 
         Raises:
-            XtkError: what went wrong there, or that the process has ended.
+            XtkError: the backend fails, or the process has ended.
         """
         words, arrays = self._request(
             {"do": "write", "sampling": asdict(sampling)}, generator_ipc.serialize_requests(requests)
@@ -85,13 +85,13 @@ class SubprocessGenerator:
         return generator_ipc.deserialize_completions(words["finishes"], arrays)
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
-        """Take new weights.
+        """Load new weights.
 
         Args:
-            weights: a folder, or pairs of a name and a tensor, which go through a folder in memory that is removed.
+            weights: a folder, or pairs of name and tensor, which pass through a temporary folder in memory.
 
         Raises:
-            XtkError: as `write`.
+            XtkError: as `generate`.
         """
         if isinstance(weights, str | Path):
             self._request({"do": "update", "folder": str(Path(weights).resolve())})
@@ -103,11 +103,11 @@ class SubprocessGenerator:
             self._request({"do": "update", "folder": str(folder)})
 
     def sleep(self) -> None:
-        """Leave the device to others, as far as the backend can."""
+        """Free device memory, as far as the backend can."""
         self._request({"do": "rest"})
 
     def wake_up(self) -> None:
-        """Come back to it."""
+        """Take the device memory again."""
         self._request({"do": "wake"})
 
     def close(self) -> None:
@@ -130,7 +130,7 @@ class SubprocessGenerator:
         self, words: dict[str, Any], arrays: generator_ipc.Arrays | None = None
     ) -> tuple[Any, generator_ipc.Arrays]:
         if self._pipe.closed:
-            raise XtkError("the process that writes was ended", where=self._name)
+            raise XtkError("the generation process is closed already", where=self._name)
         try:
             generator_ipc.send_message(self._pipe, words, arrays)
             answer, found = generator_ipc.receive_message(self._pipe)
@@ -141,27 +141,27 @@ class SubprocessGenerator:
         return answer, found
 
     def _ended(self) -> XtkError:
-        """Return what is to be told of a process that ended and did not say why."""
+        """Return an error for a process that ended without sending one."""
         try:
             code = self.process.wait(SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            return XtkError("the process that writes stopped answering", where=self._name)
+            return XtkError("the generation process closed its pipe but did not exit; it was killed", where=self._name)
         if code >= 0:
             return XtkError(
-                f"the process that writes ended with exit code {code}",
+                f"the generation process ended with exit code {code}",
                 where=self._name,
-                hint="what it said stands above",
+                hint="see its output above",
             )
-        killed = "memory may have run out" if -code == signal.SIGKILL else None
+        killed = "check whether the machine ran out of memory" if -code == signal.SIGKILL else None
         return XtkError(
-            f"the process that writes was killed by {signal.Signals(-code).name}", where=self._name, hint=killed
+            f"the generation process was killed by {signal.Signals(-code).name}", where=self._name, hint=killed
         )
 
 
 @contextlib.contextmanager
 def _folder_for(size: int) -> Iterator[Path]:
-    """Make a folder for so many bytes, in memory where there is room for twice as many, and remove it."""
+    """Yield a temporary folder for `size` bytes, in shared memory if twice as many are free, and remove it."""
     place = tempfile.gettempdir()
     if shared_memory_is_writable() and shutil.disk_usage(SHARED_MEMORY).free > 2 * size:
         place = str(SHARED_MEMORY)
@@ -170,7 +170,7 @@ def _folder_for(size: int) -> Iterator[Path]:
 
 
 def _remove_stale_weights_folders() -> None:
-    """Remove the folders in memory of processes that were killed while they handed weights over."""
+    """Remove folders in shared memory that killed processes left during a weight update."""
     for folder in SHARED_MEMORY.glob(f"{WEIGHTS_FOLDER_PREFIX}*"):
         process = folder.name.removeprefix(WEIGHTS_FOLDER_PREFIX).partition("-")[0]
         if process.isdecimal() and not Path(f"/proc/{process}").exists():

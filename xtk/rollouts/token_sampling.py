@@ -1,7 +1,7 @@
-"""Drawing tokens so that each is a function of its completion's key and its place, whatever stands beside it.
+"""Sampling of tokens that depends only on the completion's key and the position, not on the rest of the batch.
 
-The likeliest token under noise of Gumbel's distribution is a draw from the softmax (Gumbel 1954; Maddison, Tarlow and
-Minka, "A* sampling", 2014). The noise of a token is a hash of key, place and id: no batch, process or order changes it.
+The argmax of logits plus Gumbel noise is a sample from the softmax (Gumbel 1954; Maddison, Tarlow and Minka, "A*
+sampling", 2014). The noise of a token is a hash of key, position and id: no batch, process or order changes it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ SPLITMIX_INCREMENT, SPLITMIX_MULTIPLIER_1, SPLITMIX_MULTIPLIER_2 = (
     for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 
-# Numbers that are drawn at a time: each is several times in memory, as a float64, while it is. On a CPU they stay in
-# its caches.
+# Logits that are processed at a time: several float64 copies exist meanwhile. On a CPU they stay in its caches.
 CHUNK_SIZE, CHUNK_SIZE_CPU = 1 << 25, 1 << 18
 
 
 def position_seeds(key: tuple[int, ...], length: int) -> NDArray[np.int64]:
-    """Return int64 [length], a seed for each place of a completion."""
+    """Return int64 [length], a seed for each position of a completion."""
     name = hashlib.sha256(repr(tuple(map(int, key))).encode()).digest()
     return np.random.Philox(key=int.from_bytes(name[:16], "little")).random_raw(length).view(np.int64)
 
 
 def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
-    """Return float64 [B, V], noise for each token.
+    """Return float64 [B, V], Gumbel noise for each token.
 
     Args:
-        seeds: int64 [B], of a place each.
+        seeds: int64 [B], the seed of one position for each completion.
         vocab_size: V.
     """
     steps = torch.arange(1, vocab_size + 1, device=seeds.device) * SPLITMIX_INCREMENT
@@ -49,17 +48,17 @@ def gumbel_noise(seeds: Tensor, vocab_size: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Return bits moved to the right, with zeros behind them: torch repeats the sign."""
+    """Return bits shifted to the right, filled with zeros: torch would repeat the sign bit."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def sample_tokens(logits: Tensor, seeds: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return int64 [B], a token for each row.
+    """Return int64 [B], a sampled token for each completion.
 
     Args:
-        logits: float32 [B, V], of the tokens that may be drawn.
+        logits: float32 [B, V], of the tokens that may be sampled.
         seeds: int64 [B].
-        sampling: temperature and cuts; the temperature first, then `top_k`, then `top_p` of what is left.
+        sampling: the temperature is applied first, then `top_k`, then `top_p` to what remains.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
@@ -75,13 +74,13 @@ def sample_tokens(logits: Tensor, seeds: Tensor, sampling: SamplingConfig) -> Te
 
 
 def mask_unlikely(scores: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Return the scores [B, V] with -inf for those that are not among the likeliest."""
+    """Return scores [B, V] with -inf for tokens outside of `top_k` and `top_p`."""
     if 0 < sampling.top_k < scores.shape[-1]:
         kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(sampling.top_k).indices, True)
         scores = scores.masked_fill(~kept, -torch.inf)
     if sampling.top_p < 1:
         ordered, order = scores.sort(descending=True, stable=True)
         probs = ordered.softmax(-1)
-        unlikely = probs.cumsum(-1) - probs >= sampling.top_p  # the mass before it is enough
+        unlikely = probs.cumsum(-1) - probs >= sampling.top_p  # the tokens before it already have this mass
         scores = scores.masked_fill(torch.empty_like(unlikely).scatter_(1, order, unlikely), -torch.inf)
     return scores

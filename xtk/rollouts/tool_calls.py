@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, and an environment that answers them."""
+"""Parses tool calls in a model's text, and runs them in an environment."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG = "<|python_tag|>"  # of Llama 3
+PYTHON_TAG = "<|python_tag|>"  # Llama 3
 MAX_CALLS = 16
-MAX_CHARACTERS = 1 << 16  # of one call
+MAX_CHARACTERS = 1 << 16  # per call
 MAX_DEPTH = 32
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]', re.DOTALL)
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call.
+    """A tool call.
 
     Attributes:
-        name: of the tool.
-        arguments: by name.
+        name: name of the tool.
+        arguments: arguments by name.
     """
 
     name: str
@@ -32,44 +32,42 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedToolCall:
-    """A call that cannot be read.
+    """A malformed tool call.
 
     Attributes:
-        reason: one sentence, which the model can be answered with.
+        reason: one sentence that can be returned to the model.
     """
 
     reason: str
 
 
 def parse_tool_calls(text: str, call_format: str = "tags") -> list[ToolCall | MalformedToolCall]:
-    """Return the calls in a turn of a model, in order; an empty list if there are none.
+    """Return the tool calls in a turn of a model, in order; an empty list if there are none.
 
-    Reasoning before the last `</think>` is skipped. Never fails, whatever the text is: a call that cannot be read, is
-    longer than `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or comes after `MAX_CALLS` others is a
-    `MalformedToolCall`.
+    Reasoning before the last `</think>` is skipped. No text raises an error: a call that is malformed, longer than
+    `MAX_CHARACTERS`, nested deeper than `MAX_DEPTH` or preceded by `MAX_CALLS` others is a `MalformedToolCall`.
 
     Args:
-        text: the turn.
+        text: text of the turn.
         call_format: `tags` for `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` (Hermes, Qwen); `json` for a
-            turn
-            that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
+            turn that is `{"name": ..., "parameters": {...}}`, several separated by `;` (Llama 3).
 
     Raises:
-        ValueError: another form.
+        ValueError: unknown format.
     """
     if call_format not in ("tags", "json"):
-        raise ValueError(f"no form of tool calls called {call_format!r}: tags, json")
+        raise ValueError(f"unknown format of tool calls {call_format!r}; use tags or json")
     text = text.rpartition("</think>")[2]
     found: list[ToolCall | MalformedToolCall] = []
     for content in _tagged(text) if call_format == "tags" else _separated(text):
         if len(found) == MAX_CALLS:
-            return [*found, MalformedToolCall(f"more than {MAX_CALLS} calls in one turn; the others were not made")]
+            return [*found, MalformedToolCall(f"more than {MAX_CALLS} calls in one turn; the others were ignored")]
         found.append(MalformedToolCall(content.reason) if isinstance(content, MalformedToolCall) else _call(content))
     return found
 
 
 def _tagged(text: str) -> list[str | MalformedToolCall]:
-    """Return what is between tags; a tag inside a JSON string is part of the string."""
+    """Return the contents of the tags; a tag inside a JSON string is part of the string."""
     found: list[str | MalformedToolCall] = []
     place = text.find(OPEN)
     while place >= 0 and len(found) <= MAX_CALLS:
@@ -91,7 +89,7 @@ def _tagged(text: str) -> list[str | MalformedToolCall]:
 
 
 def _in_string(text: str) -> bool:
-    """Return whether a string of JSON is open at the end of a text."""
+    """Return whether a JSON string is open at the end of a text."""
     last = max(_BRACKETS.finditer(text), key=re.Match.end, default=None)
     return last is not None and last[0].startswith('"') and last.end() == len(text) and not _is_closed(last[0])
 
@@ -101,7 +99,7 @@ def _is_closed(string: str) -> bool:
 
 
 def _separated(text: str) -> list[str | MalformedToolCall]:
-    """Return the JSON objects that a turn consists of; none if it does not begin with one."""
+    """Return the JSON objects that the turn consists of; an empty list if it does not begin with one."""
     text = text.strip().removeprefix(PYTHON_TAG).strip()
     if not text.startswith("{"):
         return []
@@ -144,16 +142,16 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 class ToolEnvironment:
-    """An environment that answers tool calls with what functions return. Derive a class from it.
+    """An environment that responds to tool calls with the results of Python functions. Derive a class from it.
 
-    A malformed call, an unknown tool, wrong arguments and an exception of a tool are answered with `error: ...`, so
-    that the model can try again. One call is answered with its result; several with a JSON line each, in order.
-    Results are text, or written as JSON. A turn without a call ends the episode.
+    Malformed calls, unknown tools, wrong arguments and exceptions of a tool return `error: ...`, so that the model can
+    try again. One call returns its result; several return a JSON line each, in order. Results are text, or dumped as
+    JSON. A turn without a call ends the episode.
 
     Attributes:
-        tools: functions by the names that the model calls; called with the arguments by name.
-        form: of the calls, as in `parse_tool_calls`.
-        max_characters: of an answer; the rest is cut off.
+        tools: functions by tool name; called with the arguments by name.
+        form: format of the calls, as in `parse_tool_calls`.
+        max_characters: maximum characters of a response; the rest is truncated.
     """
 
     role = "tool"
@@ -162,11 +160,11 @@ class ToolEnvironment:
     max_characters = 4000
 
     def reset(self, record: Mapping[str, Any]) -> str | None:
-        """Begin an episode: nothing is added to the prompt."""
+        """Begin an episode; adds nothing to the prompt."""
         return None
 
     def step(self, text: str) -> tuple[str, bool]:
-        """Return the answers to the calls in a turn, and whether the episode is over: there was no call."""
+        """Return the results of a turn's calls, and whether the episode is over (no call)."""
         calls = parse_tool_calls(text, self.form)
         answers = [self._answer(call) for call in calls]
         if len(answers) > 1:
@@ -180,7 +178,7 @@ class ToolEnvironment:
             return f"error: {call.reason}"
         tool = self.tools.get(call.name)
         if tool is None:
-            return f"error: no tool called {call.name[:80]}; there are: {', '.join(self.tools)}"
+            return f"error: unknown tool {call.name[:80]}; available tools: {', '.join(self.tools)}"
         try:
             inspect.signature(tool).bind(**call.arguments)
             result = tool(**call.arguments)

@@ -1,4 +1,4 @@
-"""A student that writes by `generate` of transformers, in this process: a model of its own, or the one in training."""
+"""Generation by `generate` of transformers, in this process, with a loaded model or the one in training."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ DEFAULT_BATCH_TOKENS = 8192
 
 
 class TransformersGenerator:
-    """Writes with a causal language model, several completions at a time, padded on the left.
+    """Generates batches of completions with a causal language model, padded on the left.
 
-    A completion is a function of the model, its `GenerationRequest` and the sampling alone, but for the last bits of
-    logits, which
-    depend on what is computed beside them. The model may be in training: its modes, its attention and its options of
-    generation are as they were after each call, and so is torch's random state.
+    A completion depends only on the model, its `GenerationRequest` and the sampling, except for the last bits of
+    logits, which depend on the rest of the batch. The model may be in training: each call restores its train/eval
+    modes, attention implementation, generation config and torch's random state.
 
     Args:
-        model: of transformers, with or without LoRA of peft; it stays the caller's.
-        tokenizer: its.
-        batch_tokens: of prompts and completions that are held at a time, padding among them.
+        model: a transformers model, with or without LoRA of peft; it is not copied.
+        tokenizer: the model's.
+        batch_tokens: maximum tokens of prompts and completions in a batch, padding included.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, batch_tokens: int = DEFAULT_BATCH_TOKENS) -> None:
@@ -42,10 +41,10 @@ class TransformersGenerator:
 
     @classmethod
     def open(cls, config: GeneratorConfig) -> Self:
-        """Load a model. Of the request's options `adapter` is a folder of peft's.
+        """Load a model. Option `adapter`: a peft folder.
 
         Raises:
-            XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+            XtkError: it cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
         """
         model = load_causal_lm(
             config.folder,
@@ -59,20 +58,20 @@ class TransformersGenerator:
 
     @property
     def _inner(self) -> Any:
-        """The model itself, inside of what peft puts around it."""
+        """The model itself, without the wrapper of peft."""
         return self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
 
     @property
     def context_length(self) -> int | None:
-        """The most tokens of prompt and completion together; None: its configuration does not say."""
+        """Maximum tokens of prompt and completion together; None if its configuration has no limit."""
         return max_context_length(self._inner.config)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return a completion of each, in order.
+        """Return one completion per request, in order.
 
         Raises:
-            XtkError: the context has no room for a token behind a prompt.
+            XtkError: a prompt is empty or fills the context.
         """
         lengths = [self._length(ask, sampling) for ask in requests]
         found: dict[int, Completion] = {}
@@ -100,9 +99,9 @@ class TransformersGenerator:
         length = min(limit for limit in limits if limit is not None)
         if length < 1 or not len(ask.input_ids):
             raise XtkError(
-                f"a prompt of {len(ask.input_ids):,} tokens leaves no room in a context of {self.context_length}"
+                f"a prompt of {len(ask.input_ids):,} tokens leaves no space in the context of {self.context_length} tokens"
                 if len(ask.input_ids)
-                else "a prompt has no token, and the model needs one to go on from",
+                else "a prompt has no tokens; generation needs at least one",
                 where=self.tokenizer.name,
             )
         return length
@@ -122,26 +121,27 @@ class TransformersGenerator:
         )
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights; nothing of the old ones is kept between calls.
+        """Load new weights; no state of the old ones is kept between calls.
 
         Raises:
-            XtkError: a weight is none of the model's, has another shape, or is missing.
+            XtkError: a weight is not in the model, has another shape, or is missing.
         """
         own = self._inner.state_dict()
         left = {weight.data_ptr(): name for name, weight in own.items()}  # tied weights count once
         with torch.no_grad():
             for name, weight in self._read(weights) if isinstance(weights, str | Path) else weights:
                 if name not in own or own[name].shape != weight.shape:
-                    there = f"{list(own[name].shape)} there" if name in own else "not there"
+                    there = f"but {list(own[name].shape)} in the model" if name in own else "but is not in the model"
                     raise XtkError(
-                        f"the weight {name} is {list(weight.shape)}, and {there}", where=type(self._inner).__name__
+                        f"the new weight {name} has shape {list(weight.shape)}, {there}",
+                        where=type(self._inner).__name__,
                     )
                 own[name].copy_(weight)
                 left.pop(own[name].data_ptr(), None)
         if left:
             names = sorted(left.values())
             raise XtkError(
-                f"missing weights: {len(names):,} ({format_names(names)})",
+                f"{len(names):,} weights are missing: {format_names(names)}",
                 where=f"new weights of {type(self._inner).__name__}",
             )
 
@@ -151,24 +151,24 @@ class TransformersGenerator:
         return weights.items()
 
     def sleep(self) -> None:
-        """Stay: the model is the caller's, and nothing else is held between calls."""
+        """Do nothing: the model belongs to the caller, and no other memory is held between calls."""
 
     def wake_up(self) -> None:
-        """Go on."""
+        """Do nothing."""
 
 
 @contextlib.contextmanager
 def generation_mode(model: Any) -> Iterator[None]:
-    """Make a model one that writes, and leave it as it was."""
+    """Prepare a model for generation, and restore it afterwards."""
     from transformers import GenerationConfig
 
     modes = [(module, module.training) for module in model.modules()]
     own, options = model.config._attn_implementation, model.generation_config
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     model.eval()
-    model.generation_config = GenerationConfig()  # a penalty or a cut of the model's own would be drawn from
+    model.generation_config = GenerationConfig()  # the model's own may have penalties, top_p ...
     try:
-        if own == packed_attention.ATTENTION_NAME:  # which knows no caches and no padding on the left
+        if own == packed_attention.ATTENTION_NAME:  # it supports neither KV caches nor left padding
             try:
                 model.set_attn_implementation("sdpa")
             except ValueError:
@@ -184,7 +184,7 @@ def generation_mode(model: Any) -> Iterator[None]:
 
 
 def _generation_batches(prompts: Sequence[int], lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Group asks of similar length, longest first, so that prompts and completions are within `tokens` when padded."""
+    """Group requests of similar length, longest first; padded prompts and completions of a batch fit in `tokens`."""
     order = sorted(range(len(prompts)), key=lambda at: (-prompts[at] - lengths[at], -prompts[at], at))
     batch: list[int] = []
     for at in order:
@@ -199,12 +199,12 @@ def _generation_batches(prompts: Sequence[int], lengths: Sequence[int], tokens: 
 
 
 class _Draws:
-    """A batch while it is written: what `generate` reads, and what is asked after each pass of the model.
+    """A batch during generation: inputs of `generate`, and its logits processor and stopping criterion.
 
     Attributes:
-        ids: int64 [B, T], the prompts, zeros in front of shorter ones.
-        attention_mask: int64 [B, T], 1 for tokens of a prompt.
-        max_lengths: how many tokens each may draw.
+        ids: int64 [B, T], the prompts, zero-padded on the left.
+        attention_mask: int64 [B, T], 1 for prompt tokens.
+        max_lengths: maximum sampled tokens of each completion.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class _Draws:
         self._top_ids: list[Tensor] = []
 
     def sample_next(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Draw a token for each row, as a processor of logits [B, V]; return logits of which it is the greatest."""
+        """Sample a token for each row of logits [B, V]; return logits with it as argmax, as a logits processor."""
         logprobs = scores.log_softmax(-1)
         known = scores[:, : len(self._tokenizer)]
         step = min(len(self._logprobs), self._seeds.shape[1] - 1)
@@ -240,7 +240,7 @@ class _Draws:
         return torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
     def is_finished(self, input_ids: Tensor, scores: Any) -> Tensor:
-        """Say which rows have ended, as a criterion to stop."""
+        """Return bool [B], which completions have ended; a stopping criterion of `generate`."""
         for row, token in enumerate(input_ids[:, -1].tolist()):
             if not self._finishes[row]:
                 self._sampled[row].append(token)
@@ -255,7 +255,7 @@ class _Draws:
         return "length" if len(self._sampled[row]) == self.max_lengths[row] else ""
 
     def completions(self) -> list[Completion]:
-        """Return what was written."""
+        """Return the completions of the batch."""
         logprobs = torch.stack(self._logprobs, 1).cpu().numpy()
         top_ids = torch.stack(self._top_ids, 1).cpu().numpy().astype(np.int32) if self._top_ids else None
         return [

@@ -1,4 +1,4 @@
-"""A student that writes by vLLM, in this process or in workers that it starts."""
+"""Generation by vLLM, in this process or in workers that it starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from xtk.rollouts.completion_checks import (
 from xtk.rollouts.generator_interface import Completion, GenerationRequest, GeneratorConfig, SamplingConfig
 from xtk.rollouts.weight_sync import WeightNames, save_weights, with_tied_head
 
-# What xtk says itself, and where the user says it.
+# Engine options that xtk sets, with the xtk option to use instead (None: cannot be changed).
 RESERVED_ENGINE_OPTIONS = {
     "model": "STUDENT",
     "tokenizer": "STUDENT",
@@ -39,50 +39,49 @@ RESERVED_ENGINE_OPTIONS = {
 
 
 class VllmGenerator:
-    """Writes with vLLM. It keeps what it read of prompts for those that begin alike, until the weights change.
+    """Generates completions with vLLM. Its prefix cache lives until the weights change.
 
-    On a CPU vLLM binds the memory and the threads of its process: `xtk.rollouts.subprocess_generator` gives it one of
-        its own.
+    On a CPU vLLM claims the memory and threads of its process: use `xtk.rollouts.subprocess_generator` there.
 
     Args:
-        request: the model. Of its options `engine` goes to `vllm.LLM`: a mapping, or `name=value` words.
+        config: the model. Option `engine`: arguments of `vllm.LLM`, a mapping or `name=value` words.
 
     Raises:
         XtkError: vLLM is not installed, or cannot run this model.
     """
 
     def __init__(self, config: GeneratorConfig) -> None:
-        # In this process, weights are told from memory to memory.
+        # In this process, weights are passed in memory.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         self._tokenizer, self._name = config.tokenizer, config.name
         self._engine = VllmEngine(_engine_settings(config), config.name, "rollout")
         self._names = WeightNames.from_folder(config.folder)
         self._asleep = self._forgotten = False
         padding = range(len(self._tokenizer), self._engine.vocab_size)
-        # Rows that no token has. With more of them than vLLM takes, one that is drawn is refused.
+        # Embedding rows without a token are never sampled. If there are more than vLLM can bias, a sampled one is an error.
         self._padding_bias = dict.fromkeys(padding, -float("inf")) if 0 < len(padding) <= MAX_LOGIT_BIASES else None
 
     @classmethod
     def open(cls, config: GeneratorConfig) -> Self:
-        """Start vLLM, as the class says."""
+        """Start vLLM; see the class."""
         return cls(config)
 
     @property
     def context_length(self) -> int:
-        """The most tokens of prompt and completion together."""
+        """Maximum tokens of prompt and completion together."""
         return self._engine.max_model_len
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
-        """Return a completion of each, in order.
+        """Return one completion per request, in order.
 
         Raises:
-            XtkError: a prompt leaves no room, or the engine fails, or it has no weights.
+            XtkError: a prompt fills the context, the engine fails, or it has no weights.
         """
         if self._asleep or self._forgotten:
             raise XtkError(
-                "the engine was asked to write before it came back with weights",
+                "generation was requested while the engine has no weights",
                 where=self._name,
-                hint="wake(), then update(weights)",
+                hint="call wake_up(), then update_weights(weights)",
             )
         check_temperature(sampling)
         if not requests:
@@ -96,23 +95,26 @@ class VllmGenerator:
         return [self._completion(output.outputs[0], sampling, told) for output in outputs]
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
-        """Take new weights, and forget what was kept of the old ones.
+        """Load new weights and clear the prefix cache.
 
         Args:
-            weights: a folder, which all workers see, or pairs of a name and a tensor; they are read one by one.
+            weights: a folder that all workers see, or pairs of name and tensor, read one by one.
 
         Raises:
-            XtkError: one is missing, or the engine refuses them. Then it may have some of each.
+            XtkError: a weight is missing, or the engine refuses one. The engine may have a mix of old and new weights
+                then.
         """
         if self._asleep:
-            raise XtkError("the engine was told weights while it rests", where=self._name, hint="wake() first")
+            raise XtkError(
+                "weights cannot be updated while the engine sleeps", where=self._name, hint="call wake_up() first"
+            )
         if isinstance(weights, str | Path):
             self._names.check_complete(WeightNames.from_folder(Path(weights)), str(weights))
             self._reload(weights_path=str(weights))
         elif self._in_process():
             seen: set[str] = set()
             self._reload(weights_iterator=_noted(with_tied_head(weights), seen))
-            self._names.check_complete(WeightNames(frozenset(seen)), "the weights that were told")
+            self._names.check_complete(WeightNames(frozenset(seen)), "the new weights")
         else:
             with tempfile.TemporaryDirectory() as folder:
                 save_weights(weights, Path(folder))
@@ -122,19 +124,19 @@ class VllmGenerator:
         self._forget()
 
     def sleep(self) -> None:
-        """Give the device's memory back, weights and all; on a CPU, nothing."""
+        """Free the device's memory, weights included; on a CPU, do nothing."""
         if self._sleeps() and not self._asleep:
             self._engine.llm.sleep(level=2)
             self._asleep = self._forgotten = True
 
     def wake_up(self) -> None:
-        """Take the memory again; then weights have to be told, if `rest` gave any back."""
+        """Take the memory again; after a `sleep` that freed the weights, call `update_weights` next."""
         if self._asleep:
             self._engine.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """Stop the engine; nothing can be written any more."""
+        """Stop the engine for good."""
         self._engine.close()
 
     def _sampling_params(self, ask: GenerationRequest, sampling: SamplingConfig, told: int) -> Any:
@@ -148,8 +150,8 @@ class VllmGenerator:
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
-            skip_special_tokens=True,  # their names are no text that was written
-            # The tokens that end are xtk's, not those of a generation_config.json.
+            skip_special_tokens=True,  # stop strings do not match names of special tokens
+            # Stop tokens are xtk's, not those of a generation_config.json.
             ignore_eos=True,
             stop_token_ids=sorted(self._tokenizer.end_ids),
             logprobs=told,
@@ -163,7 +165,7 @@ class VllmGenerator:
         table = np.array(output.logprobs.token_ids, np.int32)
         logprobs = np.array(output.logprobs.logprobs, np.float32)
         if table.shape != (len(ids) * columns,) or not np.array_equal(table[::columns], ids):
-            raise XtkError("vLLM gives the log-probabilities of other tokens than it wrote", where=self._name)
+            raise XtkError("vLLM returned log-probabilities of other tokens than it sampled", where=self._name)
         return checked_completion(
             ids,
             logprobs[::columns],
@@ -177,11 +179,11 @@ class VllmGenerator:
         try:
             self._engine.llm.collective_rpc("reload_weights", kwargs=weights)
         except Exception as wrong:
-            raise self._engine.error("vLLM cannot take these weights", wrong) from wrong
+            raise self._engine.error("vLLM cannot load these weights", wrong) from wrong
 
     def _forget(self) -> None:
         if not self._engine.llm.reset_prefix_cache():
-            raise XtkError("vLLM does not forget what it read with the old weights", where=self._name)
+            raise XtkError("vLLM could not clear its prefix cache after the weight update", where=self._name)
 
     def _in_process(self) -> bool:
         from vllm.v1.engine.core_client import InprocClient
@@ -203,10 +205,10 @@ def _engine_settings(request: GeneratorConfig) -> dict[str, Any]:
         "dtype": request.dtype,
         "trust_remote_code": request.trust_remote_code,
         "seed": 0,
-        "max_logprobs": -1,  # as many as a call asks for
+        "max_logprobs": -1,  # any number
         "logprobs_mode": "raw_logprobs",
         "use_tqdm_on_load": False,
-        "generation_config": "vllm",  # draws are from what the model says, with no penalties of its folder's
+        "generation_config": "vllm",  # ignore penalties in the model's generation_config.json
         **({"enable_sleep_mode": True} if torch.cuda.is_available() else {}),
         **engine,
     }

@@ -1,4 +1,4 @@
-"""Weights on their way to an engine: which there have to be, and the folder in which a process hands them over."""
+"""Weight sync between training and generation engines: weight names, tied output heads, files for the transfer."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embed_tokens|wte|embed_in|word_embeddings|
 
 @dataclass(frozen=True)
 class WeightNames:
-    """The names of a model's weights.
+    """The weight names of a model.
 
     Attributes:
-        names: of all; empty: not known, for a folder without safetensors.
+        names: all names; empty if unknown (a folder without safetensors).
     """
 
     names: frozenset[str]
 
     @classmethod
     def from_folder(cls, folder: Path) -> WeightNames:
-        """Read them from a folder."""
+        """Return the names in a folder's safetensors files."""
         from safetensors import safe_open
 
         names: set[str] = set()
@@ -40,19 +40,19 @@ class WeightNames:
 
     @property
     def tied_embedding(self) -> str | None:
-        """The embedding that is the output head too (tied weights); None: the head is stored, or it is not known."""
+        """The input embedding that is also the output head (tied weights); None: the head is stored, or unknown."""
         if any(map(_OTHER_HEADS.fullmatch, self.names)):
             return None
         found = [name for name in self.names if _EMBEDDING.fullmatch(name)]
         return found[0] if len(found) == 1 else None
 
     def check_complete(self, received: WeightNames, where: str) -> None:
-        """Refuse weights of which some are missing: an engine would keep its old ones without a message.
+        """Refuse incomplete weights: an engine would silently keep its old ones.
 
-        A tied head must be there as well, whether or not the model's own files have it (see `with_tied_head`).
+        A tied output head must be included, whether or not the model's files have it (see `with_tied_head`).
 
         Raises:
-            Mismatch: names them.
+            MismatchError: weights are missing or unknown; it names one of each.
         """
         if not self.names:
             return
@@ -60,22 +60,22 @@ class WeightNames:
         missing = wanted - received.names
         other = received.names - self.names - {HEAD_NAME}
         if missing or other:
-            words = [f"without {sorted(missing)[0]}"] if missing else []
-            words += [f"with {sorted(other)[0]}"] if other else []
+            words = [f"missing: {sorted(missing)[0]}"] if missing else []
+            words += [f"unknown: {sorted(other)[0]}"] if other else []
             raise MismatchError(
-                f"these are the weights of another model: {len(missing):,} are missing, {len(other):,} unknown",
+                f"the new weights do not match the model: {len(missing):,} missing, {len(other):,} unknown",
                 where=f"{where}: {', '.join(words)}",
-                hint="xtk.rollouts.weight_sync.write_tied_head writes the tied output head"
+                hint="add the tied output head with xtk.rollouts.weight_sync.write_tied_head"
                 if missing == {HEAD_NAME}
                 else None,
             )
 
 
 def with_tied_head(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """Yield weights, and after them the output head where it is tied to the embedding and therefore not among them.
+    """Yield weights, then the output head if it is tied to the embedding and therefore missing.
 
-    vLLM's `reload_weights` (0.32, on CPU) stores a tied head apart from the embedding, and keeps the old head when
-    new weights come without one.
+    vLLM's `reload_weights` (0.32, on CPU) stores a tied head separately from the embedding, and keeps the old head
+    when new weights come without one.
     """
     names: set[str] = set()
     embeddings = {}
@@ -90,7 +90,7 @@ def with_tied_head(weights: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
 
 
 def write_tied_head(folder: Path) -> None:
-    """Write the output head into a folder of safetensors, in a separate file, where it is tied and left out."""
+    """Write a missing tied output head into a folder of safetensors, as a separate file."""
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -99,7 +99,7 @@ def write_tied_head(folder: Path) -> None:
         return
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            if tied in file.keys():  # noqa: SIM118 (it is no mapping)
+            if tied in file.keys():  # noqa: SIM118 (not a mapping)
                 head = file.get_tensor(tied)
     save_file({HEAD_NAME: head}, folder / HEAD_FILE, metadata={"format": "pt"})
     index = folder / INDEX_FILE
@@ -110,11 +110,11 @@ def write_tied_head(folder: Path) -> None:
 
 
 def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
-    """Write weights as one file of safetensors, a tied output head among them; only views and other devices are copied.
+    """Write weights as one safetensors file with the tied output head; copies only views and tensors on other devices.
 
     Args:
-        weights: pairs of a name and a tensor.
-        folder: where `FILE` goes; there is none yet, or it is replaced at once.
+        weights: pairs of name and tensor.
+        folder: gets `WEIGHTS_FILE`; an existing one is replaced atomically.
     """
     from safetensors.torch import save_file
 

@@ -1,1 +1,1 @@
-"""Floor 1: text, tokens and bytes of one tokenizer, and the alignment of two."""
+"""Tokenizers, documents and chat templates, and the alignment of a student's and a teacher's tokens."""

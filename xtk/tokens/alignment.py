@@ -1,4 +1,4 @@
-"""The alignment of two tokenisations of one text."""
+"""Alignment of two tokenizations of one text."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from xtk.tokens.tokenizer import EncodedText
 
 
 def align(student: EncodedText, teacher: EncodedText) -> NDArray[np.int32]:
-    """Cut two tokenisations of one text into the smallest spans of equal bytes.
+    """Return the minimal spans of two tokenizations of one text: student and teacher tokens with equal bytes.
 
-    Tokens that spell nothing (an added prefix) join the span after them. Where one side was cut
-    short, the spans end with the common text.
+    Tokens without bytes (an added prefix) belong to the span after them. If one side is truncated, the spans end
+    with the shared text.
 
     Returns:
-        int32 [C, 4], `[s0, s1, t0, t1]`: student tokens `[s0, s1)` spell what teacher tokens `[t0, t1)`
-        spell. Spans follow each other without a gap from token 0 on.
+        int32 [C, 4], `[s0, s1, t0, t1]`: student tokens `[s0, s1)` have the same bytes as teacher tokens `[t0, t1)`.
+        Spans follow each other without gaps, starting at token 0.
     """
     spans: NDArray[np.int32] = minimal_spans(student.byte_ends, teacher.byte_ends)
     return spans
 
 
 def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[np.int32]:
-    """Align what two models read of one document: text by bytes, segment ends with segment ends.
+    """Return the spans of two models' sequences of one document: text by bytes, segment-end tokens with each other.
 
-    Sampled tokens that belong to no text (invalid UTF-8, and what follows it) are read as tokens only by models with
-    the tokenizer that sampled them; two of those are aligned token by token there. What only one side reads (its
-    template, text that the other's template leaves out) is in no span.
+    Sampled tokens without text (invalid UTF-8, and tokens after it) exist only in sequences of the tokenizer that
+    sampled them; two such sequences are aligned token by token there. Tokens that only one side has (template text,
+    text that the other's template omits) are in no span.
 
     Returns:
-        int32 [C, 4], in positions of the sequences, rising.
+        int32 [C, 4], indices of the sequences' tokens, ascending.
     """
     spans: NDArray[np.int32] = minimal_spans_with_gaps(
         student.byte_ends, teacher.byte_ends, student.text_runs, teacher.text_runs
@@ -49,9 +49,9 @@ def align_sequences(student: TokenSequence, teacher: TokenSequence) -> NDArray[n
 def _match_undecodable_tokens(
     student: TokenSequence, teacher: TokenSequence
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the positions, on both sides, of the same sampled tokens that belong to no text."""
+    """Return the indices, on both sides, of the same sampled tokens without text."""
     own, other = np.flatnonzero(student.undecodable_mask), np.flatnonzero(teacher.undecodable_mask)
-    count = min(len(own), len(other))  # one side may be cut
+    count = min(len(own), len(other))  # one side may be truncated
     own, other = own[:count], other[:count]
     same = np.array_equal(student.ids[own], teacher.ids[other])
     return (own, other) if same else (own[:0], other[:0])

@@ -1,6 +1,6 @@
-"""The inner loops over tokens and bytes, compiled by numba, without the GIL.
+"""Numba kernels for byte ends of tokens and for spans; they release the GIL.
 
-Each has a slow, readable twin in the tests.
+Each has a slow, readable reference implementation in the tests.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ NO_POSITION = -1
 def token_byte_ends(
     token_bytes: NDArray[np.uint8], token_offsets: NDArray[np.int64], ids: NDArray[np.int32], text: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int32], bool]:
-    """Find the byte of the text where each token ends, and say whether the tokens spell the text.
+    """Return the byte of the text where each token ends, and whether the tokens' bytes equal the text.
 
-    A space in front of the text that the tokenizer added belongs to no byte of it.
+    A space that the tokenizer prepended belongs to no byte of the text.
 
     Args:
-        token_bytes: uint8, the bytes of all tokens of the vocabulary.
+        token_bytes: uint8, the concatenated bytes of the vocabulary.
         token_offsets: [V+1], where each token's bytes begin.
         ids: [n], the tokens.
         text: uint8 [m].
 
     Returns:
-        ends [n], and True if the tokens spell exactly the text. The ends mean nothing otherwise.
+        ends int32 [n], and True if the tokens' bytes equal the text; otherwise the ends are invalid.
     """
     size = len(ids)
     ends = np.empty(size, np.int32)
@@ -64,18 +64,18 @@ def batch_token_byte_ends(
     texts: NDArray[np.uint8],
     text_offsets: NDArray[np.int64],
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """Find the byte ends of many texts in one call, as `token_byte_ends` does of one.
+    """Return the byte ends of many texts in one call; see `token_byte_ends`.
 
     Args:
-        token_bytes: as there.
-        token_offsets: as there.
-        ids: [n], the tokens of all texts one after the other.
-        id_offsets: [D+1], where those of each text begin.
-        texts: uint8, the bytes of all texts.
-        text_offsets: [D+1].
+        token_bytes: as in `token_byte_ends`.
+        token_offsets: as in `token_byte_ends`.
+        ids: [n], the concatenated tokens of all texts.
+        id_offsets: [D+1], where the tokens of each text begin.
+        texts: uint8, the concatenated bytes of all texts.
+        text_offsets: [D+1], where the bytes of each text begin.
 
     Returns:
-        ends [n], counted from the start of each text; [D], whether the tokens of a text spell it.
+        ends int32 [n], from the start of each text; bool [D], whether the tokens' bytes equal the text.
     """
     ends = np.empty(len(ids), np.int32)
     exact = np.empty(len(id_offsets) - 1, np.bool_)
@@ -90,10 +90,10 @@ def batch_token_byte_ends(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def minimal_spans(student_ends: NDArray[np.int32], teacher_ends: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Walk along the byte ends of two tokenisations and close a span wherever both end.
+    """Return the minimal spans of two tokenizations: a span ends at every shared boundary.
 
     Args:
-        student_ends: [S], never falling, in bytes.
+        student_ends: [S], byte ends, never decreasing.
         teacher_ends: [T], likewise.
 
     Returns:
@@ -111,17 +111,17 @@ def minimal_spans_with_gaps(
     student_runs: NDArray[np.int32],
     teacher_runs: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """Walk along the text that both sides have read, where each may have read it with gaps.
+    """Return the minimal spans where both sides have tokens of the text, each side possibly with gaps.
 
     Args:
         student_ends: [S], in bytes of the document's text.
         teacher_ends: [T], likewise.
-        student_runs: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on
-            without a gap; what lies between pieces (templates, text that was left out) is in no span.
+        student_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on without a gap;
+            tokens between runs (template text, omitted text) are in no span.
         teacher_runs: int32 [Q, 3], likewise.
 
     Returns:
-        int32 [C, 4], as `minimal_spans`.
+        int32 [C, 4], as in `minimal_spans`.
     """
     spans = np.empty((min(len(student_ends), len(teacher_ends)), 4), np.int32)
     count = student = teacher = 0
@@ -133,7 +133,7 @@ def minimal_spans_with_gaps(
         common = max(byte, other_byte)
         first, starts = _first_token_after(student_ends, first, stop, byte, common)
         other_first, other_starts = _first_token_after(teacher_ends, other_first, other_stop, other_byte, common)
-        # Where a token runs over the common start, the first span begins where both sides end again.
+        # Where a token crosses the common start, the first span begins at the next shared boundary.
         closed = common if starts and other_starts else NO_POSITION
         count = _append_spans(student_ends, teacher_ends, first, stop, other_first, other_stop, closed, spans, count)
         student += end <= other_end
@@ -143,7 +143,7 @@ def minimal_spans_with_gaps(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _first_token_after(ends: NDArray[np.int32], first: int, stop: int, byte: int, common: int) -> tuple[int, bool]:
-    """Return the first token of a piece that ends after `common`, and whether one starts just there."""
+    """Return the first token of a run that ends after byte `common`, and whether a token starts exactly there."""
     if byte == common:
         return first, True
     low, high = first, stop
@@ -153,7 +153,7 @@ def _first_token_after(ends: NDArray[np.int32], first: int, stop: int, byte: int
             low = middle + 1
         else:
             high = middle
-    # Tokens after it that spell nothing belong to the span that begins here.
+    # Tokens without bytes after it belong to the span that begins here.
     starts = low < stop and ends[low] == common
     return low + starts, starts
 
@@ -170,9 +170,9 @@ def _append_spans(
     spans: NDArray[np.int32],
     count: int,
 ) -> int:
-    """Add the spans of two stretches of tokens; return how many there are then.
+    """Append the spans of two runs of tokens; return the new number of spans.
 
-    Both begin at byte `closed`, or NOWHERE together: then the first span begins where both end for the first time.
+    Both start at byte `closed`; if it is NO_POSITION, the first span begins at the first shared boundary.
     """
     first_student, first_teacher = student, teacher
     while student < students and teacher < teachers:

@@ -1,4 +1,4 @@
-"""How two tokenizers agree over a corpus: spans by kind, bytes in each, and where they agree least."""
+"""Alignment statistics of two tokenizers over a corpus: spans by kind, bytes, and the worst documents."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xtk.tokens.token_sequence import tokenize_documents
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 SPAN_KINDS = ("1:1", "1:n", "n:1", "n:m")
-SPANS, BYTES, STUDENT_TOKENS, TEACHER_TOKENS = range(4)  # what is counted of each kind
-NUM_LISTED = 5  # longest spans and worst documents in the record
-MAX_LONG_SPANS = 1000  # long spans of each group, many of which may spell the same
+SPANS, BYTES, STUDENT_TOKENS, TEACHER_TOKENS = range(4)  # columns of the counts of each kind
+NUM_LISTED = 5  # longest spans and worst documents in the JSON
+MAX_LONG_SPANS = 1000  # candidates per batch; many may have the same text
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 20
 EXCERPT_LENGTH = 60  # characters
-EXCERPT_CONTEXT = 15  # characters of an excerpt that stand before the place it is about
+EXCERPT_CONTEXT = 15  # characters of an excerpt before its position
 
 Spans = NDArray[np.int32]
 Tokenized = EncodedText | TokenSequence
@@ -34,15 +34,15 @@ Tokenized = EncodedText | TokenSequence
 
 @dataclass(frozen=True)
 class AlignedDocument:
-    """A document, its two tokenisations and their spans.
+    """A document with its two tokenizations and their spans.
 
     Attributes:
-        index: its place in the corpus, from 0.
-        text: what was tokenised; of a conversation the contents of its messages.
-        student: the student's tokens; of a conversation with those of its template.
+        index: index in the corpus, from 0.
+        text: the text that was tokenized; of a conversation, the contents of its messages.
+        student: the student's tokens; of a conversation, including template tokens.
         teacher: the teacher's tokens.
-        spans: int32 [C, 4].
-        is_text: whether it is a text, and no conversation.
+        spans: int32 [C, 4], see `align`.
+        is_text: whether it is plain text, not a conversation.
     """
 
     index: int
@@ -56,9 +56,9 @@ class AlignedDocument:
 def align_documents(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[list[AlignedDocument]]:
-    """Tokenise and align documents of any number, some at a time, in their order.
+    """Yield batches of aligned documents, in order.
 
-    The next documents are tokenised, each side in a thread of its own, while these are worked on.
+    The next batch is tokenized meanwhile, each side in its own thread.
     """
     number = 0
     for group, left, right in _tokenize_batches(documents, student, teacher):
@@ -83,7 +83,7 @@ def _tokenize_batches(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[tuple[list[Document], list[Tokenized], list[Tokenized]]]:
     waiting: tuple[list[Document], Future[list[Tokenized]], Future[list[Tokenized]]] | None = None
-    with ThreadPoolExecutor(2, thread_name_prefix="tokenise") as threads:
+    with ThreadPoolExecutor(2, thread_name_prefix="tokenize") as threads:
         for group in _document_batches(documents):
             begun = (
                 group,
@@ -98,7 +98,7 @@ def _tokenize_batches(
 
 
 def _tokenize_batch(tokenizer: Tokenizer, documents: list[Document]) -> list[Tokenized]:
-    """Tokenise texts alone, and conversations in the tokenizer's template."""
+    """Return the tokens of texts, and of conversations in the tokenizer's chat template."""
     talks = iter(
         tokenize_documents(tokenizer, [document for document in documents if document.conversation is not None])
     )
@@ -120,13 +120,13 @@ def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]
 
 
 class AlignmentStatistics:
-    """Counts over a corpus, in memory that does not grow with it.
+    """Alignment statistics over a corpus, in constant memory.
 
     Args:
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
-        keep: how many of the worst documents are kept whole: those with the largest share of bytes that
-            lie in n:m spans or in none.
+        num_worst: number of worst documents to keep in full: those with the largest fraction of bytes in n:m spans or
+            in none.
     """
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer, *, num_worst: int = 0) -> None:
@@ -134,15 +134,15 @@ class AlignmentStatistics:
         self._keep = max(num_worst, NUM_LISTED)
         self._span_counts = np.zeros((len(SPAN_KINDS), 4), np.int64)
         self._tokens = np.zeros(2, np.int64)
-        self._rewritten = np.zeros(3, np.int64)  # by the student, by the teacher, by either
-        self._longest: dict[bytes, dict[str, Any]] = {}  # by what they spell
+        self._rewritten = np.zeros(3, np.int64)  # documents normalized by the student, by the teacher, by either
+        self._longest: dict[bytes, dict[str, Any]] = {}  # by their bytes
         self._worst: list[tuple[float, AlignedDocument, dict[str, Any]]] = []
         self.normalization_losses = NormalizationLoss(student.name), NormalizationLoss(teacher.name)
         self.num_documents = self.num_bytes = 0
         self._started = time.perf_counter()
 
     def add(self, documents: Sequence[AlignedDocument]) -> None:
-        """Count some documents."""
+        """Add documents to the statistics."""
         texts, text_edges = _concatenate_with_offsets(
             [np.frombuffer(document.text.encode(), np.uint8) for document in documents]
         )
@@ -160,7 +160,9 @@ class AlignmentStatistics:
         self._span_counts += counts.sum(axis=0)
         self._tokens += (len(ends), sum(len(document.teacher.ids) for document in documents))
         self._rewritten += (*rewritten.sum(axis=1), rewritten.any(axis=0).sum())
-        read = [document for document in documents if document.is_text]  # of conversations, templates rewrite too
+        read = [
+            document for document in documents if document.is_text
+        ]  # in conversations, templates change the text too
         plain = [document.text for document in read]
         self.normalization_losses = (
             self.normalization_losses[0]
@@ -173,11 +175,11 @@ class AlignmentStatistics:
 
     @property
     def worst_documents(self) -> list[AlignedDocument]:
-        """The worst documents that were kept, worst first."""
+        """The worst documents, worst first."""
         return [document for _, document, _ in self._worst]
 
     def to_json(self) -> dict[str, Any]:
-        """Return all that was counted, as JSON holds it; shares are of all spans and of all bytes."""
+        """Return all statistics as JSON values; fractions are of all spans or of all bytes."""
         seconds = time.perf_counter() - self._started
         total_spans, covered = (int(self._span_counts[:, column].sum()) for column in (SPANS, BYTES))
         tokens = int(self._tokens.sum())
@@ -210,7 +212,7 @@ class AlignmentStatistics:
                 side: {"rewritten": lost.rewritten, "dropped": lost.dropped, "unknown": lost.unknown}
                 for side, lost in zip(("student", "teacher"), self.normalization_losses, strict=True)
             },
-            # Of more than one token on a side: a long run of spaces that is one token on both is no news.
+            # Only spans with several tokens on a side: a run of spaces that is one token on both sides is aligned well.
             "longest_spans": list(self._longest.values()),
             "worst_documents": [found for share, _, found in self._worst[:NUM_LISTED] if share > 0],
             "seconds": round(seconds, 3),
@@ -247,7 +249,7 @@ class AlignmentStatistics:
             }
             if len(fresh) == NUM_LISTED:
                 break
-        # The sort is stable: of equally long ones, the first in the corpus is kept.
+        # The sort is stable: of equally long spans, the first in the corpus is kept.
         order = sorted({**self._longest, **fresh}.items(), key=lambda entry: -entry[1]["bytes"])
         self._longest = dict(order[:NUM_LISTED])
 
@@ -262,7 +264,7 @@ class AlignmentStatistics:
         unaligned = sizes - counts[:, :, BYTES].sum(axis=1)
         shares = (several + unaligned) / np.maximum(sizes, 1)
         full = len(self._worst) == self._keep
-        least = self._worst[-1][0] if full else -1.0  # without anything bad, the first documents are kept
+        least = self._worst[-1][0] if full else -1.0  # if all documents are good, the first ones are kept
         places = np.flatnonzero(shares > least)
         for place in places[np.argsort(-shares[places], kind="stable")][: self._keep].tolist():
             sides = [side for side, flag in zip(("student", "teacher"), rewritten[:, place], strict=True) if flag]
@@ -281,7 +283,7 @@ class AlignmentStatistics:
 
 
 def span_kinds(spans: Spans) -> NDArray[np.int64]:
-    """Return for each span its place in KINDS."""
+    """Return the index in SPAN_KINDS of each span, int64 [C]."""
     kinds: NDArray[np.int64] = 2 * (spans[:, 1] - spans[:, 0] > 1) + 1 * (spans[:, 3] - spans[:, 2] > 1)
     return kinds
 
@@ -290,17 +292,17 @@ def span_kinds(spans: Spans) -> NDArray[np.int64]:
 def count_spans(
     spans: Spans, span_edges: NDArray[np.int64], ends: NDArray[np.int32], token_edges: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-    """Count the spans of some documents by kind.
+    """Count the spans of documents by kind.
 
     Args:
-        spans: int32 [C, 4], those of one document after those of another.
+        spans: int32 [C, 4], the concatenated spans of all documents.
         span_edges: [D+1], where the spans of each document begin.
-        ends: [T], the bytes where the student's tokens end, likewise.
+        ends: [T], the concatenated byte ends of the student's tokens.
         token_edges: [D+1], where the tokens of each document begin.
 
     Returns:
-        int64 [D, 4 kinds, 4]: spans, bytes, student tokens, teacher tokens; the first byte of each
-        span, int32 [C]; how many bytes each has, int32 [C].
+        int64 [D, 4 kinds, 4]: spans, bytes, student tokens, teacher tokens; int32 [C], the first byte of each span;
+        int32 [C], its number of bytes.
     """
     documents = len(span_edges) - 1
     counts = np.zeros((documents, 4, 4), np.int64)
@@ -329,7 +331,7 @@ def _ratio(amount: float, whole: int) -> float:
 
 
 def _excerpt(document: AlignedDocument) -> str:
-    """Return the text around the longest n:m span; without one, around the first byte that no span covers."""
+    """Return the text around the longest n:m span; without one, around the first byte in no span."""
     spans, ends = document.spans, document.student.byte_ends
     several = spans[span_kinds(spans) == SPAN_KINDS.index("n:m")]
     if len(several):

@@ -1,7 +1,7 @@
-"""Chat templates: a conversation as one model reads it, and where in it each message's content stands.
+"""Chat templates: rendered conversations, and the positions of each message's content in them.
 
-The places are found by rendering the conversation a second time with marks instead of contents, never by
-searching for what templates write around them: a content may hold that too.
+Positions come from rendering the conversation a second time with placeholders instead of contents, never from
+searching for the template's own text, which a content may contain too.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from xtk.errors import XtkError
 from xtk.tokens.document import Conversation
 from xtk.tokens.template_rendering import CHAT_TEMPLATE, SandboxedTemplate
 
-# Characters that Unicode promises never to assign; no template strips or splits at them.
+# Characters that Unicode never assigns; templates neither strip them nor split at them.
 PLACEHOLDER_CHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
 class ContentPosition:
-    """Where the content of a message stands in a rendered conversation.
+    """Position of a message's content in a rendered conversation.
 
     Attributes:
-        runs: int32 [R, 3], rising: characters `[a, a + n)` of the content are `[b, b + n)` of the text, as (a, b, n).
-            One run for a content that the template wrote as it is.
-        stop: the character after which the template goes on.
+        runs: int32 [R, 3], ascending: characters `[a, a + n)` of the content are `[b, b + n)` of the text, as (a, b,
+            n). One run if the template copies the content unchanged.
+        stop: the character after the content.
     """
 
     runs: NDArray[np.int32]
@@ -37,11 +37,11 @@ class ContentPosition:
 
 @dataclass(frozen=True)
 class RenderedConversation:
-    """A conversation as text.
+    """A rendered conversation.
 
     Attributes:
-        text: what the template makes of it.
-        content_positions: of each message; None where the template leaves its content out.
+        text: the rendered text.
+        content_positions: position of each message's content; None where the template omits it.
     """
 
     text: str
@@ -49,15 +49,15 @@ class RenderedConversation:
 
 
 class ChatTemplate:
-    """A chat template, compiled and rendered in a process with limits.
+    """A chat template, compiled and rendered in a process with resource limits.
 
     Args:
-        source: Jinja, as Hugging Face writes it.
-        tokens: {"bos_token": "<s>", ...}, which templates name.
-        where: whose it is, for messages.
+        source: the Jinja template, in Hugging Face's dialect.
+        special_tokens: {"bos_token": "<s>", ...}, variables of the template.
+        where: name of its tokenizer in errors.
 
     Raises:
-        XtkError: it is not Jinja, or takes more than the limits of `rendering` to compile.
+        XtkError: it has a syntax error, or exceeds the limits of `template_rendering` during compilation.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], where: str) -> None:
@@ -67,15 +67,15 @@ class ChatTemplate:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, **arguments: Any
     ) -> str:
-        """Return a conversation as text.
+        """Return a rendered conversation.
 
         Args:
             messages: each with a role and a content.
-            tools: what the assistant may call.
-            arguments: what the template is told beside them: `add_generation_prompt=True` has it begin an answer.
+            tools: tools that the assistant may call.
+            arguments: other variables of the template; `add_generation_prompt=True` appends the start of a reply.
 
         Raises:
-            XtkError: the template refuses it (roles that do not alternate, say), or takes more than its limits.
+            XtkError: the template refuses the messages (roles that do not alternate, say), or exceeds its limits.
         """
         (text,) = self._template.render_batch([self._template_variables(messages, tools, arguments)])
         return text
@@ -87,14 +87,14 @@ class ChatTemplate:
         return {"messages": list(messages), "tools": tools, **others}
 
     def render_with_positions(self, conversation: Conversation, **arguments: Any) -> RenderedConversation:
-        """Render a conversation, with `arguments` as in `render`, and find where its contents stand."""
+        """Return a rendered conversation (`arguments` as in `render`) with the positions of its contents."""
         (rendering,) = self.render_batch_with_positions([conversation], **arguments)
         return rendering
 
     def render_batch_with_positions(
         self, conversations: Sequence[Conversation], **arguments: Any
     ) -> list[RenderedConversation]:
-        """Do as `place` for many conversations at once, which is several times faster."""
+        """Return `render_with_positions` of many conversations, several times faster than one by one."""
         all_marked = []
         values = []
         for conversation in conversations:
@@ -113,13 +113,13 @@ class ChatTemplate:
     def _locate_contents(
         self, conversation: Conversation, marked: list[str], text: str, skeleton: str, arguments: Mapping[str, Any]
     ) -> RenderedConversation:
-        """Find where contents stand in a text.
+        """Return a rendered conversation with the positions of its contents.
 
         Args:
-            conversation: what was rendered.
-            marked: what stands for each content in the skeleton.
-            text: the conversation, rendered.
-            skeleton: the same with marks instead of contents.
+            conversation: the conversation.
+            marked: placeholder of each content in the skeleton.
+            text: the rendered conversation.
+            skeleton: the same, rendered with placeholders instead of contents.
             arguments: as in `render`.
         """
         contents = [message["content"] for message in conversation.messages]
@@ -141,32 +141,34 @@ class ChatTemplate:
     def text_between_turns(
         self, conversation: Conversation, next_message: Mapping[str, Any], **arguments: Any
     ) -> tuple[str, tuple[int, int]]:
-        """Return what the template writes from the end of the last message to the beginning of the next answer.
+        """Return the template's text from the end of the last message to the beginning of the next reply.
 
         Args:
             conversation: its last message is the assistant's.
-            next_message: what it is answered.
+            next_message: the response to it, from a user or a tool.
             arguments: as in `render`.
 
         Returns:
-            The text, and the characters `[start, stop)` of it that are the content of `message`.
+            The text, and the range of characters `[start, stop)` in it that is the content of `next_message`.
 
         Raises:
-            XtkError: the template refuses it, or what it writes is not told apart from what was said.
+            XtkError: the template refuses the messages, or omits the assistant's message.
         """
-        said = [*conversation.messages, next_message]
-        mark = _unused_placeholder([one["content"] for one in said])
-        spoken = {**said[-2], "content": mark}
+        messages = [*conversation.messages, next_message]
+        mark = _unused_placeholder([one["content"] for one in messages])
+        marked = {**messages[-2], "content": mark}
         arguments = {"add_generation_prompt": True, **arguments}
 
         def after(content: str) -> str:
             answered = {**next_message, "content": content}
-            text = self.render([*said[:-2], spoken, answered], conversation.tools, **arguments)
+            text = self.render([*messages[:-2], marked, answered], conversation.tools, **arguments)
             if text.count(mark) != 1:
-                raise XtkError("the chat template does not write what the assistant said", where=self.where)
+                raise XtkError(
+                    "the chat template does not render the assistant's message exactly once", where=self.where
+                )
             return text.partition(mark)[2]
 
-        text, other = after(next_message["content"]), _unused_placeholder([*(one["content"] for one in said), mark])
+        text, other = after(next_message["content"]), _unused_placeholder([*(one["content"] for one in messages), mark])
         before, found, behind = after(other).partition(other)
         if not found or not text.startswith(before) or not text.endswith(behind):
             return text, (0, len(text))
@@ -175,7 +177,7 @@ class ChatTemplate:
     def _content_region(
         self, text: str, conversation: Conversation, number: int, mark: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int] | None:
-        """Find what of the text depends on one content: what is equal without it, before and after, does not."""
+        """Return the range of the text that depends on one content: the rest is equal when rendered without it."""
         messages = _replace_contents(conversation.messages, {number: mark})
         other = self.render(messages, conversation.tools, **arguments)
         before, found, after = other.partition(mark)
@@ -187,7 +189,7 @@ class ChatTemplate:
 
 
 def _content_starts(skeleton: str, marked: list[str], written: list[str]) -> list[int | None] | None:
-    """Return where contents start that are put into the skeleton; None where a mark does not stand there once."""
+    """Return where contents start in the filled skeleton; None if a placeholder does not occur exactly once."""
     starts: list[int | None] = []
     at = place = 0
     for mark, content in zip(marked, written, strict=True):
@@ -195,7 +197,7 @@ def _content_starts(skeleton: str, marked: list[str], written: list[str]) -> lis
             starts.append(None)
             continue
         found = skeleton.find(mark, at)
-        if skeleton.count(mark) != 1 or found < 0:  # not found: the template changes the order of messages
+        if skeleton.count(mark) != 1 or found < 0:  # not found: the template reorders messages
             return None
         place += found - at
         starts.append(place)
@@ -222,10 +224,9 @@ def _single_run_position(content_at: int, text_at: int, size: int) -> ContentPos
 
 
 def _locate_content(content: str, text: str, region: tuple[int, int]) -> ContentPosition:
-    """Find what of a content a template wrote into a region that depends on it.
+    """Return the position of a content in the range of the text that depends on it.
 
-    Templates that drop something (thoughts, white space) keep the end, so of several ways to read it the last one is
-    taken.
+    Templates that drop text (reasoning, white space) keep the end of it, so the last of several matches is used.
     """
     start, stop = region
     part = text[start:stop]
@@ -246,9 +247,9 @@ def _locate_content(content: str, text: str, region: tuple[int, int]) -> Content
 
 
 def _drop_out_of_order_runs(places: Sequence[ContentPosition | None]) -> tuple[ContentPosition | None, ...]:
-    """Leave out runs that do not come after those of the message before.
+    """Remove runs that do not come after those of the previous message.
 
-    A template that looks into one content may write another one in another way, and the region is then too wide.
+    If a template changes one message depending on another's content, the range of `_content_region` is too wide.
     """
     result: list[ContentPosition | None] = []
     last = 0
@@ -263,7 +264,7 @@ def _drop_out_of_order_runs(places: Sequence[ContentPosition | None]) -> tuple[C
 
 
 def _replace_contents(messages: Sequence[Mapping[str, Any]], contents: Mapping[int, str]) -> list[dict[str, Any]]:
-    # An empty content (of a message that only calls tools) stays empty: templates write such messages in another way.
+    # An empty content (of a message with tool calls only) stays empty: templates render such messages differently.
     return [
         {**message, "content": contents[number]} if number in contents and message["content"] else dict(message)
         for number, message in enumerate(messages)
@@ -274,7 +275,7 @@ def _unused_placeholder(contents: Sequence[str]) -> str:
     for mark in PLACEHOLDER_CHARACTERS:
         if not any(mark in content for content in contents):
             return mark
-    raise XtkError("a conversation holds every noncharacter of Unicode (U+FDD0 to U+FDEF); one has to be left")
+    raise XtkError("a conversation contains all Unicode noncharacters U+FDD0 to U+FDEF; xtk needs one that is unused")
 
 
 def _common_prefix(one: str, other: str) -> int:

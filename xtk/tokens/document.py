@@ -1,4 +1,4 @@
-"""A document: what is read, and which of its bytes are trained."""
+"""Documents: plain text, prompt and completion, or conversations, with the segments that are trained."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SYSTEM_ROLES = ("system", "developer")
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a document.
+    """A part of a document.
 
     Attributes:
-        role: "text", "prompt", "completion", or in a conversation the message's ("user", "assistant", "tool"...).
-        text: the stretch itself.
-        train: whether its tokens carry a loss.
+        role: "text", "prompt", "completion", or the message's role in a conversation ("user", "assistant", "tool"...).
+        text: the segment's text.
+        train: whether its tokens are trained (contribute to the loss).
     """
 
     role: str
@@ -34,10 +34,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as chat templates read them.
+    """Messages as input of a chat template.
 
     Attributes:
-        messages: each with "role" and "content" (a string), and whatever else templates read ("tool_calls"...).
+        messages: each with "role" and "content" (a string), and other keys that templates use ("tool_calls"...).
         tools: descriptions of the tools that the assistant may call.
     """
 
@@ -47,23 +47,22 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Document:
-    """Segments in order. Their texts joined are the document's text.
+    """Segments in order; the document's text is the concatenation of their texts.
 
     Attributes:
-        segments: at least one.
-        is_complete: whether the text ends here. The piece of a longer text does not, and gets no end token.
-        conversation: the messages, for each model to read through its own template; None for text. A segment
-            is then the content of a message, and what templates write around it belongs to no segment.
-        teacher_prompt: what only the teacher reads, in the place of what stands before the trained segments;
-            messages, or a text, which is the system message of a conversation. None: it reads what students read.
-        teacher_tokens: the document as tokens of the teacher, from which a teacher's reading makes the segments; None
-            for text and messages.
-        candidate_ids: tokens of the teacher that its signal is to tell about, for each of its trained tokens.
-        weight: how much it counts in training: 2 is as if it came twice, 0 as if it did not come.
-        teacher_name: the name of the teacher that teaches it; "": it names none.
-        sampled_tokens: the document as the student wrote it, a stretch of drawn tokens for each trained segment; None:
-            it did
-            not.
+        segments: at least one, except for `teacher_tokens`.
+        is_complete: whether the text ends here. A part of a longer text is not complete and gets no end token.
+        conversation: the messages, rendered with each model's own chat template; None for text. Each segment is then
+            the content of a message; text that the template adds belongs to no segment.
+        teacher_prompt: replaces the segments before the trained ones for the teacher only: messages, or a text, which
+            becomes the system message of a conversation. None: the same prompt as for the student.
+        teacher_tokens: the document as token ids of the teacher, decoded to segments by its `TeacherView`; None for
+            text and messages.
+        candidate_ids: teacher token ids to store log-probabilities of, for each of its trained tokens.
+        weight: weight in training: 2 is like two copies, 0 like none.
+        teacher_name: name of the teacher for this document; "": any.
+        sampled_tokens: the document's tokens as the student sampled them, a run for each trained segment; None if it is
+            not a rollout.
     """
 
     segments: tuple[Segment, ...]
@@ -83,7 +82,7 @@ class Document:
 
     @classmethod
     def from_completion(cls, prompt: str, completion: str) -> Document:
-        """Return a prompt, read and not trained, and its completion."""
+        """Return a document with an untrained prompt and a trained completion."""
         return cls(
             (
                 Segment("prompt", replace_surrogates(prompt), False),
@@ -95,20 +94,18 @@ class Document:
     def from_messages(
         cls, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Any] | None = None, num_prompt_messages: int = 0
     ) -> Document:
-        """Return a conversation. The assistant's turns are trained; prompts and what tools answer are read.
+        """Return a conversation. Assistant messages are trained; prompts and tool results are not.
 
-        A message may say otherwise: `"train": false`, or `"weight": 0`, is read and not trained; `"train": true` is
-        trained whoever speaks. Templates do not see these marks.
+        A message may set this: `"train": false` or `"weight": 0` is not trained; `"train": true` is trained whatever
+        its role. Chat templates do not see these keys.
 
         Args:
             messages: each with "role" and "content".
-            tools: what the assistant may call.
-            num_prompt_messages: how many messages are a prompt, read and not trained whoever speaks and whatever they
-                say.
+            tools: tools that the assistant may call.
+            num_prompt_messages: number of messages that are the prompt, not trained whatever their role and keys.
 
         Raises:
-            ValueError: a message without a role, with a content that is no text, or with a mark that is neither yes
-                nor no.
+            ValueError: a message has no role, its content is not text, or its train flag is not a boolean.
         """
         plain = tuple(map(_normalize_message, messages))
         segments = tuple(
@@ -119,14 +116,14 @@ class Document:
 
     @classmethod
     def from_teacher_ids(cls, ids: ArrayLike, train_mask: ArrayLike | None = None) -> Document:
-        """Return tokens of the teacher, which it reads as they are. Their text is made when it reads them.
+        """Return a document of the teacher's token ids, which are used unchanged. Their text is decoded later.
 
         Args:
             ids: [T], without padding.
-            train_mask: [T], which of them carry a loss; all if left out.
+            train_mask: [T], which of the ids are trained; all by default.
 
         Raises:
-            ValueError: an id is no number of 32 bits, or there are not as many flags as ids.
+            ValueError: an id is not a 32-bit integer, or the mask has another length than the ids.
         """
         return cls((), teacher_tokens=TeacherTokenIds.from_lists(ids, train_mask))
 
@@ -134,64 +131,66 @@ class Document:
         """Return the document with another prompt for the teacher.
 
         Raises:
-            ValueError: messages for a document that has none, a message that is none, a system message that is
-                trained, or tokens that are read as they are.
+            ValueError: messages for a document without messages, an invalid message, a system message that is trained,
+                or a document of token ids.
         """
         if self.teacher_tokens is not None:
-            raise ValueError("the teacher reads input_ids as they are; a teacher_prompt has no place beside them")
+            raise ValueError("teacher_prompt cannot be combined with input_ids, which are used unchanged")
         if isinstance(prompt, str):
             if self.conversation is not None and self.segments[:1] and _is_trained_system_segment(self.segments[0]):
-                raise ValueError("teacher_prompt is a text, and the system message that it would replace is trained")
+                raise ValueError("teacher_prompt is a text, but the system message that it would replace is trained")
             return replace(self, teacher_prompt=replace_surrogates(prompt))
         if self.conversation is None:
-            raise ValueError("teacher_prompt is a list of messages, and the document is no conversation")
+            raise ValueError(
+                "teacher_prompt is a list of messages, but the document is not a conversation; use a string"
+            )
         return replace(self, teacher_prompt=tuple(map(_normalize_message, prompt)))
 
     def with_candidate_ids(self, id_lists: Sequence[ArrayLike]) -> Document:
-        """Return the document with tokens that the teacher is to tell about, a list for each trained one in order.
+        """Return the document with candidate ids for the teacher, a list for each of its trained tokens in order.
 
         Raises:
-            ValueError: an id is no number of 32 bits.
+            ValueError: an id is not a 32-bit integer.
         """
         return replace(self, candidate_ids=CandidateIdLists.from_lists(id_lists))
 
     @cached_property
     def text(self) -> str:
-        """The whole text.
+        """The text of the document.
 
         Raises:
-            XtkError: it consists of tokens of a teacher, and no teacher has read it.
+            XtkError: it consists of the teacher's token ids, which are not decoded yet.
         """
         if self.teacher_tokens is not None and not self.segments:
             raise XtkError(
-                "input_ids are tokens of a teacher, and only a teacher reads them",
-                hint="xtk cache-teacher TEACHER DATA; or --columns text=COLUMN, if the data has a text too",
+                "this data has only input_ids (teacher token ids), but this command needs text",
+                hint="use it with xtk cache-teacher, or select a text column with --columns text=COLUMN",
             )
         return "".join(segment.text for segment in self.segments)
 
     @property
     def unsplittable_reason(self) -> str | None:
-        """Why the document cannot be cut into documents of their own; None if it can."""
+        """Why the document cannot be split into separate documents; None if it can."""
         if self.conversation is not None:
             return "the turns of a conversation follow from each other"
         if self.teacher_tokens is not None:
-            return "input_ids are read as they are"
+            return "input_ids are used unchanged"
         if self.sampled_tokens is not None:
-            return "the tokens of a rollout are read as they were drawn"
+            return "the tokens of a rollout are used as they were sampled"
         if self.teacher_prompt is not None:
-            return "a teacher_prompt is about the whole of what follows it"
-        return None if self.candidate_ids is None else "given_ids belong to the tokens of the whole document"
+            return "a teacher_prompt belongs to all of the text after it"
+        return None if self.candidate_ids is None else "candidate_ids belong to the tokens of the whole document"
 
     @property
     def is_end_trained(self) -> bool:
-        """Whether the end of the document, and with it its end token, is trained."""
+        """Whether the end of the document, and so its end token, is trained."""
         return bool(self.text) and self.segments[-1].train
 
     def byte_slice(self, start: int, stop: int) -> Document:
-        """Return the bytes `[start, stop)`, both on a character's edge, as a document of its own.
+        """Return the bytes `[start, stop)`, both on character boundaries, as a separate document.
 
         Raises:
-            ValueError: it is undivided.
+            ValueError: the document cannot be split (`unsplittable_reason`).
         """
         if self.unsplittable_reason:
             raise ValueError(self.unsplittable_reason)
@@ -210,10 +209,10 @@ class Document:
         )
 
     def trained_mask(self, byte_ends: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Say for each byte offset where a token ends whether that token is trained: its last byte is.
+        """Return for each byte end of a token whether the token is trained: its last byte is.
 
         Args:
-            byte_ends: [n], byte offsets, 1 or more for tokens that spell something.
+            byte_ends: [n], byte offsets, at least 1 for tokens with bytes in the text.
 
         Returns:
             bool [n].
@@ -225,20 +224,20 @@ class Document:
 
 
 def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message as templates read it: its content a text, and without marks of what is trained."""
+    """Return a message as input of a chat template: content as a string, without the train flags."""
     content = message_content(message)
     return {**{key: value for key, value in message.items() if key not in TRAIN_FLAG_KEYS}, "content": content}
 
 
 def _is_message_trained(message: Mapping[str, Any]) -> bool:
-    """Say whether a message is trained: as it says itself, or else if it is the assistant's."""
-    said = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
-    for key, value in said.items():
+    """Return whether a message is trained: by its train flag, else if it is the assistant's."""
+    flags = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
+    for key, value in flags.items():
         if not isinstance(value, int | float) or value not in (0, 1):
-            raise ValueError(f"{key!r} of a message is {value!r}; a message is trained or not: true or false, 1 or 0")
-    if not said.get("weight", 1):
+            raise ValueError(f"{key!r} of a message is {value!r}; must be true or false, or 1 or 0")
+    if not flags.get("weight", 1):
         return False
-    return bool(said.get("train", message["role"] == "assistant"))
+    return bool(flags.get("train", message["role"] == "assistant"))
 
 
 def _is_trained_system_segment(segment: Segment) -> bool:
@@ -246,13 +245,13 @@ def _is_trained_system_segment(segment: Segment) -> bool:
 
 
 def message_content(message: Mapping[str, Any]) -> str:
-    """Return the text of a message: a string, a list of parts that are text, or none beside a tool call.
+    """Return the text of a message: a string, the joined text parts, or "" for a message with tool calls only.
 
     Raises:
-        ValueError: it has no role, or its content is something else.
+        ValueError: it has no role, or its content is not text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError('a message is an object such as {"role": "user", "content": "..."}')
+        raise ValueError('a message must be an object such as {"role": "user", "content": "..."}')
     content = message.get("content")
     if content is None:
         return ""
@@ -262,11 +261,11 @@ def message_content(message: Mapping[str, Any]) -> str:
         texts = [part.get("text") for part in content]
         if all(isinstance(text, str) for text in texts):
             return replace_surrogates("".join(map(str, texts)))
-    raise ValueError(f"the content of a message of role {message['role']!r} is no text")
+    raise ValueError(f"the content of a message with role {message['role']!r} is not text")
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text as UTF-8 can hold it: a lone surrogate becomes U+FFFD."""
+    """Return the text in a form that UTF-8 can encode: a lone surrogate becomes U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:

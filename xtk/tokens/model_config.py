@@ -1,4 +1,4 @@
-"""The configuration of a model (config.json), checked before anything is built from it."""
+"""Reads a model's config.json and checks its values before anything is built from them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
 CONFIG_FILE = "config.json"
 MAX_BYTES = 16 << 20
-# The most that a number may be whose name ends so. The largest models of 2026 have some 130 layers, 262,144 tokens.
+# Maximum values, by the end of the key. The largest models of 2026 have some 130 layers and 262,144 tokens.
 MAX_VALUES = (
     (re.compile(r"vocab_size$"), MAX_TOKENS),
     (re.compile(r"(_layers?|_blocks?)$"), 10_000),
     (re.compile(r"(_size|_dim|_embd|_heads?|_experts?|_rank|d_model|d_ff)$"), 10_000_000),
 )
-# Without these in the right type not even a tokenizer's rows are known.
+# With a wrong type here, not even the embedding rows of a tokenizer are known.
 NON_NEGATIVE_INTEGER_KEYS = re.compile(r"^(vocab_size|num_hidden_layers)$")
-# Under these names transformers looks for the code of attention and of experts.
+# Under these keys transformers looks for code of attention and experts.
 _IMPLEMENTATIONS = re.compile(r"^_?(attn|experts)_implementation(_internal)?$")
 _KERNEL = re.compile(r"[^/:\s]+/[^/:\s]+")
 _HINT = "copy or download the model again"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Return the object in a folder's config.json; empty if there is no such file.
+    """Return the object in a folder's config.json; an empty dict if there is no such file.
 
     Raises:
-        XtkError: it is no JSON object, is nested too deeply, or has a number that no model has.
+        XtkError: it is not a JSON object, is nested too deeply, or has an implausible number.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
         return {}
     if path.stat().st_size > MAX_BYTES:
-        what = f"this configuration has {path.stat().st_size:,} bytes; the limit is {MAX_BYTES:,}"
+        what = f"config.json has {path.stat().st_size:,} bytes; the limit is {MAX_BYTES:,}"
         raise XtkError(what, where=str(path), hint=_HINT)
     try:
         text = path.read_text(encoding="utf-8")
     except ValueError as wrong:
-        raise XtkError(f"this configuration is not UTF-8: {wrong}", where=str(path), hint=_HINT) from None
-    content = parse_json(text, what="this configuration", where=str(path))
+        raise XtkError(f"config.json is not UTF-8: {wrong}", where=str(path), hint=_HINT) from None
+    content = parse_json(text, what="this config.json", where=str(path))
     if not isinstance(content, dict):
-        what = f"a configuration is a JSON object, and this is a JSON {type(content).__name__}"
+        what = f"config.json must be a JSON object, not a {type(content).__name__}"
         raise XtkError(what, where=str(path), hint=_HINT)
     for name, value in _walk_config(content):
         _check_value(name, value, path)
@@ -54,7 +54,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def _walk_config(content: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of everything in a configuration; elements of a list have its name."""
+    """Yield (key, value) of all values in a configuration; elements of a list have its key."""
     yield name, content
     if isinstance(content, dict):
         for key, value in content.items():
@@ -70,14 +70,14 @@ def _check_value(name: str, value: Any, path: Path) -> None:
         and value is not None
         and (not isinstance(value, int) or isinstance(value, bool) or value < 0)
     ):
-        what = f"{name} is {_abbreviated_json(value)}; it must be a whole number from 0 on"
+        what = f"{name} is {_abbreviated_json(value)}; must be a non-negative integer"
         raise XtkError(what, where=str(path), hint=_HINT)
     if not isinstance(value, int | float) or isinstance(value, bool):
         return
     for pattern, limit in MAX_VALUES:
         if pattern.search(name):
             if not value <= limit:
-                what = f"{name} is {value:,}; xtk loads models of at most {limit:,}"
+                what = f"{name} is {value:,}; the limit is {limit:,}"
                 raise XtkError(what, where=str(path), hint=_HINT)
             return
 
@@ -88,7 +88,7 @@ def _abbreviated_json(value: Any) -> str:
 
 
 def hub_kernel_repositories(content: dict[str, Any]) -> list[str]:
-    """Return the repositories of a hub from which a configuration would have code loaded for attention or experts."""
+    """Return the hub repositories from which a configuration would load code of attention or experts."""
     found = []
     for name, value in _walk_config(content):
         if _IMPLEMENTATIONS.search(name):

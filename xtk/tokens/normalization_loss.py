@@ -1,4 +1,4 @@
-"""What a tokenizer loses of texts: characters that it rewrote, dropped or could not write, counted."""
+"""Counts characters that a tokenizer changes: normalized to others, dropped, or unknown."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ NUM_EXAMPLES = 3
 
 @dataclass
 class NormalizationLoss:
-    """What a tokenizer did to the characters of some texts.
+    """Characters of texts that a tokenizer changed.
 
-    A space that it puts in front of a text is no loss and not counted.
+    A space that it prepends to a text is not counted.
 
     Attributes:
-        tokenizer_name: the tokenizer.
-        num_characters: of all texts, those that it left alone too.
-        rewritten: characters that became others: composed, in lower case, without their accent.
-        dropped: characters of which nothing is left: white space, control characters, lone accents.
-        unknown: characters that only the unknown token stands for.
-        examples: how often each stretch of text (first) was read as another (second; "" if dropped, None if unknown).
+        tokenizer_name: name of the tokenizer.
+        num_characters: characters of all texts.
+        rewritten: characters that became others: composed, lower-cased, without accent.
+        dropped: characters that disappeared: white space, control characters, lone accents.
+        unknown: characters that became the unknown token.
+        examples: counts of (text, its replacement); the replacement is "" if dropped, None if unknown.
     """
 
     tokenizer_name: str
@@ -40,7 +40,7 @@ class NormalizationLoss:
 
     @property
     def lost(self) -> int:
-        """Characters that the tokens do not spell."""
+        """Number of characters that the tokens do not represent."""
         return self.rewritten + self.dropped + self.unknown
 
     def __add__(self, other: NormalizationLoss) -> NormalizationLoss:
@@ -54,37 +54,36 @@ class NormalizationLoss:
         )
 
     def warning(self) -> str | None:
-        """Return one line for people; None if nothing was lost."""
+        """Return a one-line warning; None if nothing was changed."""
         if not self.lost:
             return None
         kinds = {"rewritten": self.rewritten, "dropped": self.dropped, "unknown": self.unknown}
-        told = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items() if number)
+        counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items() if number)
         examples = "; ".join(_describe_change(*pair, count) for pair, count in self.examples.most_common(NUM_EXAMPLES))
         return (
-            f"{self.tokenizer_name} cannot spell {self.lost / self.num_characters:.2%} of the characters of these "
-            f"texts "
-            f"({self.lost:,} of {self.num_characters:,}: {told}), and what it reads instead is compared; "
-            f"most often {examples}"
+            f"{self.tokenizer_name} changes {self.lost / self.num_characters:.2%} of the characters of these texts "
+            f"({self.lost:,} of {self.num_characters:,}: {counts}); the changed text is compared; "
+            f"most frequent: {examples}"
         )
 
 
 def _describe_change(before: str, after: str | None, count: int) -> str:
-    # What was composed looks the same: then in code points.
+    # Composed characters look the same: show code points then.
     looks_same = bool(after) and unicodedata.normalize("NFKC", before) == unicodedata.normalize("NFKC", str(after))
     shown = ascii if looks_same else repr
-    did = "unknown" if after is None else f"as {shown(after)}" if after else "dropped"
-    return f"{shown(before)} {did} {count:,} {'times' if count > 1 else 'time'}"
+    change = "unknown" if after is None else f"to {shown(after)}" if after else "dropped"
+    return f"{shown(before)} {change} {count:,} {'times' if count > 1 else 'time'}"
 
 
 def count_normalization_loss(
     tokenizer: Tokenizer, texts: Iterable[str], encoded: Iterable[EncodedText] | None = None
 ) -> NormalizationLoss:
-    """Count what a tokenizer loses of texts. Texts that its tokens spell exactly cost nothing but their tokenising.
+    """Return the number of characters that a tokenizer changes. Texts with exact tokens take no extra time.
 
     Args:
-        tokenizer: reads the texts.
-        texts: any number; a thousand at a time are held.
-        encoded: the texts' tokens, where they are at hand.
+        tokenizer: the tokenizer.
+        texts: any number; at most a thousand at a time are in memory.
+        encoded: the texts' tokens, if available.
     """
     found = NormalizationLoss(tokenizer.name)
     stretches: Counter[tuple[str, str | None]] = Counter()
@@ -105,7 +104,7 @@ def _encode_in_batches(tokenizer: Tokenizer, texts: Iterable[str]) -> Iterable[t
 
 
 def _changed_substrings(tokenizer: Tokenizer, text: bytes, tokens: EncodedText) -> Iterable[tuple[str, str | None]]:
-    """Yield the stretches between ends that their tokens do not spell, and what these spell; None for unknown."""
+    """Yield (text, replacement) of changed parts between token ends; the replacement is None for the unknown token."""
     ids, ends = tokens.ids.tolist(), tokens.byte_ends.tolist()
     first = start = 0
     for at, stop in enumerate(ends):
@@ -118,7 +117,7 @@ def _changed_substrings(tokenizer: Tokenizer, text: bytes, tokens: EncodedText) 
         elif spelled not in (stretch, b" " + stretch):
             yield stretch.decode(errors="replace"), spelled.decode(errors="replace")
         first, start = at + 1, stop
-    if start < len(text):  # no token at all
+    if start < len(text):  # without any token
         yield text[start:].decode(), ""
 
 
@@ -131,7 +130,7 @@ def _count_change(found: NormalizationLoss, text: str, read: str | None, count: 
         found.examples[word, None] += count
         return
     if not text[0].isspace() and text[0] != METASPACE_CHARACTER:
-        read = read.removeprefix(" ")  # the tokenizer's own
+        read = read.removeprefix(" ")  # prepended by the tokenizer
     for kind, start, stop, low, high in difflib.SequenceMatcher(None, text, read, autojunk=False).get_opcodes():
         if kind == "delete":
             found.dropped += count * (stop - start)

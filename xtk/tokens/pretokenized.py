@@ -1,4 +1,4 @@
-"""Ids that data brings along: the teacher's tokens of a document, and tokens to be told about."""
+"""Token ids that come with the data: teacher token ids, sampled tokens of rollouts, and candidate ids."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True, eq=False)
 class TeacherTokenIds:
-    """A document as tokens of the teacher, which are read as they are.
+    """A document given as token ids of the teacher, which are used unchanged.
 
     Attributes:
-        ids: int32 [T], padding left out.
-        train_mask: bool [T], which of them carry a loss; the first has nothing that predicts it, and carries none.
+        ids: int32 [T], without padding.
+        train_mask: bool [T], which tokens are trained; the first token has no prediction and is never trained.
     """
 
     ids: NDArray[np.int32]
@@ -24,15 +24,15 @@ class TeacherTokenIds:
 
     @classmethod
     def from_lists(cls, ids: ArrayLike, train_mask: ArrayLike | None = None) -> TeacherTokenIds:
-        """Return the tokens of some ids, all of them trained unless it is said which are.
+        """Return a document of token ids, all of them trained by default.
 
         Raises:
-            ValueError: an id is no number of 32 bits, or there are not as many flags as ids.
+            ValueError: an id is not a 32-bit integer, or the mask has another length than the ids.
         """
         numbers = _as_int32_ids(ids, "input_ids")
         flags = np.ones(len(numbers), np.bool_) if train_mask is None else np.array(train_mask, np.bool_)
         if flags.shape != numbers.shape:
-            raise ValueError(f"there are {flags.size:,} flags of what is trained, and {len(numbers):,} input_ids")
+            raise ValueError(f"the train mask has {flags.size:,} entries, but input_ids has {len(numbers):,}")
         return cls(numbers, flags)
 
     def __eq__(self, other: object) -> bool:
@@ -44,22 +44,22 @@ class TeacherTokenIds:
         return hash((self.ids.tobytes(), self.train_mask.tobytes()))
 
     def to_bytes(self) -> bytes:
-        """Return what tells these tokens from others."""
+        """Return bytes that identify these tokens, for hashing."""
         return self.ids.astype("<i4").tobytes() + self.train_mask.tobytes()
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """A document as the student wrote it: the tokens that it read and drew.
+    """The tokens of a rollout: prompt tokens and sampled tokens.
 
     Attributes:
         ids: int32 [T], of the whole document.
-        sampled_mask: bool [T], which of them it drew; the others are prompts, templates, and what tools answered.
-        logprobs: float32 [T], natural, of the whole distribution that it drew from, before a temperature and
-            before anything was cut off; 0 where it did not draw.
-        tokenizer_fingerprint: fingerprint of its tokenizer.
-        template_fingerprint: that of its chat template, of a conversation; "" of a text.
-        advantage: by how much the document's reward is better than that of others; 0 without rewards.
+        sampled_mask: bool [T], which of them the student sampled; the others are prompts, templates and tool results.
+        logprobs: float32 [T], in nats, of the full distribution before temperature, top-k and top-p; 0 for tokens that
+            were not sampled.
+        tokenizer_fingerprint: fingerprint of the student's tokenizer.
+        template_fingerprint: fingerprint of its chat template for a conversation; "" for text.
+        advantage: group-relative advantage of the rollout's reward; 0 without rewards.
     """
 
     ids: NDArray[np.int32]
@@ -79,30 +79,29 @@ class SampledTokens:
         template_fingerprint: str = "",
         advantage: float = 0.0,
     ) -> SampledTokens:
-        """Return tokens from lists.
+        """Return sampled tokens from lists.
 
         Raises:
-            ValueError: an id is no number of 32 bits, a log-probability no number up to 0, or the lists are of
-                different lengths.
+            ValueError: an id is not a 32-bit integer, a log-probability is above 0 or NaN, or the lengths differ.
         """
         numbers, flags = _as_int32_ids(ids, "student_ids"), np.asarray(sampled_mask)
-        said = np.asarray(logprobs, np.float64)
-        if not numbers.shape == flags.shape == said.shape:
+        values = np.asarray(logprobs, np.float64)
+        if not numbers.shape == flags.shape == values.shape:
             raise ValueError(
-                f"there are {numbers.size:,} student_ids, {flags.size:,} in student_mask and {said.size:,} "
-                "student_logprobs, and it should be as many"
+                f"student_ids has {numbers.size:,} entries, student_mask {flags.size:,} and student_logprobs "
+                f"{values.size:,}; the lengths must be equal"
             )
         if not np.isin(flags, (0, 1)).all():
-            raise ValueError("student_mask holds other numbers than 0 and 1")
+            raise ValueError("student_mask must contain only 0 and 1")
         flags = flags.astype(np.bool_)
-        if not (said[flags] <= 1e-3).all():
-            raise ValueError("student_logprobs are natural logarithms of probabilities, at most 0")
+        if not (values[flags] <= 1e-3).all():
+            raise ValueError("student_logprobs must be natural logarithms of probabilities, at most 0")
         if not np.isfinite(advantage):
-            raise ValueError(f"the advantage of a rollout is {advantage}, and is to be a number")
+            raise ValueError(f"the advantage of a rollout is {advantage}; must be finite")
         return cls(
             numbers,
             flags,
-            np.where(flags, said, 0).astype(np.float32),
+            np.where(flags, values, 0).astype(np.float32),
             tokenizer_fingerprint,
             template_fingerprint,
             float(advantage),
@@ -115,12 +114,12 @@ class SampledTokens:
         return hash(self.to_bytes())
 
     def sampled_runs(self) -> NDArray[np.int64]:
-        """Return int64 [R, 2], the stretches `[start, stop)` that were drawn."""
+        """Return int64 [R, 2], the runs `[start, stop)` of sampled tokens."""
         edges = np.flatnonzero(np.diff(self.sampled_mask.astype(np.int8), prepend=0, append=0))
         return edges.reshape(-1, 2)
 
     def to_bytes(self) -> bytes:
-        """Return the tokens as a cache keeps them."""
+        """Return the tokens in the format of the cache."""
         names = json.dumps([self.tokenizer_fingerprint, self.template_fingerprint, self.advantage.hex()]).encode()
         front = np.array([len(names), len(self.ids)], "<u4").tobytes()
         arrays = [self.ids.astype("<i4"), self.logprobs.astype("<f4"), self.sampled_mask.astype("u1")]
@@ -128,7 +127,7 @@ class SampledTokens:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> SampledTokens:
-        """Return what `to_bytes` wrote."""
+        """Return the sampled tokens of `to_bytes`."""
         size, count = np.frombuffer(content, "<u4", 2).tolist()
         tokenizer, template, advantage = json.loads(content[8 : 8 + size])
         at = 8 + size
@@ -144,11 +143,11 @@ class SampledTokens:
 
 @dataclass(frozen=True, eq=False)
 class CandidateIdLists:
-    """Some ids for each trained token of a document, as many as there are for each.
+    """Candidate ids for each trained token of a document, as lists of any length.
 
     Attributes:
-        offsets: int64 [P + 1], those of the p-th trained token are `ids[offsets[p]:offsets[p + 1]]`.
-        ids: int32 [E], rising for each token, none twice.
+        offsets: int64 [P + 1], the ids of the p-th trained token are `ids[offsets[p]:offsets[p + 1]]`.
+        ids: int32 [E], ascending and unique for each token.
     """
 
     offsets: NDArray[np.int64]
@@ -156,12 +155,12 @@ class CandidateIdLists:
 
     @classmethod
     def from_lists(cls, lists: Sequence[ArrayLike]) -> CandidateIdLists:
-        """Return the ids of some lists, in order and each once.
+        """Return the ids of lists, sorted, without duplicates.
 
         Raises:
-            ValueError: an id is no number of 32 bits.
+            ValueError: an id is not a 32-bit integer.
         """
-        parts = [np.unique(_as_int32_ids(ids, "given_ids")) for ids in lists]
+        parts = [np.unique(_as_int32_ids(ids, "candidate_ids")) for ids in lists]
         flat = np.concatenate([np.zeros(0, np.int32), *parts])
         return cls(np.cumsum([0, *map(len, parts)], dtype=np.int64), flat)
 
@@ -177,7 +176,7 @@ class CandidateIdLists:
         return hash(self.to_bytes())
 
     def to_padded(self, num_tokens: int | None = None) -> NDArray[np.int32]:
-        """Return int32 [P, G], the ids of the first `count` tokens (of all), -1 behind the shorter lists."""
+        """Return int32 [P, G], the ids of the first `num_tokens` tokens (all by default), padded with -1."""
         stop = len(self) if num_tokens is None else num_tokens
         sizes = np.diff(self.offsets)[:stop]
         table = np.full((len(sizes), int(sizes.max(initial=0))), -1, np.int32)
@@ -185,22 +184,22 @@ class CandidateIdLists:
         return table
 
     def to_bytes(self) -> bytes:
-        """Return what tells these lists from others."""
+        """Return bytes that identify these lists, for hashing."""
         return self.offsets.astype("<i8").tobytes() + self.ids.astype("<i4").tobytes()
 
 
 def _as_int32_ids(values: ArrayLike, name: str) -> NDArray[np.int32]:
-    """Return numbers as int32 [n]; a number that is none, or is too large, is refused."""
+    """Return ids as int32 [n]; refuse other types and values outside of int32."""
     try:
         array = np.asarray(values)
-    except (ValueError, OverflowError):  # lists in lists of several lengths
-        raise ValueError(f"{name} are no list of whole numbers") from None
+    except (ValueError, OverflowError):  # nested lists of different lengths
+        raise ValueError(f"{name} must be a flat list of integers") from None
     if not array.size:
         return np.zeros(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"{name} are no list of whole numbers")
+        raise ValueError(f"{name} must be a flat list of integers")
     limits = np.iinfo(np.int32)
     for number in (array.min(), array.max()):
         if not limits.min <= int(number) <= limits.max:
-            raise ValueError(f"{number} among {name} is no id of a token")
+            raise ValueError(f"{name} has {number}, which is not a token id (32-bit integer)")
     return array.astype(np.int32)

@@ -1,7 +1,7 @@
-"""Documents that a student wrote: its tokens are kept as it drew them, never tokenised anew.
+"""Decoding and alignment of sampled tokens: a rollout keeps the ids that the student sampled, without retokenization.
 
-The text of a stretch that was drawn is what its tokens spell, up to the first that spells no text: a control token, or
-bytes that are no UTF-8. What comes behind is drawn too, and is compared with nothing.
+The text of a run of sampled tokens ends before the first token without text: a special token, or bytes that are not
+UTF-8. Tokens after it are part of the sequence but not aligned.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from xtk.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class DecodedTokens:
-    """What some tokens spell.
+    """The text of tokens.
 
     Attributes:
-        text: up to the first token that spells none.
-        byte_ends: int32 [n], the byte of the text where each of the tokens that spell it ends.
-        end_token: which token says that it has ended; -1: none does.
+        text: text up to the first token without text.
+        byte_ends: int32 [n], the byte ends of the tokens in the text.
+        end_token: index of the stop token after the text; -1 without one.
     """
 
     text: str
@@ -35,12 +35,12 @@ class DecodedTokens:
 
 
 def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start: bool = False) -> DecodedTokens:
-    """Return what tokens spell that a model drew in a row.
+    """Return the text of consecutively sampled tokens.
 
     Args:
-        tokenizer: its.
+        tokenizer: the tokenizer of the model that sampled them.
         ids: int32 [n].
-        at_text_start: whether no text is before them; then a space that the tokenizer puts in front is none of theirs.
+        at_text_start: whether no text precedes them; then a space that the tokenizer prepends is not part of the text.
     """
     control = tokenizer.vocabulary.special_mask[ids] | np.isin(ids, list(tokenizer.end_ids))
     count = int(control.argmax()) if control.any() else len(ids)
@@ -57,7 +57,7 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
 
 
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
-    """Return the tokens of a document that a model with this tokenizer wrote, as it reads them; None for others."""
+    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None."""
     drawn = document.sampled_tokens
     if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
@@ -69,10 +69,10 @@ def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledToken
 
 
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
-    """Return the parts of a `TokenSequence` of sampled tokens, without prompts, templates and tool messages.
+    """Return the fields of a `TokenSequence` of sampled tokens, not aligned in prompts, templates and tool messages.
 
     Raises:
-        XtkError: the trained segments are not what the tokens spell.
+        XtkError: the text of the trained segments differs from that of the tokens.
     """
     ids, size = sampled.ids, len(sampled.ids)
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
@@ -82,21 +82,23 @@ def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampl
     runs = sampled.sampled_runs()
     if len(runs) != len(numbers):
         raise _text_mismatch_error(
-            tokenizer, f"{len(runs):,} stretches of tokens were drawn, and {len(numbers):,} are trained"
+            tokenizer, f"{len(runs):,} runs of sampled tokens, but {len(numbers):,} trained segments"
         )
     for (start, stop), number in zip(runs.tolist(), numbers, strict=True):
         begin, text = int(edges[number]), document.segments[number].text
-        said = decode_tokens(tokenizer, ids[start:stop], at_text_start=begin == 0)
-        if said.text != text:
-            raise _text_mismatch_error(tokenizer, f"the tokens spell {said.text[:60]!r}, and the text is {text[:60]!r}")
+        decoded = decode_tokens(tokenizer, ids[start:stop], at_text_start=begin == 0)
+        if decoded.text != text:
+            raise _text_mismatch_error(
+                tokenizer, f"the tokens decode to {decoded.text[:60]!r}, but the text is {text[:60]!r}"
+            )
         if start:
             ends[start - 1] = begin
-        past = start + len(said.byte_ends)
-        ends[start:past] = begin + said.byte_ends
+        past = start + len(decoded.byte_ends)
+        ends[start:past] = begin + decoded.byte_ends
         if past > start:
             pieces.append((start, past, begin))
-        if said.end_token >= 0:
-            closers[number] = start + said.end_token
+        if decoded.end_token >= 0:
+            closers[number] = start + decoded.end_token
     trained = sampled.sampled_mask.copy()
     trained[:1] = False
     return {
@@ -110,14 +112,14 @@ def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampl
 
 def _text_mismatch_error(tokenizer: Tokenizer, what: str) -> XtkError:
     return XtkError(
-        f"the text of a rollout is not that of its tokens: {what}",
+        f"a rollout's text does not match its student_ids: {what}",
         where=tokenizer.name,
-        hint="rollouts as xtk rollout wrote them; without their student_ids they are data as any other",
+        hint="use the output of xtk rollout unchanged, or remove student_ids to tokenize the text again",
     )
 
 
 def replace_prompt(tokenizer: Tokenizer, prompt: str, document: Document) -> SampledTokens | None:
-    """Return the tokens of a text that a model with this tokenizer wrote, behind another prompt; None for others."""
+    """Return the sampled tokens of a text after another prompt; None if they are of another tokenizer or template."""
     drawn = sampled_tokens_for(tokenizer, document)
     if drawn is None or not drawn.sampled_mask.any():
         return None
@@ -135,18 +137,18 @@ def replace_prompt(tokenizer: Tokenizer, prompt: str, document: Document) -> Sam
 def splice_sampled_tokens(
     tokenizer: Tokenizer, document: Document, sampled: SampledTokens, sequence_fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """Put drawn tokens into what a model with the writer's tokenizer read behind another prompt or template.
+    """Return the fields of a `TokenSequence` with sampled tokens in place of tokenized text, after another prompt.
 
-    A stretch is put in where it begins and ends at the edge of a token; elsewhere it stays as it was tokenised.
+    A run is replaced only if it begins and ends on token boundaries.
 
     Args:
-        tokenizer: the writer's.
-        document: what the student wrote.
-        sampled: its tokens.
-        sequence_fields: of the `TokenSequence` that was read, in bytes of the document.
+        tokenizer: the student's.
+        document: the rollout.
+        sampled: its sampled tokens.
+        sequence_fields: fields of the tokenized `TokenSequence`, in bytes of the document.
 
     Returns:
-        The parts of another `TokenSequence`.
+        The fields of the new `TokenSequence`.
     """
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
@@ -154,8 +156,8 @@ def splice_sampled_tokens(
     pieces, closers = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
     for (start, stop), number in reversed(list(zip(sampled.sampled_runs().tolist(), numbers, strict=True))):
         first, last = int(edges[number]), int(edges[number + 1])
-        said = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
-        if not len(said.byte_ends) or said.byte_ends[-1] != last - first:
+        decoded = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
+        if not len(decoded.byte_ends) or decoded.byte_ends[-1] != last - first:
             continue
         for at, (low, high, begin) in enumerate(pieces):
             starts = np.concatenate([np.array([begin], np.int32), ends[low : high - 1]])
@@ -163,10 +165,10 @@ def splice_sampled_tokens(
             right = int(np.searchsorted(ends[low:high], last)) + low + 1
             if not (left < right <= high and starts[left - low] == first and ends[right - 1] == last):
                 continue
-            own = sampled.ids[start : start + len(said.byte_ends)]
+            own = sampled.ids[start : start + len(decoded.byte_ends)]
             more = len(own) - (right - left)
             ids = np.concatenate([ids[:left], own, ids[right:]])
-            ends = np.concatenate([ends[:left], first + said.byte_ends, ends[right:]]).astype(np.int32)
+            ends = np.concatenate([ends[:left], first + decoded.byte_ends, ends[right:]]).astype(np.int32)
             trained = np.concatenate([trained[:left], np.ones(len(own), np.bool_), trained[right:]])
             pieces[at] = [low, high + more, begin]
             pieces[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in pieces[at + 1 :]]

@@ -1,4 +1,4 @@
-"""What a teacher said at the tokens of one document: as it is kept, and as a student trains from it."""
+"""Teacher log-probabilities of one document: in the format of the cache, and in the format for training."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from xtk.errors import XtkError
 from xtk.registry import unknown_name_error
 
 SUPPORTS = {
-    "top-k": "the K likeliest tokens, and a sum of the rest",
-    "top-p": "as many of the likeliest tokens as carry the mass P, K at most, and a sum of the rest",
-    "sample": "draws from the whole distribution: unbiased at a few bytes, for forward KL only",
-    "top-k+sample": "the K likeliest tokens, and draws from the rest: unbiased, with less noise",
-    "given": "the tokens that the data names (given_ids), and a sum of the rest",
-    "none": "the token that stands there alone: enough for losses on realised tokens",
+    "top-k": "the K most likely tokens, plus the sum of the remainder",
+    "top-p": "the most likely tokens up to mass P, at most K, plus the sum of the remainder",
+    "sample": "samples from the full distribution: unbiased with few bytes, for forward KL only",
+    "top-k+sample": "the K most likely tokens, plus samples from the remainder: unbiased, with less noise",
+    "given": "the candidate ids in the data (candidate_ids), plus the sum of the remainder",
+    "none": "the observed token only: enough for losses on observed tokens",
 }
 DEFAULT_SUPPORT = "top-k+sample"
 DEFAULT_TOP_K = {"top-k": 64, "top-p": 64, "top-k+sample": 16}
@@ -26,18 +26,18 @@ DEFAULT_TOP_P, DEFAULT_NUM_SAMPLES = 0.99, 16
 
 @dataclass(frozen=True)
 class Support:
-    """Which tokens of a distribution are kept. The token that stands there always is.
+    """Which tokens of a distribution are stored. The observed token always is.
 
-    The kept distribution has an exact part and a drawn one. Draws are from the rest of the distribution, what is
-    exact taken out, so that the whole is unbiased.
+    The stored distribution has an exact part and a sampled part. Samples are from the remainder (the distribution
+    without the exact tokens), so that both parts together are unbiased.
 
     Attributes:
         kind: a key of `SUPPORTS`.
-        top_k: K, the likeliest ids that are exact; the cap of `top-p`.
-        top_p: the mass that `top-p` keeps.
-        num_samples: n, from the rest, a set.
-        num_sample_sets: independent sets of draws.
-        seed: of the draws.
+        top_k: K, the number of exact, most likely ids; the maximum for `top-p`.
+        top_p: the mass that `top-p` stores.
+        num_samples: samples from the remainder in each set.
+        num_sample_sets: independent sets of samples.
+        seed: seed of the samples.
     """
 
     kind: str
@@ -58,19 +58,19 @@ def make_support(
     seed: int = 0,
     available_kinds: Collection[str] = SUPPORTS,
 ) -> Support:
-    """Return a support with what its kind knows, and nothing else: equal ones are the same cache.
+    """Return a support with only the fields that its kind uses, so that equal supports share one cache.
 
     Args:
-        kind: a key of `SUPPORTS`; "": what the other numbers ask for, and `top-k+sample` if none does.
-        top_k: None for the usual one.
-        top_p: the mass that `top-p` keeps; None for the usual one.
-        num_samples: a set, of kinds that draw; None for the usual number.
-        num_sample_sets: of draws.
-        seed: of the draws.
-        available_kinds: the kinds that whoever is asked can give; `top-k` takes the place of `top-k+sample`.
+        kind: a key of `SUPPORTS`; "": chosen by the other arguments, `top-k+sample` by default.
+        top_k: None for the default.
+        top_p: the mass that `top-p` stores; None for the default.
+        num_samples: samples per set, for kinds with samples; None for the default.
+        num_sample_sets: sets of samples.
+        seed: seed of the samples.
+        available_kinds: kinds that the backend supports; without `top-k+sample` the default is `top-k`.
 
     Raises:
-        XtkError: there is no such kind, or a number makes no sense for it.
+        XtkError: an unknown kind, or an invalid number.
     """
     if not kind:
         head = top_k is not None and num_samples is None
@@ -97,31 +97,33 @@ def make_support(
         **drawn,
     )
     if kind in DEFAULT_TOP_K and support.top_k < 1:
-        raise XtkError(f"--top-k is {top_k}; a support holds at least one id")
+        raise XtkError(f"--top-k is {top_k}; must be at least 1")
     if not 0 < support.top_p <= 1:
-        raise XtkError(f"--top-p is {top_p}; it is a mass, above 0 and at most 1")
-    if drawn and (support.num_samples < 1 or num_sample_sets < 1):
-        raise XtkError(f"--draws is {support.num_samples} and --draw-sets {num_sample_sets}; both are at least 1")
+        raise XtkError(f"--top-p is {top_p}; must be above 0 and at most 1")
+    if drawn and support.num_samples < 1:
+        raise XtkError(f"--num-samples is {support.num_samples}; must be at least 1")
+    if drawn and num_sample_sets < 1:
+        raise XtkError(f"--num-sample-sets is {num_sample_sets}; must be at least 1")
     return support
 
 
 @dataclass(frozen=True)
 class StoredLogprobs:
-    """A teacher's distributions at the trained tokens of a document, as a cache keeps them.
+    """A teacher's distributions at the trained tokens of a document, as stored in a cache.
 
-    P trained positions, E exact entries, R sets of draws, D entries that were drawn. Within a position, and within
-    a set, ids rise. All log-probabilities are natural and normalised over the teacher's whole vocabulary.
+    P trained positions, E exact entries, R sets of samples, D distinct sampled ids. Ids are ascending within a position
+    and within a set. All log-probabilities are in nats, normalized over the teacher's full vocabulary.
 
     Attributes:
-        positions: int32 [P], rising: the index of the token that the distribution predicts.
+        positions: int32 [P], ascending: index of the token that the distribution predicts.
         offsets: int64 [P + 1]: the exact entries of position p are `[offsets[p], offsets[p + 1])`.
-        ids: int32 [E]; the token that stands there is among those of its position.
+        ids: int32 [E]; include the observed token of each position.
         logprobs: float32 [E].
-        sample_offsets: int64 [P * R + 1]: those of set r at position p are `[drawn_offsets[p * R + r], ...)`.
+        sample_offsets: int64 [P * R + 1]: the samples of set r at position p are `[sample_offsets[p * R + r], ...)`.
         sample_ids: int32 [D], none of them exact.
-        sample_counts: int32 [D], how often each was drawn.
-        remainder_mass: float32 [P], the probability outside of the exact ids; draws are from there.
-        observed_logprobs: float32 [P], of the token that stands there.
+        sample_counts: int32 [D], how often each was sampled.
+        remainder_mass: float32 [P], the probability outside of the exact ids, from which the samples are.
+        observed_logprobs: float32 [P], of the observed token.
         entropy: float32 [P], nats.
     """
 
@@ -141,29 +143,28 @@ class StoredLogprobs:
 
     @property
     def num_sample_sets(self) -> int:
-        """R, the independent sets of draws."""
+        """R, the number of independent sets of samples."""
         return (len(self.sample_offsets) - 1) // len(self) if len(self) else 0
 
 
 @dataclass(frozen=True)
 class TeacherLogprobs:
-    """The teacher's next-token distributions at the trained tokens of a document, as a student trains from them.
+    """The teacher's next-token distributions at the trained tokens of a document, as input of training.
 
-    P trained positions, E entries. The token that stands there is among the entries of its position.
+    P trained positions, E entries. The observed token is among the entries of its position.
 
     Attributes:
-        positions: int32 [P], rising: the index of the token that the distribution predicts.
+        positions: int32 [P], ascending: index of the token that the distribution predicts.
         offsets: int64 [P + 1]: the entries of position p are `[offsets[p], offsets[p + 1])`.
-        ids: int32 [E], in any order but for what `exact` says, none twice at a position.
-        logprobs: float32 [E], natural, normalised over the teacher's whole vocabulary. Of an id that was drawn,
-            the logarithm of the unbiased estimate: its share of the draws, times the mass they are from.
-        remainder_mass: float32 [P], the probability of which no entry tells; 0 where draws tell of it.
-        observed_logprobs: float32 [P], of the token that stands there.
-        entropy: float32 [P], nats, of the whole distribution.
-        exact_counts: int64 [P], how many of the entries of each position, its first, are exact; the others were drawn.
-            The
-            token that stands there is exact. None: all are.
-        precision: to which a cache rounded the log-probabilities, as `--precision` names it; "": to none.
+        ids: int32 [E], unique within a position; exact entries first, otherwise in any order.
+        logprobs: float32 [E], nats, normalized over the teacher's full vocabulary. For a sampled id, the logarithm of
+            the unbiased estimate: its fraction of the samples times the remainder's mass.
+        remainder_mass: float32 [P], the probability without entries; 0 where samples cover it.
+        observed_logprobs: float32 [P], of the observed token.
+        entropy: float32 [P], nats, of the full distribution.
+        exact_counts: int64 [P], the number of exact entries of each position, which include the observed token; the
+            others are sampled. None: all are exact.
+        precision: quantization of the cache, a value of `--precision`; "": not quantized.
     """
 
     positions: NDArray[np.int32]
@@ -180,7 +181,7 @@ class TeacherLogprobs:
         return len(self.positions)
 
     def drop_nan_positions(self) -> TeacherLogprobs:
-        """Leave out the positions at which something that the teacher said is not a number."""
+        """Return a copy without positions that have a NaN in remainder, observed or stored log-probabilities."""
         bad = np.isnan(self.remainder_mass) | np.isnan(self.observed_logprobs)
         bad[np.searchsorted(self.offsets, np.flatnonzero(np.isnan(self.logprobs)), side="right") - 1] = True
         if not bad.any():
@@ -201,11 +202,11 @@ class TeacherLogprobs:
 
 
 def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[np.float64]:
-    """Return float64 [P], KL(said || held) over the exact ids and the rest as one cell, in nats.
+    """Return float64 [P], KL(exact || stored) in nats over the stored ids and the remainder as one cell.
 
     Args:
-        exact: what a teacher says.
-        stored: what is kept of it, at the same ids.
+        exact: the teacher's log-probabilities before quantization.
+        stored: the log-probabilities in the cache, at the same ids.
     """
     ours, theirs = stored.logprobs.astype(np.float64), exact.logprobs.astype(np.float64)
     rest, other_rest = exact.remainder_mass.astype(np.float64), stored.remainder_mass.astype(np.float64)

@@ -1,6 +1,6 @@
-"""What a teacher reads of documents: the text as any model, a prompt of its own before it, or tokens as they are.
+"""A teacher's view of documents: its tokens, possibly with another prompt, or given as token ids.
 
-Whatever it reads, positions are told in bytes of the document's own text, so that it is aligned with any student.
+Byte positions always refer to the document's own text, so that any student can be aligned with it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Message = Mapping[str, Any]
 
 
 def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[tuple[Document, TokenSequence]]:
-    """Read documents as a teacher does.
+    """Return documents as the teacher sees them.
 
     Args:
         tokenizer: the teacher's.
-        documents: any; students read the documents that are returned.
+        documents: any; students must use the returned documents.
 
     Returns:
-        Each document, one of tokens with the text that these spell, and what the teacher reads of it: `ends` and
-        `pieces` in bytes of the document's text, `closers` of its segments.
+        Each document (with decoded text if it is given as token ids) and the teacher's token sequence of it:
+        `byte_ends` and `text_runs` in bytes of the document's text, `segment_end_tokens` of its segments.
 
     Raises:
-        XtkError: what `sequences` refuses; ids that are not the tokenizer's or spell no text; lists of given_ids that
-            are not as many as trained tokens.
+        XtkError: as `tokenize_documents`; ids that are not in the tokenizer or are not UTF-8 text; a number of lists of
+            candidate_ids that is not the number of trained tokens.
     """
     views = [_teacher_document(tokenizer, document) for document in documents]
     plain = [view.document for view, document in zip(views, documents, strict=True) if not document.teacher_tokens]
@@ -57,7 +57,7 @@ def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list
 
 
 def _with_sampled_tokens(tokenizer: Tokenizer, document: Document, sequence: TokenSequence) -> TokenSequence:
-    """Let a teacher with the writer's own tokenizer read the tokens that were drawn, behind its own prompt too."""
+    """Use the sampled tokens for a teacher with the student's tokenizer, also after another prompt."""
     drawn = document.sampled_tokens
     if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint or np.array_equal(drawn.ids, sequence.ids):
         return sequence
@@ -74,29 +74,29 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
     trained = int(sequence.train_mask.sum())
     if len(given) != trained:
         raise XtkError(
-            f"given_ids has {len(given):,} lists, and {trained:,} tokens of the document are trained",
+            f"candidate_ids has {len(given):,} lists, but {trained:,} tokens of the document are trained",
             where=tokenizer.name,
-            hint="a list for each trained token of the teacher, in order; the first token of all is never trained",
+            hint="give one list per trained token of the teacher, in order; the document's first token is never trained",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
         wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
         raise XtkError(
-            f"{wrong} among given_ids is no token of the teacher, which has {tokenizer.embedding_rows:,}",
+            f"candidate_ids has {wrong}; token ids of the teacher are 0 to {tokenizer.embedding_rows - 1:,}",
             where=tokenizer.name,
         )
 
 
-# A prompt of its own.
+# Documents with a teacher_prompt.
 
 
 @dataclass(frozen=True)
 class _TeacherDocument:
-    """A document as the teacher reads it, with a prompt of its own. Both end alike.
+    """A document with the teacher's prompt. It ends like the original.
 
     Attributes:
-        document: what the teacher reads.
-        shared_start: the byte of its text from which on the two are equal.
-        num_shared_segments: how many segments they have in common, at the end.
+        document: the document that the teacher sees.
+        shared_start: the byte of its text where the part that both share starts.
+        num_shared_segments: number of shared segments, at the end.
     """
 
     document: Document
@@ -116,11 +116,11 @@ def _teacher_document(tokenizer: Tokenizer, document: Document) -> _TeacherDocum
 
 
 def _with_text_prompt(document: Document, prompt: str) -> _TeacherDocument:
-    """Put a prompt in the place of another one, or in front of a text."""
+    """Replace the prompt, or prepend one to a text."""
     own, trained = _split_at_first_trained(document.segments)
     before = "".join(segment.text for segment in own).encode()
     after = prompt.encode()
-    # What both prompts end with is read by both sides, so a token that goes on from there into the answer is, too.
+    # The common end of both prompts is shared, so that a token across its border with the completion is aligned too.
     start = len(after) - _common_suffix_length(before, after)
     return _TeacherDocument(
         Document((Segment("prompt", prompt, False), *trained), is_complete=document.is_complete), start, len(trained)
@@ -130,7 +130,7 @@ def _with_text_prompt(document: Document, prompt: str) -> _TeacherDocument:
 def _with_message_prompt(
     document: Document, conversation: Conversation, prompt: SequenceOf[Message] | str
 ) -> _TeacherDocument:
-    """Put messages in the place of those before the first trained one, or a text in that of the system message."""
+    """Replace the messages before the first trained one, or the system message if the prompt is a string."""
     messages = conversation.messages
     if isinstance(prompt, str):
         kept = 1 if messages and messages[0]["role"] in SYSTEM_ROLES else 0
@@ -146,13 +146,13 @@ def _with_message_prompt(
 
 
 def _split_at_first_trained(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
-    """Return the segments before the first trained one, and the others."""
+    """Return the segments before the first trained one, and the rest."""
     first = next((at for at, segment in enumerate(segments) if segment.train), len(segments))
     return segments[:first], segments[first:]
 
 
 def _common_suffix_length(one: bytes, other: bytes) -> int:
-    """Return how many bytes two texts have in common at their ends."""
+    """Return the length of the longest common suffix in bytes."""
     size = min(len(one), len(other))
     one_bytes, other_bytes = (np.frombuffer(text, np.uint8)[len(text) - size :][::-1] for text in (one, other))
     differences = np.flatnonzero(one_bytes != other_bytes)
@@ -160,10 +160,10 @@ def _common_suffix_length(one: bytes, other: bytes) -> int:
 
 
 def _map_to_document(document: Document, view: _TeacherDocument, sequence: TokenSequence) -> TokenSequence:
-    """Tell what a teacher reads in bytes and segments of the document.
+    """Return the teacher's sequence in bytes and segments of the original document.
 
-    Tokens of the teacher's own prompt spell nothing of it, nor does one that begins there and goes on into what both
-    read; but if only spaces of it are the prompt's, it does: as with a space that a tokenizer puts in front of a text.
+    Tokens of the teacher's own prompt have no bytes in it, nor does a token that starts there and ends in the shared
+    part, unless it has only spaces of the prompt, like a space that a tokenizer prepends to a text.
     """
     if view.document is document:
         return sequence
@@ -172,21 +172,21 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
     pieces = [_clip_run(text, sequence, view.shared_start, *piece) for piece in sequence.text_runs.tolist()]
     pieces = [(low, stop, first - shift) for low, stop, first in pieces if low < stop]
     ends = np.zeros(len(sequence), np.int32)
-    said = np.zeros(len(sequence), np.bool_)
+    aligned = np.zeros(len(sequence), np.bool_)
     for low, stop, first in pieces:
-        if low and not said[low - 1]:
+        if low and not aligned[low - 1]:
             ends[low - 1] = first
         ends[low:stop] = sequence.byte_ends[low:stop] - shift
-        said[low:stop] = True
+        aligned[low:stop] = True
     closers = np.full(len(document.segments), -1, np.int32)
     closers[len(closers) - view.num_shared_segments :] = sequence.segment_end_tokens[
         len(sequence.segment_end_tokens) - view.num_shared_segments :
     ]
-    said[closers[closers >= 0]] = True
+    aligned[closers[closers >= 0]] = True
     return TokenSequence(
         ids=sequence.ids,
         byte_ends=np.maximum.accumulate(ends),
-        train_mask=sequence.train_mask & (said | sequence.undecodable_mask),
+        train_mask=sequence.train_mask & (aligned | sequence.undecodable_mask),
         text_runs=np.array(pieces, np.int32).reshape(-1, 3),
         segment_end_tokens=closers,
         exact=sequence.exact,
@@ -196,7 +196,7 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
 def _clip_run(
     text: bytes, sequence: TokenSequence, start: int, low: int, stop: int, first: int
 ) -> tuple[int, int, int]:
-    """Return a piece from a byte on: its tokens, and the byte where the first of them begins."""
+    """Return a run without its tokens before byte `start`, and the byte where its first token begins."""
     if first >= start:
         return low, stop, first
     at = low + int(np.searchsorted(sequence.byte_ends[low:stop], start))
@@ -208,13 +208,13 @@ def _clip_run(
     return at, stop, start
 
 
-# Tokens as they are.
+# Documents given as token ids.
 
 
 def _decode_teacher_ids(
     tokenizer: Tokenizer, document: Document, tokens: TeacherTokenIds
 ) -> tuple[Document, TokenSequence]:
-    """Make the text of tokens, and its segments. Tokens behind the last trained one change nothing and are left out."""
+    """Decode token ids to text and segments. Tokens after the last trained one have no effect and are dropped."""
     _check_ids(tokenizer, tokens)
     size = int(np.flatnonzero(tokens.train_mask)[-1]) + 1 if tokens.train_mask.any() else 1
     ids, trained = tokens.ids[:size], tokens.train_mask[:size]
@@ -232,20 +232,20 @@ def _check_ids(tokenizer: Tokenizer, tokens: TeacherTokenIds) -> None:
     if len(wrong):
         raise XtkError(
             f"token {wrong[0]} of a document's input_ids is {tokens.ids[wrong[0]]}, "
-            f"and the tokenizer has {len(vocabulary):,} tokens",
+            f"but the teacher's tokenizer has only {len(vocabulary):,} tokens",
             where=tokenizer.name,
-            hint="input_ids are those of the teacher's own tokenizer",
+            hint="input_ids must come from the teacher's own tokenizer",
         )
     if not vocabulary.is_text_decodable:
         raise XtkError(
-            "the tokens of this tokenizer do not spell the spaces of a text, so input_ids have none to train from",
+            "input_ids cannot be decoded: tokens of this tokenizer do not contain the spaces between words",
             where=tokenizer.name,
-            hint="data with text, messages, or prompt and completion",
+            hint="use data with text, messages, or prompt and completion",
         )
 
 
 class _TextBuilder:
-    """The text of tokens, added stretch by stretch; special tokens lie between the stretches."""
+    """Builds the text of token ids, run by run; special tokens are between the runs."""
 
     def __init__(self, tokenizer: Tokenizer, ids: NDArray[np.int32], trained: NDArray[np.bool_]) -> None:
         self._tokenizer, self._ids, self._trained = tokenizer, ids, trained
@@ -256,7 +256,7 @@ class _TextBuilder:
         self._size = 0  # bytes
 
     def add(self, start: int, stop: int) -> None:
-        """Add the text of tokens `[start, stop)`, and what ends it."""
+        """Append the text of tokens `[start, stop)`, and the end token after them if it is trained."""
         spellings = list(map(self._tokenizer.vocabulary.bytes_by_id.__getitem__, self._ids[start:stop].tolist()))
         raw, edges = b"".join(spellings), np.cumsum([0, *map(len, spellings)])
         space = int(not self._pieces and self._tokenizer.adds_prefix_space and raw.startswith(b" "))
@@ -275,26 +275,26 @@ class _TextBuilder:
         )
         ended = stop < len(self._ids) and self._trained[stop] and int(self._ids[stop]) in self._tokenizer.end_ids
         if ended and not (parts and parts[-1][1]):
-            parts.append(("", True))  # an answer of which only the end is trained
+            parts.append(("", True))  # only the end token of this part is trained
         self._parts += parts
         self._closers += [-1] * len(parts)
         if ended:
             self._closers[-1] = stop
 
     def _decoded(self, raw: bytes, edges: NDArray[np.int64], first: int) -> str:
-        """Decode bytes, without a character that is not finished at their end."""
+        """Decode bytes, without an incomplete character at the end."""
         try:
             return codecs.getincrementaldecoder("utf-8")().decode(raw)
         except UnicodeDecodeError as wrong:
             token = first + int(np.searchsorted(edges, wrong.start, side="right")) - 1
             raise XtkError(
-                f"token {token} of a document's input_ids, {self._ids[token]}, makes bytes that are no UTF-8",
+                f"token {token} of a document's input_ids, {self._ids[token]}, results in bytes that are not UTF-8",
                 where=self._tokenizer.name,
-                hint="leave the document out, or train none of it from there on",
+                hint="remove the document, or set the train mask to 0 from this token on",
             ) from None
 
     def document(self, document: Document) -> Document:
-        """Return the document with its segments."""
+        """Return the document with the decoded segments."""
         mixed = any(not train for _, train in self._parts)
         roles = {True: "completion" if mixed else "text", False: "prompt"}
         parts = self._parts or [("", True)]
@@ -302,7 +302,7 @@ class _TextBuilder:
         return replace(document, segments=segments, is_complete=bool(self._closers) and self._closers[-1] >= 0)
 
     def sequence(self) -> TokenSequence:
-        """Return what the teacher reads."""
+        """Return the teacher's token sequence."""
         return TokenSequence(
             ids=self._ids,
             byte_ends=np.maximum.accumulate(self._ends),
@@ -313,15 +313,15 @@ class _TextBuilder:
 
 
 def _continuation_bytes(raw: bytes) -> int:
-    """Return how many bytes belong to a character that began before them."""
+    """Return the number of leading bytes that continue a character from before (at most 3)."""
     return next((at for at, byte in enumerate(raw[:3]) if byte & 0xC0 != 0x80), min(3, len(raw)))
 
 
 def _split_by_train_mask(text: str, owners: NDArray[np.bool_]) -> list[tuple[str, bool]]:
-    """Cut a text where training begins and ends. A character is trained if the token of its last byte is.
+    """Split a text where training begins and ends. A character is trained if the token of its last byte is.
 
     Args:
-        text: n bytes.
+        text: the text, n bytes.
         owners: bool [n], whether the token of each byte is trained.
     """
     raw = np.frombuffer(text.encode(), np.uint8)

@@ -1,8 +1,8 @@
-"""Jinja templates rendered in a process with limits: of memory, of processor time, of how much they write.
+"""Jinja templates, rendered in a subprocess with limits of memory, CPU time and output length.
 
-A chat template comes with a model, and is a program. Jinja's sandbox keeps it from files and from Python, not from
-writing 'a' * 2000000000, from filters that do the same (center, indent, format), or from loops in loops. So one child
-process renders for all templates of a process; the operating system limits it, and the next request starts another.
+A chat template comes with a model, and is a program. Jinja's sandbox protects files and Python objects, but does not
+prevent 'a' * 2000000000, filters with the same effect (center, indent, format), or nested loops. So one subprocess
+renders all templates of a process under limits of the operating system; if it dies, the next request starts another.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.subprocesses import block_sigint
 
-# Templates that ask for the date get this one: the same inputs give the same bytes on every day.
+# Templates that use the current date get this one, so that the same inputs give the same bytes on every day.
 FIXED_DATE = datetime(2024, 7, 26)
 CHAT_TEMPLATE, PROMPT_TEMPLATE = (
     "chat",
     "prompt",
-)  # environments: as transformers has it for chat templates; for --prompt-template
-MAX_SECONDS = 5  # of processor time for one rendering
-MAX_REQUEST_CHARACTERS = 1 << 22  # characters of a request
+)  # Jinja environments: that of transformers for chat templates; that of --prompt-template
+MAX_SECONDS = 5  # of CPU time per conversation
+MAX_REQUEST_CHARACTERS = 1 << 22  # per request, several conversations
 MAX_MEMORY = 1 << 30  # bytes of address space
-MAX_SOURCE_CHARACTERS = 1 << 20  # characters; the longest published templates have some ten thousand
+MAX_SOURCE_CHARACTERS = 1 << 20  # the longest published templates have some ten thousand
 MAX_OUTPUT_RATIO, MIN_OUTPUT_LIMIT = (
     100,
     1 << 16,
-)  # what a template may write: so many times what it reads, and so much more
+)  # output limit: this ratio times template and input, plus this number of characters
 _SIZE_HEADER = struct.Struct("<Q")
 _WORKER_CODE = (
     "import sys; sys.path[:] = {path!r}; "
     "from xtk.tokens.template_rendering import serve_render_requests; serve_render_requests()"
 )
-_MAX_ERROR_CHARACTERS = 300  # characters of what a template says when it refuses
+_MAX_ERROR_CHARACTERS = 300  # of a template's error message
 
 
 class SandboxedTemplate:
-    """A template, compiled and rendered in the child process.
+    """A Jinja template, compiled and rendered in the subprocess.
 
     Args:
-        source: Jinja.
-        kind: CHAT or PROMPT.
-        where: whose it is, for messages.
+        source: the Jinja source.
+        kind: CHAT_TEMPLATE or PROMPT_TEMPLATE.
+        where: name of its owner in errors.
 
     Raises:
-        XtkError: it is not a template, or takes more than its limits to compile.
+        XtkError: it has a syntax error, or exceeds its limits during compilation.
     """
 
     def __init__(self, source: str, kind: str, where: str) -> None:
         self.source, self.kind, self.where = source, kind, where
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise XtkError(
-                f"this template has {len(source):,} characters; at most {MAX_SOURCE_CHARACTERS:,} are read", where=where
+                f"this template has {len(source):,} characters; the maximum is {MAX_SOURCE_CHARACTERS:,}", where=where
             )
         self.render_batch([])
 
     def render_batch(self, variables: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Return the text for each set of values.
+        """Return the rendered text for each set of variables.
 
         Args:
-            variables: {name: value}; what is not of JSON becomes its text.
+            variables: {name: value}; values without a JSON type become strings.
 
         Raises:
-            XtkError: the template refuses one, or takes more than its limits.
+            XtkError: the template raises an error, or exceeds its limits.
         """
         texts = []
         for part in _split_requests([json.dumps(values, default=str) for values in variables]):
@@ -84,7 +84,7 @@ class SandboxedTemplate:
 
 
 def _split_requests(bodies: list[str]) -> Iterator[list[str]]:
-    """Yield requests of some megabytes at most, or of one body; one that is empty where there is none."""
+    """Yield requests of at most MAX_REQUEST_CHARACTERS or one body each; an empty request if there are no bodies."""
     part: list[str] = []
     size = 0
     for body in bodies:
@@ -97,7 +97,7 @@ def _split_requests(bodies: list[str]) -> Iterator[list[str]]:
 
 
 class _RenderProcess:
-    """The process that renders."""
+    """The subprocess that renders templates."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -105,10 +105,10 @@ class _RenderProcess:
         self._template_numbers: dict[tuple[str, str], int] = {}
 
     def render(self, template: SandboxedTemplate, values: Sequence[str]) -> list[dict[str, str]]:
-        """Return what the child answers to each set of values, which are JSON.
+        """Return the subprocess's response for each set of variables (JSON texts).
 
         Raises:
-            XtkError: it ended over this request.
+            XtkError: the subprocess died during this request.
         """
         with self._lock:
             for again in (False, True):
@@ -117,7 +117,7 @@ class _RenderProcess:
                     return self._exchange(template, values)
                 except (OSError, EOFError):
                     number = self.close()
-                    # One that was ended from outside between two requests is started again.
+                    # If it died between two requests, for example killed by the user, it is started again.
                     if fresh or again or number in (-signal.SIGVTALRM, -signal.SIGSEGV):
                         raise XtkError(_exit_reason(number), where=template.where) from None
         raise AssertionError
@@ -152,7 +152,7 @@ class _RenderProcess:
         return self._process
 
     def close(self) -> int:
-        """End the process, if there is one; return its exit code, or minus the number of the signal that ended it."""
+        """End the subprocess, if there is one; return its exit code, negative if a signal ended it."""
         process, self._process = self._process, None
         self._template_numbers = {}
         if process is None:
@@ -181,8 +181,8 @@ def _render_process() -> _RenderProcess:
 
 
 def _forget_after_fork() -> None:
-    """Leave the child to the process that was forked: its answers are not for this one."""
-    global _starting
+    """Drop the subprocess in a forked process: its responses belong to the parent."""
+    global _start_lock
     _start_lock = threading.Lock()
     _inherited_processes.extend(_processes)
     _processes.clear()
@@ -199,10 +199,10 @@ def _close_at_exit() -> None:
 
 def _exit_reason(number: int) -> str:
     if number == -signal.SIGVTALRM:
-        return f"this template took more than {MAX_SECONDS} seconds of processor time for one conversation"
+        return f"this template exceeded {MAX_SECONDS} seconds of CPU time for one conversation"
     if number == -signal.SIGKILL:
-        return "the process that renders this template was killed; it may have taken too much memory"
-    return f"this template ended the process that renders it (exit code {number})"
+        return "the process that renders this template was killed, perhaps for lack of memory"
+    return f"the process that renders this template crashed (exit code {number})"
 
 
 def _printable_error(text: str) -> str:
@@ -219,14 +219,14 @@ def _read_exactly(stream: Any, size: int) -> bytes:
     return content
 
 
-# In the child.
+# In the subprocess.
 
 
 def serve_render_requests() -> None:
-    """Render what comes on stdin until it ends."""
+    """Render requests from stdin to stdout until stdin closes."""
     import resource
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its answer is not read any more
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly if the parent has closed the pipe
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environments = {CHAT_TEMPLATE: _chat_environment(), PROMPT_TEMPLATE: _prompt_environment()}
@@ -248,10 +248,10 @@ def _render_request(environments: Mapping[str, Any], templates: dict[int, Any], 
                 templates[number] = (environments[kind].from_string(source), len(source))
         except Exception as wrong:
             templates[number] = (None, 0)
-            return [{"error": f"this {kind} template cannot be read: {_error_text(wrong)}"}]
+            return [{"error": f"invalid {kind} template: {_error_text(wrong)}"}]
     template, size = templates[number]
     if template is None:
-        return [{"error": f"this {kind} template cannot be read"}]
+        return [{"error": f"invalid {kind} template"}]
     return [
         _render_one(template, values, kind, MAX_OUTPUT_RATIO * (size + read) + MIN_OUTPUT_LIMIT)
         for values, read in zip(request["values"], request["sizes"], strict=True)
@@ -260,7 +260,7 @@ def _render_request(environments: Mapping[str, Any], templates: dict[int, Any], 
 
 @contextlib.contextmanager
 def _cpu_time_limit() -> Iterator[None]:
-    """Limit the processor time of a block: the timer's signal ends the process, also inside of C."""
+    """Limit the CPU time of a block: the timer's signal ends the process, also inside of C code."""
     signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS)
     try:
         yield
@@ -277,19 +277,19 @@ def _render_one(template: Any, values: dict[str, Any], kind: str, limit: int) ->
                 size += len(part)
                 if size > limit:
                     return {
-                        "error": f"the {kind} template writes more than {limit:,} characters, {MAX_OUTPUT_RATIO} times "
-                        "its own length and that of what it reads"
+                        "error": f"the output of the {kind} template exceeds {limit:,} characters (about "
+                        f"{MAX_OUTPUT_RATIO} times the length of template and input)"
                     }
         return {"text": "".join(parts)}
     except Exception as wrong:  # a template is a program
         del parts
-        verb = "refuses a conversation" if kind == CHAT_TEMPLATE else "fails"
+        verb = "refuses this conversation" if kind == CHAT_TEMPLATE else "fails"
         return {"error": f"the {kind} template {verb}: {_error_text(wrong)}"}
 
 
 def _error_text(wrong: Exception) -> str:
     if isinstance(wrong, MemoryError):
-        return f"it takes more than {MAX_MEMORY >> 30} GiB of memory"
+        return f"it uses more than {MAX_MEMORY >> 30} GiB of memory"
     if isinstance(wrong, RecursionError):
         return "it is nested too deeply"
     return str(wrong)[: _MAX_ERROR_CHARACTERS + 1] or type(wrong).__name__
@@ -299,7 +299,7 @@ def _encode_response(environments: Mapping[str, Any], templates: dict[int, Any],
     try:
         return json.dumps(_render_request(environments, templates, body)).encode()
     except MemoryError as wrong:
-        return json.dumps([{"error": f"this template cannot be rendered: {_error_text(wrong)}"}]).encode()
+        return json.dumps([{"error": f"the template cannot be rendered: {_error_text(wrong)}"}]).encode()
 
 
 def _chat_environment() -> Any:
@@ -309,7 +309,7 @@ def _chat_environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """`{% generation %}` marks what a model writes; here its body is text as any other."""
+        """`{% generation %}` marks the assistant's text; here its body is rendered as usual."""
 
         tags = {"generation"}  # noqa: RUF012 (Jinja's own declaration)
 
@@ -341,7 +341,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # Jinja's own filter escapes for HTML.
+    # Jinja's own filter escapes HTML.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

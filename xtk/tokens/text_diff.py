@@ -1,10 +1,8 @@
-"""Two texts that differ: which characters of one are which of the other.
+"""Character-level alignment of two different texts.
 
-The last resort of alignment. Tokens of one text are aligned by walking along its bytes; where the two sides
-read *different* texts (a template that drops a thinking block, a tokenizer that keeps no offsets), the texts
-themselves have to be aligned first. Stretches that occur once on each side anchor the rest; between anchors a
-dynamic program finds the longest common subsequence. Time grows with the length times the differences, memory with
-the length.
+The fallback when both sides do not have the same text: a template drops a reasoning block, or a tokenizer keeps no
+offsets. Substrings that occur once on each side are anchors; between anchors a dynamic program finds the longest common
+subsequence. Time grows with length times differences, memory with length.
 
 Source: E. Myers, An O(ND) Difference Algorithm and Its Variations, 1986 (the middle snake, in linear memory).
 """
@@ -21,10 +19,8 @@ from numpy.typing import NDArray
 
 from xtk.tokens.alignment_kernels import minimal_spans
 
-ANCHOR_LENGTH = (
-    16  # characters of a stretch that anchors; long enough not to repeat by chance, short enough to be found
-)
-# Beyond so many edits between two anchors the texts have nothing in common that is worth the square of it.
+ANCHOR_LENGTH = 16  # characters of an anchor: long enough not to repeat by chance, short enough to be found
+# With more edits between two anchors, the texts have too little in common to justify the quadratic time.
 MAX_EDITS = 2048
 _BASE = np.int64(1_000_003)
 _UNREACHABLE = -(1 << 40)
@@ -32,13 +28,13 @@ _UNREACHABLE = -(1 << 40)
 
 @dataclass(frozen=True)
 class FuzzySpans:
-    """Spans of two texts that differ.
+    """Spans of two different texts.
 
     Attributes:
         spans: int32 [C, 4], `[s0, s1, t0, t1]`, as for equal texts; the last one may have tokens on one side only.
-        similarity: float32 [C], the characters that a span has in common on both sides, twice, over the
-            characters of both: 1 for equal texts, 0 for those that share nothing.
-        equal: bool [C], whether the texts of the span are equal, character for character.
+        similarity: float32 [C], twice the number of common characters of a span over the characters of both sides: 1
+            for equal texts, 0 for texts without common characters.
+        equal: bool [C], whether the texts of the span are equal.
     """
 
     spans: NDArray[np.int32]
@@ -47,17 +43,17 @@ class FuzzySpans:
 
 
 def matching_runs(first_text: str, second_text: str, *, ignore_case_and_accents: bool = False) -> NDArray[np.int32]:
-    """Find the stretches that two texts have in common, in order.
+    """Return the common substrings of two texts, in order.
 
-    A stretch that is shorter than what differs before it and than what differs after it is chance, and left out.
+    A match that is shorter than the differences before and after it is a coincidence, and is dropped.
 
     Args:
         first_text: a text.
         second_text: another.
-        ignore_case_and_accents: take characters for equal that differ in case, accent or width.
+        ignore_case_and_accents: match characters that differ in case, accent or width.
 
     Returns:
-        int32 [R, 3], rising: characters `[a, a + n)` of the one are `[b, b + n)` of the other, as (a, b, n).
+        int32 [R, 3], ascending: characters `[a, a + n)` of the first are `[b, b + n)` of the second, as (a, b, n).
         Swapping the texts swaps the first two columns.
     """
     left, right = _code_points(first_text, ignore_case_and_accents), _code_points(second_text, ignore_case_and_accents)
@@ -73,21 +69,21 @@ def matching_runs(first_text: str, second_text: str, *, ignore_case_and_accents:
 def align_different_texts(
     student_text: str, student_ends: NDArray[np.int32], teacher_text: str, teacher_ends: NDArray[np.int32]
 ) -> FuzzySpans:
-    """Align tokens of two texts that differ.
+    """Return the spans of tokens of two different texts.
 
-    A span closes where a token ends on both sides at the same place of the common text. What differs lies
-    inside of spans, which tell it.
+    A span ends where tokens of both sides end at the same position of a common substring. Differences are inside of
+    spans.
 
     Args:
-        student_text: what the student's tokens spell.
-        student_ends: int32 [S], never falling, the byte of it where each token ends.
-        teacher_text: what the teacher's tokens spell.
+        student_text: the text of the student's tokens.
+        student_ends: int32 [S], never decreasing, the byte end of each token in it.
+        teacher_text: the text of the teacher's tokens.
         teacher_ends: int32 [T], likewise.
     """
     runs = matching_runs(student_text, teacher_text, ignore_case_and_accents=True)
     left, right = character_byte_offsets(student_text), character_byte_offsets(teacher_text)
     cuts, other_cuts = _shared_boundaries(runs, left, right)
-    # On a common ruler: place i is i + 1, whatever lies between places is no place.
+    # Boundary i gets end i + 1 on both sides, so that the kernel for equal texts applies.
     student = _boundary_indices(student_ends, cuts)
     teacher = _boundary_indices(teacher_ends, other_cuts)
     spans = minimal_spans(student, teacher)
@@ -103,7 +99,7 @@ def align_different_texts(
 def compare_texts(
     first_texts: Sequence[str], second_texts: Sequence[str]
 ) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Compare texts in pairs.
+    """Return the similarity of pairs of texts.
 
     Returns:
         float32 [n], the similarity of each pair; bool [n], whether its texts are equal.
@@ -140,7 +136,7 @@ def _folded_code_point(code: int) -> int:
 def _shared_boundaries(
     runs: NDArray[np.int32], left: NDArray[np.int32], right: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the bytes of both texts between which a cut is one place: within runs, at their edges, and at the end."""
+    """Return the bytes of both texts at shared boundaries: within runs, at their edges, and at the end."""
     ones, others = [np.zeros(1, np.int32)], [np.zeros(1, np.int32)]
     for a, b, size in runs.tolist():
         ones.append(left[a : a + size + 1])
@@ -148,15 +144,15 @@ def _shared_boundaries(
     ones.append(left[-1:])
     others.append(right[-1:])
     one, other = np.concatenate(ones), np.concatenate(others)
-    # A place between two runs that touch is named twice.
+    # A boundary between two adjacent runs occurs twice.
     fresh = np.concatenate([[True], (np.diff(one) > 0) | (np.diff(other) > 0)])
     return one[fresh], other[fresh]
 
 
 def _boundary_indices(ends: NDArray[np.int32], cuts: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the number of the place where each token ends, or else that of the token before it.
+    """Return the index of the boundary where each token ends, else that of the token before it.
 
-    Where one side has what the other has not, several places are one byte of the other; the first of them is meant.
+    Where one side has additional text, several boundaries are the same byte of the other side; the first is used.
     """
     at = np.minimum(np.searchsorted(cuts, ends), len(cuts) - 1)
     found = np.where(cuts[at] == ends, at, 0)
@@ -164,13 +160,13 @@ def _boundary_indices(ends: NDArray[np.int32], cuts: NDArray[np.int32]) -> NDArr
 
 
 def _decode_ranges(text: str, ends: NDArray[np.int32], ranges: NDArray[np.int32]) -> list[str]:
-    """Return what each range of tokens spells."""
+    """Return the text of each range of tokens."""
     raw, edges = text.encode("utf-8", "surrogatepass"), [0, *ends.tolist()]
     return [raw[edges[low] : edges[high]].decode("utf-8", "replace") for low, high in ranges.tolist()]
 
 
 def text_similarity(first_text: str, second_text: str) -> float:
-    """Return the common characters of two texts, twice, over the characters of both; case and accents are folded."""
+    """Return twice the common characters over the characters of both texts; ignores case and accents."""
     total = len(first_text) + len(second_text)
     return (
         2 * int(matching_runs(first_text, second_text, ignore_case_and_accents=True)[:, 2].sum()) / total
@@ -180,13 +176,13 @@ def text_similarity(first_text: str, second_text: str) -> float:
 
 
 def _find_common_runs(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return runs (a, b, n) that touch nowhere on both sides at once."""
+    """Return maximal runs (a, b, n): no two are adjacent on both sides."""
     chain = _anchors(left, right)
     found = [np.zeros((0, 3), np.int32)]
     a = b = 0
     for next_a, next_b in [*chain.tolist(), (len(left), len(right))]:
         if next_a < a or next_b < b:
-            continue  # inside of a run that the anchor before it has grown to
+            continue  # inside of the run of the anchor before it
         gap = longest_common_runs(left[a:next_a], right[b:next_b], MAX_EDITS)
         found.append(gap + np.array([a, b, 0], np.int32))
         size = _common_prefix(left[next_a:], right[next_b:])
@@ -206,7 +202,7 @@ def _join_adjacent_runs(runs: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _anchors(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return where stretches of ANCHOR characters stand that occur once on each side, as many as come in one order."""
+    """Return [n, 2] positions of substrings of ANCHOR_LENGTH that occur once on each side, in the same order."""
     if min(len(left), len(right)) < 4 * ANCHOR_LENGTH:
         return np.zeros((0, 2), np.int64)
     one, other = _rolling_hashes(left, ANCHOR_LENGTH), _rolling_hashes(right, ANCHOR_LENGTH)
@@ -216,7 +212,7 @@ def _anchors(left: NDArray[np.int32], right: NDArray[np.int32]) -> NDArray[np.in
     places = np.column_stack([at[counts == 1][mine], other_at[other_counts == 1][theirs]]).astype(np.int64)
     places = places[np.argsort(places[:, 0])]
     steps = np.arange(ANCHOR_LENGTH)
-    same = (left[places[:, :1] + steps] == right[places[:, 1:] + steps]).all(1)  # a hash is no proof
+    same = (left[places[:, :1] + steps] == right[places[:, 1:] + steps]).all(1)  # hashes may collide
     places = places[same]
     rising: NDArray[np.int64] = places[_longest_increasing_subsequence(places[:, 1])]
     return rising
@@ -240,10 +236,10 @@ def _rolling_hashes(codes: NDArray[np.int32], size: int) -> NDArray[np.int64]:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _longest_increasing_subsequence(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the indices of a longest strictly rising subsequence."""
+    """Return the indices of a longest strictly increasing subsequence."""
     size = len(values)
     before = np.full(size, -1, np.int64)
-    last = np.empty(size, np.int64)  # of the best subsequence of each length, where it ends
+    last = np.empty(size, np.int64)  # last index of the best subsequence of each length
     length = 0
     for at in range(size):
         low, high = 0, length
@@ -275,18 +271,18 @@ def _common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def longest_common_runs(left: NDArray[np.int32], right: NDArray[np.int32], max_edits: int) -> NDArray[np.int32]:
-    """Find a longest common subsequence, as runs.
+    """Return a longest common subsequence, as runs.
 
-    Divides at the middle of a shortest edit script, again and again, on a stack. Where a script is longer than
-    twice `max_edits`, the search is given up and divided at the point that went furthest: no longer a longest one.
+    Divides recursively at the middle of a shortest edit script, with a stack. If a script is longer than twice
+    `max_edits`, it divides at the furthest point instead; the result may then not be the longest.
 
     Args:
         left: int32 [n].
         right: int32 [m].
-        max_edits: how far to search from either end.
+        max_edits: limit of edits searched from each end.
 
     Returns:
-        int32 [R, 3], (a, b, n) in rising order; runs may touch.
+        int32 [R, 3], (a, b, n) in ascending order; runs may be adjacent.
     """
     runs = np.empty((min(len(left), len(right)) + 1, 3), np.int32)
     count = 0
@@ -303,7 +299,7 @@ def longest_common_runs(left: NDArray[np.int32], right: NDArray[np.int32], max_e
         if a == a_stop or b == b_stop:
             continue
         x, y, run = _middle_snake(left[a:a_stop], right[b:b_stop], max_edits, forward, backward)
-        # What follows the middle comes back later, so it goes on the stack first; the run itself is its prefix.
+        # The stack is last in, first out: push the part after the middle first. The middle run is its entry's prefix.
         stack.append((a + x + run, a_stop, b + y + run, b_stop))
         stack.append((a + x, a + x + run, b + y, b + y + run))
         stack.append((a, a + x, b, b + y))
@@ -318,7 +314,7 @@ def _middle_snake(
     forward: NDArray[np.int64],
     backward: NDArray[np.int64],
 ) -> tuple[int, int, int]:
-    """Return the run (a, b, n), perhaps empty, in the middle of a shortest edit script; the texts begin differently."""
+    """Return the run (a, b, n), maybe empty, in the middle of a shortest edit script; first characters must differ."""
     n, m = len(left), len(right)
     delta = n - m
     odd = delta % 2 != 0
@@ -333,7 +329,7 @@ def _middle_snake(
             forward[centre + k] = x
             if x >= 0 and 2 * x - k > best_x + best_y:
                 best_x, best_y = x, x - k
-            other = delta - k  # the same diagonal, as the search from the other end numbers it
+            other = delta - k  # the same diagonal in the numbering of the other search
             if odd and -edits < other < edits and x + backward[centre + other] >= n:
                 return start, start - k, x - start
         for k in range(-edits, edits + 1, 2):
@@ -350,7 +346,7 @@ def _middle_snake(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _furthest_x(reached: NDArray[np.int64], centre: int, k: int, edits: int, n: int, m: int) -> int:
-    """Return the furthest x on diagonal k after one more edit; far below 0 where the text ends before it."""
+    """Return the furthest x on diagonal k after one more edit; a large negative number if the text ends before."""
     if edits == 0:
         return 0
     x = _UNREACHABLE
@@ -362,7 +358,7 @@ def _furthest_x(reached: NDArray[np.int64], centre: int, k: int, edits: int, n: 
 
 
 def _drop_coincidental_runs(runs: NDArray[np.int32], left: int, right: int) -> NDArray[np.int32]:
-    """Drop runs shorter than what differs on each side of them, shortest first as they are met from the left."""
+    """Drop runs shorter than the differences on both sides, from left to right."""
     kept: list[tuple[int, int, int]] = []
     pending = [tuple(run) for run in runs.tolist()]
     for at, run in enumerate(pending):

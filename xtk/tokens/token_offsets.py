@@ -1,9 +1,8 @@
-"""Where tokens end in a text that their tokenizer rewrote before it cut it: by the backend's character offsets.
+"""Byte ends of tokens in a text that the tokenizer normalized, from the backend's character offsets.
 
-A normaliser composes letters with their accents, lower-cases, drops white space. Its backend knows which characters
-a token was made from, but not all of them: of "e" + U+0301, read as U+00E9, it names the "e" alone. Here the offsets
-are widened to stretches of text that the normaliser rewrites as one, and tokens that share such a stretch are kept
-together.
+A normalizer composes letters with accents, lower-cases, drops white space. The offsets of the backend are incomplete:
+for "e" + U+0301, normalized to U+00E9, they contain the "e" alone. Here the offsets are widened to clusters that the
+normalizer rewrites together, and tokens that share a cluster get the same end.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-# More marks on one letter than any script needs; longer runs are kept together, unexamined.
+# More marks on one letter than any script needs; longer clusters are not split.
 MAX_CLUSTER_LENGTH = 16
 
 
@@ -26,28 +25,28 @@ def byte_ends_from_offsets(
     spellings: Sequence[bytes],
     normalize: Callable[[str], str] | None,
 ) -> NDArray[np.int32]:
-    """Find the byte where each token ends.
+    """Return the byte where each token ends.
 
-    Characters that the tokenizer dropped belong to the token after them, at the end of the text to the last one.
-    Of tokens that share characters the last one has their end, and the others end where the token before them does;
-    but where their bytes are those of the text, each token ends by its bytes.
+    Characters that the tokenizer dropped belong to the next token, at the end of the text to the last one. If tokens
+    share characters, the last one has their end and the others the end of the token before them; but if their bytes are
+    those of the text, each token ends by its bytes.
 
     Args:
-        text: what was tokenised.
-        offsets: [n], the characters that each token was made from, as the backend tells.
+        text: the text that was tokenized.
+        offsets: [n], the character range of each token, from the backend.
         spellings: [n], the bytes of each token.
-        normalize: the tokenizer's normaliser; None without one.
+        normalize: the tokenizer's normalizer; None without one.
 
     Returns:
-        int32 [n], never falling; the last is the length of the text.
+        int32 [n], never decreasing; the last is the length of the text in bytes.
     """
     if not len(offsets):
         return np.zeros(0, np.int32)
     byte_of_character = np.cumsum([0, *(len(character.encode()) for character in text)], dtype=np.int32)
     edges = _cluster_boundaries(text, normalize)
-    # A normalizer that adds characters at the end of a text has offsets behind it.
+    # A normalizer that appends characters has offsets past the end of the text.
     table = np.clip(np.array(offsets, np.int64), 0, len(text))
-    # Widened: from the edge at or before the first character to the one at or after the last.
+    # Widened: from the cluster boundary at or before the first character to the one at or after the last.
     starts = byte_of_character[edges[np.searchsorted(edges, table[:, 0], side="right") - 1]]
     ends = np.maximum.accumulate(byte_of_character[edges[np.searchsorted(edges, table[:, 1], side="left")]])
     earliest_later = np.minimum.accumulate(starts[::-1])[::-1]
@@ -59,13 +58,13 @@ def byte_ends_from_offsets(
 
 
 def _end_by_bytes(ends: NDArray[np.int32], text: bytes, spellings: Sequence[bytes]) -> None:
-    """Tell apart the tokens that share characters which the tokenizer left as they are: parts of "日", say."""
+    """Set separate ends for tokens that share characters which were not normalized, such as the bytes of "日"."""
     first = start = 0
     for last in np.flatnonzero(np.diff(ends, prepend=0) > 0).tolist():
         stop = int(ends[last])
         if last > first:
             spelled = b"".join(spellings[first : last + 1])
-            added = spelled == b" " + text[start:stop]  # a space in front that the tokenizer added
+            added = spelled == b" " + text[start:stop]  # a space that the tokenizer prepended
             if added or spelled == text[start:stop]:
                 lengths = [len(spelling) for spelling in spellings[first : last + 1]]
                 ends[first : last + 1] = np.maximum(start, start + np.cumsum(lengths) - added)
@@ -73,8 +72,8 @@ def _end_by_bytes(ends: NDArray[np.int32], text: bytes, spellings: Sequence[byte
 
 
 def characters_kept_by_normalizer(text: str, normalize: Callable[[str], str]) -> list[int]:
-    """Return the indices of the characters of which the normaliser leaves something."""
-    nothing = normalize("00")  # a digit on each side, so that nothing is stripped as the edge of a text
+    """Return the indices of the characters that the normalizer does not drop."""
+    nothing = normalize("00")  # digits on both sides, so that nothing is stripped at the ends of the text
     kept: list[int] = []
     for start, stop in itertools.pairwise(_cluster_boundaries(text, normalize).tolist()):
         if normalize(f"0{text[start:stop]}0") != nothing:
@@ -83,7 +82,7 @@ def characters_kept_by_normalizer(text: str, normalize: Callable[[str], str]) ->
 
 
 def _cluster_boundaries(text: str, normalise: Callable[[str], str] | None) -> NDArray[np.int64]:
-    """Return the offsets, 0 and the text's length among them, that lie in nothing that is rewritten as one."""
+    """Return the character offsets, including 0 and the text's length, that are not inside of a cluster."""
     inside = np.zeros(len(text) + 1, np.bool_)
     if normalise is not None:
         cuts: dict[str, list[int]] = {}
@@ -97,7 +96,7 @@ def _cluster_boundaries(text: str, normalise: Callable[[str], str] | None) -> ND
 
 
 def _combining_clusters(text: str) -> list[tuple[int, int]]:
-    """Return `[start, stop)` of each character with all that may be rewritten with it, if that is more than itself."""
+    """Return `[start, stop)` of clusters: characters that may be normalized together, at least two each."""
     if text.isascii():
         return []
     goes_on = [False, *map(_may_combine_with_previous, text[1:]), False]
@@ -111,7 +110,7 @@ def _combining_clusters(text: str) -> list[tuple[int, int]]:
 
 
 def _split_points(cluster: str, normalise: Callable[[str], str]) -> list[int]:
-    """Return where a cluster may be cut without a change to what the normaliser makes of it."""
+    """Return where a cluster may be split without changing its normalization."""
     whole = _normalize_separately([cluster], normalise)
     return [
         at for at in range(1, len(cluster)) if _normalize_separately([cluster[:at], cluster[at:]], normalise) == whole
@@ -119,18 +118,18 @@ def _split_points(cluster: str, normalise: Callable[[str], str]) -> list[int]:
 
 
 def _normalize_separately(parts: Sequence[str], normalise: Callable[[str], str]) -> str:
-    # Between fences, so that they neither compose nor lie at the edges of the text, where spaces are stripped or added.
-    # A digit composes with nothing, and all normalisers leave it alone.
+    # Between digits, so that parts neither compose nor lie at the ends of the text, where spaces are stripped or added.
+    # Digits compose with nothing, and no normalizer changes them.
     return normalise("0" + "0".join(parts) + "0").replace("0", "")
 
 
 @lru_cache(maxsize=1 << 16)
 def _may_combine_with_previous(character: str) -> bool:
-    """Say whether a normaliser may compose this character with the one before it.
+    """Return whether a normalizer may compose this character with the one before it.
 
-    Marks are, and Hangul vowels and final consonants (U+1160 to U+11FF), which are no marks; and whatever NFKC first
-    turns into one of these: half-width voiced sound marks, the vowels of the compatibility alphabets. Charsmaps
-    rewrite whole graphemes, so joiners (Cf) and the skin tones of emoji go on too.
+    True for marks, for Hangul vowels and final consonants (U+1160 to U+11FF), which are not marks, and for characters
+    that NFKC turns into one of these: half-width voiced sound marks, vowels of the compatibility alphabets. Charsmaps
+    rewrite complete graphemes, so joiners (Cf) and emoji skin tones count too.
     """
     first = unicodedata.normalize("NFKD", character)[0]
     return (

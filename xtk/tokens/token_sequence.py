@@ -1,4 +1,4 @@
-"""A document as one model reads it: the tokens, the bytes that they spell, and which of them are trained."""
+"""A model's token sequence of a document: tokens, their bytes in the document's text, and the train mask."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 
 class TokenSequence:
-    """Tokens of a document in the order in which a model reads them.
+    """A model's tokens of a document, in order.
 
-    Plain text stands between a start and an end token; a conversation stands in the model's own template.
+    Plain text is between a start and an end token; a conversation is rendered with the model's chat template.
 
     Attributes:
         ids: int32 [T].
-        byte_ends: int32 [T], never falling: the byte of the document's text where each token ends. Tokens that spell
-            none of it (a start token, templates) end where the text before them did, but for the last of them
-            before a piece: it ends where the piece begins, so that a token begins where the one before it ends (but
-            where a template cut something out between two tokens of a content).
-        train_mask: bool [T], whether the token is predicted and carries a loss: not the first one, and
-            only inside trained segments.
-        text_runs: int32 [P, 3], rising: tokens `[start, stop)` spell the text from byte `first` on, without a gap.
-        segment_end_tokens: int32 [segments], the token that says that a segment has ended (eos, end of turn); -1: none.
-        exact: whether its tokens spell the text that the model was given, or a normaliser rewrote some of it.
+        byte_ends: int32 [T], never decreasing: the byte of the document's text where each token ends. Tokens without
+            bytes in it (a start token, template text) have the end of the text before them, except for the last of them
+            before a run: its end is the run's start, so that each token starts where the previous one ends (except
+            where a template removed text between two tokens of a content).
+        train_mask: bool [T], whether the token is predicted and trained: never the first token, and only tokens of
+            trained segments.
+        text_runs: int32 [P, 3], ascending: tokens `[start, stop)` cover the text from byte `first` on, without a gap.
+        segment_end_tokens: int32 [segments], index of the token that ends each segment (eos, end of turn); -1: none.
+        exact: whether the tokens' bytes equal the model's input text; False if a normalizer changed it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TokenSequence:
 
     @property
     def text_mask(self) -> NDArray[np.bool_]:
-        """Whether each token spells the document's text."""
+        """bool [T], tokens with bytes of the document's text."""
         mask = np.zeros(len(self.ids), np.bool_)
         for start, stop, _ in self.text_runs.tolist():
             mask[start:stop] = True
@@ -63,18 +63,18 @@ class TokenSequence:
 
     @property
     def undecodable_mask(self) -> NDArray[np.bool_]:
-        """Whether each token is trained and belongs to no text: sampled tokens from the first invalid UTF-8 byte on."""
+        """bool [T], trained tokens without text: sampled tokens from the first invalid UTF-8 byte on."""
         mask = self.train_mask & ~self.text_mask
         mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
         return mask
 
     def byte_ranges(self) -> NDArray[np.int32]:
-        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each piece spells."""
+        """Return int32 [P, 2], the bytes `[start, stop)` of the text that each run covers."""
         starts = self.text_runs[:, 2]
         return np.column_stack([starts, np.maximum(self.byte_ends[self.text_runs[:, 1] - 1], starts)])
 
     def encoded_run(self, number: int) -> EncodedText:
-        """Return the tokens of one piece, their ends in bytes of the whole text."""
+        """Return the tokens of one run, with ends in bytes of the document's text."""
         start, stop, _ = self.text_runs[number].tolist()
         return EncodedText(self.ids[start:stop], self.byte_ends[start:stop], self.exact)
 
@@ -91,14 +91,14 @@ class TokenSequence:
 
 
 def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list[TokenSequence]:
-    """Tokenise documents as a model reads them; what it wrote itself, it reads as it wrote it.
+    """Return the token sequences of documents for one model; its own rollouts keep their sampled tokens.
 
-    The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start
-    token the first token of a text is not predicted by anything and not trained. A conversation is rendered
-    by the tokenizer's chat template, which writes such tokens itself.
+    The start token is bos, or eos for tokenizers without a bos; the end token is eos. Without a start token the first
+    token of a text has no prediction and is not trained. A conversation is rendered with the tokenizer's chat
+    template, which adds such tokens itself.
 
     Raises:
-        XtkError: a conversation, and the tokenizer has no chat template or one that refuses it.
+        XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
     own = [sampled_tokens_for(tokenizer, document) for document in documents]
     others = [document for document, drawn in zip(documents, own, strict=True) if drawn is None]
@@ -181,10 +181,10 @@ def _sequence_from_conversation(
                     trained[low:high] = segment.train
             closer = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
             closers[number] = closer
-            if closer >= 0:  # a template ends what a student was cut off in, too
+            if closer >= 0:  # templates also close a truncated last message
                 trained[closer] = segment.train and (document.is_complete or number < len(closers) - 1)
         first_byte += len(segment.text.encode())
-    trained[:1] = False  # nothing predicts the first token
+    trained[:1] = False  # the first token has no prediction
     return TokenSequence(
         ids=tokens.ids,
         byte_ends=np.maximum.accumulate(ends) if len(ends) else ends,
@@ -196,7 +196,7 @@ def _sequence_from_conversation(
 
 
 def _byte_offsets(text: str) -> NDArray[np.int64]:
-    """Return [n + 1], the byte where each character begins, and where the text ends."""
+    """Return [n + 1], the byte where each character begins, and the length in bytes."""
     if text.isascii():
         return np.arange(len(text) + 1)
     return np.cumsum([0, *(len(character.encode()) for character in text)])
@@ -205,10 +205,10 @@ def _byte_offsets(text: str) -> NDArray[np.int64]:
 def _tokens_within(
     text: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32], start: int, stop: int
 ) -> tuple[int, int]:
-    """Return the tokens of bytes `[start, stop)` of a rendered conversation.
+    """Return the range of tokens in bytes `[start, stop)` of a rendered conversation.
 
-    One that begins with a space of the template and goes on into the content is one of them: as in plain text, where
-    a tokenizer puts that space in front itself.
+    A token that starts with a space of the template and continues into the content is included, as in plain text, where
+    a tokenizer prepends that space itself.
     """
     low = int(np.searchsorted(starts, start))
     high = int(np.searchsorted(ends, stop, side="right"))
@@ -220,7 +220,7 @@ def _tokens_within(
 def _segment_end_token(
     tokenizer: Tokenizer, text: bytes, tokens: EncodedText, starts: NDArray[np.int32], byte: int
 ) -> int:
-    """Return the special token that ends a turn: the next one after a byte, past white space; -1 without one."""
+    """Return the index of the special token that ends a turn, the first after `byte` and white space; or -1."""
     for at in range(int(np.searchsorted(starts, byte)), len(starts)):
         token = tokens.ids[at]
         if text[byte : starts[at]].strip():
@@ -231,7 +231,7 @@ def _segment_end_token(
 
 
 def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start: int = 0) -> int:
-    """Return how many bytes of a document's trained text, from `start` on, a model reads as they are."""
+    """Return the number of bytes of a document's trained text, from `start` on, that are unchanged in the sequence."""
     ranges = sequence.byte_ranges()
     total = first = 0
     for segment in document.segments:
@@ -244,20 +244,20 @@ def count_preserved_bytes(document: Document, sequence: TokenSequence, *, start:
 
 
 def count_lost_bytes(document: Document, sequence: TokenSequence) -> int:
-    """Return how many bytes of a document's trained text a model does not read as they are.
+    """Return the number of bytes of a document's trained text that are not unchanged in the sequence.
 
-    A chat template may drop or rewrite contents (thinking blocks, white space at their ends), and a token may hold
-    the end of a content and the beginning of what the template writes after it.
+    A chat template may drop or change contents (reasoning blocks, white space at their ends), and a token may contain
+    both the end of a content and the start of the template's text after it.
     """
     trained = sum(len(segment.text.encode()) for segment in document.segments if segment.train)
     return trained - count_preserved_bytes(document, sequence)
 
 
 def format_lost_bytes(counts: SequenceOf[int]) -> str:
-    """Tell in words what `count_lost_bytes` of some conversations adds up to."""
+    """Return a sentence with the total of `count_lost_bytes` over conversations."""
     rewritten = [count for count in counts if count]
     return (
-        f"{sum(rewritten):,} bytes of answers in {len(rewritten):,} of {len(counts):,} conversations that were looked "
-        "at carry no loss: the chat template drops or rewrites them (thoughts, white space), or a token holds them "
-        "together with a part of the template"
+        f"{sum(rewritten):,} bytes of trained text in {len(rewritten):,} of {len(counts):,} checked conversations are not "
+        "trained: the chat template drops or changes them (reasoning, white space), or they share a token with "
+        "template text"
     )

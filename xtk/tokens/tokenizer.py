@@ -1,4 +1,4 @@
-"""A tokenizer as xtk needs it: ids, and the byte of the text where each token ends."""
+"""Fast tokenizers with byte offsets: token ids, and the byte of the text where each token ends."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from xtk.tokens.vocabulary import (
 if TYPE_CHECKING:
     from xtk.tokens.chat_template import ChatTemplate
 
-_dropout_warned: set[str] = set()  # fingerprints of tokenizers, in this process
+_dropout_warned: set[str] = set()  # fingerprints of tokenizers
 
 SPECIAL_TOKEN_ROLES = ("bos", "eos", "pad", "unk")
 
-# What ends a turn of a conversation, as the publishers of the formats write it.
+# End-of-turn tokens, as the publishers of the chat formats document them.
 END_OF_TURN_TOKENS = (
     "<|im_end|>",  # ChatML: openai-python, chatml.md; Qwen
     "<|eot_id|>",  # Llama 3: meta-llama/llama-models, prompt format
@@ -60,11 +60,11 @@ class EncodedText:
 
     Attributes:
         ids: int32 [n].
-        byte_ends: int32 [n], never falling: token i ends before byte `ends[i]` of the text. A token that
-            spells nothing of it (a prefix that the tokenizer added) ends where the one before it does;
-            of tokens that share a character which a normaliser rewrote, only the last has its end.
-        exact: whether the tokens' bytes spell the text, perhaps after a space that the tokenizer put in front.
-            Otherwise the tokenizer rewrote some of it, and the ends come from its offsets.
+        byte_ends: int32 [n], never decreasing: token i ends before byte `byte_ends[i]` of the text. A token without
+            bytes in the text (a prefix that the tokenizer added) has the end of the token before it; if tokens share a
+            character that a normalizer rewrote, only the last one has its end.
+        exact: whether the tokens' bytes equal the text, perhaps after a space that the tokenizer prepended. Otherwise
+            the tokenizer normalized the text, and the ends come from its offsets.
     """
 
     ids: NDArray[np.int32]
@@ -73,48 +73,48 @@ class EncodedText:
 
 
 class Tokenizer:
-    """A fast tokenizer, read from a folder without transformers.
+    """A fast tokenizer, loaded from a folder without transformers.
 
     Args:
-        folder: holds `tokenizer.json`, and beside it the configuration that names the special tokens; or else a file
-            of tiktoken, mistral-common or SentencePiece.
-        name: how messages call it; the folder if left out.
-        embedding_rows: rows of the model's embedding, where no configuration in the folder says it.
+        folder: has `tokenizer.json` and the configuration that names the special tokens, or a file of tiktoken,
+            mistral-common or SentencePiece.
+        name: name in messages; the folder by default.
+        embedding_rows: rows of the model's embedding, for a folder without a model configuration.
 
     Attributes:
-        vocabulary: what each token spells.
-        fingerprint: names the tokenizer, whatever folder it lies in: hash of its JSON without `truncation`
-            and `padding`, which ordinary calls switch on.
+        vocabulary: the bytes of each token.
+        fingerprint: identifies the tokenizer independent of its folder: hash of its JSON without `truncation` and
+            `padding`, which calls may change.
         template_fingerprint: the same for its chat template; None without one.
-        special_token_ids: {"bos", "eos", "pad", "unk": id}, as far as it has them.
-        unknown_id: the token that stands for what the tokenizer cannot write; None if it has a token for every text.
-        embedding_rows: rows of the model's embedding if the folder has a model's configuration, else the vocabulary.
+        special_token_ids: {"bos", "eos", "pad", "unk": id}, those that it has.
+        unknown_id: the unk token; None if the tokenizer can encode every text.
+        embedding_rows: rows of the model's embedding if the folder has a model configuration, else the vocabulary size.
 
     Raises:
-        XtkError: there is no fast tokenizer in the folder, or it cannot be read.
+        XtkError: the folder has no fast tokenizer, or it is corrupt.
     """
 
     def __init__(self, folder: str | Path, *, name: str | None = None, embedding_rows: int | None = None) -> None:
         self.folder = Path(folder)
         self.name = name or str(folder)
         raw, configuration = self._read_files()
-        with wrap_backend_errors("this tokenizer.json cannot be read", str(self.folder)), _no_garbage_collection():
+        with wrap_backend_errors("invalid tokenizer.json", str(self.folder)), _no_garbage_collection():
             content = json.loads(raw, parse_float=_round_score)
             check_tokenizer_json(content, str(self.folder))
             self._backend = tokenizers.Tokenizer.from_buffer(raw)
             self.fingerprint = _tokenizer_fingerprint(content)
-        # Where numbers of added tokens leave a gap, the backend (and so transformers) counts on without it.
+        # Where ids of added tokens have gaps, the backend (and so transformers) numbers them without gaps.
         content["added_tokens"] = [
             {**token, "id": self._backend.token_to_id(token["content"])} for token in content.get("added_tokens") or []
         ]
         self._disable_dropout(bpe_dropout(content))
         self._backend.no_truncation()
         self._backend.no_padding()
-        # It adds special tokens, which are not asked for here, and cuts white space off the offsets.
+        # The post-processor adds special tokens, which xtk adds itself, and trims white space from the offsets.
         self._backend.post_processor = None
-        # Text is text: the spelling of a special token inside a document is not that token.
+        # The text of a special token inside a document is not that token.
         self._backend.encode_special_tokens = True
-        self._lock = threading.Lock()  # of that setting, which conversations change for a moment
+        self._lock = threading.Lock()  # guards that setting, which `encode_rendered` changes temporarily
         self._template = self._read_template(configuration)
         self.template_fingerprint = _template_fingerprint(self._template)
         self.vocabulary = self._read_vocabulary(content)
@@ -130,7 +130,7 @@ class Tokenizer:
         self._raw = raw
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel to another process as a folder, and be read there."""
+        """Pickle the tokenizer as its folder; the other process loads it again."""
         return partial(Tokenizer, self.folder, name=self.name, embedding_rows=self.embedding_rows), ()
 
     def __len__(self) -> int:
@@ -138,32 +138,32 @@ class Tokenizer:
 
     @property
     def start_id(self) -> int | None:
-        """The token before the text: bos, or else eos, as models without a bos were trained; or none."""
+        """The token before a text: bos, else eos (for models trained without a bos), else None."""
         return self.special_token_ids.get("bos", self.special_token_ids.get("eos"))
 
     @property
     def end_id(self) -> int | None:
-        """The token after the text: eos, or none."""
+        """The token after a text: eos, or None."""
         return self.special_token_ids.get("eos")
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The tokens that end a text or a turn: eos, and whichever of TURN_ENDS it has."""
+        """The tokens that end a text or a turn: eos, and those of END_OF_TURN_TOKENS in the vocabulary."""
         special = self.vocabulary.special_tokens
         turns = {special[name] for name in END_OF_TURN_TOKENS if name in special}
         return frozenset(turns if self.end_id is None else {self.end_id, *turns})
 
     @cached_property
     def adds_prefix_space(self) -> bool:
-        """Whether it puts a space in front of a text that has none."""
+        """Whether it prepends a space to a text."""
         (letter,) = self.encode(["a"])
         return b"".join(map(self.vocabulary.bytes_of, letter.ids.tolist())) == b" a"
 
     def encode(self, texts: Sequence[str]) -> list[EncodedText]:
-        """Tokenise texts, without special tokens, and find the byte where each token ends.
+        """Return the tokens of texts, without special tokens, and the byte where each token ends.
 
-        Exact where the tokens' bytes spell the text, also after a space that the tokenizer put in front.
-        Where the tokenizer rewrote the text, its own character offsets are used: see `byte_ends_from_offsets`.
+        Exact where the tokens' bytes equal the text, possibly after a prepended space. Where the tokenizer normalizes
+        the text, its character offsets are used: see `byte_ends_from_offsets`.
         """
         with self._backend_errors(), self._lock:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -182,20 +182,20 @@ class Tokenizer:
             return backend.encode(text, add_special_tokens=False)
 
     def _backend_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Return what tells errors of the backend: an unknown token that its model lacks, say."""
-        return wrap_backend_errors("this tokenizer cannot encode a text", self.name)
+        """Return a context manager that converts errors of the backend, such as a missing unk token, to XtkError."""
+        return wrap_backend_errors("the tokenizer cannot encode a text", self.name)
 
-    def _disable_dropout(self, share: float) -> None:
-        """Switch off merges that are left out at random: the same text has the same tokens, always."""
-        if not share:
+    def _disable_dropout(self, dropout: float) -> None:
+        """Switch off BPE dropout, so that the same text always has the same tokens."""
+        if not dropout:
             return
         self._backend.model.dropout = None
         if self.fingerprint not in _dropout_warned:
             _dropout_warned.add(self.fingerprint)
-            terminal.note(f"{self.name}: this tokenizer has a BPE dropout of {share:g}; xtk tokenizes without it")
+            terminal.note(f"{self.name}: disabled this tokenizer's BPE dropout of {dropout:g}")
 
     def normalize(self, text: str) -> str:
-        """Return the text as the tokenizer's normaliser leaves it, before it is cut into tokens."""
+        """Return the text after the tokenizer's normalizer, before tokenization."""
         normalizer = self._backend.normalizer
         with self._backend_errors():
             return text if normalizer is None else str(normalizer.normalize_str(text))
@@ -237,7 +237,8 @@ class Tokenizer:
     def _offsets_past_dropped(self, backend: Any, text: str, encoding: Any) -> Sequence[tuple[int, int]]:
         """Return the tokens' offsets where a charsmap drops characters: the backend's are too low after the first one.
 
-        They are those of the text without these characters; or, if that text has other tokens, all tokens together.
+        They are the offsets in the text without these characters; or, if its tokens differ, the whole text for each
+        token.
         """
         kept = characters_kept_by_normalizer(text, self.normalize)
         if len(kept) == len(text):
@@ -253,15 +254,14 @@ class Tokenizer:
 
     @cached_property
     def _backend_without_controls(self) -> Any:
-        """The backend for texts in which the model itself finds a control token, past `encode_special_tokens`.
+        """The backend for texts in which the model itself would parse special tokens, despite `encode_special_tokens`.
 
-        Unigram models have their control tokens among their pieces, and a piece that is spelled is taken: "</s>" in
-        a document would end it. Here these pieces have the tokenizer's fingerprint behind them, which no text
-        has.
+        A Unigram vocabulary includes the special tokens, so "</s>" in a document would become the eos token. This copy
+        appends the tokenizer's fingerprint to their spelling, which no text contains.
         """
         content = json.loads(self._backend.to_str())
         model = content["model"]
-        # Those past the model's own pieces stay: the ids of other added tokens are counted on from them.
+        # Only those in the model's vocabulary are renamed: ids of other added tokens depend on its size.
         controls = {token for token in self._control_ids if token < len(model.get("vocab") or [])}
         if model["type"] == "Unigram":
             for token in controls:
@@ -273,14 +273,14 @@ class Tokenizer:
         else:
             return self._backend
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] not in controls]
-        with wrap_backend_errors("this tokenizer.json cannot be read without its control tokens", self.name):
+        with wrap_backend_errors("the tokenizer cannot be rebuilt without its special tokens", self.name):
             backend = tokenizers.Tokenizer.from_str(json.dumps(content))
         backend.encode_special_tokens = True
         return backend
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The template of conversations.
+        """The chat template.
 
         Raises:
             XtkError: the tokenizer has none.
@@ -289,9 +289,9 @@ class Tokenizer:
 
         if self._template is None:
             raise XtkError(
-                "this tokenizer has no chat template, and the data holds conversations",
+                "this tokenizer has no chat template, but the data has conversations",
                 where=self.name,
-                hint="put chat_template.jinja into its folder (of the model's chat version, say)",
+                hint="copy chat_template.jinja into its folder, for example from the model's chat version",
             )
         tokens = {f"{role}_token": content for role, content in self._role_contents.items()}
         return ChatTemplate(self._template, tokens, self.name)
@@ -299,15 +299,15 @@ class Tokenizer:
     def encode_rendered(
         self, texts: Sequence[str], content_ranges: Sequence[Sequence[tuple[int, int]]]
     ) -> list[EncodedText]:
-        """Tokenise rendered conversations.
+        """Return the tokens of rendered conversations.
 
         Args:
-            texts: conversations in this tokenizer's template.
-            content_ranges: for each the characters `[start, stop)` of it that were written by people and models, in
-                order. A special token that is spelled there is text, and is a token where the template spells it.
+            texts: conversations rendered with this tokenizer's chat template.
+            content_ranges: for each text, the character ranges `[start, stop)` of message contents, in order. The text
+                of a special token is plain text inside of them, and the special token outside.
 
         Returns:
-            The tokens; ends in bytes of the rendered text, special tokens end after their spelling.
+            The tokens; ends are bytes of the rendered text, and special tokens end after their text.
         """
         controls = self._control_spellings
         spelled = [
@@ -323,9 +323,9 @@ class Tokenizer:
         ]
 
     def _around_contents(self, text: str, contents: Sequence[tuple[int, int]]) -> EncodedText:
-        """Tokenise a text in which only the control tokens outside of the contents are meant.
+        """Tokenize a text in which only special tokens outside of the contents are parsed.
 
-        What lies between them is tokenised by itself, so a tokenizer that puts a space in front does so each time.
+        Parts between them are tokenized separately, so a tokenizer that prepends a space does so for each part.
         """
         assert self._control_spellings is not None
         controls = [
@@ -339,15 +339,15 @@ class Tokenizer:
     def _split_at_special_tokens(
         self, text: str, controls: Sequence[tuple[int, int]]
     ) -> tuple[list[str], list[tuple[int, str]]]:
-        """Cut a text at its control tokens.
+        """Split a text at its special tokens.
 
         Args:
-            text: what is cut.
-            controls: (character, id) of each, rising.
+            text: the text.
+            controls: (character, id) of each, ascending.
 
         Returns:
-            The parts, one more than there are control tokens, and (id, spelling) of these, with the white space that
-            they take away from the parts beside them.
+            The parts, one more than special tokens, and (id, text) of the special tokens, with the white space that
+            they strip from adjacent parts.
         """
         parts, spelled, at = [], [], 0
         for place, token in controls:
@@ -363,7 +363,7 @@ class Tokenizer:
         return [*parts, text[at:]], spelled
 
     def _join_parts(self, texts: list[str], controls: list[tuple[int, str]], encoded: list[EncodedText]) -> EncodedText:
-        """Put texts with control tokens between them one after the other."""
+        """Join the tokens of parts and the special tokens between them."""
         ids, ends, byte = [], [], 0
         for number, (text, tokens) in enumerate(zip(texts, encoded, strict=True)):
             ids.append(tokens.ids)
@@ -378,14 +378,14 @@ class Tokenizer:
         return EncodedText(np.concatenate(ids), np.concatenate(ends).astype(np.int32), exact)
 
     def _between_controls(self, text: str, encoding: Any) -> EncodedText:
-        """Find the ends of tokens of a text in which every spelling of a control token is that token."""
+        """Return the byte ends of tokens of a text in which all special tokens are parsed."""
         ids = np.array(encoding.ids, np.int32)
         places = [at for at, token in enumerate(encoding.ids) if token in self._control_ids]
         controls, at = [], 0
         for place in places:
             token = int(ids[place])
             found = text.find(self.special_token_names[token], at)
-            if found < 0:  # a control token that the model found in another spelling: nothing of it can be told apart
+            if found < 0:  # a special token with another text: tokens cannot be located
                 return EncodedText(ids, np.full(len(ids), len(text.encode()), np.int32), exact=False)
             controls.append((found, token))
             at = found + len(self.special_token_names[token])
@@ -399,9 +399,9 @@ class Tokenizer:
         return self._join_parts(parts, spelled, encoded)
 
     def _encode_part(self, text: str, ids: NDArray[np.int32]) -> EncodedText:
-        """Find the ends of tokens between control tokens where a normaliser rewrote them: those of the part alone.
+        """Return the byte ends of a part between special tokens that was normalized, from tokenizing it separately.
 
-        A part that has other tokens alone is one stretch, whose tokens all end with it.
+        If the part has other tokens when tokenized separately, all its tokens share one end.
         """
         (alone,) = self.encode([text])
         if alone.ids.tolist() == ids.tolist():
@@ -412,7 +412,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def _parse_special_tokens(self) -> Iterator[None]:
-        """Take spellings of special tokens for those tokens."""
+        """Parse special tokens in texts while the context is active."""
         with self._lock:
             self._backend.encode_special_tokens = False
             try:
@@ -427,11 +427,11 @@ class Tokenizer:
 
     @cached_property
     def special_token_names(self) -> dict[int, str]:
-        """{id: content} of the control tokens, which spell nothing."""
+        """{id: text} of the special tokens, which have no bytes in a document."""
         return {token: content for content, token in self.vocabulary.special_tokens.items()}
 
     def to_files(self) -> dict[str, bytes]:
-        """Return {file name: content} of all that it takes to read this tokenizer again."""
+        """Return {file name: content} of the files that are needed to load this tokenizer again."""
         roles = {f"{role}_token": content for role, content in self._role_contents.items()}
         files = {
             "tokenizer.json": self._raw,
@@ -440,21 +440,20 @@ class Tokenizer:
         return files if self._template is None else {**files, "chat_template.jinja": self._template.encode()}
 
     def encode_bytes(self, byte_strings: Sequence[bytes]) -> list[NDArray[np.int32] | None]:
-        """Spell byte strings with this tokenizer's tokens, as it would inside a text.
+        """Return tokens whose bytes are given byte strings, as they would occur inside of a text.
 
         Args:
-            byte_strings: whatever a foreign token spells; need not be UTF-8.
+            byte_strings: bytes of another tokenizer's tokens; need not be UTF-8.
 
         Returns:
-            One array of ids for each; their bytes are exactly the ones asked for. None where this
-            tokenizer cannot write them.
+            One array of ids for each, with exactly the given bytes. None where this tokenizer has no such tokens.
         """
         results: list[NDArray[np.int32] | None] = [None] * len(byte_strings)
         if self.vocabulary.alphabet == BYTE_LEVEL:
             texts = [(at, text) for at, text in enumerate(map(_decode_or_none, byte_strings)) if text is not None]
             with self._backend_errors(), self._lock:
                 normalizer = self._backend.normalizer
-                self._backend.normalizer = None  # what a token spells is normalised already
+                self._backend.normalizer = None  # a token's bytes are normalized already
                 try:
                     encodings = self._backend.encode_batch_fast([text for _, text in texts], add_special_tokens=False)
                 finally:
@@ -472,7 +471,7 @@ class Tokenizer:
         return b"".join(map(self.vocabulary.bytes_by_id.__getitem__, ids)) == spelling
 
     def _encode_bytes_with_model(self, spelling: bytes) -> NDArray[np.int32] | None:
-        """Spell with the merges alone, past the pre-tokenizer; byte by byte where even that fails."""
+        """Encode bytes with the model's merges, skipping the pre-tokenizer; byte by byte if that fails."""
         family = self.vocabulary.alphabet
         text = _decode_or_none(spelling)
         written: str | None
@@ -494,16 +493,16 @@ class Tokenizer:
         return np.array(single, np.int32)
 
     def _read_files(self) -> tuple[bytes, dict[str, Any]]:
-        """Return tokenizer.json and the configuration beside it, made from another format where there is none."""
+        """Return tokenizer.json and the tokenizer configuration, converted from another format if necessary."""
         path = self.folder / "tokenizer.json"
         configuration = _read_json(self.folder / "tokenizer_config.json")
         if path.is_file():
             return path.read_bytes(), configuration
         if not self.folder.is_dir():
             raise XtkError(
-                "no such model or tokenizer folder",
+                "model or tokenizer folder not found",
                 where=str(self.folder),
-                hint="a folder that holds tokenizer.json; check the spelling",
+                hint="check the path: the folder must have tokenizer.json",
             )
         from xtk.tokens.tokenizer_formats import convert_tokenizer_files
 
@@ -514,15 +513,15 @@ class Tokenizer:
                 if (self.folder / name).is_file()]  # fmt: skip
         if slow:
             raise XtkError(
-                f"this tokenizer has no fast backend: the folder has {slow[0]}, not tokenizer.json",
+                f"this folder has only a slow tokenizer ({slow[0]}, no tokenizer.json)",
                 where=str(self.folder),
-                hint='python -c "from transformers import AutoTokenizer as T; '
+                hint='convert it: python -c "from transformers import AutoTokenizer as T; '
                 f"T.from_pretrained('{self.folder}').save_pretrained('{self.folder}')\"",
             )
         raise XtkError(
-            "there is no tokenizer in this folder (tokenizer.json)",
+            "this folder has no tokenizer.json",
             where=str(self.folder),
-            hint="copy tokenizer.json and tokenizer_config.json of the model into it",
+            hint="copy tokenizer.json and tokenizer_config.json of the model into the folder",
         )
 
     def _read_vocabulary(self, content: dict[str, Any]) -> ByteVocabulary:
@@ -543,16 +542,16 @@ class Tokenizer:
         return None if number is None else int(number)
 
     def _tokens_in_order(self, content: dict[str, Any], added: Sequence[dict[str, Any]]) -> list[str | None]:
-        """Return the token of each id: from the JSON where it says the same as the backend, which takes ten times."""
+        """Return the token of each id: from the JSON if it is complete, since the backend takes ten times as long."""
         table: dict[str, int] = content["model"].get("vocab")
         added_ids = {token["content"]: token["id"] for token in added}
         if isinstance(table, dict):
-            told = list(table) if list(table.values()) == list(range(len(table))) else _tokens_by_id(table)
-            told += [None] * (max(added_ids.values(), default=-1) + 1 - len(told))
+            tokens = list(table) if list(table.values()) == list(range(len(table))) else _tokens_by_id(table)
+            tokens += [None] * (max(added_ids.values(), default=-1) + 1 - len(tokens))
             for token, number in added_ids.items():
-                told[number] = token
-            if len(told) - told.count(None) == self._backend.get_vocab_size(with_added_tokens=True):
-                return told
+                tokens[number] = token
+            if len(tokens) - tokens.count(None) == self._backend.get_vocab_size(with_added_tokens=True):
+                return tokens
         return _tokens_by_id(self._backend.get_vocab(with_added_tokens=True))
 
     def _read_role_contents(self, configuration: dict[str, Any]) -> dict[str, str]:
@@ -571,7 +570,9 @@ class Tokenizer:
             try:
                 return path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
-                raise XtkError("a chat template is text in UTF-8", where=str(path)) from None
+                raise XtkError(
+                    "this chat template is not UTF-8", where=str(path), hint="save the file as UTF-8"
+                ) from None
         template = configuration.get("chat_template")
         if isinstance(template, list):  # several, named
             named = {str(one.get("name")): one.get("template") for one in template if isinstance(one, dict)}
@@ -581,7 +582,7 @@ class Tokenizer:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Hold Python's collector while half a million small objects are made, none of them garbage: half the time."""
+    """Pause garbage collection while half a million long-lived objects are created: halves the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -606,7 +607,7 @@ def _decode_or_none(spelling: bytes) -> str | None:
 
 
 def _round_score(number: str) -> float:
-    # The scores of Unigram pieces lose their last digits whenever a tokenizer is read and saved; its name must not.
+    # Unigram scores lose their last digits when a tokenizer is saved again; the fingerprint must not change.
     return float(f"{float(number):.6g}")
 
 
@@ -616,7 +617,7 @@ def _tokenizer_fingerprint(content: dict[str, Any]) -> str:
 
 
 def _canonical_json(content: Any) -> str:
-    """Return `json.dumps` with sorted keys. A vocabulary, of numbers only, is sorted by names alone: half the time."""
+    """Return `json.dumps` with sorted keys. A vocabulary is sorted by its keys alone, which halves the time."""
     if not isinstance(content, dict):
         return json.dumps(content, sort_keys=True, separators=(",", ":"))
     if set(map(type, content.values())) == {int}:
@@ -634,9 +635,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise XtkError("this file is not JSON: it is not UTF-8", where=str(path)) from None
+        raise XtkError("this JSON file is not UTF-8", where=str(path)) from None
     content = parse_json(text, what="this file", where=str(path))
-    if re.search(r"\\u[dD][89a-fA-F]", text):  # half of a character, which cannot be written as UTF-8
+    if re.search(r"\\u[dD][89a-fA-F]", text):  # lone surrogates cannot be encoded as UTF-8
         content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))
     return content if isinstance(content, dict) else {}
 

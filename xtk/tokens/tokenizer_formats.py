@@ -1,7 +1,6 @@
-"""Tokenizers in other files than tokenizer.json, as users have them: tiktoken, mistral-common, SentencePiece.
+"""Converts tokenizer files of tiktoken, mistral-common and SentencePiece to tokenizer.json, in memory.
 
-Each becomes the tokenizer.json that Hugging Face's own conversion would have written, in memory, without a download
-and without the package that the format comes from.
+The result equals that of Hugging Face's converters, without downloads and without the packages of these formats.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.tokens.vocabulary import BYTE_LEVEL_ENCODER, METASPACE_CHARACTER
 
-# Contractions, words, numbers, signs, white space: the split of cl100k_base, from tiktoken's openai_public.py, in
-# the spelling that Llama 3 and Qwen publish; %s is how many digits a number may have.
+# The split of cl100k_base (contractions, words, numbers, punctuation, white space) from tiktoken's openai_public.py,
+# in the spelling of Llama 3 and Qwen; %s is the pattern of a number.
 _CL100K_TEMPLATE = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# GPT-2's, from its encoder.py.
+# GPT-2, from its encoder.py.
 _GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# o200k_base's, from tiktoken's openai_public.py.
+# o200k_base, from tiktoken's openai_public.py.
 _UPPERCASE, _LOWERCASE = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _O200K_PATTERN = "|".join(
@@ -44,13 +43,13 @@ _O200K_PATTERN = "|".join(
 
 @dataclass(frozen=True)
 class TiktokenSpec:
-    """What a file of ranks does not say about its tokenizer.
+    """Properties of a tiktoken tokenizer that its file of BPE ranks lacks.
 
     Attributes:
-        split_pattern: splits a text before merging.
+        split_pattern: regular expression that splits a text before merging.
         special_token_ids: {token: id}.
         special_token_roles: {"bos": token, ...}.
-        normalizer: as tokenizer.json writes it.
+        normalizer: in the format of tokenizer.json.
     """
 
     split_pattern: str
@@ -63,7 +62,7 @@ def _consecutive_ids(first: int, names: Iterable[str]) -> dict[str, int]:
     return {name: first + at for at, name in enumerate(names)}
 
 
-# By the number of ranks: llama-models' tokenizer.py, Qwen's tokenization_qwen.py, tiktoken's openai_public.py.
+# By the number of BPE ranks, from llama-models' tokenizer.py, Qwen's tokenization_qwen.py, tiktoken's openai_public.py.
 _LLAMA3_SPECIAL_TOKENS = [
     "<|begin_of_text|>", "<|end_of_text|>", "<|reserved_special_token_0|>", "<|reserved_special_token_1|>",
     "<|finetune_right_pad_id|>", "<|step_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>",
@@ -98,20 +97,22 @@ FileContents = dict[str, bytes]
 
 
 def convert_tokenizer_files(folder: Path) -> FileContents | None:
-    """Return {"tokenizer.json": ..., "tokenizer_config.json": ...} made from the tokenizer file of a folder.
+    """Return {"tokenizer.json": ..., "tokenizer_config.json": ...}, converted from another tokenizer file of a folder.
 
-    Reads `tekken.json` (mistral-common), `*.tiktoken` and `tokenizer.model` with ranks (tiktoken, Llama 3), and
-    SentencePiece's `tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`. None where there is none of them.
+    Supports `tekken.json` (mistral-common), `*.tiktoken` and `tokenizer.model` with BPE ranks (tiktoken, Llama 3), and
+    SentencePiece's `tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`. None if the folder has none of these.
 
     Raises:
-        XtkError: the file is cut short, or of a kind that needs to be told more.
+        XtkError: the file is truncated or corrupt, or its type is not supported.
     """
     for pattern, read in _FORMAT_READERS.items():
         for path in sorted(folder.glob(pattern)):
             try:
                 return read(path)
             except (ValueError, KeyError, TypeError, IndexError, struct.error, binascii.Error) as wrong:
-                raise XtkError(f"this tokenizer file cannot be read: {wrong}", where=str(path)) from None
+                raise XtkError(
+                    f"invalid or truncated tokenizer file: {wrong}", where=str(path), hint="download the file again"
+                ) from None
     return None
 
 
@@ -122,7 +123,7 @@ def _read_tekken(path: Path) -> FileContents:
     size = int(settings["default_vocab_size"]) - shift
     ranks = {base64.b64decode(entry["token_bytes"]): int(entry["rank"]) for entry in content["vocab"][:size]}
     named = {int(entry["rank"]): str(entry["token_str"]) for entry in content.get("special_tokens") or []}
-    if not named:  # the first version wrote them into mistral-common's code
+    if not named:  # in the first version, they are in mistral-common's code
         named = dict(enumerate(["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]))
     specials = {named.get(at, f"<SPECIAL_{at}>"): at for at in range(shift)}
     roles = {role: token for role, token in _SENTENCEPIECE_SPECIAL_TOKENS.items() if token in specials}
@@ -137,20 +138,20 @@ def _read_tiktoken(path: Path) -> FileContents:
         if line:
             token, rank = line.split()
             ranks[base64.b64decode(token, validate=True)] = int(rank)
-    # A token of one file may be its end of text, a rank among ranks.
+    # In one of the files, the end-of-text token is among the ranks.
     scheme = TIKTOKEN_SPECS.get(len(ranks)) or TIKTOKEN_SPECS.get(len(ranks) - 1)
     if scheme is None:
         raise XtkError(
-            f"these are the {len(ranks):,} ranks of a tokenizer that xtk does not know: how it splits a text before "
-            "merging is not in the file",
+            f"unknown tiktoken vocabulary of {len(ranks):,} tokens: the file does not contain the regular expression "
+            "that splits a text before merging",
             where=str(path),
-            hint="write tokenizer.json with transformers.convert_slow_tokenizer.TikTokenConverter(file, pattern=...)",
+            hint="create tokenizer.json with transformers.convert_slow_tokenizer.TikTokenConverter(file, pattern=...)",
         )
     return _files_from_bpe_ranks(ranks, scheme)
 
 
 def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> FileContents:
-    """Write a byte-level BPE: of neighbours, those are joined first whose join has the lowest rank."""
+    """Return the files of a byte-level BPE that merges the pair with the lowest rank first."""
     written = {token: "".join(map(BYTE_LEVEL_ENCODER.__getitem__, token)) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -159,7 +160,7 @@ def _files_from_bpe_ranks(ranks: Mapping[bytes, int], scheme: TiktokenSpec) -> F
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [[written[left], written[right]] for left, right in pairs]
     vocabulary = {written[token]: rank for token, rank in ranks.items()}
-    # Added tokens get ids above the model's vocabulary, unless it names them.
+    # Added tokens get ids above the model's vocabulary, unless they are part of it.
     vocabulary |= {token: number for token, number in scheme.special_token_ids.items() if number < len(ranks)}
     model = {"type": "BPE", "ignore_merges": True, "vocab": vocabulary, "merges": merges}
     split = {"type": "Split", "pattern": {"Regex": scheme.split_pattern}, "behavior": "Isolated", "invert": False}
@@ -202,7 +203,7 @@ def _tokenizer_files(
     }
 
 
-# SentencePiece. The fields are those of sentencepiece_model.proto.
+# SentencePiece; field numbers as in sentencepiece_model.proto.
 
 _NORMAL_PIECE, _UNKNOWN_PIECE, _CONTROL_PIECE, _USER_DEFINED_PIECE, _BYTE_PIECE = 1, 2, 3, 4, 6
 _UNIGRAM_MODEL, _BPE_MODEL = 1, 2
@@ -234,7 +235,9 @@ def _read_sentencepiece(path: Path) -> FileContents:
                 kinds),
         }  # fmt: skip
     else:
-        raise XtkError("a SentencePiece model of words or characters cannot be read", where=str(path))
+        raise XtkError(
+            "SentencePiece models of type word or char are not supported, only BPE and Unigram", where=str(path)
+        )
     specials = {name: at for at, name in enumerate(names) if kinds[at] in (_UNKNOWN_PIECE, _CONTROL_PIECE)}
     symbols = {name: at for at, name in enumerate(names) if kinds[at] == _USER_DEFINED_PIECE}
     roles = {role: name for role, name in _SENTENCEPIECE_SPECIAL_TOKENS.items() if name in specials}
@@ -243,7 +246,7 @@ def _read_sentencepiece(path: Path) -> FileContents:
 
 
 def _merges_from_scores(names: list[str], scores: list[float], kinds: list[int]) -> list[list[str]]:
-    """Return what may be joined, the best join first: any two pieces whose join is a piece."""
+    """Return the merges of a SentencePiece BPE, best first: all pairs of pieces whose concatenation is a piece."""
     number_of = {name: at for at, name in enumerate(names) if kinds[at] == _NORMAL_PIECE}
     merges = []
     for name in sorted(number_of, key=lambda name: (-scores[number_of[name]], number_of[name])):
@@ -279,7 +282,7 @@ def _normalizer_and_decoder(normalizer: Mapping[int, Any], byte_fallback: bool) 
 
 
 def _protobuf_fields(raw: bytes) -> dict[int, list[Any]]:
-    """Read a protobuf message: {field number: values}, messages and strings as bytes."""
+    """Parse a protobuf message to {field number: values}, with messages and strings as bytes."""
     found: dict[int, list[Any]] = {}
     for number, value in _protobuf_wire_values(raw):
         found.setdefault(number, []).append(value)
@@ -287,7 +290,7 @@ def _protobuf_fields(raw: bytes) -> dict[int, list[Any]]:
 
 
 def _last_values(fields: Mapping[int, list[Any]]) -> dict[int, Any]:
-    return {number: values[-1] for number, values in fields.items()}  # of a field written twice, the last holds
+    return {number: values[-1] for number, values in fields.items()}  # the last value of a repeated scalar field wins
 
 
 def _protobuf_wire_values(raw: bytes) -> Iterator[tuple[int, Any]]:
@@ -305,9 +308,9 @@ def _protobuf_wire_values(raw: bytes) -> Iterator[tuple[int, Any]]:
             size, at = _read_varint(raw, at)
             value, at = raw[at : at + size], at + size
         else:
-            raise ValueError("this is no SentencePiece model")
+            raise ValueError("not a SentencePiece model")
         if at > len(raw):
-            raise ValueError("it is cut short")
+            raise ValueError("the file is truncated")
         yield number, value
 
 

@@ -1,4 +1,4 @@
-"""What a tokenizer.json may not ask for: endless memory, empty tokens, random results."""
+"""Checks of a tokenizer.json before loading: limits of memory, empty tokens, BPE dropout."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from xtk.errors import XtkError
 from xtk.safe_json import MAX_DEPTH, check_depth
 
-MAX_TOKENS = 10_000_000  # the largest published vocabulary has 1.3 million; tables of all ids are kept in memory
-MAX_NORMALIZER_GROWTH = 1_000  # bytes that a normalizer may make of one; a charsmap of NFKC makes 33 of 3
-_HINT = "copy tokenizer.json of the model again, from a source that is trusted"
+MAX_TOKENS = 10_000_000  # the largest published vocabulary has 1.3 million; tables of all ids are in memory
+MAX_NORMALIZER_GROWTH = 1_000  # output bytes per input byte of a normalizer; the NFKC charsmap has at most 11
+_HINT = "download tokenizer.json of the model again, from a trusted source"
 
 
 def check_tokenizer_json(content: Any, where: str) -> None:
-    """Refuse a tokenizer.json that takes memory or time without limit, before anything is built of it.
+    """Refuse a tokenizer.json that could take unlimited memory or time, before anything is built from it.
 
     Args:
-        content: as `json` makes it.
-        where: the tokenizer's name, for messages.
+        content: the parsed JSON.
+        where: name of the tokenizer in errors.
 
     Raises:
-        XtkError: it is no object with a model, has an id of MAX_TOKENS or above, an added token without text, or a
-            normalizer that makes more than MAX_GROWTH bytes of one.
+        XtkError: it is not an object with a model, has an id of MAX_TOKENS or above, an added token without text, or a
+            normalizer that outputs more than MAX_NORMALIZER_GROWTH bytes per byte.
     """
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise XtkError("this tokenizer.json cannot be read: it has no model", where=where, hint=_HINT)
+        raise XtkError("invalid tokenizer.json: it has no model", where=where, hint=_HINT)
     tables = ("vocab", "merges")  # long, and flat
     outline = {**content, "model": {key: value for key, value in model.items() if key not in tables}}
     check_depth(outline, MAX_DEPTH + 1, what="this tokenizer.json", where=where)
@@ -44,7 +44,7 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     numbers = [number for number in (*ids, *(token.get("id") for token in added)) if isinstance(number, int)]
     if numbers and max(numbers) >= MAX_TOKENS:
         raise XtkError(
-            f"this tokenizer has a token with id {max(numbers):,}; vocabularies of at most {MAX_TOKENS:,} are read",
+            f"this tokenizer has a token with id {max(numbers):,}; the maximum is {MAX_TOKENS - 1:,}",
             where=where,
             hint=_HINT,
         )
@@ -54,39 +54,39 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     )
     if growth > MAX_NORMALIZER_GROWTH:
         raise XtkError(
-            f"the normalizer of this tokenizer makes up to {growth:,.0f} bytes of one; at most "
-            f"{MAX_NORMALIZER_GROWTH:,} are read",
+            f"the normalizer of this tokenizer outputs up to {growth:,.0f} bytes per byte; the maximum is "
+            f"{MAX_NORMALIZER_GROWTH:,}",
             where=where,
             hint=_HINT,
         )
 
 
 def bpe_dropout(content: Mapping[str, Any]) -> float:
-    """Return the share of merges that the tokenizer leaves out at random; 0 for nearly all tokenizers."""
+    """Return the BPE dropout, the fraction of merges that are skipped at random; 0 for nearly all tokenizers."""
     dropout = content["model"].get("dropout")
     return float(dropout) if isinstance(dropout, int | float) else 0.0
 
 
 @contextlib.contextmanager
 def wrap_backend_errors(what: str, where: str) -> Iterator[None]:
-    """Turn what the tokenizer's backend raises into an error of xtk: bare Exceptions, and panics of Rust.
+    """Convert exceptions of the tokenizers library, including Rust panics, to XtkError.
 
     Raises:
-        XtkError: `what`, and the backend's reason.
+        XtkError: `what`, followed by the library's message.
     """
     try:
         yield
     except XtkError:
         raise
     except BaseException as wrong:
-        # Panics derive from BaseException, so that nobody catches them by accident.
+        # Rust panics derive from BaseException.
         if not isinstance(wrong, Exception) and type(wrong).__name__ != "PanicException":
             raise
         raise XtkError(f"{what}: {str(wrong)[:300]}", where=where, hint=_HINT) from None
 
 
 def _normalizer_growth(part: Any) -> float:
-    """Return how many bytes a normalizer makes of one, at most."""
+    """Return the maximum output bytes of a normalizer per input byte."""
     if not isinstance(part, dict):
         return 1.0
     kind, growth = part.get("type"), 1.0
@@ -109,9 +109,9 @@ def _utf8_length(text: Any) -> int:
 
 
 def _longest_charsmap_replacement(encoded: Any) -> int:
-    """Return the bytes of the longest replacement: strings, each ended by a zero, behind a trie and its size."""
+    """Return the length in bytes of the longest replacement: zero-terminated strings after a trie and its size."""
     try:
         raw = base64.b64decode(encoded or "")
     except (ValueError, TypeError, binascii.Error):
-        return 0  # the backend refuses it
+        return 0  # loading fails later with a message
     return max(map(len, raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")))

@@ -1,9 +1,8 @@
-"""What each token of a vocabulary spells, in bytes.
+"""The bytes of each token of a vocabulary.
 
-Tokenizers write their tokens in private alphabets: GPT-2's byte-level alphabet has a
-letter for every byte ("Ġthe"), SentencePiece writes a space as U+2581 and a lone byte
-as "<0xE6>", WordPiece marks what goes on inside a word with "##". Here all of them
-become bytes, so that two vocabularies can be compared.
+Vocabularies use different alphabets: GPT-2's byte-level alphabet has a letter for every byte ("Ġthe"), SentencePiece
+represents a space as U+2581 and a lone byte as "<0xE6>", WordPiece marks continuations of a word with "##". All of
+them are decoded to bytes here, so that two vocabularies can be compared.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ BYTE_LEVEL_ENCODER = {byte: chr(letter) for letter, byte in BYTE_LEVEL_DECODER.i
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """The bytes of every token, as one pool.
+    """The bytes of every token, concatenated.
 
     Attributes:
-        alphabet: the alphabet that the tokens are written in.
-        token_bytes: uint8, the bytes of all tokens one after the other, in the order of ids.
-        offsets: int64 [V+1], token i spells `pool[offsets[i]:offsets[i + 1]]`.
-        special_mask: bool [V], control tokens (bos, eos, turn markers): they spell no text.
-        special_tokens: {content: id} of the control tokens.
+        alphabet: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
+        token_bytes: uint8, the concatenated bytes of all tokens, ordered by id.
+        offsets: int64 [V+1], the bytes of token i are `token_bytes[offsets[i]:offsets[i + 1]]`.
+        special_mask: bool [V], special tokens (bos, eos, turn markers), which have no bytes.
+        special_tokens: {text: id} of the special tokens.
         byte_fallback_mask: bool [V], byte-fallback tokens such as "<0xE6>".
     """
 
@@ -60,28 +59,28 @@ class ByteVocabulary:
 
     @cached_property
     def byte_lengths(self) -> NDArray[np.int32]:
-        """int32 [V], how many bytes each token spells."""
+        """int32 [V], the number of bytes of each token."""
         return np.diff(self.offsets).astype(np.int32)
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that one token spells; none for a control token."""
+        """Return the bytes of one token; b"" for a special token."""
         return self.token_bytes[self.offsets[token] : self.offsets[token + 1]].tobytes()
 
     @cached_property
     def bytes_by_id(self) -> list[bytes]:
-        """The bytes of every token, in the order of ids."""
+        """The bytes of every token, ordered by id."""
         whole = self.token_bytes.tobytes()
         ends = self.offsets.tolist()
         return [whole[start:end] for start, end in itertools.pairwise(ends)]
 
     @cached_property
     def is_text_decodable(self) -> bool:
-        """Whether tokens put one behind the other spell a text: those of vocabularies without spaces do not."""
+        """Whether concatenated tokens form text: not for WordPiece and vocabularies without spaces."""
         return self.alphabet != WORD_PIECE and bool((self.token_bytes == ord(" ")).any())
 
     @cached_property
     def token_of_bytes(self) -> dict[bytes, int]:
-        """{bytes: id}: of tokens that spell the same, an ordinary one before a byte-fallback one, then the lowest."""
+        """{bytes: id}; of tokens with the same bytes, ordinary ones before byte fallback, then the lowest id."""
         spellings = self.bytes_by_id
         last_first = [
             *np.flatnonzero(self.byte_fallback_mask)[::-1].tolist(),
@@ -102,16 +101,16 @@ def decode_vocabulary(
     subword_prefix: str = "##",
     word_suffix: str = "",
 ) -> ByteVocabulary:
-    """Decode a vocabulary into bytes.
+    """Return a vocabulary's tokens as bytes.
 
     Args:
         alphabet: BYTE_LEVEL, METASPACE, WORD_PIECE or LITERAL.
-        token_of_id: each token as its tokenizer writes it; None where an id has no token.
-        added_tokens: {id: text} of added tokens, which stand for themselves in every family.
-        special_tokens: {content: id} of control tokens.
-        byte_fallback: whether METASPACE writes a lone byte as "<0x41>". To a model without, that is ordinary text.
-        subword_prefix: what WORD_PIECE writes in front of a piece that goes on inside a word.
-        word_suffix: what the model writes behind the last piece of a word, in any family: "</w>", say.
+        token_of_id: each token in the tokenizer's alphabet; None for an id without a token.
+        added_tokens: {id: text} of added tokens, which are literal text in every alphabet.
+        special_tokens: {text: id} of special tokens.
+        byte_fallback: whether METASPACE represents a lone byte as "<0x41>"; otherwise that is ordinary text.
+        subword_prefix: prefix of WORD_PIECE tokens inside of a word.
+        word_suffix: suffix of the last token of a word, in any alphabet, such as "</w>".
     """
     written = [token or "" for token in token_of_id]
     if word_suffix:
@@ -146,12 +145,12 @@ def decode_vocabulary(
         special_tokens=dict(special_tokens),
         byte_fallback_mask=lone,
     )
-    vocabulary.__dict__["bytes_by_id"] = pieces  # what the cached property would cut out of the pool again
+    vocabulary.__dict__["bytes_by_id"] = pieces  # fills the cached property
     return vocabulary
 
 
 def _decode_byte_level(written: list[str]) -> list[bytes]:
-    try:  # one letter is one byte, so the whole vocabulary is translated at once
+    try:  # one letter is one byte, so the whole vocabulary is translated in one call
         whole = "".join(written).translate(BYTE_LEVEL_DECODER).encode("latin-1")
     except UnicodeEncodeError:
         return [_byte_level_or_literal(token) for token in written]

@@ -1,1 +1,1 @@
-"""What becomes of student tokens that the teacher does not have: a file each."""
+"""Projection methods: how to map student tokens that the teacher does not have, one module per method."""

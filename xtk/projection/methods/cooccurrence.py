@@ -1,4 +1,4 @@
-"""counts: what a corpus says of the teacher's next token where the student's is known."""
+"""Method `cooccurrence`: P(teacher's next token | student's next token), counted in a corpus."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from xtk.tokens.alignment import align
 from xtk.tokens.tokenizer import EncodedText, Tokenizer
 
 DEFAULT_SMOOTHING = 1.0
-# Texts that are tokenised at once: enough to keep all cores busy, few enough for memory.
+# Texts per batch: enough to keep all cores busy, few enough for memory.
 BATCH_TEXTS, BATCH_CHARACTERS = 1024, 1 << 20
-# One batch is being counted while the next is being tokenised.
+# One batch is counted while the next is tokenized.
 MAX_PENDING_BATCHES = 2
 
 
 @dataclass(frozen=True)
 class CooccurrenceCounts:
-    """How often a teacher token stood first in a span that a student token began.
+    """Counts of (student token, teacher token) at the start of the same span.
 
     Attributes:
         student_ids: int32 [n].
-        teacher_ids: int32 [n]; pairs rise, by student, then by teacher.
-        counts: int64 [n], 1 or more.
-        num_documents: how many were read.
-        corpus_fingerprint: the fingerprint of what was read.
+        teacher_ids: int32 [n]; pairs are ascending by student, then teacher.
+        counts: int64 [n], at least 1.
+        num_documents: number of documents in the corpus.
+        corpus_fingerprint: fingerprint of the corpus.
     """
 
     student_ids: NDArray[np.int32]
@@ -47,12 +47,12 @@ class CooccurrenceCounts:
 class CooccurrenceMethod:
     """`W[v, u] = (n(v, u) + a W0[v, u]) / (n(v) + a)`: P(teacher's next token | student's next token).
 
-    `n` is counted at common boundaries, `W0` is `first`. Right also where the student's token is a prefix of longer
-    teacher tokens, which no rule about spellings can be: so rows of tokens that both sides have are counted too.
+    `n` is counted at shared boundaries, `W0` is the first-token projection. Also correct where the student's token is a
+    prefix of longer teacher tokens, which no rule on spellings can be: so tokens with equal bytes are counted too.
 
     Attributes:
         counts: n.
-        smoothing: a, the weight of `first` in spans. A token that the corpus does not have is as in `first`.
+        smoothing: a, the weight of `W0` in spans. A token that does not occur in the corpus has its row of `W0`.
     """
 
     counts: CooccurrenceCounts
@@ -62,10 +62,10 @@ class CooccurrenceMethod:
 
     def __post_init__(self) -> None:
         if not (self.smoothing >= 0 and math.isfinite(self.smoothing)):
-            raise XtkError(f"--smoothing is {self.smoothing}; it is 0 or more")
+            raise XtkError(f"--smoothing is {self.smoothing}; must be a finite number of at least 0")
 
     def header_options(self) -> dict[str, Any]:
-        """Return what the header tells of the options."""
+        """Return the options for the header."""
         return {
             "smoothing": self.smoothing,
             "documents": self.counts.num_documents,
@@ -73,7 +73,7 @@ class CooccurrenceMethod:
         }
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of all ordinary rows."""
+        """Return the entries of all ordinary tokens."""
         counts, prior = self.counts, pair.first_token_entries
         totals = np.bincount(counts.student_ids, counts.counts, minlength=pair.shape[0])
         seen = counts.counts / (totals + self.smoothing)[counts.student_ids]
@@ -87,11 +87,11 @@ class CooccurrenceMethod:
 
 
 class CooccurrenceCounter:
-    """Counts that grow: a hash table, as large as there are different pairs.
+    """Counts cooccurrences of tokens in a growing hash table.
 
     Args:
-        student: a tokenizer.
-        teacher: likewise.
+        student: the student's tokenizer.
+        teacher: the teacher's tokenizer.
     """
 
     def __init__(self, student: Tokenizer, teacher: Tokenizer) -> None:
@@ -101,7 +101,7 @@ class CooccurrenceCounter:
         self._used = 0
 
     def add(self, texts: Sequence[str], student: Sequence[EncodedText], teacher: Sequence[EncodedText]) -> None:
-        """Count the spans of some texts."""
+        """Count the spans of texts."""
         from xtk.projection.cooccurrence_kernels import count_first_token_pairs  # numba takes half a second to import
 
         spans = [align(one, other) for one, other in zip(student, teacher, strict=True)]
@@ -121,13 +121,13 @@ class CooccurrenceCounter:
         )  # fmt: skip
 
     def sorted_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the pairs that were seen, `student * len(teacher) + teacher`, rising, and how often."""
+        """Return the pairs, `student * len(teacher) + teacher`, ascending, and their counts."""
         taken = np.flatnonzero(self._keys >= 0)
         order = taken[np.argsort(self._keys[taken])]
         return self._keys[order], self._counts[order]
 
     def restore(self, keys: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Begin with pairs that were counted before."""
+        """Load pairs that were counted before."""
         size = 1 << 16
         while len(keys) > size // 4:
             size *= 2
@@ -136,7 +136,7 @@ class CooccurrenceCounter:
         _insert_counts(self._keys, self._counts, keys, counts)
 
     def to_counts(self, num_documents: int, corpus_fingerprint: str) -> CooccurrenceCounts:
-        """Return the pairs, as the method reads them."""
+        """Return the pairs as input of `CooccurrenceMethod`."""
         keys, times = self.sorted_counts()
         students, teachers = np.divmod(keys, len(self.teacher))
         return CooccurrenceCounts(
@@ -151,12 +151,12 @@ class CooccurrenceCounter:
 
 
 def count_cooccurrences(counter: CooccurrenceCounter, texts: Iterable[str]) -> Iterator[int]:
-    """Read texts with both tokenizers and count; memory is that of a few batches, whatever the corpus.
+    """Tokenize texts with both tokenizers and count cooccurrences, in constant memory.
 
-    The tokenizers work on all cores; while one batch is counted the next is tokenised.
+    The tokenizers use all cores; one batch is counted while the next is tokenized.
 
     Yields:
-        After each batch, when the counter is whole, how many texts have been counted.
+        The number of counted texts, after each batch.
     """
     done = 0
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:

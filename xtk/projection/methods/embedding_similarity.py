@@ -1,4 +1,4 @@
-"""embedding: the teacher's tokens whose input embeddings are nearest."""
+"""Method `embedding`: the teacher tokens with the most similar input embeddings."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from xtk.errors import XtkError
 from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair, concatenate_entries
 
 DEFAULT_NEIGHBORS = 8
-# Ours: cosines of neighbours differ by hundredths, so that at 0.1 the nearest weighs a few times the eighth.
+# Chosen by us: cosines of neighbors differ by hundredths, so at 0.1 the nearest weighs a few times the eighth.
 DEFAULT_TEMPERATURE = 0.1
-# Student tokens compared at once: 256 rows of 151,646 cosines are 155 MB.
+# Student tokens per matrix product: 256 rows of 151,646 cosines are 155 MB.
 BATCH_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class EmbeddingSimilarityMethod:
-    """A seed from what the models learnt: tokens of equal bytes first; any other is spread over its neighbours.
+    """Initialization from embeddings: equal bytes first; other tokens are mapped to their nearest neighbors.
 
-    Tokens of equal bytes are anchors. The rotation that brings the student's anchors nearest to the teacher's
-    (orthogonal Procrustes: Schoenemann 1966; for embeddings: Xing et al., NAACL 2015) maps the whole space of the
-    student; it keeps cosines and, with fewer free numbers than a least-squares map, leans less on the anchors.
-    Weights are a softmax of the cosines with the nearest teacher's tokens.
+    Tokens of equal bytes are anchors. The rotation that maps the student's anchors closest to the teacher's (orthogonal
+    Procrustes: Schoenemann 1966; for embeddings: Xing et al., NAACL 2015) is applied to all of the student's
+    embeddings; it keeps cosines and, with fewer parameters than a least-squares map, overfits less to the anchors.
+    Weights are a softmax of the cosines with the nearest teacher tokens.
 
-    It says which tokens are used alike, not which bytes come next: "seven" may land on "eight". Mass
-    goes to tokens that share no byte with the student's. A start for further work, not a measure of probability.
+    It shows which tokens are used alike, not which bytes come next: "seven" may be mapped to "eight", and mass goes to
+    tokens that share no byte with the student's. A starting point for training, not a probability.
 
     Attributes:
         student_embedding: float32 [V, H].
         teacher_embedding: float32 [U, G]; G need not be H.
-        neighbours: teacher's tokens a row.
-        temperature: of the softmax.
-        student_weights: the fingerprint of the model that the embedding is from.
+        neighbours: teacher tokens per row.
+        temperature: temperature of the softmax.
+        student_weights: fingerprint of the model that the embedding is from.
         teacher_weights: likewise.
     """
 
@@ -50,28 +50,29 @@ class EmbeddingSimilarityMethod:
 
     def __post_init__(self) -> None:
         if self.neighbours < 1:
-            raise XtkError(f"--neighbours is {self.neighbours}; a row has at least one entry")
+            raise XtkError(f"--num-neighbors is {self.neighbours}; must be at least 1")
         if not self.temperature > 0:
-            raise XtkError(f"--temperature is {self.temperature}; it is above 0")
+            raise XtkError(f"--temperature is {self.temperature}; must be above 0")
 
     def header_options(self) -> dict[str, Any]:
-        """Return what the header tells of the options."""
+        """Return the options for the header."""
         names = ("neighbours", "temperature", "student_weights", "teacher_weights")
         return {name: getattr(self, name) for name in names}
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of all ordinary rows.
+        """Return the entries of all ordinary tokens.
 
         Raises:
-            XtkError: an embedding has fewer rows than its tokenizer has tokens, or numbers that are none.
+            XtkError: an embedding has fewer rows than its tokenizer has tokens, or values that are not finite.
         """
         for side, matrix in ((pair.student, self.student_embedding), (pair.teacher, self.teacher_embedding)):
             if len(matrix) < len(side):
                 raise XtkError(
-                    f"the embedding has {len(matrix):,} rows, and the tokenizer {len(side):,} tokens", where=side.name
+                    f"the embedding has {len(matrix):,} rows, but the tokenizer has {len(side):,} tokens",
+                    where=side.name,
                 )
             if any(not np.isfinite(matrix[start : start + 8192]).all() for start in range(0, len(side), 8192)):
-                raise XtkError("the embedding holds numbers that are not finite", where=side.name)
+                raise XtkError("the embedding has values that are not finite", where=side.name)
         candidates = np.flatnonzero(pair.teacher.vocabulary.byte_lengths > 0)
         others = np.flatnonzero((pair.student.vocabulary.byte_lengths > 0) & (pair.equal_ids < 0))
         anchors = (
@@ -91,7 +92,7 @@ class EmbeddingSimilarityMethod:
     def _rotation(
         self, pair: VocabularyPair, student_middle: NDArray[np.float32], teacher_middle: NDArray[np.float32]
     ) -> NDArray[np.float32]:
-        """Return [H, G] with orthonormal rows or columns, fitted on the anchors chunk by chunk."""
+        """Return [H, G] with orthonormal rows or columns, fitted to the anchors in chunks."""
         product = np.zeros((self.student_embedding.shape[1], self.teacher_embedding.shape[1]))
         for start in range(0, len(pair.exact_entries.rows), 8192):
             some = slice(start, start + 8192)
@@ -104,7 +105,7 @@ class EmbeddingSimilarityMethod:
     def _nearest(
         self, rows: NDArray[np.float32], targets: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return places [n, k] of the nearest targets, rising, and their weights."""
+        """Return indices [n, k] of the nearest targets, ascending, and their weights."""
         count = min(self.neighbours, len(targets))
         cosines = rows @ targets.T
         places = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)

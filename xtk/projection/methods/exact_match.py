@@ -1,4 +1,4 @@
-"""exact: a student token that the teacher does not have has no row."""
+"""Method `exact`: only tokens with equal bytes have entries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair
 
 @dataclass(frozen=True)
 class ExactMatchMethod:
-    """Tokens of equal bytes, and nothing else."""
+    """Tokens with equal bytes only."""
 
     stores_cells = False
 

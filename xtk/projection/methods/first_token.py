@@ -1,4 +1,4 @@
-"""first: all weight on the first piece of the teacher's spelling."""
+"""Method `first-token`: all weight on the first token of the teacher's tokenization."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair
 
 @dataclass(frozen=True)
 class FirstTokenMethod:
-    """The token of equal bytes, else the first piece: at a boundary that is the teacher's next token."""
+    """The token of equal bytes, else the first token: at a shared boundary that is the teacher's next token."""
 
     stores_cells = False
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return one entry of weight 1 for each token that the teacher can spell."""
+        """Return one entry of weight 1 for each token that the teacher can tokenize."""
         return pair.first_token_entries

@@ -1,4 +1,4 @@
-"""multitoken: the weight of a token falls off over the pieces of its spelling."""
+"""Method `multitoken`: weights that decay over the teacher tokens with the same bytes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 from xtk.projection.vocabulary_pair import SparseEntries, TokenSpellings, VocabularyPair, concatenate_entries
 
-# X-Token, arXiv 2605.21699: a token of up to 4 pieces, each a tenth of the one before, rows normalised.
+# X-Token, arXiv 2605.21699: at most 4 teacher tokens, each with a tenth of the previous weight, rows normalized.
 DEFAULT_MAX_TOKENS = 4
 DEFAULT_DECAY = 0.1
 
 
 @dataclass(frozen=True)
 class MultitokenMethod:
-    """X-Token, arXiv 2605.21699: equal bytes first; any other token is spread over its pieces.
+    """X-Token, arXiv 2605.21699: equal bytes first; other tokens are mapped to their tokens in the teacher's tokenization.
 
     Attributes:
-        max_pieces: a token of more pieces has no row.
-        decay: what a piece weighs, of the one before it; 0: all on the first.
-        reverse_pass: also spell the teacher's tokens in pieces of the student's, and add what they weigh to the rows
-            of those pieces. Rows of tokens that the teacher has stay as they are.
+        max_pieces: a student token that needs more teacher tokens has no entries.
+        decay: weight of each teacher token relative to the previous one; 0: all on the first.
+        reverse_pass: also tokenize the teacher's tokens with the student's tokenizer, and add their weights to the rows
+            of these student tokens. Rows of tokens with equal bytes stay unchanged.
     """
 
     max_pieces: int = DEFAULT_MAX_TOKENS
@@ -34,12 +34,12 @@ class MultitokenMethod:
 
     def __post_init__(self) -> None:
         if self.max_pieces < 1:
-            raise XtkError(f"--max-pieces is {self.max_pieces}; a token has at least one piece")
+            raise XtkError(f"--max-tokens-per-entry is {self.max_pieces}; must be at least 1")
         if not 0 <= self.decay <= 1:
-            raise XtkError(f"--decay is {self.decay}; a share lies between 0 and 1")
+            raise XtkError(f"--decay is {self.decay}; must be between 0 and 1")
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of all ordinary rows."""
+        """Return the entries of all ordinary tokens."""
         at, pieces, weights = self._spread(pair.spellings)
         spread = SparseEntries(pair.spellings.token_ids[at], pieces, weights)
         if self.reverse_pass:
@@ -51,7 +51,7 @@ class MultitokenMethod:
         return concatenate_entries(pair.exact_entries, spread)
 
     def _spread(self, spelled: TokenSpellings) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
-        """Return entries: which spelling, piece, weight."""
+        """Return entries as (index of the spelling, teacher token, weight)."""
         short = spelled.lengths <= self.max_pieces
         at = np.repeat(np.arange(len(spelled.token_ids)), spelled.lengths)
         place = np.arange(len(spelled.spelling_ids)) - spelled.offsets[at]
@@ -62,7 +62,7 @@ class MultitokenMethod:
 
 
 def cap_row_sums(entries: SparseEntries) -> SparseEntries:
-    """Scale rows that sum to more than 1 down to 1."""
+    """Return entries with rows scaled down to 1 where they sum to more."""
     masses = np.bincount(entries.rows, entries.weights.astype(np.float64), minlength=1)
     scaled = entries.weights / np.maximum(masses, 1)[entries.rows]
     return entries._replace(weights=scaled.astype(np.float32))

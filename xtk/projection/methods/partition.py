@@ -1,4 +1,4 @@
-"""cells: the partition of both vocabularies into what the sides can tell apart at once."""
+"""Method `partition`: first-token entries, and the partition of both vocabularies into cells."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from xtk.projection.vocabulary_pair import SparseEntries, VocabularyPair
 
 @dataclass(frozen=True)
 class PartitionMethod:
-    """W as `first` fills it, and the partition beside it.
+    """First-token projection with the partition of both vocabularies into cells.
 
-    Every student token is joined with the first token of its spelling by the teacher's tokenizer, every
-    teacher token with the first of its spelling by the student's, special tokens with their counterparts. The
-    connected components are the cells. What comes next cannot tell two tokens of one cell apart at once; tokens
-    of two cells it can. For xtk's byte-level loss, which needs no weights.
+    Graph: every student token is connected to the first token of its teacher tokenization, every teacher token to the
+    first token of its student tokenization, special tokens to their counterparts. The cells are the connected
+    components. The next token of one tokenizer determines the cell of the other's next token, but not the token within
+    the cell. Used by the byte-kl loss, which needs no weights.
     """
 
     stores_cells = True
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
-        """Return the entries of `first`."""
+        """Return the first-token entries."""
         return pair.first_token_entries
 
 
 def partition_vocabularies(
     pair: VocabularyPair, student_special_ids: NDArray[np.int32], teacher_special_ids: NDArray[np.int32]
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Cut both vocabularies into cells.
+    """Return the cells of both vocabularies.
 
     Args:
         pair: the vocabularies.
@@ -38,9 +38,9 @@ def partition_vocabularies(
         teacher_special_ids: int32 [n], their counterparts.
 
     Returns:
-        int32 [V] and int32 [U], the cell of each token. Cells are numbered in the order of their lowest student
-        token, then, where they have none, of their lowest teacher token. A token that spells something and
-        that the other side cannot spell is a cell of its own. -1: ids that spell nothing and match nothing.
+        int32 [V] and int32 [U], the cell of each token. Cells are numbered by their lowest student token, then cells
+        without one by their lowest teacher token. A token with bytes that the other side cannot tokenize is a separate
+        cell. -1: ids without bytes and without a match.
     """
     width, size = pair.shape[0], sum(pair.shape)
     forth, back = pair.first_token_entries, pair.swapped.first_token_entries
@@ -57,22 +57,22 @@ def partition_vocabularies(
 
 
 def connected_components(sources: NDArray[np.int64], targets: NDArray[np.int64], num_nodes: int) -> NDArray[np.int64]:
-    """Find the connected components of a graph.
+    """Return the connected components of a graph.
 
     Args:
-        sources: int64 [n], an end of each edge.
-        targets: int64 [n], its other end.
-        num_nodes: the number of nodes.
+        sources: int64 [n], one end of each edge.
+        targets: int64 [n], the other end.
+        num_nodes: number of nodes.
 
     Returns:
-        int64 [size], the lowest node of each node's component.
+        int64 [num_nodes], the lowest node of each node's component.
     """
     lowest = np.arange(num_nodes)
     while True:
         left, right = lowest[sources], lowest[targets]
         if (left == right).all():
             return lowest
-        # The higher of two roots is hooked under the lower one, then every path is cut to its root.
+        # The higher of two roots is attached to the lower one, then paths are compressed.
         np.minimum.at(lowest, np.maximum(left, right), np.minimum(left, right))
         while (lowest[lowest] != lowest).any():
             lowest = lowest[lowest]
