@@ -35,7 +35,7 @@ def merge_projections(first: Projection, others: Sequence[tuple[Projection, floa
     rest = 1 - sum(weight for _, weight in others)
     if rest <= 0:
         raise XtkError(
-            f"the weights of --merge sum to {1 - rest:g}; must be below 1, the first projection gets the rest"
+            f"the weights of --merge sum to {1 - rest:g}; must be below 1; the first projection gets the rest"
         )
     for other, _ in others:
         _check_same_pair(first, other)

@@ -34,13 +34,13 @@ class BoxedReward:
     def __post_init__(self) -> None:
         if self.compare not in COMPARISONS:
             raise XtkError(
-                f"the reward boxed has no comparison {self.compare!r}",
-                hint=f"use compare= one of: {', '.join(COMPARISONS)}",
+                f"--reward boxed has no comparison {self.compare!r}",
+                hint=f"use compare=VALUE, one of: {', '.join(COMPARISONS)}",
             )
         if self.compare == "symbols":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
-                    "the reward boxed needs the package math-verify",
+                    "--reward boxed needs the package math-verify",
                     hint="pip install 'xtk[maths]', or use --reward boxed:compare=strings",
                 )
             object.__setattr__(self, "_symbols", MathComparer(self.seconds))

@@ -39,7 +39,7 @@ class CodeTestsReward:
     def __post_init__(self) -> None:
         if not (0 < self.seconds < math.inf and self.megabytes > 0):
             raise XtkError(
-                "seconds and megabytes of the reward tests must be above 0",
+                "seconds and megabytes of --reward tests must be above 0",
                 hint="use --reward tests:seconds=10,megabytes=1024",
             )
 
@@ -99,7 +99,7 @@ def _text_field(row: Mapping[str, Any], name: str) -> str:
 
 def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
     return XtkError(
-        f"the field {name} is {repr(row[name])[:80]}; the reward tests needs {wanted}",
+        f"the field {name} is {repr(row[name])[:80]}; --reward tests needs {wanted}",
         hint="see docs/reference/rewards.md for the fields of a row",
     )
 

@@ -32,20 +32,20 @@ class RegexReward:
 
     def __post_init__(self) -> None:
         if not self.pattern:
-            raise XtkError("the reward regex needs a pattern", hint="use --reward 'regex:pattern=<answer>.*</answer>'")
+            raise XtkError("--reward regex needs a pattern", hint="use --reward 'regex:pattern=<answer>.*</answer>'")
         if self.match not in MATCH_MODES:
             raise XtkError(
-                f"the reward regex has no match mode {self.match!r}",
-                hint=f"use match= one of: {', '.join(MATCH_MODES)}",
+                f"--reward regex has no match mode {self.match!r}",
+                hint=f"use match=VALUE, one of: {', '.join(MATCH_MODES)}",
             )
         try:
             compiled = re.compile(self.pattern, re.DOTALL)
         except (re.error, RecursionError, OverflowError) as error:
             raise XtkError(
-                f"the pattern of the reward regex is not a valid regular expression: {error}", where=self.pattern
+                f"the pattern of --reward regex is not a valid regular expression: {error}", where=self.pattern
             ) from error
         if self._key not in (*range(compiled.groups + 1), *compiled.groupindex):
-            raise XtkError(f"the pattern of the reward regex has no group {self.group!r}", where=self.pattern)
+            raise XtkError(f"the pattern of --reward regex has no group {self.group!r}", where=self.pattern)
         object.__setattr__(self, "_compiled", compiled)
 
     @property
@@ -81,10 +81,12 @@ class JsonReward:
                 schema = json.loads(Path(self.schema).read_text(encoding="utf-8"))
             except OSError as error:
                 raise XtkError(
-                    "the JSON schema file cannot be read", where=f"{self.schema}: {error.strerror}"
+                    "the schema file of --reward json cannot be read", where=f"{self.schema}: {error.strerror}"
                 ) from error
             except ValueError as error:
-                raise XtkError(f"the JSON schema file is not valid JSON: {error}", where=self.schema) from error
+                raise XtkError(
+                    f"the schema file of --reward json is not valid JSON: {error}", where=self.schema
+                ) from error
             object.__setattr__(self, "_schema", _validator(schema, self.schema))
         elif self.column:
             _validator({}, self.column)
@@ -116,14 +118,18 @@ def _without_fences(text: str) -> str:
 
 def _validator(schema: Any, place: str) -> Any:
     if not isinstance(schema, dict | bool):
-        raise XtkError("a JSON schema must be an object or a boolean", where=place)
+        raise XtkError("the schema of --reward json must be a JSON object or a boolean", where=place)
     try:
         import jsonschema
     except ImportError as error:
-        raise XtkError("JSON schemas need the package jsonschema", hint="pip install 'xtk[schemas]'") from error
+        raise XtkError(
+            "schemas of --reward json need the package jsonschema", hint="pip install 'xtk[schemas]'"
+        ) from error
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
     except jsonschema.SchemaError as error:
-        raise XtkError(f"invalid JSON schema: {error.message}", where=place) from error
+        raise XtkError(
+            f"the schema of --reward json is not a valid JSON schema: {error.message}", where=place
+        ) from error
     return kind(schema)

@@ -145,5 +145,5 @@ def _checked_score(
             number = None
     if number is None or abs(number) > LARGEST:
         wrong = "not a number" if number is None else "not finite in float32"
-        raise XtkError(f"the reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
+        raise XtkError(f"--reward {specification} returned {shown}, which is {wrong}", where=where, hint=hint)
     return number

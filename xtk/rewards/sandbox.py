@@ -107,7 +107,7 @@ class Sandbox:
                 "the sandbox cannot isolate code: this machine does not allow Linux namespaces",
                 where=why,
                 hint="allow user namespaces (in a container: --security-opt seccomp=unconfined or --privileged), "
-                "or set allow_weak_isolation=true, which lets the code read your files",
+                "or use --reward tests:allow_weak_isolation=true, which lets the code read your files",
             )
         if (why := self._start(walled=False)) is not None:
             raise XtkError("the sandbox cannot start on this machine, even with weak isolation", where=why)

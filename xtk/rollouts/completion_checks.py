@@ -35,11 +35,13 @@ def max_new_tokens(request: GenerationRequest, sampling: SamplingConfig, context
     ]
     length = min(limit for limit in limits if limit is not None)
     if not len(request.input_ids):
-        raise XtkError("a prompt has no tokens; generation needs at least one", where=name)
+        raise XtkError("a prompt is empty (no tokens)", where=name, hint="remove it, or add text to it")
     if length < 1:
         raise XtkError(
-            f"a prompt of {len(request.input_ids):,} tokens leaves no space in the context of {context_length:,} tokens",
+            f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
+            f"the context length is {context_length:,}",
             where=name,
+            hint="shorten or remove this prompt",
         )
     return length
 
@@ -92,7 +94,11 @@ def checked_completion(
             where=tokenizer.name,
         )
     if (logprobs > LOGPROB_TOLERANCE).any():
-        raise XtkError("the log-probabilities of a completion are above 0", where=tokenizer.name)
+        raise XtkError(
+            "a generated completion has log-probabilities above 0",
+            where=tokenizer.name,
+            hint="start a vLLM server with --logprobs-mode raw_logprobs",
+        )
     count = _until_text(ids, sampling, tokenizer)
     if count is not None:  # vLLM detects a stop string only at complete characters, maybe some tokens later
         ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True

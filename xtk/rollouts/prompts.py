@@ -89,7 +89,7 @@ class PromptFormat:
             (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
         except XtkError as wrong:
             raise XtkError(
-                wrong.what, where=where, hint=f"use fields of the record: {', '.join(map(str, record))}"
+                wrong.what, where=where, hint=f"fields of the record: {', '.join(map(str, record))}"
             ) from None
         return text
 
@@ -127,7 +127,7 @@ def read_prompt_template(text: str) -> str:
     except UnicodeDecodeError:
         raise XtkError("the prompt template is not UTF-8", where=text, hint="save the file as UTF-8") from None
     if not template:
-        raise XtkError("the prompt template is empty", where=text)
+        raise XtkError("the prompt template is empty", where=text, hint="write a Jinja template into the file")
     return template
 
 
@@ -146,7 +146,7 @@ def read_template_arguments(text: str) -> dict[str, Any]:
             f"--chat-template-kwargs {text!r} is not a JSON object", hint="for example: '{\"enable_thinking\": false}'"
         )
     if named := RESERVED_TEMPLATE_ARGUMENTS & found.keys():
-        raise XtkError(f"--chat-template-kwargs must not set {', '.join(sorted(named))}: xtk sets it")
+        raise XtkError(f"--chat-template-kwargs must not set {', '.join(sorted(named))}, which xtk sets itself")
     return found
 
 

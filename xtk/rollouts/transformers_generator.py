@@ -99,10 +99,12 @@ class TransformersGenerator:
         length = min(limit for limit in limits if limit is not None)
         if length < 1 or not len(ask.input_ids):
             raise XtkError(
-                f"a prompt of {len(ask.input_ids):,} tokens leaves no space in the context of {self.context_length} tokens"
+                f"a prompt of {len(ask.input_ids):,} tokens leaves no space for a completion; "
+                f"the context length is {self.context_length}"
                 if len(ask.input_ids)
-                else "a prompt has no tokens; generation needs at least one",
+                else "a prompt is empty (no tokens)",
                 where=self.tokenizer.name,
+                hint="shorten or remove this prompt" if len(ask.input_ids) else "remove it, or add text to it",
             )
         return length
 

@@ -58,7 +58,7 @@ class VllmGenerator:
         self._names = WeightNames.from_folder(config.folder)
         self._asleep = self._forgotten = False
         padding = range(len(self._tokenizer), self._engine.vocab_size)
-        # Embedding rows without a token are never sampled. If there are more than vLLM can bias, a sampled one is an error.
+        # Embedding rows without a token must not be sampled. With too many for a bias, a sampled one is an error.
         self._padding_bias = dict.fromkeys(padding, -float("inf")) if 0 < len(padding) <= MAX_LOGIT_BIASES else None
 
     @classmethod

@@ -67,7 +67,7 @@ class WeightNames:
                 where=f"{where}: {', '.join(words)}",
                 hint="add the tied output head with xtk.rollouts.weight_sync.write_tied_head"
                 if missing == {HEAD_NAME}
-                else None,
+                else "pass all weights of the same model",
             )
 
 

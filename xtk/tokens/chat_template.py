@@ -164,7 +164,9 @@ class ChatTemplate:
             text = self.render([*messages[:-2], marked, answered], conversation.tools, **arguments)
             if text.count(mark) != 1:
                 raise XtkError(
-                    "the chat template does not render the assistant's message exactly once", where=self.where
+                    "the chat template does not render the assistant's message exactly once",
+                    where=self.where,
+                    hint="use a chat template that keeps assistant messages, as multi-turn rollouts need it",
                 )
             return text.partition(mark)[2]
 
@@ -275,7 +277,7 @@ def _unused_placeholder(contents: Sequence[str]) -> str:
     for mark in PLACEHOLDER_CHARACTERS:
         if not any(mark in content for content in contents):
             return mark
-    raise XtkError("a conversation contains all Unicode noncharacters U+FDD0 to U+FDEF; xtk needs one that is unused")
+    raise XtkError("a conversation contains all Unicode noncharacters U+FDD0 to U+FDEF; remove one of them")
 
 
 def _common_prefix(one: str, other: str) -> int:

@@ -88,11 +88,11 @@ class SampledTokens:
         values = np.asarray(logprobs, np.float64)
         if not numbers.shape == flags.shape == values.shape:
             raise ValueError(
-                f"student_ids has {numbers.size:,} entries, student_mask {flags.size:,} and student_logprobs "
+                f"student_ids has {numbers.size:,} entries, sampled_mask {flags.size:,} and student_logprobs "
                 f"{values.size:,}; the lengths must be equal"
             )
         if not np.isin(flags, (0, 1)).all():
-            raise ValueError("student_mask must contain only 0 and 1")
+            raise ValueError("sampled_mask must contain only 0 and 1")
         flags = flags.astype(np.bool_)
         if not (values[flags] <= 1e-3).all():
             raise ValueError("student_logprobs must be natural logarithms of probabilities, at most 0")

@@ -76,7 +76,7 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
         raise XtkError(
             f"candidate_ids has {len(given):,} lists, but {trained:,} tokens of the document are trained",
             where=tokenizer.name,
-            hint="give one list per trained token of the teacher, in order; the document's first token is never trained",
+            hint="give one list per trained token of the teacher, in order; the first token is never trained",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
         wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())

@@ -61,7 +61,8 @@ class SandboxedTemplate:
         self.source, self.kind, self.where = source, kind, where
         if len(source) > MAX_SOURCE_CHARACTERS:
             raise XtkError(
-                f"this template has {len(source):,} characters; the maximum is {MAX_SOURCE_CHARACTERS:,}", where=where
+                f"this {kind} template has {len(source):,} characters; the maximum is {MAX_SOURCE_CHARACTERS:,}",
+                where=where,
             )
         self.render_batch([])
 
@@ -199,10 +200,10 @@ def _close_at_exit() -> None:
 
 def _exit_reason(number: int) -> str:
     if number == -signal.SIGVTALRM:
-        return f"this template exceeded {MAX_SECONDS} seconds of CPU time for one conversation"
+        return f"the Jinja template exceeded {MAX_SECONDS} seconds of CPU time for one conversation"
     if number == -signal.SIGKILL:
-        return "the process that renders this template was killed, perhaps for lack of memory"
-    return f"the process that renders this template crashed (exit code {number})"
+        return "the process that renders Jinja templates was killed; check whether the machine ran out of memory"
+    return f"the process that renders Jinja templates crashed (exit code {number})"
 
 
 def _printable_error(text: str) -> str:
@@ -299,7 +300,7 @@ def _encode_response(environments: Mapping[str, Any], templates: dict[int, Any],
     try:
         return json.dumps(_render_request(environments, templates, body)).encode()
     except MemoryError as wrong:
-        return json.dumps([{"error": f"the template cannot be rendered: {_error_text(wrong)}"}]).encode()
+        return json.dumps([{"error": f"the Jinja template cannot be rendered: {_error_text(wrong)}"}]).encode()
 
 
 def _chat_environment() -> Any:

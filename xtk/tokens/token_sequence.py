@@ -55,7 +55,7 @@ class TokenSequence:
 
     @property
     def text_mask(self) -> NDArray[np.bool_]:
-        """bool [T], tokens with bytes of the document's text."""
+        """The tokens with bytes of the document's text, bool [T]."""
         mask = np.zeros(len(self.ids), np.bool_)
         for start, stop, _ in self.text_runs.tolist():
             mask[start:stop] = True
@@ -63,7 +63,7 @@ class TokenSequence:
 
     @property
     def undecodable_mask(self) -> NDArray[np.bool_]:
-        """bool [T], trained tokens without text: sampled tokens from the first invalid UTF-8 byte on."""
+        """The trained tokens without text, bool [T]: sampled tokens from the first invalid UTF-8 byte on."""
         mask = self.train_mask & ~self.text_mask
         mask[self.segment_end_tokens[self.segment_end_tokens >= 0]] = False
         return mask
@@ -258,6 +258,6 @@ def format_lost_bytes(counts: SequenceOf[int]) -> str:
     rewritten = [count for count in counts if count]
     return (
         f"{sum(rewritten):,} bytes of trained text in {len(rewritten):,} of {len(counts):,} checked conversations are not "
-        "trained: the chat template drops or changes them (reasoning, white space), or they share a token with "
-        "template text"
+        "trained: the chat template drops or changes them (reasoning, white space), or they share a token with the "
+        "template's text"
     )

@@ -635,7 +635,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise XtkError("this JSON file is not UTF-8", where=str(path)) from None
+        raise XtkError("this JSON file is not UTF-8", where=str(path), hint="save the file as UTF-8") from None
     content = parse_json(text, what="this file", where=str(path))
     if re.search(r"\\u[dD][89a-fA-F]", text):  # lone surrogates cannot be encoded as UTF-8
         content = json.loads(json.dumps(content, ensure_ascii=False).encode("utf-8", "replace"))

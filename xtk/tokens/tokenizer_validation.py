@@ -35,10 +35,10 @@ def check_tokenizer_json(content: Any, where: str) -> None:
     check_depth(outline, MAX_DEPTH + 1, what="this tokenizer.json", where=where)
     added = content.get("added_tokens") or []
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
-        raise XtkError("added_tokens is not a list of objects", where=where, hint=_HINT)
+        raise XtkError("added_tokens in tokenizer.json is not a list of objects", where=where, hint=_HINT)
     for token in added:
         if not token.get("content"):
-            raise XtkError(f"the added token with id {token.get('id')} has no text", where=where, hint=_HINT)
+            raise XtkError(f"added token {token.get('id')} in tokenizer.json has no text", where=where, hint=_HINT)
     table = model.get("vocab")
     ids = list(table.values()) if isinstance(table, dict) else [len(table) - 1] if isinstance(table, list) else []
     numbers = [number for number in (*ids, *(token.get("id") for token in added)) if isinstance(number, int)]

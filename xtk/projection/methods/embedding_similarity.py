@@ -68,11 +68,12 @@ class EmbeddingSimilarityMethod:
         for side, matrix in ((pair.student, self.student_embedding), (pair.teacher, self.teacher_embedding)):
             if len(matrix) < len(side):
                 raise XtkError(
-                    f"the embedding has {len(matrix):,} rows, but the tokenizer has {len(side):,} tokens",
+                    f"the model's embedding has {len(matrix):,} rows, but its tokenizer has {len(side):,} tokens",
                     where=side.name,
+                    hint="use the tokenizer that belongs to the model",
                 )
             if any(not np.isfinite(matrix[start : start + 8192]).all() for start in range(0, len(side), 8192)):
-                raise XtkError("the embedding has values that are not finite", where=side.name)
+                raise XtkError("the model's embedding has values that are not finite", where=side.name)
         candidates = np.flatnonzero(pair.teacher.vocabulary.byte_lengths > 0)
         others = np.flatnonzero((pair.student.vocabulary.byte_lengths > 0) & (pair.equal_ids < 0))
         anchors = (

@@ -17,7 +17,7 @@ DEFAULT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class MultitokenMethod:
-    """X-Token, arXiv 2605.21699: equal bytes first; other tokens are mapped to their tokens in the teacher's tokenization.
+    """X-Token, arXiv 2605.21699: equal bytes first; others are mapped to their tokens in the teacher's tokenization.
 
     Attributes:
         max_pieces: a student token that needs more teacher tokens has no entries.
