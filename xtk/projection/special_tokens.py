@@ -79,9 +79,9 @@ def _special_token_id(side: Tokenizer, token: str) -> int:
     known: Mapping[str, int] = side.vocabulary.special_tokens
     if token not in known:
         near = _nearest_name(token, known)
-        question = f"; did you mean {near}?" if near else ""
+        suggestion = f"; did you mean {near}?" if near else ""
         raise XtkError(
-            f"{side.name} has no special token {token!r}{question}",
+            f"{side.name} has no special token {token!r}{suggestion}",
             where="the file of --special-tokens",
             hint=f"use one of: {', '.join(sorted(known)[:12])}{', ...' if len(known) > 12 else ''}",
         )

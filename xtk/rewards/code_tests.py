@@ -106,12 +106,12 @@ def _wrong(row: Mapping[str, Any], name: str, wanted: str) -> XtkError:
 
 def _runnable_prefix(text: str) -> str:
     """Return the beginning of a program in a form that compiles (its last function may lack a body), or ""."""
-    for whole in (text, text + "\n    pass\n"):
+    for program in (text, text + "\n    pass\n"):
         try:
-            compile(whole, "<prompt>", "exec")
+            compile(program, "<prompt>", "exec")
         except (SyntaxError, ValueError):
             continue
-        return whole
+        return program
     return ""
 
 

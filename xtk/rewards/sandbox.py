@@ -98,19 +98,19 @@ class Sandbox:
         self.limits = limits or SandboxLimits()
         if sys.platform != "linux":
             raise XtkError("the sandbox needs Linux", hint="run xtk in a Linux container or virtual machine")
-        why = self._start(walled=True)
-        self.isolated = why is None
-        if why is None:
+        reason = self._start(use_namespaces=True)
+        self.isolated = reason is None
+        if reason is None:
             return
         if not allow_weak_isolation:
             raise XtkError(
                 "the sandbox cannot isolate code: this machine does not allow Linux namespaces",
-                where=why,
+                where=reason,
                 hint="allow user namespaces (in a container: --security-opt seccomp=unconfined or --privileged), "
                 "or use --reward tests:allow_weak_isolation=true, which lets the code read your files",
             )
-        if (why := self._start(walled=False)) is not None:
-            raise XtkError("the sandbox cannot start on this machine, even with weak isolation", where=why)
+        if (reason := self._start(use_namespaces=False)) is not None:
+            raise XtkError("the sandbox cannot start on this machine, even with weak isolation", where=reason)
         if (trial := self.run("")).code != 0:
             self.close()
             raise XtkError(
@@ -119,13 +119,18 @@ class Sandbox:
                 hint="use a machine or container that allows seccomp filters",
             )
 
-    def _start(self, walled: bool) -> str | None:
+    def _start(self, use_namespaces: bool) -> str | None:
         """Start the sandbox process. Return an error message, or None on success."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         here = str(Path(__file__).parent.parent.parent)
         packages = list(dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]))
         with tempfile.TemporaryDirectory() as folder, theirs:
-            setup = {"walled": walled, "folder": folder, "readable": _readable_folders(packages), "packages": packages}
+            setup = {
+                "walled": use_namespaces,
+                "folder": folder,
+                "readable": _readable_folders(packages),
+                "packages": packages,
+            }
             arguments = [here, str(theirs.fileno()), json.dumps({**setup, "package": here})]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-B", "-c", _START, *arguments],
@@ -168,14 +173,14 @@ class Sandbox:
         verdicts, verdicts_writer = os.pipe()
         with here, there, os.fdopen(verdicts_writer, "wb") as writes:
             # Start the code first, so that its time limit ends first and the tests see it.
-            answers = self._send({"role": "code", "code": list(code)}, [here.fileno()])
-            asks = self._send({"role": "tests", **job}, [there.fileno(), writes.fileno()], more_seconds=1)
+            code_report = self._send({"role": "code", "code": list(code)}, [here.fileno()])
+            tests_report = self._send({"role": "tests", **job}, [there.fileno(), writes.fileno()], more_seconds=1)
         with os.fdopen(verdicts, "rb") as reads:
             head, _, marks = reads.read().partition(b"\n")
-        self._outcome(asks)
+        self._outcome(tests_report)
         passed, failed = marks.count(b"+"), marks.count(b"-")
         good = None if b"?" in marks else marks.endswith(b".") and not failed
-        return TestVerdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(answers))
+        return TestVerdict(passed, max(passed + failed, int(head or 0)), good, self._outcome(code_report))
 
     def _send(self, job: dict[str, Any], files: list[int], more_seconds: float = 0) -> int:
         """Start a job. Return the read end of the pipe for its outcome."""

@@ -77,14 +77,14 @@ def _enter_outer_namespaces(setup: dict[str, Any], proc: int) -> None:
     sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _run_job_and_report(files: list[int], proc: int, walled: bool) -> None:
+def _run_job_and_report(files: list[int], proc: int, use_namespaces: bool) -> None:
     """Run one job and report its outcome; `files` are the job, the report, and files for the job's process."""
     source, report, *given = files
     with os.fdopen(source, "rb") as job_file:
         job = json.load(job_file)
     sandbox_isolation.call_libc("prctl", sandbox_isolation.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     started = time.monotonic()
-    if walled:
+    if use_namespaces:
         sandbox_isolation.enter_namespaces(
             sandbox_isolation.CLONE_NEWUSER | sandbox_isolation.CLONE_NEWPID | sandbox_isolation.CLONE_NEWNS, proc
         )

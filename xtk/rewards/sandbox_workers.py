@@ -238,9 +238,9 @@ def run_tests(job: dict[str, Any], link: int, verdicts: int) -> None:
             raise _Stop
 
     names: dict[str, Any] = {"__name__": "tests", "__note__": note}
-    asked = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
+    called_names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} - set(vars(builtins))
     link_calls = RemoteCalls(reader, writer)
-    names |= {name: RemoteFunction(name, link_calls) for name in asked - {"__note__"}}
+    names |= {name: RemoteFunction(name, link_calls) for name in called_names - {"__note__"}}
     calls = {name: RemoteFunction(job["entry_point"], link_calls) for name in (job["entry_point"], "candidate") if name}
     try:
         for setup in setups:

@@ -77,17 +77,19 @@ def deserialize_config(words: dict[str, Any]) -> GeneratorConfig:
 def serialize_requests(requests: Sequence[GenerationRequest]) -> Arrays:
     """Return requests as arrays; a length of -1 means no limit."""
     return {
-        "ids": _concatenate([ask.input_ids for ask in requests], np.int32),
-        "sizes": np.array([len(ask.input_ids) for ask in requests], np.int64),
-        "keys": _concatenate([np.array(ask.seed_key, np.int64) for ask in requests], np.int64),
-        "key_sizes": np.array([len(ask.seed_key) for ask in requests], np.int64),
-        "lengths": np.array([-1 if ask.max_length is None else ask.max_length for ask in requests], np.int64),
+        "ids": _concatenate([request.input_ids for request in requests], np.int32),
+        "sizes": np.array([len(request.input_ids) for request in requests], np.int64),
+        "keys": _concatenate([np.array(request.seed_key, np.int64) for request in requests], np.int64),
+        "key_sizes": np.array([len(request.seed_key) for request in requests], np.int64),
+        "lengths": np.array(
+            [-1 if request.max_length is None else request.max_length for request in requests], np.int64
+        ),
     }
 
 
 def deserialize_requests(arrays: Arrays) -> list[GenerationRequest]:
     """Return the requests of `serialize_requests`."""
-    ids, keys = _parted(arrays["ids"], arrays["sizes"]), _parted(arrays["keys"], arrays["key_sizes"])
+    ids, keys = _split_by_size(arrays["ids"], arrays["sizes"]), _split_by_size(arrays["keys"], arrays["key_sizes"])
     lengths = [None if length < 0 else length for length in arrays["lengths"].tolist()]
     return [
         GenerationRequest(one, tuple(key.tolist()), length) for one, key, length in zip(ids, keys, lengths, strict=True)
@@ -113,8 +115,8 @@ def serialize_completions(completions: Sequence[Completion]) -> Arrays:
 def deserialize_completions(finishes: Sequence[str], arrays: Arrays) -> list[Completion]:
     """Return the completions of `serialize_completions`."""
     sizes = arrays["sizes"]
-    top_ids = _parted(arrays["top_ids"], sizes) if "top_ids" in arrays else [None] * len(sizes)
-    parts = (_parted(arrays["ids"], sizes), _parted(arrays["logprobs"], sizes), finishes, top_ids)
+    top_ids = _split_by_size(arrays["top_ids"], sizes) if "top_ids" in arrays else [None] * len(sizes)
+    parts = (_split_by_size(arrays["ids"], sizes), _split_by_size(arrays["logprobs"], sizes), finishes, top_ids)
     return [Completion(*one) for one in zip(*parts, strict=True)]
 
 
@@ -134,5 +136,5 @@ def _concatenate(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
 
 
-def _parted(joined: NDArray[Any], sizes: NDArray[np.int64]) -> list[NDArray[Any]]:
+def _split_by_size(joined: NDArray[Any], sizes: NDArray[np.int64]) -> list[NDArray[Any]]:
     return np.split(joined, np.cumsum(sizes)[:-1]) if len(sizes) else []

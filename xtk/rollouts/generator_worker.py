@@ -20,17 +20,17 @@ from xtk.subprocesses import die_with_parent
 
 def main(pipe: Connection) -> None:
     """Open a backend and serve requests until the pipe closes. Errors are sent back; the process goes on."""
-    writer: Generator | None = None
+    generator: Generator | None = None
     try:
         while True:
             words, arrays = generator_ipc.receive_message(pipe)
             try:
-                if writer is None:
+                if generator is None:
                     request = generator_ipc.deserialize_config(words["request"])
-                    writer = load_registered(GENERATORS, words["backend"], "backend").open(request)
-                    generator_ipc.send_message(pipe, {"context": writer.context_length})
+                    generator = load_registered(GENERATORS, words["backend"], "backend").open(request)
+                    generator_ipc.send_message(pipe, {"context": generator.context_length})
                 else:
-                    generator_ipc.send_message(pipe, *_handle_request(writer, words, arrays))
+                    generator_ipc.send_message(pipe, *_handle_request(generator, words, arrays))
             except Exception as failure:
                 generator_ipc.send_message(pipe, generator_ipc.serialize_error(_as_xtk_error(failure)))
     except (EOFError, OSError):  # the parent process has closed the pipe
@@ -38,30 +38,30 @@ def main(pipe: Connection) -> None:
 
 
 def _handle_request(
-    writer: Generator, words: dict[str, Any], arrays: generator_ipc.Arrays
+    generator: Generator, words: dict[str, Any], arrays: generator_ipc.Arrays
 ) -> tuple[dict[str, Any], generator_ipc.Arrays]:
     if words["do"] == "write":
-        found = writer.generate(
+        found = generator.generate(
             generator_ipc.deserialize_requests(arrays), generator_ipc.deserialize_sampling(words["sampling"])
         )
         return {"finishes": [one.finish_reason for one in found]}, generator_ipc.serialize_completions(found)
     if words["do"] == "update":
-        writer.update_weights(Path(words["folder"]))
+        generator.update_weights(Path(words["folder"]))
     elif words["do"] == "rest":
-        writer.sleep()
+        generator.sleep()
     else:
-        writer.wake_up()
+        generator.wake_up()
     return {}, {}
 
 
 def _as_xtk_error(failure: Exception) -> XtkError:
-    mendable = failure if isinstance(failure, XtkError) else from_os_error(failure)
-    if mendable is None:
+    error = failure if isinstance(failure, XtkError) else from_os_error(failure)
+    if error is None:
         traceback.print_exc()
-        mendable = XtkError(
+        error = XtkError(
             f"the generation process failed: {type(failure).__name__}: {failure}", hint="see its traceback above"
         )
-    return mendable
+    return error
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ class PromptFormat:
         if own is record:
             return record_to_document(record, columns, where)
         column = columns.get("completion", "completion")
-        said = record.get(column)
-        if not isinstance(said, str):
+        completion = record.get(column)
+        if not isinstance(completion, str):
             found = (
                 "is not a string" if column in record else f"is missing; the record has {', '.join(map(str, record))}"
             )
@@ -65,31 +65,31 @@ class PromptFormat:
                 hint="use --columns completion=COLUMN, or --lmbda 1 to train on rollouts only",
             )  # fmt: skip
         if not isinstance(own[named["prompt"]], str):
-            said = [{"role": "assistant", "content": said}]
-        return record_to_document(*_set_field(own, named, "completion", said), where)
+            completion = [{"role": "assistant", "content": completion}]
+        return record_to_document(*_set_field(own, named, "completion", completion), where)
 
     def _with_prompt(self, record: Record, columns: Mapping[str, str], where: str) -> tuple[Record, Mapping[str, str]]:
         """Return the record with the formatted prompt, and its column names; both unchanged if it is its own prompt."""
         if self._template is not None:
             record, columns = _set_field(record, columns, "prompt", self._rendered(record, where))
         if self._chat:
-            teachers = columns.get("teacher_prompt", "teacher_prompt")
+            teacher_column = columns.get("teacher_prompt", "teacher_prompt")
             alone = record_to_prompt(
-                {**record, teachers: None}, columns, where
+                {**record, teacher_column: None}, columns, where
             )  # without the teacher's prompt, which is not formatted yet
             if alone.conversation is None:
                 record, columns = _set_field(record, columns, "prompt", _of_user(alone.text))
-                if isinstance(told := record.get(teachers), str):
-                    record, columns = _set_field(record, columns, "teacher_prompt", _of_user(told))
+                if isinstance(teacher_prompt := record.get(teacher_column), str):
+                    record, columns = _set_field(record, columns, "teacher_prompt", _of_user(teacher_prompt))
         return record, columns
 
     def _rendered(self, record: Record, where: str) -> str:
         assert self._template is not None
         try:
             (text,) = self._template.render_batch([{str(key): value for key, value in record.items()}])
-        except XtkError as wrong:
+        except XtkError as error:
             raise XtkError(
-                wrong.what, where=where, hint=f"fields of the record: {', '.join(map(str, record))}"
+                error.what, where=where, hint=f"fields of the record: {', '.join(map(str, record))}"
             ) from None
         return text
 
@@ -99,8 +99,8 @@ def _set_field(record: Record, columns: Mapping[str, str], field: str, value: An
     column = field
     while column in record:
         column += "_"
-    told_by = ("prompt", "messages", "text") if field == "prompt" else (field,)
-    others = {name: place for name, place in columns.items() if name not in told_by}
+    aliases = ("prompt", "messages", "text") if field == "prompt" else (field,)
+    others = {name: place for name, place in columns.items() if name not in aliases}
     return {**record, column: value}, {**others, field: column}
 
 
@@ -188,8 +188,10 @@ def tokenize_prompts(
     start = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
     arguments = {"add_generation_prompt": True, **(template_arguments or {})}
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
-    talks = [document.conversation for document in documents if document.conversation is not None]
-    renderings = tokenizer.chat_template.render_batch_with_positions(talks, **arguments) if talks else []
+    conversations = [document.conversation for document in documents if document.conversation is not None]
+    renderings = (
+        tokenizer.chat_template.render_batch_with_positions(conversations, **arguments) if conversations else []
+    )
     rendered = iter(
         tokenizer.encode_rendered(
             [rendering.text for rendering in renderings],
@@ -238,8 +240,8 @@ def tokenize_between_turns(
             for token in tokenizer.end_ids
             if token in tokenizer.special_token_names
         ]
-        closer = next((name for name in names if text.startswith(name)), "")
-        text, start, stop = text[len(closer) :], start - len(closer), stop - len(closer)
+        end_token = next((name for name in names if text.startswith(name)), "")
+        text, start, stop = text[len(end_token) :], start - len(end_token), stop - len(end_token)
     (encoded,) = tokenizer.encode_rendered([text], [[(max(start, 0), stop)] if stop > start else []])
     return encoded.ids
 

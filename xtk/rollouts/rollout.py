@@ -54,8 +54,8 @@ class Rollout:
     @property
     def unusable_reason(self) -> str:
         """Why the rollout cannot be trained on: "empty", "not finite" (a log-probability); "" if it can be used."""
-        drawn = self.document.sampled_tokens
-        assert drawn is not None
-        if not np.isfinite(drawn.logprobs).all():
+        sampled = self.document.sampled_tokens
+        assert sampled is not None
+        if not np.isfinite(sampled.logprobs).all():
             return "not finite"
         return "" if any(segment.train and segment.text for segment in self.document.segments) else "empty"

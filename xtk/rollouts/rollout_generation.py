@@ -61,28 +61,40 @@ def generate_rollouts(
     Raises:
         XtkError: an environment, a reward or a chat template fails.
     """
-    begun = [
+    all_episodes = [
         _Episode(
             prompt, sample, tokenizer, None if environment is None else CheckedEnvironment(environment, prompt.record)
         )
         for prompt in prompts
         for sample in range(num_generations)
     ]
-    openings = {episode.prompt_key: episode.document() for episode in begun}
-    read = dict(zip(openings, tokenize_prompts(tokenizer, list(openings.values()), template_arguments), strict=True))
-    episodes = [episode for episode in begun if episode.set_prompt(read[episode.prompt_key], generator.context_length)]
-    if len(episodes) < len(begun):
-        left_out = len({episode.prompt.number for episode in begun} - {episode.prompt.number for episode in episodes})
+    prompt_documents = {episode.prompt_key: episode.document() for episode in all_episodes}
+    ids_by_prompt = dict(
+        zip(
+            prompt_documents,
+            tokenize_prompts(tokenizer, list(prompt_documents.values()), template_arguments),
+            strict=True,
+        )
+    )
+    episodes = [
+        episode
+        for episode in all_episodes
+        if episode.set_prompt(ids_by_prompt[episode.prompt_key], generator.context_length)
+    ]
+    if len(episodes) < len(all_episodes):
+        left_out = len(
+            {episode.prompt.number for episode in all_episodes} - {episode.prompt.number for episode in episodes}
+        )
         terminal.note(
             f"skipped {left_out:,} of {len(prompts):,} prompts: no space left in the context of "
             f"{generator.context_length} tokens"
         )
     for turn in range(max_turns):
-        speaking = [episode for episode in episodes if not episode.finish_reason]
-        if not speaking:
+        active = [episode for episode in episodes if not episode.finish_reason]
+        if not active:
             break
-        asks = [episode.next_request(seed, turn, sampling) for episode in speaking]
-        for episode, completion in zip(speaking, generator.generate(asks, sampling), strict=True):
+        requests = [episode.next_request(seed, turn, sampling) for episode in active]
+        for episode, completion in zip(active, generator.generate(requests, sampling), strict=True):
             episode.add_completion(completion)
             episode.step_environment(sampling, turn + 1 == max_turns, template_arguments)
     return _score_episodes(episodes, rewards, scale_rewards=scale_rewards)
@@ -102,19 +114,21 @@ class _Episode:
         num_turns: number of turns that the student generated.
     """
 
-    def __init__(self, prompt: Prompt, sample: int, tokenizer: Tokenizer, played: CheckedEnvironment | None) -> None:
-        self.prompt, self.sample, self.environment = prompt, sample, played
+    def __init__(
+        self, prompt: Prompt, sample: int, tokenizer: Tokenizer, environment: CheckedEnvironment | None
+    ) -> None:
+        self.prompt, self.sample, self.environment = prompt, sample, environment
         self._tokenizer, self._context = tokenizer, math.inf
         self.finish_reason, self.num_turns = "", 0
         self._segments = list(prompt.document.segments)
-        talk = prompt.document.conversation
-        self._messages: list[Mapping[str, Any]] | None = None if talk is None else list(talk.messages)
+        conversation = prompt.document.conversation
+        self._messages: list[Mapping[str, Any]] | None = None if conversation is None else list(conversation.messages)
         self._ids: list[NDArray[np.int32]] = []
         self._completions: list[Completion | None] = []
         self._run: list[NDArray[np.int32]] = []  # sampled since the last tokens of the environment
         self._last_turn_text = ""
-        if played is not None and played.initial_text:
-            self._answer(played.role, played.initial_text)
+        if environment is not None and environment.initial_text:
+            self._append_message(environment.role, environment.initial_text)
         self._prompt_segments = len(self._segments)
 
     @property
@@ -122,33 +136,33 @@ class _Episode:
         """Prompts with the same key have the same initial tokens."""
         return self.prompt.number, None if self.environment is None else self.environment.initial_text
 
-    def _answer(self, role: str, text: str) -> None:
+    def _append_message(self, role: str, text: str) -> None:
         self._segments.append(Segment(role, text, False))
         if self._messages is not None:
             self._messages.append({"role": role, "content": text})
 
     def document(self) -> Document:
         """Return the conversation or text so far."""
-        talk = self.prompt.document.conversation
-        if talk is not None:
-            talk = replace(talk, messages=tuple(self._messages or ()))
-        return replace(self.prompt.document, segments=tuple(self._segments), conversation=talk)
+        conversation = self.prompt.document.conversation
+        if conversation is not None:
+            conversation = replace(conversation, messages=tuple(self._messages or ()))
+        return replace(self.prompt.document, segments=tuple(self._segments), conversation=conversation)
 
     def set_prompt(self, ids: NDArray[np.int32], context: int | None) -> bool:
         """Append the prompt's tokens; return whether the context has space for a completion."""
         self._context = math.inf if context is None else context
-        self._read(ids)
+        self._append_tokens(ids)
         return len(ids) < self._context
 
-    def _read(self, ids: NDArray[np.int32]) -> None:
+    def _append_tokens(self, ids: NDArray[np.int32]) -> None:
         self._ids.append(ids)
         self._completions.append(None)
 
     def _remaining_tokens(self, sampling: SamplingConfig, extra: int = 0) -> int:
         """Return how many tokens may still be sampled after `extra` more tokens of the environment."""
-        drawn = sum(len(completion.ids) for completion in self._completions if completion is not None)
+        sampled = sum(len(completion.ids) for completion in self._completions if completion is not None)
         left = self._context - sum(map(len, self._ids)) - extra
-        return int(min(left, sampling.max_completion_length - drawn))
+        return int(min(left, sampling.max_completion_length - sampled))
 
     def next_request(self, seed: int, turn: int, sampling: SamplingConfig) -> GenerationRequest:
         """Return the request for the next turn."""
@@ -182,32 +196,32 @@ class _Episode:
         if self.environment is None:
             self.finish_reason = completion.finish_reason
             return
-        answer, done = self.environment.step(self._last_turn_text)
+        response, done = self.environment.step(self._last_turn_text)
         ended = completion.finish_reason == "stop"
         if done or completion.finish_reason == "length" or (ended and self._messages is None):
             self.finish_reason = completion.finish_reason
         elif last:
             self.finish_reason = "turns"
         else:
-            self._append_environment_text(answer, ended, sampling, template_arguments)
+            self._append_environment_text(response, ended, sampling, template_arguments)
 
     def _append_environment_text(
-        self, answer: str, ended: bool, sampling: SamplingConfig, template_arguments: Mapping[str, Any] | None
+        self, response: str, ended: bool, sampling: SamplingConfig, template_arguments: Mapping[str, Any] | None
     ) -> None:
         assert self.environment is not None
-        talk = self.document().conversation
-        if talk is not None:
-            message = {"role": self.environment.role, "content": answer}
-            ids = tokenize_between_turns(self._tokenizer, talk, message, ended, template_arguments)
+        conversation = self.document().conversation
+        if conversation is not None:
+            message = {"role": self.environment.role, "content": response}
+            ids = tokenize_between_turns(self._tokenizer, conversation, message, ended, template_arguments)
         else:
-            ids = tokenize_continuation(self._tokenizer, answer)
+            ids = tokenize_continuation(self._tokenizer, response)
         if self._remaining_tokens(sampling, len(ids)) < 1:
             self.finish_reason = "length"
         elif len(ids):
-            self._answer(self.environment.role, answer)
-            self._read(ids)
+            self._append_message(self.environment.role, response)
+            self._append_tokens(ids)
             self._run = []
-        elif talk is not None:
+        elif conversation is not None:
             raise XtkError(
                 "the chat template adds no tokens between two turns, so a next turn cannot begin",
                 where=self._tokenizer.name,
@@ -238,7 +252,7 @@ class _Episode:
 
     def to_rollout(self, reward: float, rewards: Mapping[str, float], advantage: float) -> Rollout:
         """Return the finished rollout."""
-        drawn = [completion for completion in self._completions if completion is not None]
+        sampled = [completion for completion in self._completions if completion is not None]
         logprobs = [
             np.zeros(len(ids), np.float32) if completion is None else completion.logprobs
             for ids, completion in zip(self._ids, self._completions, strict=True)
@@ -256,9 +270,9 @@ class _Episode:
             template or "",
             advantage,
         )
-        top_ids = [completion.top_ids for completion in drawn if completion.top_ids is not None]
+        top_ids = [completion.top_ids for completion in sampled if completion.top_ids is not None]
         return Rollout(
-            document=replace(self.document(), sampled_tokens=tokens, is_complete=drawn[-1].finish_reason == "stop"),
+            document=replace(self.document(), sampled_tokens=tokens, is_complete=sampled[-1].finish_reason == "stop"),
             prompt=self.prompt.number,
             sample=self.sample,
             finish_reason=self.finish_reason,

@@ -148,14 +148,14 @@ class ServerGenerator:
                     # With another tokenizer the probe may be many more tokens.
                     limit = limits[-1] and limits[-1] // 4
                     await self._compare_tokens(tokenizer_probe(self._tokenizer, limit), endpoint)
-                except PermanentError as wrong:
-                    raise refusal_error(wrong, str(endpoint), None) from None
+                except PermanentError as error:
+                    raise refusal_error(error, str(endpoint), None) from None
         known = [limit for limit in limits if isinstance(limit, int)]
         return min(known) if known else None
 
     async def _compare_tokens(self, probe: str, endpoint: Endpoint) -> None:
         (ours,) = self._tokenizer.encode([probe])
-        question = {
+        payload = {
             "model": endpoint.model,
             "prompt": probe,
             "add_special_tokens": False,
@@ -164,7 +164,7 @@ class ServerGenerator:
         }
         most = max_response_bytes(0, MAX_TOKEN_RATIO * len(ours.ids))
         choice = await self._endpoints.request_one(
-            endpoint, COMPLETIONS_PATH, question, _only_choice, max_attempts=STARTUP_ATTEMPTS, max_bytes=most
+            endpoint, COMPLETIONS_PATH, payload, _only_choice, max_attempts=STARTUP_ATTEMPTS, max_bytes=most
         )
         theirs = choice.get("prompt_token_ids")
         if not isinstance(theirs, list) or not isinstance(choice.get("token_ids"), list):
@@ -176,98 +176,100 @@ class ServerGenerator:
         if theirs != ours.ids.tolist():
             check_same_tokenizer(ours.ids.tolist(), theirs, self._tokenizer, endpoint, "rollout")
 
-    async def _generate_all(self, asks: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
+    async def _generate_all(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> list[Completion]:
         self._locks = {}
         async with self._endpoints.connected():
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(self._generate_one(ask, sampling)) for ask in asks]
+                    tasks = [group.create_task(self._generate_one(request, sampling)) for request in requests]
             except BaseExceptionGroup as several:
                 raise first_exception(several) from None
         return [task.result() for task in tasks]
 
-    async def _generate_one(self, ask: GenerationRequest, sampling: SamplingConfig) -> Completion:
-        told = num_requested_top_ids(sampling, self._tokenizer, self._tokenizer.embedding_rows)
-        question = self._question(ask, sampling, told)
-        where = f"a prompt of {len(ask.input_ids):,} tokens, sent to {self._name}"
-        asked: list[tuple[Endpoint, int]] = []
+    async def _generate_one(self, request: GenerationRequest, sampling: SamplingConfig) -> Completion:
+        num_top_ids = num_requested_top_ids(sampling, self._tokenizer, self._tokenizer.embedding_rows)
+        payload = self._payload(request, sampling, num_top_ids)
+        where = f"a prompt of {len(request.input_ids):,} tokens, sent to {self._name}"
+        attempts: list[tuple[Endpoint, int]] = []
 
-        def question_for(endpoint: Endpoint) -> dict[str, Any]:
-            asked.append((endpoint, self._num_sends[endpoint.url]))
-            return {"model": endpoint.model, **question}
+        def payload_for(endpoint: Endpoint) -> dict[str, Any]:
+            attempts.append((endpoint, self._num_sends[endpoint.url]))
+            return {"model": endpoint.model, **payload}
 
         try:
             for _ in range(MAX_WEIGHT_LOSSES):
                 completion = await self._endpoints.request(
                     COMPLETIONS_PATH,
-                    question_for,
-                    lambda answer: self._completion(answer, sampling, told),
+                    payload_for,
+                    lambda response: self._completion(response, sampling, num_top_ids),
                     what=where,
                     weight=0.0,
                     max_bytes=max_response_bytes(
-                        question["max_tokens"] * (told + 2), question["max_tokens"] + len(ask.input_ids)
+                        payload["max_tokens"] * (num_top_ids + 2), payload["max_tokens"] + len(request.input_ids)
                     ),
                 )
-                endpoint, sends = asked[-1]
+                endpoint, sends = attempts[-1]
                 # After an update meanwhile, the completion is at least partly from older weights.
                 if await self._kept_weights(endpoint) and sends == self._num_sends[endpoint.url]:
                     return completion
             raise XtkError(
                 f"this server lost the student's weights {MAX_WEIGHT_LOSSES} times during one completion",
-                where=f"{asked[-1][0]}, {where}",
+                where=f"{attempts[-1][0]}, {where}",
                 hint="check its log for restarts, and stop other runs that send weights to this server",
             )
-        except PermanentError as wrong:
+        except PermanentError as error:
             hint = None
-            if "logprobs" in wrong.message:
-                hint = f"start the vLLM server with --max-logprobs {told}, or use a smaller --top-logprobs"
-            raise refusal_error(wrong, where, hint) from None
+            if "logprobs" in error.message:
+                hint = f"start the vLLM server with --max-logprobs {num_top_ids}, or use a smaller --top-logprobs"
+            raise refusal_error(error, where, hint) from None
 
-    def _question(self, ask: GenerationRequest, sampling: SamplingConfig, told: int) -> dict[str, Any]:
+    def _payload(self, request: GenerationRequest, sampling: SamplingConfig, num_top_ids: int) -> dict[str, Any]:
         return {
-            "prompt": ask.input_ids.tolist(),
-            "max_tokens": max_new_tokens(ask, sampling, self._context, self._name),
+            "prompt": request.input_ids.tolist(),
+            "max_tokens": max_new_tokens(request, sampling, self._context, self._name),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": 0.0,
             "repetition_penalty": 1.0,
-            "seed": seed_from_key(ask.seed_key),
+            "seed": seed_from_key(request.seed_key),
             "stop": list(sampling.stop),
             "include_stop_str_in_output": True,
             "skip_special_tokens": True,
             "ignore_eos": True,
             "stop_token_ids": sorted(self._tokenizer.end_ids),
-            "logprobs": told,
+            "logprobs": num_top_ids,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             **({"logit_bias": self._padding_bias} if self._padding_bias else {}),
         }
 
-    def _completion(self, answer: Any, sampling: SamplingConfig, told: int) -> Completion:
+    def _completion(self, response: Any, sampling: SamplingConfig, num_top_ids: int) -> Completion:
         """Parse a response.
 
         Raises:
             RetryableError: the response is malformed.
         """
-        choice = _only_choice(answer)
+        choice = _only_choice(response)
         try:
             ids = checked_token_ids(choice["token_ids"])
             values = checked_logprobs(choice["logprobs"]["token_logprobs"])
             if len(values) != len(ids):
                 raise RetryableError(f"the response has {len(values):,} log-probabilities for {len(ids):,} tokens")
-            tops = choice["logprobs"]["top_logprobs"] if told else []
-            likeliest = np.array([_top_token_ids(top, token, told) for top, token in zip(tops, ids, strict=bool(told))])
+            tops = choice["logprobs"]["top_logprobs"] if num_top_ids else []
+            top_ids = np.array(
+                [_top_token_ids(top, token, num_top_ids) for top, token in zip(tops, ids, strict=bool(num_top_ids))]
+            )
             return checked_completion(
                 ids,
                 values,
-                likeliest.astype(np.int32).reshape(-1, told) if told else np.zeros((len(ids), 0), np.int32),
+                top_ids.astype(np.int32).reshape(-1, num_top_ids) if num_top_ids else np.zeros((len(ids), 0), np.int32),
                 isinstance(choice.get("stop_reason"), str),
                 sampling,
                 self._tokenizer,
             )
-        except (TypeError, ValueError, KeyError, OverflowError) as wrong:
-            raise RetryableError(f"malformed response: {wrong!r}"[:500]) from None
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise RetryableError(f"malformed response: {error!r}"[:500]) from None
 
     async def _update_all(self) -> None:
         async with self._endpoints.connected():
@@ -275,10 +277,10 @@ class ServerGenerator:
                 # A server that is being restarted is waited for, as in every request.
                 await self._endpoints.request_one(endpoint, "/models", None, parse_models, max_attempts=self._attempts)
                 try:
-                    await self._send(endpoint)
-                except NoResponseError as wrong:
+                    await self._send_weights(endpoint)
+                except NoResponseError as error:
                     raise XtkError(
-                        f"the server failed while loading the student's weights: {wrong.what}",
+                        f"the server failed while loading the student's weights: {error.what}",
                         where=f"{endpoint}, weights in {self._sent}",
                         hint="check the server's log: it must be able to read this folder",
                     ) from None
@@ -292,10 +294,10 @@ class ServerGenerator:
         """
         try:
             version = await self._endpoints.request_one(
-                endpoint, "/weight_info", None, _version_of, max_attempts=1, at_root=True
+                endpoint, "/weight_info", None, _parse_weight_version, max_attempts=1, at_root=True
             )
-        except PermanentError as wrong:
-            raise _refused_weights(wrong, endpoint) from None
+        except PermanentError as error:
+            raise _weight_update_error(error, endpoint) from None
         return version == self._version
 
     async def _kept_weights(self, endpoint: Endpoint) -> bool:
@@ -320,32 +322,36 @@ class ServerGenerator:
         async with self._locks.setdefault(endpoint.url, asyncio.Lock()):
             await self._endpoints.request_one(endpoint, "/models", None, parse_models, max_attempts=1)
             if not await self._has_weights(endpoint):
-                await self._send(endpoint)
+                await self._send_weights(endpoint)
                 terminal.note(f"{endpoint}: was restarted without the student's weights; sent them again")
 
-    async def _send(self, endpoint: Endpoint) -> None:
-        ask_one = self._endpoints.request_one
+    async def _send_weights(self, endpoint: Endpoint) -> None:
+        request_one = self._endpoints.request_one
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(self._sent)}}
         version = {"new_version": self._version}
         self._num_sends[endpoint.url] += 1
         try:
-            await ask_one(endpoint, "/collective_rpc", reload, _check_reload_response, max_attempts=1, at_root=True)
-            await ask_one(endpoint, "/reset_prefix_cache", {}, _forgotten, max_attempts=3, at_root=True)
-            await ask_one(endpoint, "/update_weight_version", version, _accepted, max_attempts=3, at_root=True)
-        except PermanentError as wrong:
-            raise _refused_weights(wrong, endpoint) from None
+            await request_one(endpoint, "/collective_rpc", reload, _check_reload_response, max_attempts=1, at_root=True)
+            await request_one(
+                endpoint, "/reset_prefix_cache", {}, _check_prefix_cache_reset, max_attempts=3, at_root=True
+            )
+            await request_one(
+                endpoint, "/update_weight_version", version, _check_version_update, max_attempts=3, at_root=True
+            )
+        except PermanentError as error:
+            raise _weight_update_error(error, endpoint) from None
 
 
-def _refused_weights(wrong: PermanentError, endpoint: Endpoint) -> XtkError:
+def _weight_update_error(error: PermanentError, endpoint: Endpoint) -> XtkError:
     return XtkError(
-        f"the server does not accept weight updates: HTTP {wrong.status} {wrong.message}",
+        f"the server does not accept weight updates: HTTP {error.status} {error.message}",
         where=str(endpoint),
         hint="start vLLM 0.32 or newer with VLLM_SERVER_DEV_MODE=1, in a network that only trusted machines reach",
     )
 
 
-def _only_choice(answer: Any) -> dict[str, Any]:
-    choices = answer.get("choices") if isinstance(answer, dict) else None
+def _only_choice(response: Any) -> dict[str, Any]:
+    choices = response.get("choices") if isinstance(response, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise RetryableError("the response does not have exactly one choice")
     return choices[0]
@@ -364,23 +370,23 @@ def _top_token_ids(top: dict[str, float], own: int, count: int) -> list[int]:
     return sorted(known, key=lambda token: -known[token])
 
 
-def _check_reload_response(answer: Any) -> None:
-    if not isinstance(answer, dict) or "results" not in answer:
+def _check_reload_response(response: Any) -> None:
+    if not isinstance(response, dict) or "results" not in response:
         raise RetryableError("the response to /collective_rpc has no results")
 
 
-def _forgotten(answer: Any) -> None:
-    if answer != {"success": True}:
+def _check_prefix_cache_reset(response: Any) -> None:
+    if response != {"success": True}:
         raise RetryableError("the server could not reset its prefix cache: other requests are running")
 
 
-def _accepted(answer: Any) -> None:
-    if not isinstance(answer, dict) or answer.get("success") is not True:
+def _check_version_update(response: Any) -> None:
+    if not isinstance(response, dict) or response.get("success") is not True:
         raise RetryableError("the server did not store the version of its weights")
 
 
-def _version_of(answer: Any) -> str:
-    version = answer.get("weight_version") if isinstance(answer, dict) else None
+def _parse_weight_version(response: Any) -> str:
+    version = response.get("weight_version") if isinstance(response, dict) else None
     if not isinstance(version, str):
         raise RetryableError("the response to /weight_info has no weight_version")
     return version

@@ -46,14 +46,14 @@ class SubprocessGenerator:
         _remove_stale_weights_folders()
         self._name, self._folder = f"{config.name}, run by {backend}", config.folder
         paths = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
-        surroundings = {**environment_without_launcher_variables(), "PYTHONPATH": paths, **(environment or {})}
+        variables = {**environment_without_launcher_variables(), "PYTHONPATH": paths, **(environment or {})}
         self._pipe, theirs = Pipe()
         with theirs, block_sigint():
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "xtk.rollouts.generator_worker", str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=2,  # stdout is for the results of the parent
-                env=surroundings,
+                env=variables,
                 pass_fds=[theirs.fileno()],
             )
         try:
@@ -96,9 +96,9 @@ class SubprocessGenerator:
         if isinstance(weights, str | Path):
             self._request({"do": "update", "folder": str(Path(weights).resolve())})
             return
-        whole = dict(weights)
-        with _folder_for(sum(weight.nbytes for weight in whole.values())) as folder:
-            save_weights(whole.items(), folder)
+        tensors = dict(weights)
+        with _folder_for(sum(weight.nbytes for weight in tensors.values())) as folder:
+            save_weights(tensors.items(), folder)
             shutil.copy(self._folder / "config.json", folder)
             self._request({"do": "update", "folder": str(folder)})
 
@@ -133,12 +133,12 @@ class SubprocessGenerator:
             raise XtkError("the generation process is closed already", where=self._name)
         try:
             generator_ipc.send_message(self._pipe, words, arrays)
-            answer, found = generator_ipc.receive_message(self._pipe)
+            response, found = generator_ipc.receive_message(self._pipe)
         except (EOFError, OSError):
             raise self._ended() from None
-        if "error" in answer:
-            raise generator_ipc.deserialize_error(answer)
-        return answer, found
+        if "error" in response:
+            raise generator_ipc.deserialize_error(response)
+        return response, found
 
     def _ended(self) -> XtkError:
         """Return an error for a process that ended without sending one."""

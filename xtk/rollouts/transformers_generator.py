@@ -73,19 +73,21 @@ class TransformersGenerator:
         Raises:
             XtkError: a prompt is empty or fills the context.
         """
-        lengths = [self._length(ask, sampling) for ask in requests]
+        lengths = [self._length(request, sampling) for request in requests]
         found: dict[int, Completion] = {}
         with generation_mode(self._inner):
-            for batch in _generation_batches([len(ask.input_ids) for ask in requests], lengths, self.batch_tokens):
-                draws = _Draws(
+            for batch in _generation_batches(
+                [len(request.input_ids) for request in requests], lengths, self.batch_tokens
+            ):
+                sampled_batch = _SampledBatch(
                     [requests[at] for at in batch],
                     [lengths[at] for at in batch],
                     sampling,
                     self.tokenizer,
                     self._device,
                 )
-                self._generate(draws)
-                found.update(zip(batch, draws.completions(), strict=True))
+                self._generate(sampled_batch)
+                found.update(zip(batch, sampled_batch.completions(), strict=True))
         return [found[at] for at in range(len(requests))]
 
     @property
@@ -93,33 +95,33 @@ class TransformersGenerator:
         device: torch.device = self._inner.get_input_embeddings().weight.device
         return device
 
-    def _length(self, ask: GenerationRequest, sampling: SamplingConfig) -> int:
-        limits = [sampling.max_completion_length, ask.max_length]
-        limits.append(None if self.context_length is None else self.context_length - len(ask.input_ids))
+    def _length(self, request: GenerationRequest, sampling: SamplingConfig) -> int:
+        limits = [sampling.max_completion_length, request.max_length]
+        limits.append(None if self.context_length is None else self.context_length - len(request.input_ids))
         length = min(limit for limit in limits if limit is not None)
-        if length < 1 or not len(ask.input_ids):
+        if length < 1 or not len(request.input_ids):
             raise XtkError(
-                f"a prompt of {len(ask.input_ids):,} tokens leaves no space for a completion; "
+                f"a prompt of {len(request.input_ids):,} tokens leaves no space for a completion; "
                 f"the context length is {self.context_length}"
-                if len(ask.input_ids)
+                if len(request.input_ids)
                 else "a prompt is empty (no tokens)",
                 where=self.tokenizer.name,
-                hint="shorten or remove this prompt" if len(ask.input_ids) else "remove it, or add text to it",
+                hint="shorten or remove this prompt" if len(request.input_ids) else "remove it, or add text to it",
             )
         return length
 
-    def _generate(self, draws: _Draws) -> None:
+    def _generate(self, sampled_batch: _SampledBatch) -> None:
         from transformers import GenerationConfig
         from transformers.generation import LogitsProcessorList, StoppingCriteriaList
 
         self._inner.generate(
-            input_ids=draws.ids,
-            attention_mask=draws.attention_mask,
+            input_ids=sampled_batch.ids,
+            attention_mask=sampled_batch.attention_mask,
             generation_config=GenerationConfig(
-                max_new_tokens=max(draws.max_lengths), do_sample=False, use_cache=True, pad_token_id=0
+                max_new_tokens=max(sampled_batch.max_lengths), do_sample=False, use_cache=True, pad_token_id=0
             ),
-            logits_processor=LogitsProcessorList([draws.sample_next]),
-            stopping_criteria=StoppingCriteriaList([draws.is_finished]),
+            logits_processor=LogitsProcessorList([sampled_batch.sample_next]),
+            stopping_criteria=StoppingCriteriaList([sampled_batch.is_finished]),
         )
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Tensor]]) -> None:
@@ -200,7 +202,7 @@ def _generation_batches(prompts: Sequence[int], lengths: Sequence[int], tokens: 
         yield batch
 
 
-class _Draws:
+class _SampledBatch:
     """A batch during generation: inputs of `generate`, and its logits processor and stopping criterion.
 
     Attributes:
@@ -211,22 +213,26 @@ class _Draws:
 
     def __init__(
         self,
-        asks: Sequence[GenerationRequest],
+        requests: Sequence[GenerationRequest],
         lengths: list[int],
         sampling: SamplingConfig,
         tokenizer: Tokenizer,
         device: torch.device,
     ) -> None:
-        size = max(len(ask.input_ids) for ask in asks)
-        padded = np.stack([np.pad(ask.input_ids, (size - len(ask.input_ids), 0)) for ask in asks]).astype(np.int64)
-        shown = np.stack([np.arange(size) >= size - len(ask.input_ids) for ask in asks]).astype(np.int64)
-        self.ids, self.attention_mask = torch.from_numpy(padded).to(device), torch.from_numpy(shown).to(device)
+        size = max(len(request.input_ids) for request in requests)
+        padded = np.stack(
+            [np.pad(request.input_ids, (size - len(request.input_ids), 0)) for request in requests]
+        ).astype(np.int64)
+        attention_mask = np.stack([np.arange(size) >= size - len(request.input_ids) for request in requests]).astype(
+            np.int64
+        )
+        self.ids, self.attention_mask = torch.from_numpy(padded).to(device), torch.from_numpy(attention_mask).to(device)
         self.max_lengths, self._sampling, self._tokenizer = lengths, sampling, tokenizer
-        seeds = np.stack([position_seeds(ask.seed_key, max(lengths)) for ask in asks])
+        seeds = np.stack([position_seeds(request.seed_key, max(lengths)) for request in requests])
         self._seeds = torch.from_numpy(seeds).to(device)
-        self._watches = [StopStringDetector(tokenizer, sampling.stop) for _ in asks]
-        self._sampled: list[list[int]] = [[] for _ in asks]
-        self._finishes = [""] * len(asks)
+        self._stop_detectors = [StopStringDetector(tokenizer, sampling.stop) for _ in requests]
+        self._sampled: list[list[int]] = [[] for _ in requests]
+        self._finishes = [""] * len(requests)
         self._logprobs: list[Tensor] = []
         self._top_ids: list[Tensor] = []
 
@@ -252,7 +258,7 @@ class _Draws:
     def _finish(self, row: int, token: int) -> str:
         if token in self._tokenizer.end_ids:
             return "stop"
-        if self._watches[row].add_token(token):
+        if self._stop_detectors[row].add_token(token):
             return "stop-string"
         return "length" if len(self._sampled[row]) == self.max_lengths[row] else ""
 
@@ -262,10 +268,10 @@ class _Draws:
         top_ids = torch.stack(self._top_ids, 1).cpu().numpy().astype(np.int32) if self._top_ids else None
         return [
             Completion(
-                np.array(drawn, np.int32),
-                logprobs[row, : len(drawn)],
+                np.array(sampled, np.int32),
+                logprobs[row, : len(sampled)],
                 self._finishes[row],
-                None if top_ids is None else top_ids[row, : len(drawn)],
+                None if top_ids is None else top_ids[row, : len(sampled)],
             )
-            for row, drawn in enumerate(self._sampled)
+            for row, sampled in enumerate(self._sampled)
         ]

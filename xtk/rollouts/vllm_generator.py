@@ -56,7 +56,7 @@ class VllmGenerator:
         self._tokenizer, self._name = config.tokenizer, config.name
         self._engine = VllmEngine(_engine_settings(config), config.name, "rollout")
         self._names = WeightNames.from_folder(config.folder)
-        self._asleep = self._forgotten = False
+        self._asleep = self._weights_missing = False
         padding = range(len(self._tokenizer), self._engine.vocab_size)
         # Embedding rows without a token must not be sampled. With too many for a bias, a sampled one is an error.
         self._padding_bias = dict.fromkeys(padding, -float("inf")) if 0 < len(padding) <= MAX_LOGIT_BIASES else None
@@ -77,7 +77,7 @@ class VllmGenerator:
         Raises:
             XtkError: a prompt fills the context, the engine fails, or it has no weights.
         """
-        if self._asleep or self._forgotten:
+        if self._asleep or self._weights_missing:
             raise XtkError(
                 "generation was requested while the engine has no weights",
                 where=self._name,
@@ -86,13 +86,13 @@ class VllmGenerator:
         check_temperature(sampling)
         if not requests:
             return []
-        told = num_requested_top_ids(sampling, self._tokenizer, self._engine.vocab_size)
+        num_top_ids = num_requested_top_ids(sampling, self._tokenizer, self._engine.vocab_size)
         outputs = self._engine.generate(
-            [{"prompt_token_ids": ask.input_ids.tolist()} for ask in requests],
-            [self._sampling_params(ask, sampling, told) for ask in requests],
+            [{"prompt_token_ids": request.input_ids.tolist()} for request in requests],
+            [self._sampling_params(request, sampling, num_top_ids) for request in requests],
             "write",
         )
-        return [self._completion(output.outputs[0], sampling, told) for output in outputs]
+        return [self._completion(output.outputs[0], sampling, num_top_ids) for output in outputs]
 
     def update_weights(self, weights: str | Path | Iterable[tuple[str, Any]]) -> None:
         """Load new weights and clear the prefix cache.
@@ -113,21 +113,21 @@ class VllmGenerator:
             self._reload(weights_path=str(weights))
         elif self._in_process():
             seen: set[str] = set()
-            self._reload(weights_iterator=_noted(with_tied_head(weights), seen))
+            self._reload(weights_iterator=_record_names(with_tied_head(weights), seen))
             self._names.check_complete(WeightNames(frozenset(seen)), "the new weights")
         else:
             with tempfile.TemporaryDirectory() as folder:
                 save_weights(weights, Path(folder))
                 self.update_weights(folder)
             return
-        self._forgotten = False
-        self._forget()
+        self._weights_missing = False
+        self._reset_prefix_cache()
 
     def sleep(self) -> None:
         """Free the device's memory, weights included; on a CPU, do nothing."""
-        if self._sleeps() and not self._asleep:
+        if self._can_sleep() and not self._asleep:
             self._engine.llm.sleep(level=2)
-            self._asleep = self._forgotten = True
+            self._asleep = self._weights_missing = True
 
     def wake_up(self) -> None:
         """Take the memory again; after a `sleep` that freed the weights, call `update_weights` next."""
@@ -139,14 +139,14 @@ class VllmGenerator:
         """Stop the engine for good."""
         self._engine.close()
 
-    def _sampling_params(self, ask: GenerationRequest, sampling: SamplingConfig, told: int) -> Any:
+    def _sampling_params(self, request: GenerationRequest, sampling: SamplingConfig, num_top_ids: int) -> Any:
         greedy = sampling.temperature == 0
         return import_vllm().SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
-            max_tokens=max_new_tokens(ask, sampling, self.context_length, self._name),
-            seed=None if greedy else seed_from_key(ask.seed_key),
+            max_tokens=max_new_tokens(request, sampling, self.context_length, self._name),
+            seed=None if greedy else seed_from_key(request.seed_key),
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
             detokenize=bool(sampling.stop),
@@ -154,13 +154,13 @@ class VllmGenerator:
             # Stop tokens are xtk's, not those of a generation_config.json.
             ignore_eos=True,
             stop_token_ids=sorted(self._tokenizer.end_ids),
-            logprobs=told,
+            logprobs=num_top_ids,
             flat_logprobs=True,
             logit_bias=self._padding_bias,
         )
 
-    def _completion(self, output: Any, sampling: SamplingConfig, told: int) -> Completion:
-        columns = told + 1
+    def _completion(self, output: Any, sampling: SamplingConfig, num_top_ids: int) -> Completion:
+        columns = num_top_ids + 1
         ids = np.array(output.token_ids, np.int32)
         table = np.array(output.logprobs.token_ids, np.int32)
         logprobs = np.array(output.logprobs.logprobs, np.float32)
@@ -178,10 +178,10 @@ class VllmGenerator:
     def _reload(self, **weights: Any) -> None:
         try:
             self._engine.llm.collective_rpc("reload_weights", kwargs=weights)
-        except Exception as wrong:
-            raise self._engine.error("vLLM cannot load these weights", wrong) from wrong
+        except Exception as error:
+            raise self._engine.error("vLLM cannot load these weights", error) from error
 
-    def _forget(self) -> None:
+    def _reset_prefix_cache(self) -> None:
         if not self._engine.llm.reset_prefix_cache():
             raise XtkError("vLLM could not clear its prefix cache after the weight update", where=self._name)
 
@@ -191,7 +191,7 @@ class VllmGenerator:
         engine = self._engine.llm.llm_engine
         return isinstance(engine.engine_core, InprocClient) and engine.vllm_config.parallel_config.world_size == 1
 
-    def _sleeps(self) -> bool:
+    def _can_sleep(self) -> bool:
         return bool(self._engine.llm.llm_engine.model_config.enable_sleep_mode)
 
 
@@ -214,7 +214,7 @@ def _engine_settings(request: GeneratorConfig) -> dict[str, Any]:
     }
 
 
-def _noted(weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:
+def _record_names(weights: Iterable[tuple[str, Any]], seen: set[str]) -> Iterator[tuple[str, Any]]:
     for name, weight in weights:
         seen.add(name)
         yield name, weight.detach()

@@ -118,12 +118,12 @@ def save_weights(weights: Iterable[tuple[str, Any]], folder: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    whole = {name: weight.detach().cpu().contiguous() for name, weight in with_tied_head(weights)}
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in with_tied_head(weights)}
     stored: dict[int, str] = {}
-    for name, weight in whole.items():
+    for name, weight in tensors.items():
         if weight.untyped_storage().data_ptr() in stored:  # safetensors refuses to write memory twice
-            whole[name] = weight.clone()
+            tensors[name] = weight.clone()
         stored.setdefault(weight.untyped_storage().data_ptr(), name)
     temporary = folder / f".{WEIGHTS_FILE}"
-    save_file(whole, temporary)
+    save_file(tensors, temporary)
     temporary.rename(folder / WEIGHTS_FILE)

@@ -85,25 +85,25 @@ def _tokenize_batches(
     waiting: tuple[list[Document], Future[list[Tokenized]], Future[list[Tokenized]]] | None = None
     with ThreadPoolExecutor(2, thread_name_prefix="tokenize") as threads:
         for group in _document_batches(documents):
-            begun = (
+            submitted = (
                 group,
                 threads.submit(_tokenize_batch, student, group),
                 threads.submit(_tokenize_batch, teacher, group),
             )
             if waiting:
                 yield waiting[0], waiting[1].result(), waiting[2].result()
-            waiting = begun
+            waiting = submitted
         if waiting:
             yield waiting[0], waiting[1].result(), waiting[2].result()
 
 
 def _tokenize_batch(tokenizer: Tokenizer, documents: list[Document]) -> list[Tokenized]:
     """Return the tokens of texts, and of conversations in the tokenizer's chat template."""
-    talks = iter(
+    conversations = iter(
         tokenize_documents(tokenizer, [document for document in documents if document.conversation is not None])
     )
     texts = iter(tokenizer.encode([document.text for document in documents if document.conversation is None]))
-    return [next(texts) if document.conversation is None else next(talks) for document in documents]
+    return [next(texts) if document.conversation is None else next(conversations) for document in documents]
 
 
 def _document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -214,7 +214,7 @@ class AlignmentStatistics:
             },
             # Only spans with several tokens on a side: a run of spaces that is one token on both sides is aligned well.
             "longest_spans": list(self._longest.values()),
-            "worst_documents": [found for share, _, found in self._worst[:NUM_LISTED] if share > 0],
+            "worst_documents": [found for fraction, _, found in self._worst[:NUM_LISTED] if fraction > 0],
             "seconds": round(seconds, 3),
             "nanoseconds_per_token": _ratio(1e9 * seconds, tokens),
         }
@@ -262,22 +262,22 @@ class AlignmentStatistics:
     ) -> None:
         several = counts[:, SPAN_KINDS.index("n:m"), BYTES]
         unaligned = sizes - counts[:, :, BYTES].sum(axis=1)
-        shares = (several + unaligned) / np.maximum(sizes, 1)
+        fractions = (several + unaligned) / np.maximum(sizes, 1)
         full = len(self._worst) == self._keep
         least = self._worst[-1][0] if full else -1.0  # if all documents are good, the first ones are kept
-        places = np.flatnonzero(shares > least)
-        for place in places[np.argsort(-shares[places], kind="stable")][: self._keep].tolist():
+        places = np.flatnonzero(fractions > least)
+        for place in places[np.argsort(-fractions[places], kind="stable")][: self._keep].tolist():
             sides = [side for side, flag in zip(("student", "teacher"), rewritten[:, place], strict=True) if flag]
             found = {
                 "document": documents[place].index,
                 "bytes": int(sizes[place]),
-                "share_of_bytes": round(float(shares[place]), 6),
+                "share_of_bytes": round(float(fractions[place]), 6),
                 "n:m_bytes": int(several[place]),
                 "unaligned_bytes": int(unaligned[place]),
                 "rewritten_by": sides,
                 "excerpt": _excerpt(documents[place]),
             }
-            self._worst.append((float(shares[place]), documents[place], found))
+            self._worst.append((float(fractions[place]), documents[place], found))
         self._worst.sort(key=lambda entry: (-entry[0], entry[1].index))
         del self._worst[self._keep :]
 
@@ -326,8 +326,8 @@ def _concatenate_with_offsets(parts: list[NDArray[Any]]) -> tuple[NDArray[Any], 
     return np.concatenate(parts), np.cumsum([0, *map(len, parts)], dtype=np.int64)
 
 
-def _ratio(amount: float, whole: int) -> float:
-    return round(amount / whole, 6) if whole else 0.0
+def _ratio(amount: float, total: int) -> float:
+    return round(amount / total, 6) if total else 0.0
 
 
 def _excerpt(document: AlignedDocument) -> str:

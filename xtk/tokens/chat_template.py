@@ -171,10 +171,10 @@ class ChatTemplate:
             return text.partition(mark)[2]
 
         text, other = after(next_message["content"]), _unused_placeholder([*(one["content"] for one in messages), mark])
-        before, found, behind = after(other).partition(other)
-        if not found or not text.startswith(before) or not text.endswith(behind):
+        before, found, suffix = after(other).partition(other)
+        if not found or not text.startswith(before) or not text.endswith(suffix):
             return text, (0, len(text))
-        return text, (len(before), len(text) - len(behind))
+        return text, (len(before), len(text) - len(suffix))
 
     def _content_region(
         self, text: str, conversation: Conversation, number: int, mark: str, arguments: Mapping[str, Any]
@@ -232,10 +232,10 @@ def _locate_content(content: str, text: str, region: tuple[int, int]) -> Content
     """
     start, stop = region
     part = text[start:stop]
-    for whole in (content, content.strip()):
-        at = part.rfind(whole)
-        if whole and at >= 0:
-            return _single_run_position(content.find(whole), start + at, len(whole))
+    for candidate in (content, content.strip()):
+        at = part.rfind(candidate)
+        if candidate and at >= 0:
+            return _single_run_position(content.find(candidate), start + at, len(candidate))
     for kept in (part, part.strip()):
         at = content.rfind(kept)
         if kept and at >= 0:

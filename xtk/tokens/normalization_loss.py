@@ -86,13 +86,13 @@ def count_normalization_loss(
         encoded: the texts' tokens, if available.
     """
     found = NormalizationLoss(tokenizer.name)
-    stretches: Counter[tuple[str, str | None]] = Counter()
+    changed: Counter[tuple[str, str | None]] = Counter()
     pairs = _encode_in_batches(tokenizer, texts) if encoded is None else zip(texts, encoded, strict=True)
     for text, tokens in pairs:
         found.num_characters += len(text)
         if not tokens.exact:
-            stretches.update(_changed_substrings(tokenizer, text.encode(), tokens))
-    for (text, read), count in stretches.items():
+            changed.update(_changed_substrings(tokenizer, text.encode(), tokens))
+    for (text, read), count in changed.items():
         _count_change(found, text, read, count)
     return found
 

@@ -48,24 +48,24 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
     space = int(at_text_start and tokenizer.adds_prefix_space and raw.startswith(b" "))
     try:
         text = codecs.getincrementaldecoder("utf-8")().decode(raw[space:])
-    except UnicodeDecodeError as wrong:
-        text = raw[space : space + wrong.start].decode()
+    except UnicodeDecodeError as error:
+        text = raw[space : space + error.start].decode()
     ends = np.maximum(np.cumsum(tokenizer.vocabulary.byte_lengths[ids[:count]]) - space, 0).astype(np.int32)
     ends = ends[: int(np.searchsorted(ends, len(text.encode()), side="right"))]
-    whole = len(ends) == count and count == len(ids) - 1
-    return DecodedTokens(text, ends, count if whole and int(ids[count]) in tokenizer.end_ids else -1)
+    complete = len(ends) == count and count == len(ids) - 1
+    return DecodedTokens(text, ends, count if complete and int(ids[count]) in tokenizer.end_ids else -1)
 
 
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
     """Return the sampled tokens of a document if tokenizer and template are those of its student; else None."""
-    drawn = document.sampled_tokens
-    if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint:
+    sampled = document.sampled_tokens
+    if sampled is None or sampled.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
     size = len(tokenizer.vocabulary)
     if len(drawn.ids) and int(drawn.ids.max()) >= size:
         raise _text_mismatch_error(tokenizer, f"token id {int(drawn.ids.max())} is not in the vocabulary of {size:,}")
     template = tokenizer.template_fingerprint if document.conversation is not None else ""
-    return drawn if drawn.template_fingerprint == template else None
+    return sampled if sampled.template_fingerprint == template else None
 
 
 def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampled: SampledTokens) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampl
     ids, size = sampled.ids, len(sampled.ids)
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
-    ends, closers = np.zeros(size, np.int32), np.full(len(document.segments), -1, np.int32)
-    pieces: list[tuple[int, int, int]] = []
+    ends, end_tokens = np.zeros(size, np.int32), np.full(len(document.segments), -1, np.int32)
+    text_runs: list[tuple[int, int, int]] = []
     runs = sampled.sampled_runs()
     if len(runs) != len(numbers):
         raise _text_mismatch_error(
@@ -96,17 +96,17 @@ def sequence_fields_from_sampled(tokenizer: Tokenizer, document: Document, sampl
         past = start + len(decoded.byte_ends)
         ends[start:past] = begin + decoded.byte_ends
         if past > start:
-            pieces.append((start, past, begin))
+            text_runs.append((start, past, begin))
         if decoded.end_token >= 0:
-            closers[number] = start + decoded.end_token
+            end_tokens[number] = start + decoded.end_token
     trained = sampled.sampled_mask.copy()
     trained[:1] = False
     return {
         "ids": ids,
         "byte_ends": np.maximum.accumulate(ends) if size else ends,
         "train_mask": trained,
-        "text_runs": np.array(pieces, np.int32).reshape(-1, 3),
-        "segment_end_tokens": closers,
+        "text_runs": np.array(text_runs, np.int32).reshape(-1, 3),
+        "segment_end_tokens": end_tokens,
     }
 
 
@@ -120,17 +120,17 @@ def _text_mismatch_error(tokenizer: Tokenizer, what: str) -> XtkError:
 
 def replace_prompt(tokenizer: Tokenizer, prompt: str, document: Document) -> SampledTokens | None:
     """Return the sampled tokens of a text after another prompt; None if they are of another tokenizer or template."""
-    drawn = sampled_tokens_for(tokenizer, document)
-    if drawn is None or not drawn.sampled_mask.any():
+    sampled = sampled_tokens_for(tokenizer, document)
+    if sampled is None or not sampled.sampled_mask.any():
         return None
-    first = int(drawn.sampled_mask.argmax())
+    first = int(sampled.sampled_mask.argmax())
     front = np.array([] if tokenizer.start_id is None else [tokenizer.start_id], np.int32)
     before = np.concatenate([front, tokenizer.encode([prompt])[0].ids])
     return replace(
-        drawn,
-        ids=np.concatenate([before, drawn.ids[first:]]),
-        sampled_mask=np.concatenate([np.zeros(len(before), np.bool_), drawn.sampled_mask[first:]]),
-        logprobs=np.concatenate([np.zeros(len(before), np.float32), drawn.logprobs[first:]]),
+        sampled,
+        ids=np.concatenate([before, sampled.ids[first:]]),
+        sampled_mask=np.concatenate([np.zeros(len(before), np.bool_), sampled.sampled_mask[first:]]),
+        logprobs=np.concatenate([np.zeros(len(before), np.float32), sampled.logprobs[first:]]),
     )
 
 
@@ -153,13 +153,13 @@ def splice_sampled_tokens(
     edges = np.cumsum([0, *(len(segment.text.encode()) for segment in document.segments)])
     numbers = [number for number, segment in enumerate(document.segments) if segment.train]
     ids, ends, trained = sequence_fields["ids"], sequence_fields["byte_ends"], sequence_fields["train_mask"]
-    pieces, closers = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
+    text_runs, end_tokens = sequence_fields["text_runs"].tolist(), sequence_fields["segment_end_tokens"].copy()
     for (start, stop), number in reversed(list(zip(sampled.sampled_runs().tolist(), numbers, strict=True))):
         first, last = int(edges[number]), int(edges[number + 1])
         decoded = decode_tokens(tokenizer, sampled.ids[start:stop], at_text_start=first == 0)
         if not len(decoded.byte_ends) or decoded.byte_ends[-1] != last - first:
             continue
-        for at, (low, high, begin) in enumerate(pieces):
+        for at, (low, high, begin) in enumerate(text_runs):
             starts = np.concatenate([np.array([begin], np.int32), ends[low : high - 1]])
             left = int(np.searchsorted(starts, first)) + low
             right = int(np.searchsorted(ends[low:high], last)) + low + 1
@@ -170,15 +170,15 @@ def splice_sampled_tokens(
             ids = np.concatenate([ids[:left], own, ids[right:]])
             ends = np.concatenate([ends[:left], first + decoded.byte_ends, ends[right:]]).astype(np.int32)
             trained = np.concatenate([trained[:left], np.ones(len(own), np.bool_), trained[right:]])
-            pieces[at] = [low, high + more, begin]
-            pieces[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in pieces[at + 1 :]]
-            closers[closers >= right] += more
+            text_runs[at] = [low, high + more, begin]
+            text_runs[at + 1 :] = [[one + more, other + more, byte] for one, other, byte in text_runs[at + 1 :]]
+            end_tokens[end_tokens >= right] += more
             break
     trained[:1] = False
     return {
         "ids": ids,
         "byte_ends": ends,
         "train_mask": trained,
-        "text_runs": np.array(pieces, np.int32).reshape(-1, 3),
-        "segment_end_tokens": closers,
+        "text_runs": np.array(text_runs, np.int32).reshape(-1, 3),
+        "segment_end_tokens": end_tokens,
     }

@@ -83,9 +83,9 @@ def make_support(
         )
     if kind not in SUPPORTS:
         raise unknown_name_error("support", kind, SUPPORTS)
-    drawn = {}
+    sampling = {}
     if kind in ("sample", "top-k+sample"):
-        drawn = {
+        sampling = {
             "num_samples": DEFAULT_NUM_SAMPLES if num_samples is None else num_samples,
             "num_sample_sets": num_sample_sets,
             "seed": seed,
@@ -94,15 +94,15 @@ def make_support(
         kind,
         top_k=(DEFAULT_TOP_K[kind] if top_k is None else top_k) if kind in DEFAULT_TOP_K else 0,
         top_p=(DEFAULT_TOP_P if top_p is None else top_p) if kind == "top-p" else 1.0,
-        **drawn,
+        **sampling,
     )
     if kind in DEFAULT_TOP_K and support.top_k < 1:
         raise XtkError(f"--top-k is {top_k}; must be at least 1")
     if not 0 < support.top_p <= 1:
         raise XtkError(f"--top-p is {top_p}; must be above 0 and at most 1")
-    if drawn and support.num_samples < 1:
+    if sampling and support.num_samples < 1:
         raise XtkError(f"--num-samples is {support.num_samples}; must be at least 1")
-    if drawn and num_sample_sets < 1:
+    if sampling and num_sample_sets < 1:
         raise XtkError(f"--num-sample-sets is {num_sample_sets}; must be at least 1")
     return support
 

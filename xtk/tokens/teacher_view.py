@@ -58,13 +58,17 @@ def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list
 
 def _with_sampled_tokens(tokenizer: Tokenizer, document: Document, sequence: TokenSequence) -> TokenSequence:
     """Use the sampled tokens for a teacher with the student's tokenizer, also after another prompt."""
-    drawn = document.sampled_tokens
-    if drawn is None or drawn.tokenizer_fingerprint != tokenizer.fingerprint or np.array_equal(drawn.ids, sequence.ids):
+    sampled = document.sampled_tokens
+    if (
+        sampled is None
+        or sampled.tokenizer_fingerprint != tokenizer.fingerprint
+        or np.array_equal(sampled.ids, sequence.ids)
+    ):
         return sequence
     parts = {
         name: getattr(sequence, name) for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
     }
-    return TokenSequence(**splice_sampled_tokens(tokenizer, document, drawn, parts), exact=sequence.exact)
+    return TokenSequence(**splice_sampled_tokens(tokenizer, document, sampled, parts), exact=sequence.exact)
 
 
 def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: TokenSequence) -> None:
@@ -110,8 +114,8 @@ def _teacher_document(tokenizer: Tokenizer, document: Document) -> _TeacherDocum
         return _TeacherDocument(document)
     if document.conversation is None:
         view = _with_text_prompt(document, str(prompt))
-        drawn = replace_prompt(tokenizer, str(prompt), document)
-        return view if drawn is None else replace(view, document=replace(view.document, sampled_tokens=drawn))
+        sampled = replace_prompt(tokenizer, str(prompt), document)
+        return view if sampled is None else replace(view, document=replace(view.document, sampled_tokens=sampled))
     return _with_message_prompt(document, document.conversation, prompt)
 
 
@@ -141,8 +145,10 @@ def _with_message_prompt(
     shared = document.segments[kept:]
     segments = (*(Segment(message["role"], message["content"], False) for message in before), *shared)
     start = sum(len(message["content"].encode()) for message in before)
-    talk = replace(conversation, messages=(*before, *messages[kept:]))
-    return _TeacherDocument(Document(segments, is_complete=document.is_complete, conversation=talk), start, len(shared))
+    new_conversation = replace(conversation, messages=(*before, *messages[kept:]))
+    return _TeacherDocument(
+        Document(segments, is_complete=document.is_complete, conversation=new_conversation), start, len(shared)
+    )
 
 
 def _split_at_first_trained(segments: tuple[Segment, ...]) -> tuple[tuple[Segment, ...], tuple[Segment, ...]]:
@@ -169,26 +175,26 @@ def _map_to_document(document: Document, view: _TeacherDocument, sequence: Token
         return sequence
     text = view.document.text.encode()
     shift = len(text) - len(document.text.encode())
-    pieces = [_clip_run(text, sequence, view.shared_start, *piece) for piece in sequence.text_runs.tolist()]
-    pieces = [(low, stop, first - shift) for low, stop, first in pieces if low < stop]
+    runs = [_clip_run(text, sequence, view.shared_start, *piece) for piece in sequence.text_runs.tolist()]
+    runs = [(low, stop, first - shift) for low, stop, first in runs if low < stop]
     ends = np.zeros(len(sequence), np.int32)
     aligned = np.zeros(len(sequence), np.bool_)
-    for low, stop, first in pieces:
+    for low, stop, first in runs:
         if low and not aligned[low - 1]:
             ends[low - 1] = first
         ends[low:stop] = sequence.byte_ends[low:stop] - shift
         aligned[low:stop] = True
-    closers = np.full(len(document.segments), -1, np.int32)
-    closers[len(closers) - view.num_shared_segments :] = sequence.segment_end_tokens[
+    end_tokens = np.full(len(document.segments), -1, np.int32)
+    end_tokens[len(end_tokens) - view.num_shared_segments :] = sequence.segment_end_tokens[
         len(sequence.segment_end_tokens) - view.num_shared_segments :
     ]
-    aligned[closers[closers >= 0]] = True
+    aligned[end_tokens[end_tokens >= 0]] = True
     return TokenSequence(
         ids=sequence.ids,
         byte_ends=np.maximum.accumulate(ends),
         train_mask=sequence.train_mask & (aligned | sequence.undecodable_mask),
-        text_runs=np.array(pieces, np.int32).reshape(-1, 3),
-        segment_end_tokens=closers,
+        text_runs=np.array(runs, np.int32).reshape(-1, 3),
+        segment_end_tokens=end_tokens,
         exact=sequence.exact,
     )
 
@@ -251,15 +257,15 @@ class _TextBuilder:
         self._tokenizer, self._ids, self._trained = tokenizer, ids, trained
         self._ends = np.zeros(len(ids), np.int32)
         self._parts: list[tuple[str, bool]] = []
-        self._closers: list[int] = []
-        self._pieces: list[tuple[int, int, int]] = []
+        self._end_tokens: list[int] = []
+        self._text_runs: list[tuple[int, int, int]] = []
         self._size = 0  # bytes
 
     def add(self, start: int, stop: int) -> None:
         """Append the text of tokens `[start, stop)`, and the end token after them if it is trained."""
         spellings = list(map(self._tokenizer.vocabulary.bytes_by_id.__getitem__, self._ids[start:stop].tolist()))
         raw, edges = b"".join(spellings), np.cumsum([0, *map(len, spellings)])
-        space = int(not self._pieces and self._tokenizer.adds_prefix_space and raw.startswith(b" "))
+        space = int(not self._text_runs and self._tokenizer.adds_prefix_space and raw.startswith(b" "))
         broken = _continuation_bytes(raw)
         text = self._decoded(raw[space + broken :], edges - space - broken, start)
         size = len(text.encode())
@@ -268,7 +274,7 @@ class _TextBuilder:
         places = self._size + np.clip(edges - space - broken, 0, size)
         self._ends[start:stop] = places[1:]
         if low < high:
-            self._pieces.append((start + low, start + high, int(places[low])))
+            self._text_runs.append((start + low, start + high, int(places[low])))
         self._size += size
         parts = _split_by_train_mask(
             text, np.repeat(self._trained[start:stop], np.diff(edges))[space + broken :][:size]
@@ -277,9 +283,9 @@ class _TextBuilder:
         if ended and not (parts and parts[-1][1]):
             parts.append(("", True))  # only the end token of this part is trained
         self._parts += parts
-        self._closers += [-1] * len(parts)
+        self._end_tokens += [-1] * len(parts)
         if ended:
-            self._closers[-1] = stop
+            self._end_tokens[-1] = stop
 
     def _decoded(self, raw: bytes, edges: NDArray[np.int64], first: int) -> str:
         """Decode bytes, without an incomplete character at the end."""
@@ -299,7 +305,7 @@ class _TextBuilder:
         roles = {True: "completion" if mixed else "text", False: "prompt"}
         parts = self._parts or [("", True)]
         segments = tuple(Segment(roles[train], text, train) for text, train in parts)
-        return replace(document, segments=segments, is_complete=bool(self._closers) and self._closers[-1] >= 0)
+        return replace(document, segments=segments, is_complete=bool(self._end_tokens) and self._end_tokens[-1] >= 0)
 
     def sequence(self) -> TokenSequence:
         """Return the teacher's token sequence."""
@@ -307,8 +313,8 @@ class _TextBuilder:
             ids=self._ids,
             byte_ends=np.maximum.accumulate(self._ends),
             train_mask=self._trained & (np.arange(len(self._ids)) > 0),
-            text_runs=np.array(self._pieces, np.int32).reshape(-1, 3),
-            segment_end_tokens=np.array(self._closers or [-1], np.int32),
+            text_runs=np.array(self._text_runs, np.int32).reshape(-1, 3),
+            segment_end_tokens=np.array(self._end_tokens or [-1], np.int32),
         )
 
 

@@ -77,10 +77,10 @@ class SandboxedTemplate:
         """
         texts = []
         for part in _split_requests([json.dumps(values, default=str) for values in variables]):
-            for answer in _render_process().render(self, part):
-                if "error" in answer:
-                    raise XtkError(_printable_error(answer["error"]), where=self.where)
-                texts.append(answer["text"])
+            for response in _render_process().render(self, part):
+                if "error" in response:
+                    raise XtkError(_printable_error(response["error"]), where=self.where)
+                texts.append(response["text"])
         return texts
 
 
@@ -139,8 +139,8 @@ class _RenderProcess:
         process.stdin.write(_SIZE_HEADER.pack(len(body)) + body)
         process.stdin.flush()
         (size,) = _SIZE_HEADER.unpack(_read_exactly(process.stdout, _SIZE_HEADER.size))
-        answers: list[dict[str, str]] = json.loads(_read_exactly(process.stdout, size))
-        return answers
+        responses: list[dict[str, str]] = json.loads(_read_exactly(process.stdout, size))
+        return responses
 
     def _start(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -232,12 +232,12 @@ def serve_render_requests() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     environments = {CHAT_TEMPLATE: _chat_environment(), PROMPT_TEMPLATE: _prompt_environment()}
     templates: dict[int, Any] = {}
-    questions, answers = sys.stdin.buffer, sys.stdout.buffer
-    while head := questions.read(_SIZE_HEADER.size):
-        body = questions.read(_SIZE_HEADER.unpack(head)[0])
-        answer = _encode_response(environments, templates, body)
-        answers.write(_SIZE_HEADER.pack(len(answer)) + answer)
-        answers.flush()
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    while head := requests.read(_SIZE_HEADER.size):
+        body = requests.read(_SIZE_HEADER.unpack(head)[0])
+        response = _encode_response(environments, templates, body)
+        responses.write(_SIZE_HEADER.pack(len(response)) + response)
+        responses.flush()
 
 
 def _render_request(environments: Mapping[str, Any], templates: dict[int, Any], body: bytes) -> list[dict[str, str]]:
@@ -247,9 +247,9 @@ def _render_request(environments: Mapping[str, Any], templates: dict[int, Any], 
         try:
             with _cpu_time_limit():
                 templates[number] = (environments[kind].from_string(source), len(source))
-        except Exception as wrong:
+        except Exception as error:
             templates[number] = (None, 0)
-            return [{"error": f"invalid {kind} template: {_error_text(wrong)}"}]
+            return [{"error": f"invalid {kind} template: {_error_text(error)}"}]
     template, size = templates[number]
     if template is None:
         return [{"error": f"invalid {kind} template"}]
@@ -282,25 +282,25 @@ def _render_one(template: Any, values: dict[str, Any], kind: str, limit: int) ->
                         f"{MAX_OUTPUT_RATIO} times the length of template and input)"
                     }
         return {"text": "".join(parts)}
-    except Exception as wrong:  # a template is a program
+    except Exception as error:  # a template is a program
         del parts
         verb = "refuses this conversation" if kind == CHAT_TEMPLATE else "fails"
-        return {"error": f"the {kind} template {verb}: {_error_text(wrong)}"}
+        return {"error": f"the {kind} template {verb}: {_error_text(error)}"}
 
 
-def _error_text(wrong: Exception) -> str:
-    if isinstance(wrong, MemoryError):
+def _error_text(error: Exception) -> str:
+    if isinstance(error, MemoryError):
         return f"it uses more than {MAX_MEMORY >> 30} GiB of memory"
-    if isinstance(wrong, RecursionError):
+    if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return str(wrong)[: _MAX_ERROR_CHARACTERS + 1] or type(wrong).__name__
+    return str(error)[: _MAX_ERROR_CHARACTERS + 1] or type(error).__name__
 
 
 def _encode_response(environments: Mapping[str, Any], templates: dict[int, Any], body: bytes) -> bytes:
     try:
         return json.dumps(_render_request(environments, templates, body)).encode()
-    except MemoryError as wrong:
-        return json.dumps([{"error": f"the Jinja template cannot be rendered: {_error_text(wrong)}"}]).encode()
+    except MemoryError as error:
+        return json.dumps([{"error": f"the Jinja template cannot be rendered: {_error_text(error)}"}]).encode()
 
 
 def _chat_environment() -> Any:

@@ -81,15 +81,15 @@ def characters_kept_by_normalizer(text: str, normalize: Callable[[str], str]) ->
     return kept
 
 
-def _cluster_boundaries(text: str, normalise: Callable[[str], str] | None) -> NDArray[np.int64]:
+def _cluster_boundaries(text: str, normalize: Callable[[str], str] | None) -> NDArray[np.int64]:
     """Return the character offsets, including 0 and the text's length, that are not inside of a cluster."""
     inside = np.zeros(len(text) + 1, np.bool_)
-    if normalise is not None:
+    if normalize is not None:
         cuts: dict[str, list[int]] = {}
         for start, stop in _combining_clusters(text):
             cluster = text[start:stop]
             if cluster not in cuts:
-                cuts[cluster] = _split_points(cluster, normalise) if len(cluster) <= MAX_CLUSTER_LENGTH else []
+                cuts[cluster] = _split_points(cluster, normalize) if len(cluster) <= MAX_CLUSTER_LENGTH else []
             inside[start + 1 : stop] = True
             inside[[start + at for at in cuts[cluster]]] = False
     return np.flatnonzero(~inside)
@@ -109,18 +109,20 @@ def _combining_clusters(text: str) -> list[tuple[int, int]]:
     return found
 
 
-def _split_points(cluster: str, normalise: Callable[[str], str]) -> list[int]:
+def _split_points(cluster: str, normalize: Callable[[str], str]) -> list[int]:
     """Return where a cluster may be split without changing its normalization."""
-    whole = _normalize_separately([cluster], normalise)
+    expected = _normalize_separately([cluster], normalize)
     return [
-        at for at in range(1, len(cluster)) if _normalize_separately([cluster[:at], cluster[at:]], normalise) == whole
+        at
+        for at in range(1, len(cluster))
+        if _normalize_separately([cluster[:at], cluster[at:]], normalize) == expected
     ]
 
 
-def _normalize_separately(parts: Sequence[str], normalise: Callable[[str], str]) -> str:
+def _normalize_separately(parts: Sequence[str], normalize: Callable[[str], str]) -> str:
     # Between digits, so that parts neither compose nor lie at the ends of the text, where spaces are stripped or added.
     # Digits compose with nothing, and no normalizer changes them.
-    return normalise("0" + "0".join(parts) + "0").replace("0", "")
+    return normalize("0" + "0".join(parts) + "0").replace("0", "")
 
 
 @lru_cache(maxsize=1 << 16)

@@ -82,11 +82,11 @@ class TokenSequence:
         """Return the first `length` tokens."""
         if length >= len(self):
             return self
-        pieces = self.text_runs[self.text_runs[:, 0] < length].copy()
-        pieces[:, 1] = np.minimum(pieces[:, 1], length)
-        closers = np.where(self.segment_end_tokens < length, self.segment_end_tokens, -1).astype(np.int32)
+        runs = self.text_runs[self.text_runs[:, 0] < length].copy()
+        runs[:, 1] = np.minimum(runs[:, 1], length)
+        end_tokens = np.where(self.segment_end_tokens < length, self.segment_end_tokens, -1).astype(np.int32)
         return TokenSequence(
-            self.ids[:length], self.byte_ends[:length], self.train_mask[:length], pieces, closers, exact=self.exact
+            self.ids[:length], self.byte_ends[:length], self.train_mask[:length], runs, end_tokens, exact=self.exact
         )
 
 
@@ -101,10 +101,10 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
         XtkError: for a conversation, the tokenizer has no chat template, or it refuses the messages.
     """
     own = [sampled_tokens_for(tokenizer, document) for document in documents]
-    others = [document for document, drawn in zip(documents, own, strict=True) if drawn is None]
+    others = [document for document, sampled in zip(documents, own, strict=True) if sampled is None]
     encoded = iter(tokenizer.encode([document.text for document in others if document.conversation is None]))
-    talks = [document.conversation for document in others if document.conversation is not None]
-    renderings = tokenizer.chat_template.render_batch_with_positions(talks) if talks else []
+    conversations = [document.conversation for document in others if document.conversation is not None]
+    renderings = tokenizer.chat_template.render_batch_with_positions(conversations) if conversations else []
     tokens = tokenizer.encode_rendered(
         [rendering.text for rendering in renderings],
         [
@@ -119,12 +119,12 @@ def tokenize_documents(tokenizer: Tokenizer, documents: SequenceOf[Document]) ->
     )
     rendered = zip(renderings, tokens, strict=True)
     return [
-        TokenSequence(**sequence_fields_from_sampled(tokenizer, document, drawn))
-        if drawn is not None
+        TokenSequence(**sequence_fields_from_sampled(tokenizer, document, sampled))
+        if sampled is not None
         else _sequence_from_text(tokenizer, document, next(encoded))
         if document.conversation is None
         else _sequence_from_conversation(tokenizer, document, *next(rendered))
-        for document, drawn in zip(documents, own, strict=True)
+        for document, sampled in zip(documents, own, strict=True)
     ]
 
 
@@ -143,14 +143,14 @@ def _sequence_from_text(tokenizer: Tokenizer, document: Document, tokens: Encode
     )
     if not front and len(trained):
         trained[0] = False
-    closers = np.full(len(document.segments), -1, np.int32)
-    closers[-1:] = stop if back else -1
+    end_tokens = np.full(len(document.segments), -1, np.int32)
+    end_tokens[-1:] = stop if back else -1
     return TokenSequence(
         ids=np.concatenate([np.array(front, np.int32), tokens.ids, np.array(back, np.int32)]),
         byte_ends=np.concatenate([np.zeros(first, np.int32), tokens.byte_ends, np.full(len(back), size, np.int32)]),
         train_mask=trained,
         text_runs=np.array([[first, stop, 0]] if stop > first else [], np.int32).reshape(-1, 3),
-        segment_end_tokens=closers,
+        segment_end_tokens=end_tokens,
         exact=tokens.exact,
     )
 
@@ -161,8 +161,8 @@ def _sequence_from_conversation(
     text = rendering.text.encode()
     byte_of = _byte_offsets(rendering.text)
     starts = np.concatenate([np.zeros(1, np.int32), tokens.byte_ends])[:-1]
-    pieces: list[tuple[int, int, int]] = []
-    closers = np.full(len(document.segments), -1, np.int32)
+    runs: list[tuple[int, int, int]] = []
+    end_tokens = np.full(len(document.segments), -1, np.int32)
     ends, trained = np.zeros(len(tokens.ids), np.int32), np.zeros(len(tokens.ids), np.bool_)
     first_byte = 0
     for number, (segment, place) in enumerate(zip(document.segments, rendering.content_positions, strict=True)):
@@ -174,23 +174,23 @@ def _sequence_from_conversation(
                 if low < high:
                     shift = first_byte + int(content_byte_of[at]) - start
                     begin = max(int(starts[low]), start) + shift
-                    if low and not (pieces and pieces[-1][1] == low):
+                    if low and not (runs and runs[-1][1] == low):
                         ends[low - 1] = begin
-                    pieces.append((low, high, begin))
+                    runs.append((low, high, begin))
                     ends[low:high] = tokens.byte_ends[low:high] + shift
                     trained[low:high] = segment.train
-            closer = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
-            closers[number] = closer
-            if closer >= 0:  # templates also close a truncated last message
-                trained[closer] = segment.train and (document.is_complete or number < len(closers) - 1)
+            end_token = _segment_end_token(tokenizer, text, tokens, starts, int(byte_of[place.stop]))
+            end_tokens[number] = end_token
+            if end_token >= 0:  # templates also close a truncated last message
+                trained[end_token] = segment.train and (document.is_complete or number < len(end_tokens) - 1)
         first_byte += len(segment.text.encode())
     trained[:1] = False  # the first token has no prediction
     return TokenSequence(
         ids=tokens.ids,
         byte_ends=np.maximum.accumulate(ends) if len(ends) else ends,
         train_mask=trained,
-        text_runs=np.array(pieces, np.int32).reshape(-1, 3),
-        segment_end_tokens=closers,
+        text_runs=np.array(runs, np.int32).reshape(-1, 3),
+        segment_end_tokens=end_tokens,
         exact=tokens.exact,
     )
 
@@ -257,7 +257,7 @@ def format_lost_bytes(counts: SequenceOf[int]) -> str:
     """Return a sentence with the total of `count_lost_bytes` over conversations."""
     rewritten = [count for count in counts if count]
     return (
-        f"{sum(rewritten):,} bytes of trained text in {len(rewritten):,} of {len(counts):,} checked conversations are not "
-        "trained: the chat template drops or changes them (reasoning, white space), or they share a token with the "
-        "template's text"
+        f"{sum(rewritten):,} bytes of trained text in {len(rewritten):,} of {len(counts):,} checked conversations are "
+        "not trained: the chat template drops or changes them (reasoning, white space), or they share a token with "
+        "the template's text"
     )

@@ -109,9 +109,9 @@ def convert_tokenizer_files(folder: Path) -> FileContents | None:
         for path in sorted(folder.glob(pattern)):
             try:
                 return read(path)
-            except (ValueError, KeyError, TypeError, IndexError, struct.error, binascii.Error) as wrong:
+            except (ValueError, KeyError, TypeError, IndexError, struct.error, binascii.Error) as error:
                 raise XtkError(
-                    f"invalid or truncated tokenizer file: {wrong}", where=str(path), hint="download the file again"
+                    f"invalid or truncated tokenizer file: {error}", where=str(path), hint="download the file again"
                 ) from None
     return None
 
@@ -192,13 +192,13 @@ def _tokenizer_files(
         {"id": number, "content": token, **plain, "special": True} for token, number in specials.items()
     ]
     added += [{"id": number, "content": token, **plain, "special": False} for token, number in (symbols or {}).items()]
-    whole = {
+    tokenizer_json = {
         "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
         "added_tokens": sorted(added, key=lambda token: token["id"]), **content,
     }  # fmt: skip
     configuration = {f"{role}_token": token for role, token in roles.items()}
     return {
-        "tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+        "tokenizer.json": json.dumps(tokenizer_json, ensure_ascii=False).encode(),
         "tokenizer_config.json": json.dumps(configuration, ensure_ascii=False).encode(),
     }
 

@@ -69,9 +69,9 @@ class ByteVocabulary:
     @cached_property
     def bytes_by_id(self) -> list[bytes]:
         """The bytes of every token, ordered by id."""
-        whole = self.token_bytes.tobytes()
+        joined = self.token_bytes.tobytes()
         ends = self.offsets.tolist()
-        return [whole[start:end] for start, end in itertools.pairwise(ends)]
+        return [joined[start:end] for start, end in itertools.pairwise(ends)]
 
     @cached_property
     def is_text_decodable(self) -> bool:
@@ -112,18 +112,18 @@ def decode_vocabulary(
         subword_prefix: prefix of WORD_PIECE tokens inside of a word.
         word_suffix: suffix of the last token of a word, in any alphabet, such as "</w>".
     """
-    written = [token or "" for token in token_of_id]
+    tokens = [token or "" for token in token_of_id]
     if word_suffix:
-        written = [token.removesuffix(word_suffix) for token in written]
+        tokens = [token.removesuffix(word_suffix) for token in tokens]
     for token in added_tokens:
-        written[token] = ""
+        tokens[token] = ""
     if alphabet == BYTE_LEVEL:
-        pieces = _decode_byte_level(written)
+        pieces = _decode_byte_level(tokens)
     elif alphabet == METASPACE:
-        pieces = _decode_metaspace(written, byte_fallback)
+        pieces = _decode_metaspace(tokens, byte_fallback)
     else:
         mark = subword_prefix if alphabet == WORD_PIECE else ""
-        pieces = [token.removeprefix(mark).encode("utf-8", "replace") for token in written]
+        pieces = [token.removeprefix(mark).encode("utf-8", "replace") for token in tokens]
     controls = set(special_tokens.values())
     for token, text in added_tokens.items():
         pieces[token] = b"" if token in controls else text.encode("utf-8", "replace")
@@ -134,7 +134,7 @@ def decode_vocabulary(
     mask[list(controls)] = True
     lone = np.zeros(len(pieces), np.bool_)
     if alphabet == METASPACE and byte_fallback:
-        lone[[at for at, token in enumerate(written) if len(token) == 6 and _BYTE_FALLBACK_TOKEN.fullmatch(token)]] = (
+        lone[[at for at, token in enumerate(tokens) if len(token) == 6 and _BYTE_FALLBACK_TOKEN.fullmatch(token)]] = (
             True
         )
     vocabulary = ByteVocabulary(
@@ -149,13 +149,13 @@ def decode_vocabulary(
     return vocabulary
 
 
-def _decode_byte_level(written: list[str]) -> list[bytes]:
+def _decode_byte_level(tokens: list[str]) -> list[bytes]:
     try:  # one letter is one byte, so the whole vocabulary is translated in one call
-        whole = "".join(written).translate(BYTE_LEVEL_DECODER).encode("latin-1")
+        joined = "".join(tokens).translate(BYTE_LEVEL_DECODER).encode("latin-1")
     except UnicodeEncodeError:
-        return [_byte_level_or_literal(token) for token in written]
-    ends = [0, *itertools.accumulate(map(len, written))]
-    return [whole[start:end] for start, end in itertools.pairwise(ends)]
+        return [_byte_level_or_literal(token) for token in tokens]
+    ends = [0, *itertools.accumulate(map(len, tokens))]
+    return [joined[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _byte_level_or_literal(token: str) -> bytes:
@@ -164,9 +164,9 @@ def _byte_level_or_literal(token: str) -> bytes:
     return token.encode("utf-8", "replace")
 
 
-def _decode_metaspace(written: list[str], byte_fallback: bool) -> list[bytes]:
+def _decode_metaspace(tokens: list[str], byte_fallback: bool) -> list[bytes]:
     pieces = []
-    for token in written:
+    for token in tokens:
         lone = _BYTE_FALLBACK_TOKEN.fullmatch(token) if byte_fallback and len(token) == 6 else None
         pieces.append(bytes([int(lone[1], 16)]) if lone else token.replace(METASPACE_CHARACTER, " ").encode())
     return pieces

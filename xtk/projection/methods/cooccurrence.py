@@ -78,11 +78,11 @@ class CooccurrenceMethod:
         totals = np.bincount(counts.student_ids, counts.counts, minlength=pair.shape[0])
         seen = counts.counts / (totals + self.smoothing)[counts.student_ids]
         with np.errstate(invalid="ignore"):
-            share = np.where(totals > 0, self.smoothing / (totals + self.smoothing), 1)[prior.rows]
-        kept = share > 0
+            prior_weight = np.where(totals > 0, self.smoothing / (totals + self.smoothing), 1)[prior.rows]
+        kept = prior_weight > 0
         return concatenate_entries(
             SparseEntries(counts.student_ids, counts.teacher_ids, seen),
-            SparseEntries(prior.rows[kept], prior.columns[kept], share[kept]),
+            SparseEntries(prior.rows[kept], prior.columns[kept], prior_weight[kept]),
         )
 
 
