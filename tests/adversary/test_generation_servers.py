@@ -109,7 +109,7 @@ def test_a_restarted_server_gets_the_weights_again(students, tmp_path, capsys, m
 
 def test_a_server_that_knows_no_version_of_its_weights_is_refused(students, tmp_path):
     with served(generate_as_vllm, str(students[0]), {"unversioned": True}) as server:
-        with pytest.raises(XtkError, match="takes no new weights: 404") as refused:
+        with pytest.raises(XtkError, match="does not accept weight updates: HTTP 404") as refused:
             writer_of(students[0], server).update_weights(with_its_head(students[1], tmp_path / "weights"))
         assert "VLLM_SERVER_DEV_MODE=1" in str(refused.value.hint)
 
@@ -117,7 +117,7 @@ def test_a_server_that_knows_no_version_of_its_weights_is_refused(students, tmp_
 def test_weights_without_the_output_head_of_a_tied_student_are_refused(students):
     with (
         served(generate_as_vllm, str(students[0]), {}) as server,
-        pytest.raises(XtkError, match=r"without lm_head\.weight"),
+        pytest.raises(XtkError, match=r"missing: lm_head\.weight"),
     ):
         writer_of(students[0], server).update_weights(students[1])
 

@@ -18,24 +18,24 @@ CHAT = [{"role": "user", "content": "12 + 5?"}, {"role": "assistant", "content":
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 ATTACKS = {
     "{{ 'a' * 2000000000 }}": "more than 1 GiB of memory",
-    "{{ 'a' * 100000000 }}": "writes more than",
+    "{{ 'a' * 100000000 }}": "the chat template exceeds",
     "{% set n = 'a' * 2000000000 %}": "more than 1 GiB of memory",
     "{{ 'a'|center(10**9) }}": "more than 1 GiB of memory",
-    "{{ 'a'|center(10**8) }}": "writes more than",
+    "{{ 'a'|center(10**8) }}": "the chat template exceeds",
     "{{ '%2000000000d'|format(1) }}": "more than 1 GiB of memory",
     "{{ 'a'.ljust(2000000000) }}": "more than 1 GiB of memory",
     "{{ [0] * 10**9 }}": "more than 1 GiB of memory",
-    "{{ 10**(10**8) }}": "took more than 5 seconds of processor time",
+    "{{ 10**(10**8) }}": "exceeded 5 seconds of CPU time",
     "{% for i in range(10**9) %}a{% endfor %}": "Range too big",
-    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "took more than 5 seconds",
-    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}": "writes more than",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}": "exceeded 5 seconds",
+    "{% for i in range(99999) %}{% for j in range(99999) %}a{% endfor %}{% endfor %}": "the chat template exceeds",
     "{% set x = namespace(s='aa') %}{% for i in range(60) %}{% set x.s = x.s ~ x.s %}{% endfor %}": "1 GiB of memory",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "nested too deeply",
-    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "cannot be read",
-    "{{ " + "[" * 900 + "]" * 900 + " }}": "cannot be read",
-    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "cannot be read",
-    "{{ " + "not " * 100_000 + "1 }}": "cannot be read",
-    "a" * (1 << 20) + "b": "this template has 1,048,6",
+    "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}": "invalid chat template",
+    "{{ " + "[" * 900 + "]" * 900 + " }}": "invalid chat template",
+    "{% if 1 %}" * 3000 + "{% endif %}" * 3000: "invalid chat template",
+    "{{ " + "not " * 100_000 + "1 }}": "invalid chat template",
+    "a" * (1 << 20) + "b": "this chat template has 1,048,6",
 }
 
 
@@ -88,7 +88,7 @@ def test_a_prompt_template_has_the_same_limits(run, pair, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"problem": "12 + 5"}) + "\n")
     command = ("rollout", pair.student, tmp_path / "prompts.jsonl", "-o", tmp_path / "out.jsonl", "--prompt-template")
     refused(run(*command, "{{ problem * 2000000000 }}", code=None), "more than 1 GiB of memory")
-    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "cannot be read")
+    refused(run(*command, "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", code=None), "invalid chat template")
 
 
 def test_a_template_that_drops_all_text_makes_no_cache(run, pair, tmp_path, talks):

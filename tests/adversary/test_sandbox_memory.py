@@ -218,7 +218,9 @@ def test_memory_that_no_process_is_charged_for_is_refused(sandbox, name):
 
 def test_memory_of_the_weaker_sandbox_is_that_of_one_process(monkeypatch):
     begin = Sandbox._start
-    monkeypatch.setattr(Sandbox, "_start", lambda self, walled: "refused" if walled else begin(self, walled))
+    monkeypatch.setattr(
+        Sandbox, "_start", lambda self, use_namespaces: "refused" if use_namespaces else begin(self, use_namespaces)
+    )
     with start(weaker=True) as sandbox:
         for name in ("20 files without a name", "shared mappings of which one page stays",
                      "shared mappings of /dev/zero"):  # fmt: skip

@@ -88,9 +88,9 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
     ("record", "what"),
     [
         ({"text": "a", "teacher_prompt": 5}, "teacher_prompt is int"),
-        ({"text": "a", "teacher_prompt": CHAT}, "the document is no conversation"),
-        ({"input_ids": [1], "teacher_prompt": "a"}, "as they are"),
-        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message is an object"),
+        ({"text": "a", "teacher_prompt": CHAT}, "the document is not a conversation"),
+        ({"input_ids": [1], "teacher_prompt": "a"}, "used unchanged"),
+        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message must be an object"),
     ],
 )
 def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
@@ -110,7 +110,7 @@ def test_marks_are_read_from_messages_of_both_formats():
     turns = [{**CHAT[2], "train": False}, {**CHAT[2], "weight": 0}, {"from": "gpt", "value": "a", "train": False},
              {"from": "gpt", "value": "a", "weight": 1}, {**CHAT[1], "train": True}]  # fmt: skip
     assert [part.train for part in document({"messages": turns}).segments] == [False, False, False, True, True]
-    assert "trained or not" in failure_of({"messages": [{**CHAT[2], "weight": 2}]}).what
+    assert "must be true or false" in failure_of({"messages": [{**CHAT[2], "weight": 2}]}).what
 
 
 # Tokens.
@@ -163,15 +163,15 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": "5 6"}, "input_ids is no list of whole numbers"),
         ({"input_ids": [5, None]}, "input_ids is no list of whole numbers"),
         ({"input_ids": [5.0]}, "input_ids is no list of whole numbers"),
-        ({"input_ids": [2**40]}, "is no id of a token"),
-        ({"input_ids": [2**80]}, "is no id of a token"),
+        ({"input_ids": [2**40]}, "is not a token id"),
+        ({"input_ids": [2**80]}, "is not a token id"),
         ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries, and input_ids has 2"),
         ({"input_ids": [5, 6], "labels": [6, -100]}, "labels are 6 at place 0, where input_ids are 5"),
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask holds other numbers than 0 and 1"),
         ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask is no list of whole numbers"),
         ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
         ({"input_ids": [5, 6], "given_ids": [1]}, "given_ids is no list of lists"),
-        ({"input_ids": [5, 6], "given_ids": [["a"]]}, "given_ids are no list of whole numbers"),
+        ({"input_ids": [5, 6], "given_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
     ],
 )
 def test_tokens_and_masks_that_are_none_are_refused(record, what):

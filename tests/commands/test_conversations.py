@@ -47,7 +47,7 @@ def conversations(chatting):
 def cache(run, chatting, conversations):
     done = run("cache-teacher", chatting / "teacher", conversations, "--top-k", 8, "-o", chatting / "cache")
     # The second teacher's answer is told to be cut, with its bytes: the thought, and the line feeds after it.
-    assert "26 bytes of answers in 1 of 3 conversations that were looked at carry no loss" in done.stderr
+    assert "26 bytes of trained text in 1 of 3 checked conversations are not trained" in done.stderr
     return chatting / "cache"
 
 
@@ -69,7 +69,7 @@ def test_a_student_learns_from_conversations_in_its_own_template(run, cache, cha
         "--logging-steps", 1, "-o", tmp_path / "out", "--json",
     )  # fmt: skip
     assert json.loads(done.stdout)["metrics"]["p-kl"] > 0
-    assert "bytes of answers" not in done.stderr
+    assert "bytes of trained text" not in done.stderr
 
 
 def test_a_student_whose_template_rewrites_answers_says_so(run, chatting, cache, tmp_path):
@@ -78,7 +78,7 @@ def test_a_student_whose_template_rewrites_answers_says_so(run, chatting, cache,
         HEADERS.replace("message['content']", "message['content'].split('</think>')[-1]")
     )
     done = run("distill", tmp_path / "student", cache, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out")
-    assert "24 bytes of answers in 1 of 3 conversations" in done.stderr
+    assert "24 bytes of trained text in 1 of 3 checked conversations" in done.stderr
 
 
 def test_bits_per_byte_of_conversations_count_answers(run, chatting, conversations):

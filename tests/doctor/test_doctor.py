@@ -181,7 +181,7 @@ def test_templates_that_rewrite(wrong, tmp_path):
     assert {one.where.split()[0] for one in template_content(dropping) if one.level == "note"} == {"student"}
     assert found(template_content(dropping), "note", "drops thoughts from answers").figures["bytes"] > 20
     assert found(template_content(dropping), "note", "changes white space")
-    assert found(conversations(dropping), "warning", "carry no loss").figures["bytes"] > 20
+    assert found(conversations(dropping), "warning", "are not trained").figures["bytes"] > 20
     thinking = PLAIN.replace("assistant\n{% endif", "assistant\n<think>{% endif")
     (wrong.student / "chat_template.jinja").write_text(thinking)
     assert found(template_content(case_of(wrong)), "note", "writes a thought by itself")
@@ -241,7 +241,7 @@ def test_compression_and_alignment(pair, corpus):
 
 
 def test_projection_and_loss(pair, cache, corpus):
-    figures = found(projection(case_of(pair)), "warning", "critical tokens").figures
+    figures = found(projection(case_of(pair)), "warning", "no counterpart with equal bytes").figures
     assert figures["critical"] == ["digits"]
     assert sum(figures["rows"].values()) == 656
     alone = material.Pair(pair.student, pair.student)

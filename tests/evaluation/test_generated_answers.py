@@ -203,7 +203,7 @@ def test_all_models_are_checked_before_the_first_one_works(run, pair, tmp_path):
     link = tmp_path / "link"
     link.symlink_to(pair.student)
     for name, told in (
-        ("bare", "no tokenizer in this folder"), ("cut", "weights are cut short"), ("small", "100 vocabulary rows"),
+        ("bare", "folder has no tokenizer.json"), ("cut", "weights are cut short"), ("small", "100 vocabulary rows"),
         (f"{pair.student}", "named twice"), ("link", "named twice"),
     ):  # fmt: skip
         for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):

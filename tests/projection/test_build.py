@@ -319,13 +319,13 @@ def bad(**changes: object) -> Projection:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row_offsets": np.array([0, 1], np.int64)}, "row offsets do not fit"),
-        ({"row_offsets": np.array([0, 1, 3], np.int64)}, "row offsets do not fit"),
-        ({"row_offsets": np.array([1, 1, 2], np.int64)}, "row offsets do not fit"),
-        ({"row_offsets": np.array([0, 3, 2], np.int64)}, "weights do not fit"),
-        ({"weights": np.array([1], np.float32)}, "weights do not fit"),
-        ({"teacher_ids": np.array([0, 2], np.int32)}, "teacher tokens that the teacher's vocabulary does not have"),
-        ({"teacher_ids": np.array([-1, 1], np.int32)}, "teacher tokens that the teacher's vocabulary does not have"),
+        ({"row_offsets": np.array([0, 1], np.int64)}, "row offsets do not match"),
+        ({"row_offsets": np.array([0, 1, 3], np.int64)}, "row offsets do not match"),
+        ({"row_offsets": np.array([1, 1, 2], np.int64)}, "row offsets do not match"),
+        ({"row_offsets": np.array([0, 3, 2], np.int64)}, "weights do not match"),
+        ({"weights": np.array([1], np.float32)}, "weights do not match"),
+        ({"teacher_ids": np.array([0, 2], np.int32)}, "token ids outside of the teacher's vocabulary"),
+        ({"teacher_ids": np.array([-1, 1], np.int32)}, "token ids outside of the teacher's vocabulary"),
         ({"weights": np.array([1, np.nan], np.float32)}, "weights outside of"),
         ({"weights": np.array([1, -0.5], np.float32)}, "weights outside of"),
         ({"weights": np.array([1, 0], np.float32)}, "weights outside of"),
@@ -333,14 +333,14 @@ def bad(**changes: object) -> Projection:
         ({"row_offsets": np.array([0, 2, 2], np.int64)}, "rows that sum to more than 1"),
         (
             {"row_offsets": np.array([0, 2, 2], np.int64), "teacher_ids": np.array([1, 0], np.int32)},
-            "do not rise",
+            "duplicate or unsorted",
         ),
         (
             {"row_offsets": np.array([0, 0, 2], np.int64), "teacher_ids": np.array([1, 1], np.int32)},
-            "do not rise",
+            "duplicate or unsorted",
         ),
-        ({"student_cells": np.array([-2, 0], np.int32)}, "names cells"),
-        ({"teacher_cells": np.array([0, 4], np.int32)}, "names cells"),
+        ({"student_cells": np.array([-2, 0], np.int32)}, "cell numbers out of range"),
+        ({"teacher_cells": np.array([0, 4], np.int32)}, "cell numbers out of range"),
     ],
 )
 def test_a_matrix_that_is_no_projection_is_refused(changes, message):

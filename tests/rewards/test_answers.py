@@ -162,13 +162,13 @@ def test_functions_and_sums(tmp_path):
         ("exact:colum=answer", "did you mean column"),
         ("exact:weight=-1", "weight of the reward"),
         ("exact:anywhere=maybe", "anywhere of the reward exact"),
-        ("regex", "has no pattern"),
-        ("regex:pattern=(", "is none"),
+        ("regex", "needs a pattern"),
+        ("regex:pattern=(", "not a valid regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),
         ("boxed:compare=letters", "no comparison"),
         ("json:schema=/no/such/file", "cannot be read"),
         ("/no/such/file.py:score", "no such file"),
-        ("tests:seconds=0", "positive"),
+        ("tests:seconds=0", "must be above 0"),
     ],
 )
 def test_what_makes_no_sense_is_told(text, message):

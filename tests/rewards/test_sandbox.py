@@ -288,7 +288,7 @@ def test_code_that_hangs_fails_what_is_left(hasty):
 
 def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr(Sandbox, "_start", refuse_namespaces(Sandbox._start))
-    with pytest.raises(XtkError, match="no namespaces"):
+    with pytest.raises(XtkError, match="does not allow Linux namespaces"):
         Sandbox()
     (tmp_path / "f").write_text("text")
     with start(weaker=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
@@ -325,12 +325,14 @@ def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeyp
 
 def refuse_namespaces(begin):
     """As on a machine that forbids them."""
-    return lambda self, walled: "unshare: Operation not permitted" if walled else begin(self, walled)
+    return lambda self, use_namespaces: (
+        "unshare: Operation not permitted" if use_namespaces else begin(self, use_namespaces)
+    )
 
 
 def test_the_sandbox_ends_with_the_one_who_asked():
     with start() as sandbox:
         process = sandbox._process
     assert process.poll() is not None
-    with pytest.raises(XtkError, match="sandbox has ended"):
+    with pytest.raises(XtkError, match="sandbox process has ended"):
         sandbox.run("")

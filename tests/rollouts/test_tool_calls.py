@@ -66,7 +66,7 @@ def test_text_without_calls_has_none():
     for text in ("", "4", "tool_call", "</tool_call>", "<tool_call", "<think>" + tagged({"name": "f"}) + "</think> 4"):
         assert parse_tool_calls(text) == []
     assert parse_tool_calls("The sum is {}.", "json") == []
-    with pytest.raises(ValueError, match="no form"):
+    with pytest.raises(ValueError, match="unknown format"):
         parse_tool_calls("", "xml")
 
 

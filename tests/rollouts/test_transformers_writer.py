@@ -180,9 +180,9 @@ def test_new_weights_are_written_with_and_wrong_ones_refused(model, tokenizer, p
         assert [one.ids.tolist() for one in writer.generate(asks, sampling)] != [one.ids.tolist() for one in expected]
         writer.update_weights(weights)
         assert [one.ids.tolist() for one in writer.generate(asks, sampling)] == [one.ids.tolist() for one in expected]
-    with pytest.raises(XtkError, match="not there"):
+    with pytest.raises(XtkError, match="is not in the model"):
         writer.update_weights([("head", torch.zeros(2))])
-    with pytest.raises(XtkError, match=r"\[656, 32\] there"):
+    with pytest.raises(XtkError, match=r"\[656, 32\] in the model"):
         writer.update_weights([("lm_head.weight", torch.zeros(1))])
 
 

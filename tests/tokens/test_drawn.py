@@ -176,7 +176,7 @@ def test_other_text_than_that_of_the_tokens_is_refused(families):
     changed = Document(
         (document.segments[0], Segment("completion", "13 apples", True)), sampled_tokens=document.sampled_tokens
     )
-    with pytest.raises(XtkError, match="not that of its tokens"):
+    with pytest.raises(XtkError, match="does not match its student_ids"):
         tokenize_documents(tokenizer, [changed])
 
 

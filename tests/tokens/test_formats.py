@@ -161,11 +161,11 @@ def tekken_without_its_settings(models, folder):
 @pytest.mark.parametrize(
     ("prepare", "what"),
     [
-        (cut_short, "cannot be read"),
-        (another_file, "cannot be read"),
-        (ranks_of_an_unknown_tokenizer, "does not know"),
-        (ranks_that_are_no_base64, "cannot be read"),
-        (tekken_without_its_settings, "cannot be read"),
+        (cut_short, "invalid or truncated tokenizer file"),
+        (another_file, "invalid or truncated tokenizer file"),
+        (ranks_of_an_unknown_tokenizer, "unknown tiktoken vocabulary"),
+        (ranks_that_are_no_base64, "invalid or truncated tokenizer file"),
+        (tekken_without_its_settings, "invalid or truncated tokenizer file"),
     ],
 )
 def test_a_file_that_is_no_tokenizer_is_named(models, tmp_path, prepare, what):

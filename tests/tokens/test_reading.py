@@ -249,10 +249,10 @@ def test_a_conversation_without_an_answer_is_read_as_it_is(talkers):
 @pytest.mark.parametrize(
     ("document", "prompt", "what"),
     [
-        (Document.from_text("a"), [CHAT[0]], "no conversation"),
+        (Document.from_text("a"), [CHAT[0]], "not a conversation"),
         (Document.from_messages(CHAT), [{"content": "who?"}], "role"),
         (Document.from_messages([{"role": "system", "content": "a", "train": True}]), "b", "is trained"),
-        (Document.from_teacher_ids([1, 2]), "b", "input_ids as they are"),
+        (Document.from_teacher_ids([1, 2]), "b", "input_ids, which are used unchanged"),
     ],
 )
 def test_a_prompt_that_has_no_place_is_refused(document, prompt, what):
@@ -278,7 +278,7 @@ def test_messages_say_themselves_whether_they_are_trained():
 
 @pytest.mark.parametrize("mark", [{"train": "yes"}, {"weight": 0.5}, {"weight": float("nan")}, {"train": []}])
 def test_a_mark_that_is_neither_yes_nor_no_is_refused(mark):
-    with pytest.raises(ValueError, match=r"a message is trained or not"):
+    with pytest.raises(ValueError, match=r"must be true or false"):
         Document.from_messages([{"role": "assistant", "content": "a", **mark}])
 
 
@@ -427,7 +427,7 @@ def test_bytes_that_are_no_text_are_refused_by_their_token(tokenizer_of, middle)
     table = teacher.vocabulary.token_of_bytes
     broken = [table[bytes([byte])] for byte in middle]
     ids = [teacher.start_id, table[b"a"], *broken, table[b"a"]]
-    with pytest.raises(XtkError, match=rf"token 2 of a document's input_ids, {broken[0]}, makes bytes"):
+    with pytest.raises(XtkError, match=rf"token 2 of a document's input_ids, {broken[0]}, results in bytes"):
         read(teacher, Document.from_teacher_ids(ids))
     # Not where it is read by nobody.
     document, _ = read(teacher, Document.from_teacher_ids(ids, [1, 1, *[0] * (len(ids) - 2)]))
@@ -436,13 +436,13 @@ def test_bytes_that_are_no_text_are_refused_by_their_token(tokenizer_of, middle)
 
 @pytest.mark.parametrize("ids", [[5, 480], [5, -1], [2**31 - 1]])
 def test_ids_that_no_token_has_are_refused(tokenizer_of, ids):
-    with pytest.raises(XtkError, match=rf"token {len(ids) - 1} of a document's input_ids is {ids[-1]}, and"):
+    with pytest.raises(XtkError, match=rf"token {len(ids) - 1} of a document's input_ids is {ids[-1]}, but"):
         read(tokenizer_of["teacher"], Document.from_teacher_ids(ids))
 
 
 @pytest.mark.parametrize("name", ["word-piece", "word-piece-cased", "word-level"])
 def test_a_tokenizer_that_drops_spaces_makes_no_text(tokenizer_of, name):
-    with pytest.raises(XtkError, match="do not spell the spaces"):
+    with pytest.raises(XtkError, match="do not contain the spaces"):
         read(tokenizer_of[name], Document.from_teacher_ids(ids_of(tokenizer_of[name], "Anna has")))
 
 
@@ -456,7 +456,7 @@ def test_tokens_without_a_text_train_nothing_on_a_student(tokenizer_of, ids):
 
 
 def test_tokens_have_no_text_before_a_teacher_read_them(tokenizer_of):
-    with pytest.raises(XtkError, match="only a teacher reads them"):
+    with pytest.raises(XtkError, match="only input_ids"):
         tokenize_documents(tokenizer_of["student"], [Document.from_teacher_ids([5, 6])])
 
 
@@ -512,10 +512,10 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
     document, sequence = read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists))
     assert len(document.candidate_ids) == sequence.train_mask.sum()
     assert document.candidate_ids.to_padded().tolist() == [[at, at + 1] for at in range(len(ids) - 1)]
-    with pytest.raises(XtkError, match=rf"given_ids has {len(lists) - 1} lists, and {len(lists)} tokens"):
+    with pytest.raises(XtkError, match=rf"candidate_ids has {len(lists) - 1} lists, but {len(lists)} tokens"):
         read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists[1:]))
     for wrong in (-1, teacher.embedding_rows):
-        with pytest.raises(XtkError, match=f"{wrong} among given_ids is no token"):
+        with pytest.raises(XtkError, match=f"candidate_ids has {wrong}; token ids"):
             read(teacher, Document.from_teacher_ids(ids).with_candidate_ids([[wrong], *lists[1:]]))
 
 

@@ -63,8 +63,8 @@ def test_the_letter_that_metaspace_reads_as_a_space_is_rewritten(found):
 def test_the_warning_tells_the_share_and_the_most_frequent_examples(found):
     warning = found("byte-lower", ["xÉ"] * 20 + ["B"]).warning()
     assert warning == (
-        "byte-lower cannot spell 51.22% of the characters of these texts (21 of 41: 21 rewritten), "
-        "and what it reads instead is compared; most often 'É' as 'e' 20 times; 'B' as 'b' 1 time"
+        "byte-lower changes 51.22% of the characters of these texts (21 of 41: 21 rewritten); "
+        "the changed text is compared; most frequent: 'É' to 'e' 20 times; 'B' to 'b' 1 time"
     )
     assert "'xyz' unknown 1 time" in found("word-level", ["xyz"]).warning()
     assert "' \\n ' dropped 1 time" in found("word-piece", [" \n "]).warning()

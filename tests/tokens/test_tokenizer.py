@@ -204,29 +204,29 @@ def test_a_tokenizer_without_bos_starts_with_eos(tokenizer_of):
 
 def folder_without_a_tokenizer(folder):
     folder.mkdir()
-    return "there is no tokenizer in this folder"
+    return "this folder has no tokenizer.json"
 
 
 def folder_with_words_alone(folder):
     folder.mkdir()
     (folder / "vocab.txt").write_text("[UNK]\nanna\n")
-    return "this tokenizer has no fast backend: the folder has vocab.txt"
+    return "this folder has only a slow tokenizer (vocab.txt"
 
 
 def folder_with_broken_json(folder):
     folder.mkdir()
     (folder / "tokenizer.json").write_text('{"model": ')
-    return "this tokenizer.json cannot be read"
+    return "invalid tokenizer.json"
 
 
 def folder_with_other_json(folder):
     folder.mkdir()
     (folder / "tokenizer.json").write_text('["a list"]')
-    return "this tokenizer.json cannot be read"
+    return "invalid tokenizer.json"
 
 
 def no_folder(folder):
-    return "no such model or tokenizer folder"
+    return "model or tokenizer folder not found"
 
 
 @pytest.mark.parametrize(

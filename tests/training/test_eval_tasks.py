@@ -150,7 +150,7 @@ def test_what_cannot_be_asked_is_told_before_the_start(train, folder, monkeypatc
         ("problems.jsonl:reward=exact,num_fewshot=1", "is of tasks of lm-evaluation-harness"),
         ("problems.jsonl:reward=exact,prompt=question,num_generations=4", "at temperature 0 all 4 answers are one"),
         ("problems.jsonl:reward=exact,prompt=question,max_prompts=few", "max-prompts"),
-        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "no JSON object"),
+        ("problems.jsonl:reward=exact,prompt=question,chat_template_kwargs=[1]", "not a JSON object"),
         ("run_sum:include_path=tasks", "runs what the model writes"),
     ]:
         with pytest.raises(XtkError) as refusal:

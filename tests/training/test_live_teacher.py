@@ -315,7 +315,7 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     [
         ("top=4", "no option of a teacher called 'top'"),
         ("top_k=many", "top_k is 'many', and no number"),
-        ("top_k=0", "a support holds at least one id"),
+        ("top_k=0", "--top-k is 0; must be at least 1"),
         ("top_k=4,top-k=5", "given twice"),
         ("backend=jax", "no backend called 'jax'"),
         ("backend=vllm,support=sample", "does not give the support sample"),

@@ -57,13 +57,21 @@ def decode_tokens(tokenizer: Tokenizer, ids: NDArray[np.int32], *, at_text_start
 
 
 def sampled_tokens_for(tokenizer: Tokenizer, document: Document) -> SampledTokens | None:
-    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None."""
+    """Return the sampled tokens of a document if tokenizer and template are those of its student; else None.
+
+    Raises:
+        XtkError: an id is not in the vocabulary.
+    """
     sampled = document.sampled_tokens
     if sampled is None or sampled.tokenizer_fingerprint != tokenizer.fingerprint:
         return None
     size = len(tokenizer.vocabulary)
-    if len(drawn.ids) and int(drawn.ids.max()) >= size:
-        raise _text_mismatch_error(tokenizer, f"token id {int(drawn.ids.max())} is not in the vocabulary of {size:,}")
+    if len(sampled.ids) and int(sampled.ids.max()) >= size:
+        raise XtkError(
+            f"student_ids of a rollout has {int(sampled.ids.max())}; token ids of this tokenizer are 0 to {size - 1:,}",
+            where=tokenizer.name,
+            hint="use the output of xtk rollout unchanged",
+        )
     template = tokenizer.template_fingerprint if document.conversation is not None else ""
     return sampled if sampled.template_fingerprint == template else None
 

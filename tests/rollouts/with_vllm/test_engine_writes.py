@@ -70,9 +70,12 @@ def test_the_rest_of_the_process_is_left_alone_and_mistakes_are_told(told):
     assert told["draws are untouched"]
     assert told["context"] == CONTEXT
     assert told["nothing"] == []
-    assert f"a prompt of {CONTEXT} tokens leaves no room in a context of {CONTEXT}" in told["too long"]
-    assert "vLLM draws at 2 at most" in told["too hot"]
-    assert "1 are missing" in told["missing"]
+    assert (
+        f"a prompt of {CONTEXT} tokens leaves no space for a completion; the context length is {CONTEXT}"
+        in told["too long"]
+    )
+    assert "the maximum of vLLM is 2" in told["too hot"]
+    assert "1 missing" in told["missing"]
 
 
 @pytest.mark.parametrize("workers", ["0", "1"], ids=["alone", "with workers of its own"])
