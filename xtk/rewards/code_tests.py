@@ -25,8 +25,8 @@ class CodeTestsReward:
     `test_imports` and `test_setup_code`), where the completion is the program. EvalPlus (HumanEval+, MBPP+) uses the
     same formats. If the completion has code fences, its first code block is used. A continuation of the prompt ends at
     the first line that begins with `def`, `class`, `if`, `print(`, `assert`, a decorator or a comment, as in the
-    HumanEval paper. Lines after it that are not Python, such as an explanation, are ignored. Code and tests run in
-    different processes ([the sandbox](../explanation/sandbox.md)); where Linux does not allow that, set
+    HumanEval paper. Text after the program, such as an explanation, is ignored. Code and tests run in different
+    processes ([the sandbox](../explanation/sandbox.md)); where Linux does not allow that, set
     `allow_weak_isolation=true`. `seconds` and `megabytes` limit each run.
     """
 

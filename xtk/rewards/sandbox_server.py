@@ -1,7 +1,7 @@
 """The sandbox's server process: isolates itself, then forks a process for each job.
 
 Started by `sandbox.py` as `python -I -S -c ...`, with an empty environment. Forking from a small process that has
-already left the machine's files and network takes a few milliseconds; starting Python and namespaces anew takes fifty.
+already left the machine's files and network takes a few milliseconds; starting Python and new namespaces, fifty.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _handle_request(
         return {"finishes": [one.finish_reason for one in found]}, generator_ipc.serialize_completions(found)
     if words["do"] == "update":
         generator.update_weights(Path(words["folder"]))
-    elif words["do"] == "rest":
+    elif words["do"] == "sleep":
         generator.sleep()
     else:
         generator.wake_up()

@@ -104,7 +104,7 @@ class SubprocessGenerator:
 
     def sleep(self) -> None:
         """Free device memory, as far as the backend can."""
-        self._request({"do": "rest"})
+        self._request({"do": "sleep"})
 
     def wake_up(self) -> None:
         """Take the device memory again."""

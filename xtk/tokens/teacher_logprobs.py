@@ -208,10 +208,12 @@ def kl_on_stored_ids(exact: StoredLogprobs, stored: StoredLogprobs) -> NDArray[n
         exact: the teacher's log-probabilities before quantization.
         stored: the log-probabilities in the cache, at the same ids.
     """
-    ours, theirs = stored.logprobs.astype(np.float64), exact.logprobs.astype(np.float64)
-    rest, other_rest = exact.remainder_mass.astype(np.float64), stored.remainder_mass.astype(np.float64)
+    stored_logprobs, exact_logprobs = stored.logprobs.astype(np.float64), exact.logprobs.astype(np.float64)
+    remainder, stored_remainder = exact.remainder_mass.astype(np.float64), stored.remainder_mass.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        entries = np.where(np.exp(theirs) > 0, np.exp(theirs) * (theirs - ours), 0.0)
-        rests = np.where((rest > 0) & (other_rest > 0), rest * (np.log(rest) - np.log(other_rest)), 0.0)
+        entries = np.where(np.exp(exact_logprobs) > 0, np.exp(exact_logprobs) * (exact_logprobs - stored_logprobs), 0.0)
+        remainder_terms = np.where(
+            (remainder > 0) & (stored_remainder > 0), remainder * (np.log(remainder) - np.log(stored_remainder)), 0.0
+        )
     owner = np.repeat(np.arange(len(exact)), np.diff(exact.offsets))
-    return rests + np.bincount(owner, entries, minlength=len(exact)).astype(np.float64)
+    return remainder_terms + np.bincount(owner, entries, minlength=len(exact)).astype(np.float64)
