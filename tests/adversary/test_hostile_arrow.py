@@ -74,7 +74,10 @@ def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path,
 
 
 def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
-    parts = {name: getattr(row.tokens, name) for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")}
+    parts = {
+        name: getattr(row.tokens, name)
+        for name in ("ids", "byte_ends", "train_mask", "text_runs", "segment_end_tokens")
+    }
     return dataclasses.replace(row, tokens=TokenSequence(**{**parts, **changed}))
 
 

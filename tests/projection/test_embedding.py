@@ -64,13 +64,13 @@ def test_weights_agree_with_dense_cosines(tokenizer_of, options_of):
 @pytest.mark.parametrize(("option", "value"), [("neighbours", 0), ("temperature", 0), ("temperature", float("nan"))])
 def test_options_without_meaning_are_refused(tokenizer_of, options_of, option, value):
     options = {**options_of("embedding", "student", "teacher"), option: value}
-    with pytest.raises(XtkError, match=f"--{option}"):
+    with pytest.raises(XtkError, match=f"--{option}".replace("neighbours", "num-neighbors")):
         build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "embedding", **options)
 
 
 def test_an_embedding_smaller_than_its_vocabulary_is_refused(tokenizer_of, options_of):
     options = options_of("embedding", "student", "teacher")
-    with pytest.raises(XtkError, match="the embedding has 5 rows"):
+    with pytest.raises(XtkError, match="the model's embedding has 5 rows"):
         build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "embedding",
                          **{**options, "student_embedding": options["student_embedding"][:5]})  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_calls_are_answered_and_mistakes_told():
         ({"name": "add", "arguments": {"a": 1, "b": 2}}, "3"),
         ({"name": "add", "arguments": {"a": "x", "b": "é"}}, "xé"),
         ({"name": "add", "arguments": {"a": 1}}, "error: TypeError: missing a required argument: 'b'"),
-        ({"name": "sub", "arguments": {}}, "error: no tool called sub; there are: add, fail, odd, long"),
+        ({"name": "sub", "arguments": {}}, "error: unknown tool sub; available tools: add, fail, odd, long"),
         ({"name": "fail"}, "error: ZeroDivisionError: division by zero"),
         ({"name": "odd"}, "error: TypeError: Object of type object is not JSON serializable"),
         ("no", "error: the call is not valid JSON: Expecting value: line 2 column 1 (char 1)"),

@@ -258,16 +258,22 @@ def test_turns_end_where_the_context_or_the_length_does(tokenizer, tmp_path):
     free = written(None, 100)
     assert (free.num_turns, free.finish_reason) == (4, "turns")
     sizes = np.diff(free.document.sampled_tokens.sampled_runs()).ravel()
-    for context, length in ((int(free.document.sampled_tokens.sampled_runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
+    for context, length in (
+        (int(free.document.sampled_tokens.sampled_runs()[2, 0]), 100),
+        (None, int(sizes[:2].sum())),
+    ):
         short = written(context, length)
         assert (short.num_turns, short.finish_reason) == (2, "length")
-        assert short.document.sampled_tokens.ids.tolist() == free.document.sampled_tokens.ids[: len(short.document.sampled_tokens.ids)].tolist()
+        assert (
+            short.document.sampled_tokens.ids.tolist()
+            == free.document.sampled_tokens.ids[: len(short.document.sampled_tokens.ids)].tolist()
+        )
         assert len(short.document.sampled_tokens.sampled_runs()) == 2
 
 
 def test_environments_that_are_none_are_told(tokenizer, tmp_path):
     (tmp_path / "game.py").write_text(GAME)
-    for name, message in (("Nothing", "no class in"), ("Little", "no reset and no step")):
+    for name, message in (("Nothing", "no class in"), ("Little", "no method reset and no method step")):
         with pytest.raises(XtkError, match=message):
             load_environment(f"{tmp_path / 'game.py'}:{name}")
     prompts = prompts_of(tmp_path, {"prompt": "go", "turns": 9})

@@ -212,7 +212,9 @@ def test_any_conversation_is_aligned_by_contents_alone(sides, student, teacher, 
         assert (np.diff(sequence.byte_ends) >= 0).all()
         assert not sequence.train_mask[0]
         assert 0 <= count_lost_bytes(document, sequence) <= sum(len(answer.encode()) for _, answer in turns)
-        spelled = [read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.text_runs.tolist()]
+        spelled = [
+            read_of(sides[name], sequence, np.arange(piece[0], piece[1])) for piece in sequence.text_runs.tolist()
+        ]
         # A space of the template may stand in front, as one that the tokenizer puts in front of a text.
         assert all(text.removeprefix(b" ") in document.text.encode() for text in spelled if sequence.exact)
         assert sequence.byte_ends[sequence.text_mask].max(initial=0) <= len(document.text.encode())

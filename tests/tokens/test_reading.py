@@ -534,7 +534,7 @@ def test_lists_of_ids_are_padded_behind(lists, count):
 def test_what_are_no_ids_is_refused(ids):
     with pytest.raises(ValueError, match="input_ids"):
         Document.from_teacher_ids(ids)
-    with pytest.raises(ValueError, match="given_ids"):
+    with pytest.raises(ValueError, match="candidate_ids"):
         Document.from_text("a").with_candidate_ids([ids])
 
 

@@ -82,7 +82,15 @@ def assert_same_words(
             assert (one is None) == (other is None)
             if one is not None and other is not None:
                 assert np.array_equal(one.tokens.ids, other.tokens.ids)
-                for name in ("positions", "offsets", "ids", "logprobs", "remainder_mass", "observed_logprobs", "entropy"):
+                for name in (
+                    "positions",
+                    "offsets",
+                    "ids",
+                    "logprobs",
+                    "remainder_mass",
+                    "observed_logprobs",
+                    "entropy",
+                ):
                     assert np.array_equal(getattr(one.logprobs, name), getattr(other.logprobs, name)), name
 
 
