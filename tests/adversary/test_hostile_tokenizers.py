@@ -59,12 +59,12 @@ def deep(content):
 
 
 ATTACKS = {
-    large_id: "has a token with id 4,000,000,000; vocabularies of at most 10,000,000 are read",
+    large_id: "has a token with id 4,000,000,000; the maximum is 9,999,999",
     large_id_of_vocabulary: "has a token with id 300,000,000",
-    empty_added_token: "the added token with id 5000 has no text",
-    missing_unknown: "this tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
-    megabyte_a_letter: "makes up to 1,000,000 bytes of one",
-    doubling: "makes up to 1,073,741,824 bytes of one",
+    empty_added_token: "added token 5000 in tokenizer.json has no text",
+    missing_unknown: "the tokenizer cannot encode a text: WordLevel error: Missing [UNK] token",
+    megabyte_a_letter: "outputs up to 1,000,000 bytes per byte",
+    doubling: "outputs up to 1,073,741,824 bytes per byte",
     deep: "nested more than 100 levels deep",
 }
 
@@ -95,7 +95,7 @@ def test_json_of_10000_levels_is_refused(run, pair, tmp_path):
 def test_dropout_is_switched_off_with_one_line(run, pair, corpus, tmp_path):
     teacher = changed(pair.teacher, tmp_path / "teacher", lambda content: content["model"].update(dropout=0.5))
     done = run("cache-teacher", teacher, corpus, "-o", tmp_path / "cache")
-    assert done.stderr.count("this tokenizer has a BPE dropout of 0.5; xtk tokenizes without it") == 1
+    assert done.stderr.count("disabled this tokenizer's BPE dropout of 0.5") == 1
     plain = Tokenizer(pair.teacher).encode(TEXTS)
     assert [one.ids.tolist() for one in Tokenizer(teacher).encode(TEXTS)] == [one.ids.tolist() for one in plain]
 

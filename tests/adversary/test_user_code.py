@@ -170,7 +170,7 @@ def test_a_command_fails_without_an_output(run, pair, tmp_path, code):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ({"test_list": 5}, "the field test_list is 5; the reward tests needs a list of lines"),
+    ({"test_list": 5}, "the field test_list is 5; --reward tests needs a string, or a list of lines"),
     ({"test_list": [1]}, "the field test_list is [1]"),
     ({"test": {}, "test_list": ["assert f()"]}, "the field test is {}"),
     ({"test_list": ["assert f()"], "test_imports": True}, "the field test_imports is True"),

@@ -51,11 +51,11 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "first", "--decay", "0.5"), "--method first does not read --decay"),
-        (("--corpus", "x.jsonl"), "--method multitoken does not read --corpus"),
+        (("--method", "first", "--decay", "0.5"), "--method first does not support --decay"),
+        (("--corpus", "x.jsonl"), "--method multitoken does not support --corpus"),
         (("--method", "counts"), "--corpus DATA"),
         (("--method", "counts", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
-        (("--max-pieces", "0"), "--max-pieces is 0"),
+        (("--max-pieces", "0"), "--max-tokens-per-entry is 0"),
         (("--special-tokens", "rolle"), "no such table of special tokens"),
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "{student token: teacher token}"),
@@ -63,7 +63,7 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
         (("--special-tokens", "deep.json"), "no YAML or JSON"),
         (("--special-tokens", "twice.json"), "stands twice"),
         (("--special-tokens", "twice.yaml"), "stands twice"),
-        (("--columns", "text=body"), "does not read --columns"),
+        (("--columns", "text=body"), "does not support --columns"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(run, pair, corpus, tmp_path, options, message):
