@@ -27,7 +27,7 @@ _RUN_FILE_NAMES = re.compile(r"recipe\.json|metrics\.jsonl")
 _TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
-_ROUNDS, _TRACKERS = "rounds", "trackers"
+_ROUNDS, _TRACKERS = "rollout_batches", "trackers"
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
 # write below the folder of trackers.
 _OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")

@@ -15,7 +15,7 @@ from xtk.errors import CorruptError, XtkError
 NON_METRIC_KEYS = frozenset(
     {
         "bits", "bytes", "documents", "tokens", "windows", "window", "stride", "seconds", "samples", "seed", "n",
-        "count", "sample_len", "temperature", "problems", "unjudged", "without_room", "num_generations", "num_fewshot",
+        "count", "sample_len", "temperature", "problems", "unscored", "prompts_too_long", "num_generations", "num_fewshot",
         "limit",
     }
 )  # fmt: skip

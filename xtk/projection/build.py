@@ -134,7 +134,7 @@ def projection_header(
     told = made.header_options() if hasattr(made, "header_options") else dataclasses.asdict(made)
     return {
         "kind": "projection",
-        "rules": ALGORITHM_VERSION,
+        "algorithm_version": ALGORITHM_VERSION,
         "method": method,
         "options": told,
         "special_tokens": special_tokens if isinstance(special_tokens, str) else dict(special_tokens),
@@ -152,9 +152,9 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     return {
         "tokenizer": tokenizer.fingerprint,
-        "roles": dict(tokenizer.special_token_ids),
+        "special_tokens": dict(tokenizer.special_token_ids),
         "tokens": len(tokenizer),
-        "width": tokenizer.embedding_rows,
+        "embedding_rows": tokenizer.embedding_rows,
     }
 
 

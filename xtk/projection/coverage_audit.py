@@ -20,7 +20,7 @@ CRITICAL_FRACTION = 0.5
 MIN_CRITICAL_TOKENS = 20
 
 # Of a category, what depends on the two vocabularies alone: it outlives pruning and merging.
-VOCABULARY_KEYS = ("student_tokens", "student_unmatched", "teacher_tokens", "teacher_unmatched")
+VOCABULARY_KEYS = ("student_tokens", "unmatched_student_tokens", "teacher_tokens", "unmatched_teacher_tokens")
 
 
 def audit_projection(
@@ -38,11 +38,11 @@ def audit_projection(
         teacher_special_ids: int32 [n], their counterparts.
 
     Returns:
-        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), spread (over other tokens),
-        empty, padded (rows without a token). `missing_mass`, averaged over the student's tokens. `unreached`,
+        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), composed (several teacher tokens, or one of other bytes),
+        unmapped (no entry), padding (rows without a token). `unmapped_mass`, averaged over the student's tokens. `unreachable_teacher_tokens`,
         teacher's tokens that no row names. `categories`: the same for each category, and the tokens of both
         sides that would be unmatched in a 1:1 partition: those without a token of equal bytes on the other side.
-        `critical`: the categories where such a partition fails.
+        `poorly_matched_categories`: the categories where such a partition fails.
     """
     students, teachers = len(pair.student), len(pair.teacher)
     masses, sizes = projection.row_masses[:students], np.diff(projection.row_offsets)[:students]
@@ -53,29 +53,29 @@ def audit_projection(
     unmatched = [_unmatched_mask(pair, student_special_ids), _unmatched_mask(pair.swapped, teacher_special_ids)]
     by_category = _sum_by_category(
         (token_categories(pair.student.vocabulary), token_categories(pair.teacher.vocabulary)),
-        {"unmatched": unmatched[0], "empty": sizes == 0, "missing_mass": 1 - masses},
-        {"unmatched": unmatched[1], "unreached": ~reached[:teachers]},
+        {"unmatched": unmatched[0], "unmapped": sizes == 0, "unmapped_mass": 1 - masses},
+        {"unmatched": unmatched[1], "unreachable_teacher_tokens": ~reached[:teachers]},
     )
     exact = _exact_rows(projection, pair)
     return {
         "rows": {
             "exact": int(exact.sum()),
             "special": int((special & (sizes > 0)).sum()),
-            "spread": int(((sizes > 0) & ~special & ~exact).sum()),
-            "empty": int((sizes == 0).sum()),
-            "padded": projection.student_width - students,
+            "composed": int(((sizes > 0) & ~special & ~exact).sum()),
+            "unmapped": int((sizes == 0).sum()),
+            "padding": projection.student_width - students,
         },
-        "missing_mass": projection.missing_mass(students),
-        "unreached": int((~reached[:teachers]).sum()),
+        "unmapped_mass": projection.unmapped_mass(students),
+        "unreachable_teacher_tokens": int((~reached[:teachers]).sum()),
         "categories": by_category,
-        "critical": critical_categories(by_category),
+        "poorly_matched_categories": critical_categories(by_category),
     }
 
 
 def refresh_audit(projection: Projection) -> dict[str, Any]:
     """Return what can be told without the tokenizers, of a projection that was pruned or merged.
 
-    Missing mass, empty and padded rows and unreached tokens are counted again. Which rows are exact, and what each
+    Unmapped mass, unmapped and padding rows and unreachable teacher tokens are counted again. Which rows are exact, and what each
     category misses, needs both vocabularies, and is left out. What depends on nothing but the vocabularies (tokens,
     unmatched tokens, critical categories) is the same as before.
     """
@@ -85,18 +85,18 @@ def refresh_audit(projection: Projection) -> dict[str, Any]:
     sizes = np.diff(projection.row_offsets)[:students]
     again: dict[str, Any] = {
         "rows": {
-            "filled": int((sizes > 0).sum()),
-            "empty": int((sizes == 0).sum()),
-            "padded": projection.student_width - students,
+            "mapped": int((sizes > 0).sum()),
+            "unmapped": int((sizes == 0).sum()),
+            "padding": projection.student_width - students,
         },
-        "missing_mass": projection.missing_mass(students),
-        "unreached": teachers - len(np.unique(projection.teacher_ids)),
+        "unmapped_mass": projection.unmapped_mass(students),
+        "unreachable_teacher_tokens": teachers - len(np.unique(projection.teacher_ids)),
     }
     if "categories" in earlier:
         again["categories"] = {
             name: {key: figures[key] for key in VOCABULARY_KEYS} for name, figures in earlier["categories"].items()
         }
-        again["critical"] = list(earlier["critical"])
+        again["poorly_matched_categories"] = list(earlier["poorly_matched_categories"])
     return again
 
 
@@ -108,7 +108,7 @@ def critical_categories(by_category: Mapping[str, Mapping[str, Any]]) -> list[st
 
 def audit_warning(audited: Mapping[str, Any]) -> str | None:
     """Return the two lines that a user should read before choosing a loss; None if there is nothing to say."""
-    names = audited.get("critical", [])
+    names = audited.get("poorly_matched_categories", [])
     if not names:
         return None
     told = [f"{name} {_format_unmatched(audited['categories'][name])}" for name in names]
@@ -119,13 +119,13 @@ def audit_warning(audited: Mapping[str, Any]) -> str | None:
 
 
 def _format_unmatched(figures: Mapping[str, Any]) -> str:
-    sides = [f"{figures[f'{side}_unmatched'] / figures[f'{side}_tokens']:.0%} of the {side}'s"
+    sides = [f"{figures[f'unmatched_{side}_tokens'] / figures[f'{side}_tokens']:.0%} of the {side}'s"
              for side in ("student", "teacher") if _is_critical(figures, side)]  # fmt: skip
     return " and ".join(sides)
 
 
 def _is_critical(figures: Mapping[str, Any], side: str) -> bool:
-    tokens, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
+    tokens, unmatched = figures[f"{side}_tokens"], figures[f"unmatched_{side}_tokens"]
     return bool(tokens >= MIN_CRITICAL_TOKENS and unmatched >= CRITICAL_FRACTION * tokens)
 
 
@@ -147,18 +147,18 @@ def _unmatched_mask(pair: VocabularyPair, matched: NDArray[np.int32]) -> NDArray
 def _sum_by_category(
     kinds: tuple[NDArray[np.int8], NDArray[np.int8]], student: Mapping[str, Any], teacher: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Sum figures of tokens by category; `missing_mass` is averaged."""
+    """Sum figures of tokens by category; `unmapped_mass` is averaged."""
     results: dict[str, dict[str, Any]] = {name: {} for name in CATEGORIES}
     for side, kind, figures in (("student", kinds[0], student), ("teacher", kinds[1], teacher)):
         tokens = np.bincount(kind, minlength=len(CATEGORIES))
         sums = {name: np.bincount(kind, values, minlength=len(CATEGORIES)) for name, values in figures.items()}
         for at, name in enumerate(CATEGORIES):
             results[name][f"{side}_tokens"] = int(tokens[at])
-            results[name][f"{side}_unmatched"] = int(sums["unmatched"][at])
+            results[name][f"unmatched_{side}_tokens"] = int(sums["unmatched"][at])
             if side == "student":
-                results[name]["empty"] = int(sums["empty"][at])
-                missing = max(0.0, float(sums["missing_mass"][at])) / max(int(tokens[at]), 1)
-                results[name]["missing_mass"] = max(0.0, round(missing, 6))
+                results[name]["unmapped"] = int(sums["unmapped"][at])
+                missing = max(0.0, float(sums["unmapped_mass"][at])) / max(int(tokens[at]), 1)
+                results[name]["unmapped_mass"] = max(0.0, round(missing, 6))
             else:
-                results[name]["unreached"] = int(sums["unreached"][at])
+                results[name]["unreachable_teacher_tokens"] = int(sums["unreachable_teacher_tokens"][at])
     return results

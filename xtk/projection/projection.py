@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 
 # Of a side in a header, what W depends on.
-IDENTITY_KEYS = ("tokenizer", "roles", "width")
+IDENTITY_KEYS = ("tokenizer", "special_tokens", "embedding_rows")
 
 
 def format_tokenizer(side: Mapping[str, Any]) -> str:
     """Return how messages call a side of a projection, whose header knows no folder."""
-    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
-    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no roles'})"
+    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("special_tokens", {}).items()))
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('embedding_rows', 0):,} rows; {roles or 'no roles'})"
 
 
 # An entry of a row of W that is heavier than this makes a pair; X-Token, arXiv 2605.21699.
@@ -169,7 +169,7 @@ class Projection:
         """The tokens that the student has: rows above are padding."""
         return int(self.header.get("student", {}).get("tokens", self.student_width))
 
-    def missing_mass(self, tokens: int) -> float:
+    def unmapped_mass(self, tokens: int) -> float:
         """Return what has no counterpart, averaged over the first `tokens` rows."""
         return max(0.0, round(float(1 - self.row_masses[:tokens].mean()), 6)) if tokens else 0.0
 
@@ -180,7 +180,7 @@ class Projection:
             "rows": self.student_width,
             "columns": self.teacher_width,
             "entries": len(self.teacher_ids),
-            "missing_mass": self.missing_mass(self.student_tokens),
-            "empty_rows": int((masses == 0).sum()),
+            "unmapped_mass": self.unmapped_mass(self.student_tokens),
+            "unmapped_rows": int((masses == 0).sum()),
             "reachable_teacher_tokens": len(np.unique(self.teacher_ids)),
         }

@@ -36,9 +36,9 @@ def rollout_record(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str],
     line = {
         **record,
         **document_fields(document),
-        "ends": document.is_complete,
+        "complete": document.is_complete,
         "student_ids": tokens.ids.tolist(),
-        "student_mask": tokens.sampled_mask.astype(int).tolist(),
+        "sampled_mask": tokens.sampled_mask.astype(int).tolist(),
         "student_logprobs": [float(f"{logprob:.9g}") for logprob in tokens.logprobs.tolist()],
         "student_tokenizer": tokens.tokenizer_fingerprint,
         "student_template": tokens.template_fingerprint,
@@ -135,7 +135,7 @@ class RolloutStatistics:
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Count one line."""
-        mask = record["student_mask"]
+        mask = record["sampled_mask"]
         self.rollouts += 1
         self.tokens += sum(mask)
         self._read += len(mask) - mask.index(1) - sum(mask)
@@ -145,14 +145,14 @@ class RolloutStatistics:
             self._rewards.append(record["reward"])
 
     def summary(self) -> dict[str, Any]:
-        """Return them by name; lengths are tokens that were drawn, `tool_share` is of all behind the prompt."""
+        """Return them by name; lengths are tokens that were drawn, `environment_token_fraction` is of all after the prompt."""
         count = max(self.rollouts, 1)
         return {
             "rollouts": self.rollouts,
             "tokens": self.tokens,
             "mean_length": self.tokens / count,
-            "truncated": self._truncated / count,
+            "truncated_fraction": self._truncated / count,
             "mean_turns": self._turns / count,
-            "tool_share": self._read / max(self.tokens + self._read, 1),
+            "environment_token_fraction": self._read / max(self.tokens + self._read, 1),
             "mean_reward": sum(self._rewards) / len(self._rewards) if self._rewards else None,
         }

@@ -89,11 +89,11 @@ class SampledTokens:
         said = np.asarray(logprobs, np.float64)
         if not numbers.shape == flags.shape == said.shape:
             raise ValueError(
-                f"there are {numbers.size:,} student_ids, {flags.size:,} in student_mask and {said.size:,} "
+                f"there are {numbers.size:,} student_ids, {flags.size:,} in sampled_mask and {said.size:,} "
                 "student_logprobs, and it should be as many"
             )
         if not np.isin(flags, (0, 1)).all():
-            raise ValueError("student_mask holds other numbers than 0 and 1")
+            raise ValueError("sampled_mask holds other numbers than 0 and 1")
         flags = flags.astype(np.bool_)
         if not (said[flags] <= 1e-3).all():
             raise ValueError("student_logprobs are natural logarithms of probabilities, at most 0")
