@@ -72,7 +72,7 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
                     )
                 ],
                 "student_ids": ids,
-                "student_mask": mask,
+                "sampled_mask": mask,
                 "student_logprobs": ((-6 - 0.1 * np.arange(len(ids))) * np.array(mask)).tolist(),
                 "student_tokenizer": student.fingerprint,
                 "advantage": 1.5 - len(lines),

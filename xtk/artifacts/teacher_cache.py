@@ -185,8 +185,8 @@ class CacheWriter:
             raise _other_request_error(self.folder, file, shard.header, self.header)
         if shard.position != self.shard_position(number) or len(shard) != shard.position.documents:
             raise CorruptError(
-                f"this file has the rows {shard.position.first_document:,} to {shard.position.first_document + len(shard):,} "
-                f"of shard "
+                f"this file has the rows {shard.position.first_document:,} to "
+                f"{shard.position.first_document + len(shard):,} of shard "
                 f"{shard.position.shard}, and its place is that of the rows {self._first_rows[number]:,} to "
                 f"{self._first_rows[number + 1]:,} of shard {number}",
                 where=self.folder.path_of(file),

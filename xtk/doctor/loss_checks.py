@@ -62,8 +62,9 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
     rows, tokens = audited["rows"], len(student)
     exact = (rows["exact"] + rows["special"]) / tokens
     what = (
-        f"{exact:.1%} of the student's tokens are tokens of the teacher, {rows['composed'] / tokens:.1%} are composed of "
-        f"several, {rows['unmapped'] / tokens:.1%} are unmapped; unmapped mass {audited['unmapped_mass']:.4f}"
+        f"{exact:.1%} of the student's tokens are tokens of the teacher, {rows['composed'] / tokens:.1%} are "
+        f"composed of several, {rows['unmapped'] / tokens:.1%} are unmapped; "
+        f"unmapped mass {audited['unmapped_mass']:.4f}"
     )
     figures = {"rows": rows, "unmapped_mass": audited["unmapped_mass"],
                "unreachable_teacher_tokens": audited["unreachable_teacher_tokens"],

@@ -38,8 +38,9 @@ def audit_projection(
         teacher_special_ids: int32 [n], their counterparts.
 
     Returns:
-        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), composed (several teacher tokens, or one of other bytes),
-        unmapped (no entry), padding (rows without a token). `unmapped_mass`, averaged over the student's tokens. `unreachable_teacher_tokens`,
+        `rows` by kind: exact (one entry of weight 1, of equal bytes), special (matched), composed (any other
+        entries), unmapped (no entry), padding (rows without a token). `unmapped_mass`, averaged over the student's
+        tokens. `unreachable_teacher_tokens`,
         teacher's tokens that no row names. `categories`: the same for each category, and the tokens of both
         sides that would be unmatched in a 1:1 partition: those without a token of equal bytes on the other side.
         `poorly_matched_categories`: the categories where such a partition fails.
@@ -75,7 +76,8 @@ def audit_projection(
 def refresh_audit(projection: Projection) -> dict[str, Any]:
     """Return what can be told without the tokenizers, of a projection that was pruned or merged.
 
-    Unmapped mass, unmapped and padding rows and unreachable teacher tokens are counted again. Which rows are exact, and what each
+    Unmapped mass, unmapped and padding rows and unreachable teacher tokens are counted again. Which rows are exact,
+    and what each
     category misses, needs both vocabularies, and is left out. What depends on nothing but the vocabularies (tokens,
     unmatched tokens, critical categories) is the same as before.
     """

@@ -145,7 +145,10 @@ class RolloutStatistics:
             self._rewards.append(record["reward"])
 
     def summary(self) -> dict[str, Any]:
-        """Return them by name; lengths are tokens that were drawn, `environment_token_fraction` is of all after the prompt."""
+        """Return the statistics by name.
+
+        Lengths count sampled tokens; `environment_token_fraction` is a fraction of all tokens after the prompt.
+        """
         count = max(self.rollouts, 1)
         return {
             "rollouts": self.rollouts,

@@ -37,7 +37,7 @@ ROLLOUT_METRICS = {
 }
 # What came after runs had been trained: left as it is, it does not tell two of them apart.
 KEYS_OMITTED_BY_DEFAULT = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
-_COMPARISON = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
+_COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
 _FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
