@@ -32,8 +32,9 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
 NAMES = ["Anna", "Bert", "Clara", "Dora"]
 # Values of these are names that a user or a model chooses: files, tokens, options, tasks.
 FREE_KEYS = {
-    "files", "folders", "special_tokens", "metrics", "rewards", "categories", "results", "span_kinds", "rows_by_entries",
-    "trainer", "adapter", "identity", "recipe", "sharded_state", "tensors_by_dtype", "messages", "request",
+    "files", "folders", "special_tokens", "metrics", "rewards", "categories", "results", "span_kinds",
+    "rows_by_entries", "trainer", "adapter", "identity", "recipe", "sharded_state", "tensors_by_dtype", "messages",
+    "request", "varied_options",
 }  # fmt: skip
 TRAINING = ["--learning-rate", "1e-3", "--logging-steps", "1", "--per-device-train-batch-size", "4"]
 
@@ -218,11 +219,11 @@ def run_on_policy(pair, folder) -> Path:
 
 FRIEND = """
 class Friend:
-    def __init__(self, record):
-        pass
+    def reset(self, record):
+        return None
 
     def step(self, text):
-        return " Bert, "
+        return " Bert, ", False
 """
 
 
@@ -334,6 +335,7 @@ def test_evaluations_are_documented(pair, cache, folder):
     )  # fmt: skip
     found |= {re.sub(r"@\d+", "@n" if "avg" in name else "@k", name) for name in keys_of(answers)}
     found |= keys_of(lines_of(folder / "answers.jsonl"))
+    found = {name.removesuffix("_error").removesuffix("_difference") for name in found}
     assert not undocumented(found, "artifacts.md", "Evaluation output")
 
 

@@ -188,7 +188,8 @@ def rollout(
                 terminal.note(f"the reward {name} could not judge {count:,} rollouts")
     told = figures.summary()
     terminal.note(
-        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, {told['truncated']:.1%} cut off"
+        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, "
+        f"{told['truncated_fraction']:.1%} cut off"
         + (
             f", {told['mean_turns']:.1f} turns, {told['environment_token_fraction']:.1%} from tools"
             if environment
