@@ -176,7 +176,7 @@ def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, 
 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
-    forge(forged, lambda manifest: manifest["shards"][0].update(rows=rows))
-    told = "shards[0].rows" if rows == 0 else "its shards have"
+    forge(forged, lambda manifest: manifest["shards"][0].update(documents=rows))
+    told = "shards[0].documents" if rows == 0 else "its shards have"
     refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
     assert not (tmp_path / "out" / "manifest.json").exists()

@@ -76,7 +76,7 @@ def change_state(folder: Path, key: str, change: Callable[[dict[str, Any], dict[
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     header = json.loads(metadata["xtk"])
     stored = header["sharded_state"]
-    name = next(name for name in sorted(stored) if stored[name]["of"].startswith(f"{key}."))
+    name = next(name for name in sorted(stored) if stored[name]["tensor"].startswith(f"{key}."))
     change(tensors, stored, name)
     save_file(tensors, folder / PART, {"xtk": json.dumps(header)})
     folders = {"trainer": file_entries(folder / "trainer", [Path(PART).name])}

@@ -92,7 +92,9 @@ def test_each_process_writes_its_own_part_and_nothing_is_written_twice(written, 
             assert set(pieces) == set(file.keys())
             assert sum(of.startswith("exp_avg.") for of in pieces) > 5
             for key, piece in pieces.items():
-                held.setdefault(piece["of"], []).append((math.prod(file.get_slice(key).get_shape()), piece["shape"]))
+                held.setdefault(piece["tensor"], []).append(
+                    (math.prod(file.get_slice(key).get_shape()), piece["shape"])
+                )
     for stored in held.values():
         assert sum(numbers for numbers, _ in stored) == math.prod(stored[0][1])
     assert json.loads((checkpoint / "xtk.json").read_text())["num_processes"] == 2

@@ -169,7 +169,8 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
     documents = sum(shard["documents"] for shard in manifest["shards"])
     if documents != manifest["header"]["data"].get("documents", documents):
         raise CorruptError(
-            f"its shards have {documents:,} documents, and header.data.documents is {manifest['header']['data']['documents']:,}",
+            f"its shards have {documents:,} documents, and header.data.documents is "
+            f"{manifest['header']['data']['documents']:,}",
             where=where,
             hint=hint,
         )
