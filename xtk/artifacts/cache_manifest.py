@@ -167,7 +167,7 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
         if max(stop for _, stop in shard["payload_ranges"]) > shard["bytes"]:
             raise CorruptError(f"shards[{at}].payload_ranges ends after the file's last byte", where=where, hint=hint)
     documents = sum(shard["documents"] for shard in manifest["shards"])
-    if documents != manifest["header"]["data"].get("documents", documents):
+    if documents != manifest["header"].get("data", {}).get("documents", documents):
         raise CorruptError(
             f"its shards have {documents:,} documents, and header.data.documents is "
             f"{manifest['header']['data']['documents']:,}",
