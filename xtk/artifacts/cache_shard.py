@@ -56,7 +56,7 @@ OPTIONAL_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "sampled_token
 LIST_COLUMNS = ("trained_ranges", "byte_ranges", "segment_end_tokens")
 BLOB_COLUMNS = ("tokens", "teacher_logprobs")
 BYTE_COLUMNS = ("conversation", *BLOB_COLUMNS)
-PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload`
+PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload_ranges`
 # The custom metadata of the record batch, canonical JSON, begins so. In JSON a string cannot contain it unescaped, so
 # its first occurrence in a file is the checksum, whatever the header or the texts contain.
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'

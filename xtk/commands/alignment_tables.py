@@ -106,7 +106,7 @@ def _longest(record: dict[str, Any]) -> TextTable:
     rows = [
         (
             _format_count(span["document"]),
-            _format_count(span["at_byte"]),
+            _format_count(span["start_byte"]),
             _format_count(span["bytes"]),
             f"{span['student_tokens']}:{span['teacher_tokens']}",
             visible_text(span["excerpt"]).replace(" ", "·"),
@@ -137,8 +137,8 @@ def _why(document: dict[str, Any]) -> str:
         reasons.append(f"{_format_count(document['n:m_bytes'])} bytes in n:m spans")
     if document["unaligned_bytes"]:
         reasons.append(f"{_format_count(document['unaligned_bytes'])} bytes in no span")
-    if document["rewritten_by"]:
-        reasons.append(f"rewritten by the {' and the '.join(document['rewritten_by'])}")
+    if document["normalized_by"]:
+        reasons.append(f"changed by the {' and the '.join(document['normalized_by'])}")
     return ", ".join(reasons) + f", of {_format_count(document['bytes'])}"
 
 
