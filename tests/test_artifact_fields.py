@@ -353,6 +353,7 @@ def test_the_json_output_of_other_commands_is_documented(
         *printed("inspect", pair.student, "--json"),
         *printed("inspect", next(cache.glob("shard-*.arrow")), "--json"),
         *printed("align", pair.student, pair.teacher, corpus, "--stats", "--json"),
+        *printed("align", pair.student, pair.teacher, "12 cafés", "--teacher-text", "12 cafes", "--json"),
         *printed("cache-teacher", pair.teacher, corpus, option("--estimate", "--plan"), "--json"),
         *printed("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
         *printed("report", run_of_caches, "-o", folder / "page.html", "--json"),
@@ -364,7 +365,7 @@ def test_the_json_output_of_other_commands_is_documented(
     for record in records:
         found |= keys_of({key: value for key, value in record.items() if key not in ("header", "values")})
         found |= {key for kind in record.get("span_kinds", {}).values() for key in kind}
-        found |= {record["check"]} if record["kind"] == "finding" else set()
+        found |= {record["check"]} if record.get("kind") == "finding" else set()
         if record.get("check") != "library_versions":  # its values are names of packages
             found |= set(record.get("values", {}))
     assert not undocumented(found - {*SPAN_KINDS}, "artifacts.md", "JSON output of commands")
