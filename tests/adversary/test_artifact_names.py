@@ -96,7 +96,10 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         (lambda m: m["shards"][0].update(bytes=10**30), "shards[0].bytes is 1000"),
         (lambda m: m["shards"][0].update(payload_ranges=[[0, 1]]), "three ranges [start, stop]"),
         (lambda m: m["shards"][0].update(payload_ranges=[[5, 1]] * 3), "three ranges [start, stop]"),
-        (lambda m: m["shards"][0].update(payload_ranges=[[0, 10**9]] * 3), "payload_ranges ends after the file's last byte"),
+        (
+            lambda m: m["shards"][0].update(payload_ranges=[[0, 10**9]] * 3),
+            "payload_ranges ends after the file's last byte",
+        ),
         (lambda m: m["shards"][0].update(source_header=7), "shards[0].source_header is 7; there are 1"),
         (lambda m: m["shards"][0].update(checksum=5), "shards[0].checksum is 5"),
         (lambda m: m["shards"][0].pop("positions"), "shards[0].positions"),
@@ -147,7 +150,10 @@ def test_a_recipe_that_is_a_link_is_not_read(run, pair, tmp_path):
     ("change", "told"),
     [
         ({"student": {"tokenizer": 5, "special_tokens": {}, "tokens": 1, "embedding_rows": 1}}, "student"),
-        ({"student": {"tokenizer": "x", "special_tokens": {}, "tokens": -5, "embedding_rows": 1}}, "student.tokens is -5"),
+        (
+            {"student": {"tokenizer": "x", "special_tokens": {}, "tokens": -5, "embedding_rows": 1}},
+            "student.tokens is -5",
+        ),
         ({"audit": []}, "audit"),
         ({"prunings": "no"}, "prunings"),
         ({"method": {"a": 1}}, "method"),
