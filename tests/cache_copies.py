@@ -42,7 +42,7 @@ def unfinished(cache: Path, folder: Path) -> Path:
 
 def resumed(cache: TeacherCache, folder: Path) -> CacheWriter:
     """Open an unfinished copy of a cache as the writer of the same request does."""
-    return CacheWriter(LocalFolder(folder), cache.header, [entry["rows"] for entry in cache.manifest["shards"]])
+    return CacheWriter(LocalFolder(folder), cache.header, [entry["documents"] for entry in cache.manifest["shards"]])
 
 
 def numbers(cache: TeacherCache) -> list[bytes]:

@@ -58,7 +58,7 @@ def ended(process: subprocess.Popen[str], output: Path) -> tuple[int, str]:
 
 def told(folder: Path) -> list[dict[str, object]]:
     """The metrics without clocks."""
-    clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
+    clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
     return [
         {key: value for key, value in line.items() if key not in clocks}
         for line in read_metrics(folder / "metrics.jsonl")

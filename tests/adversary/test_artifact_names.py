@@ -90,13 +90,16 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda m: m["shards"][0].update(rows=-1), "shards[0].rows is -1; must be an integer from 1"),
-        (lambda m: m["shards"][0].update(rows="12"), "shards[0].rows is '12'"),
-        (lambda m: m["shards"][0].update(rows=True), "shards[0].rows is True"),
+        (lambda m: m["shards"][0].update(documents=-1), "shards[0].documents is -1; must be an integer from 1"),
+        (lambda m: m["shards"][0].update(documents="12"), "shards[0].documents is '12'"),
+        (lambda m: m["shards"][0].update(documents=True), "shards[0].documents is True"),
         (lambda m: m["shards"][0].update(bytes=10**30), "shards[0].bytes is 1000"),
-        (lambda m: m["shards"][0].update(payload=[[0, 1]]), "three ranges [start, stop]"),
-        (lambda m: m["shards"][0].update(payload=[[5, 1]] * 3), "three ranges [start, stop]"),
-        (lambda m: m["shards"][0].update(payload=[[0, 10**9]] * 3), "payload ends after the file's last byte"),
+        (lambda m: m["shards"][0].update(payload_ranges=[[0, 1]]), "three ranges [start, stop]"),
+        (lambda m: m["shards"][0].update(payload_ranges=[[5, 1]] * 3), "three ranges [start, stop]"),
+        (
+            lambda m: m["shards"][0].update(payload_ranges=[[0, 10**9]] * 3),
+            "payload_ranges ends after the file's last byte",
+        ),
         (lambda m: m["shards"][0].update(source_header=7), "shards[0].source_header is 7; there are 1"),
         (lambda m: m["shards"][0].update(checksum=5), "shards[0].checksum is 5"),
         (lambda m: m["shards"][0].pop("positions"), "shards[0].positions"),
@@ -109,7 +112,7 @@ def test_a_link_next_to_the_tokenizer_is_not_followed(run, pair, forged, project
         (lambda m: m["header"].pop("teacher"), "a shard is from another cache"),
         (lambda m: m["header"]["teacher"].update(width=4_000_000_000), "header.teacher.width"),
         (lambda m: m["header"]["teacher"].update(width=10**9), "header.teacher.width is 1000000000"),
-        (lambda m: m["header"]["teacher"].pop("width"), "a shard is from another cache"),
+        (lambda m: m["header"]["teacher"].pop("embedding_rows"), "a shard is from another cache"),
         (lambda m: m["header"]["codec"].update(num_samples="all"), "header.codec.num_samples"),
         (lambda m: m["header"]["codec"].update(precision="exact"), "header.codec.precision"),
         (lambda m: m["header"]["options"].update(deep=eval("[" * 30 + "]" * 30)), "nested at most"),
@@ -146,8 +149,11 @@ def test_a_recipe_that_is_a_link_is_not_read(run, pair, tmp_path):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"student": {"tokenizer": 5, "roles": {}, "tokens": 1, "width": 1}}, "student"),
-        ({"student": {"tokenizer": "x", "roles": {}, "tokens": -5, "width": 1}}, "student.tokens is -5"),
+        ({"student": {"tokenizer": 5, "special_tokens": {}, "tokens": 1, "embedding_rows": 1}}, "student"),
+        (
+            {"student": {"tokenizer": "x", "special_tokens": {}, "tokens": -5, "embedding_rows": 1}},
+            "student.tokens is -5",
+        ),
         ({"audit": []}, "audit"),
         ({"prunings": "no"}, "prunings"),
         ({"method": {"a": 1}}, "method"),
@@ -176,7 +182,7 @@ def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, 
 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
-    forge(forged, lambda manifest: manifest["shards"][0].update(rows=rows))
-    told = "shards[0].rows" if rows == 0 else "its shards have"
+    forge(forged, lambda manifest: manifest["shards"][0].update(documents=rows))
+    told = "shards[0].documents" if rows == 0 else "its shards have"
     refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
     assert not (tmp_path / "out" / "manifest.json").exists()

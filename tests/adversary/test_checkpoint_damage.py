@@ -76,7 +76,7 @@ def change_state(folder: Path, key: str, change: Callable[[dict[str, Any], dict[
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
     header = json.loads(metadata["xtk"])
     stored = header["sharded_state"]
-    name = next(name for name in sorted(stored) if stored[name]["of"].startswith(f"{key}."))
+    name = next(name for name in sorted(stored) if stored[name]["tensor"].startswith(f"{key}."))
     change(tensors, stored, name)
     save_file(tensors, folder / PART, {"xtk": json.dumps(header)})
     folders = {"trainer": file_entries(folder / "trainer", [Path(PART).name])}
@@ -125,7 +125,7 @@ ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
     (extra_adapter, "is not in the manifest of its folder"),
     (lambda folder: (folder / "model-9.safetensors").write_bytes(b"x"), "is not in the manifest of its folder"),
     (lambda folder: (folder / "trainer" / "more").write_bytes(b"x"), "is not in the manifest of its folder"),
-    (lambda folder: sign(folder, run="sha256:0"), "this checkpoint is of another run"),
+    (lambda folder: sign(folder, run_fingerprint="sha256:0"), "this checkpoint is of another run"),
 ]
 
 
@@ -145,8 +145,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(unfinished, c
         {"files": []}, {"files": {"model.safetensors": 5}}, {"files": {"../../passwd": {"bytes": 1, "checksum": ""}}},
         {"files": {"/etc/passwd": {"bytes": 1, "checksum": ""}}}, {"files": {"xtk.json": {"bytes": 1, "checksum": ""}}},
         {"files": {"model.safetensors": {"bytes": True, "checksum": "x"}}}, {"folders": {"..": {}}}, {"folders": 7},
-        {"folders": {}}, {"folders": {"trainer": {}}}, {"step": "4"}, {"step": -4}, {"processes": 10**12},
-        {"processes": 2}, {"processes": None}, {"parallel": 3}, {"kind": None}, {"kind": ["checkpoint"]},
+        {"folders": {}}, {"folders": {"trainer": {}}}, {"step": "4"}, {"step": -4}, {"num_processes": 10**12},
+        {"num_processes": 2}, {"num_processes": None}, {"parallel": 3}, {"kind": None}, {"kind": ["checkpoint"]},
         {"run": None}, {"metrics_file": {"bytes": "x"}}, {"best_step": "x"}, {"tokens": -1}, {"tokens": 1e300},
         {"skipped_steps": {}}, {"best_bits_per_byte": "nan"}, {"version": 2}, {"version": "x"},
     ],
@@ -168,7 +168,7 @@ def test_values_of_a_manifest_are_checked_before_they_are_used(unfinished, train
     [
         {"recipe": {}}, {"recipe": 5}, {"metrics": {"loss": "x"}}, {"metrics": []}, {"steps": "6"}, {"steps": None},
         {"best": {"step": "x"}}, {"best": []}, {"files": {"../model.safetensors": {"bytes": 1, "checksum": ""}}},
-        {"recipe": {"losses": ["ce"], "inputs": {"student": {"weights": "", "tokenizer": ""}}, "preparation": 7}},
+        {"recipe": {"losses": ["ce"], "inputs": {"student": {"weights": "", "tokenizer": ""}}, "student_model": 7}},
     ],
 )  # fmt: skip
 def test_values_of_a_finished_run_are_checked_before_they_are_used(trained, tmp_path, changes):
@@ -233,17 +233,17 @@ def test_metrics_that_were_altered_are_not_certified(trained, unfinished):
 def test_an_older_checkpoint_and_an_older_run_are_refused_by_their_versions(trained, unfinished):
     sign(unfinished / "checkpoint-4", version=2)
     done = run_xtk(*trained[0], unfinished, code=1)
-    assert "this checkpoint has version 2; this xtk reads version 3" in done.stderr
+    assert "this checkpoint has version 2; this xtk reads version 4" in done.stderr
     (unfinished / "recipe.json").write_text(json.dumps(read_recipe(unfinished)))
     done = run_xtk(*trained[0], unfinished, code=1)
-    assert "this recipe has version 1; this xtk reads version 2" in done.stderr
+    assert "this recipe has version 1; this xtk reads version 3" in done.stderr
 
 
 def test_best_weights_that_are_damaged_are_found_before_the_run_goes_on(unfinished):
     checkpoint, best = unfinished / "checkpoint-4", unfinished / "best-3"
     best.mkdir()
     shutil.copyfile(checkpoint / "model.safetensors", best / "model.safetensors")
-    run = read_run_manifest(checkpoint)["run"]
+    run = read_run_manifest(checkpoint)["run_fingerprint"]
     write_run_manifest(best, {"kind": "best", "step": 3, "run": run}, file_entries(best, ["model.safetensors"]))
     sign(checkpoint, best_step=3)
     assert find_checkpoint(unfinished, read_recipe(unfinished), needs_best=True).step == 4

@@ -48,7 +48,7 @@ def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, co
 
 
 def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
-    mine = tmp_path / "q.xtk-counts-so-far"
+    mine = tmp_path / "q.xtk-cooccurrence-state"
     mine.write_text("mine")
     command = ["build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus]
     assert "there is another file" in run(*command, "-o", tmp_path / "q", code=1).stderr
@@ -57,7 +57,9 @@ def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rounds/1/mine"])
+@pytest.mark.parametrize(
+    "name", ["rollouts.jsonl", "trackers/mine.txt", "trackers/xtk/note.md", "rollout_batches/1/mine"]
+)
 def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(run, pair, corpus, tmp_path, name):
     command = ["distill", pair.student, corpus, "--loss", "ce", "--max-steps", 1, "--report-to", "tensorboard", "-o",
                tmp_path / "out"]  # fmt: skip

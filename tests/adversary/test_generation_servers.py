@@ -141,7 +141,7 @@ def test_every_rollout_batch_of_a_tied_student_is_compared_with_the_student(pair
     assert len(metrics) == 3
     for record in metrics:
         assert record["rollout_logprob_difference"] < 1e-4
-        assert abs(record["ratio"] - 1) < 1e-3
+        assert abs(record["importance_ratio"] - 1) < 1e-3
     assert not list((tmp_path / "out").glob(".*weights*"))
 
 

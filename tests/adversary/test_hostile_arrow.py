@@ -88,8 +88,8 @@ def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
         ("negative token", "the token id -5"),
         ("entry", "the token id 300000000"),
         ("ends", "positions of tokens or bytes outside of the document"),
-        ("pieces", "positions of tokens or bytes outside of the document"),
-        ("closers", "positions of tokens or bytes outside of the document"),
+        ("text_runs", "positions of tokens or bytes outside of the document"),
+        ("segment_end_tokens", "positions of tokens or bytes outside of the document"),
         ("positions", "ranges of trained tokens outside of the document"),
     ],
 )
@@ -108,8 +108,8 @@ def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_
         row = dataclasses.replace(row, stored_logprobs=dataclasses.replace(row.stored_logprobs, positions=positions))
     elif what == "ends":
         ends[-1] = 1 << 30
-        row = tokens_with(row, ends=ends)
-    elif what in ("pieces", "closers"):
+        row = tokens_with(row, byte_ends=ends)
+    elif what in ("text_runs", "segment_end_tokens"):
         changed = getattr(row.tokens, what).copy()
         changed[...] = 1 << 30
         row = tokens_with(row, **{what: changed})

@@ -48,7 +48,7 @@ def line_of(tokenizer: Tokenizer, turns: list[list[int]]) -> tuple[dict[str, obj
     line = {
         "segments": segments,
         "student_ids": ids,
-        "student_mask": mask,
+        "sampled_mask": mask,
         "student_logprobs": (-3.0 * np.array(mask)).tolist(),
         "student_tokenizer": tokenizer.fingerprint,
     }

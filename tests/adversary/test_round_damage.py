@@ -37,7 +37,7 @@ def killed(pair, tmp_path_factory) -> tuple[list[object], Path]:
 def test_a_run_that_goes_back_a_checkpoint_reads_the_rollouts_of_that_time(killed, tmp_path):
     arguments, folder = killed
     run = Path(shutil.copytree(folder / "killed", tmp_path / "run"))
-    assert (run / "rounds" / "000001").is_dir()  # steps 3 and 4: the student that wrote them is gone
+    assert (run / "rollout_batches" / "000001").is_dir()  # steps 3 and 4: the student that wrote them is gone
     for step in range(4, 11):
         if (run / f"checkpoint-{step}").is_dir():
             flip(run / f"checkpoint-{step}" / "model.safetensors", 9000, 4)
@@ -56,12 +56,12 @@ def test_rollouts_that_were_altered_or_removed_are_not_trained_from(killed, tmp_
         run = Path(shutil.copytree(folder / "killed", tmp_path / attack))
         for step in range(4, 11):
             shutil.rmtree(run / f"checkpoint-{step}", ignore_errors=True)
-        (rollouts,) = (run / "rounds" / "000001").glob("rollouts-*.jsonl")
+        (rollouts,) = (run / "rollout_batches" / "000001").glob("rollouts-*.jsonl")
         if attack == "flip":
-            flip(rollouts, rollouts.read_bytes().index(b'"drawn": "') + 60, 1)
+            flip(rollouts, rollouts.read_bytes().index(b'"sampled_tokens": "') + 60, 1)
         else:
             shutil.rmtree(rollouts.parent)
         done = run_xtk(*arguments, run, code=1)
         assert message in done.stderr
-        assert "rounds/000001" in done.stderr
+        assert "rollout_batches/000001" in done.stderr
         assert "Traceback" not in done.stderr

@@ -112,7 +112,7 @@ def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, 
     place = cache_copies.unfinished(packed, tmp_path / "copied")
     shutil.copy(place / shard_file_name(1), place / shard_file_name(2))
     assert cache_copies.resumed(cache, place).missing_shards() == [2]
-    rows = [entry["rows"] for entry in cache.manifest["shards"]]
+    rows = [entry["documents"] for entry in cache.manifest["shards"]]
     first, second = sum(rows[:1]), sum(rows[:2])
     assert (
         f"{place / shard_file_name(2)}: this file has the rows {first} to {second} of shard 1, and its place is that "
@@ -162,14 +162,14 @@ def test_a_shard_of_an_older_version_is_refused_with_the_command_that_makes_it_a
     (place / "ranks-0123456789abcdef.arrow").write_bytes(b"old")
     done = resume(run, pair, packed, place, code=1)
     assert "version 4 or older" in done.stderr
-    assert "reads version 5" in done.stderr
+    assert "reads version 6" in done.stderr
     assert "xtk cache-teacher TEACHER DATA -o FOLDER --force" in done.stderr
     resume(run, pair, packed, place, "--force")
     assert contents(place) == contents(packed)
     manifest = json.loads((place / "manifest.json").read_text())
-    (place / "manifest.json").write_text(json.dumps({**manifest, "version": 4}))
+    (place / "manifest.json").write_text(json.dumps({**manifest, "version": 5}))
     for done in (run("inspect", place, code=1), resume(run, pair, packed, place, code=1)):
-        assert "this teacher cache has version 4, and this xtk reads version 5" in done.stderr
+        assert "this teacher cache has version 5; this xtk reads version 6" in done.stderr
         assert "--force" in done.stderr
 
 
@@ -228,7 +228,7 @@ def test_damage_in_a_remote_folder_is_found_too(packed, tmp_path, protocol):
     for entry in cache.manifest["shards"]:
         with place.write(entry["file"]) as temporary:
             temporary.write_bytes(damaged.get(entry["file"]) or (packed / entry["file"]).read_bytes())
-    rows = [entry["rows"] for entry in cache.manifest["shards"]]
+    rows = [entry["documents"] for entry in cache.manifest["shards"]]
     assert CacheWriter(place, cache.header, rows).missing_shards() == [0, 1]
 
 
@@ -259,8 +259,8 @@ def test_a_shard_that_is_cut_short_while_it_is_read_is_named(packed, tmp_path):
 
 def test_the_place_of_a_stretch_is_that_of_the_cache_it_was_written_for(packed, run, tmp_path):
     run("cache-teacher", "--merge", packed, "--rows", "1:", "-o", tmp_path / "cut")
-    rows = TeacherCache(packed).manifest["shards"][0]["rows"]
+    rows = TeacherCache(packed).manifest["shards"][0]["documents"]
     assert open_verified_shard(tmp_path / "cut" / shard_file_name(0), "cut").position == ShardPosition(0, 1, rows - 1)
     assert open_verified_shard(packed / shard_file_name(1), "whole").position == ShardPosition(
-        1, rows, TeacherCache(packed).manifest["shards"][1]["rows"]
+        1, rows, TeacherCache(packed).manifest["shards"][1]["documents"]
     )

@@ -259,7 +259,7 @@ def test_an_error_of_the_code_is_not_one_of_its_tests(sandbox):
     assert sandbox.test([EXPECTED], "x = group()\nassert x").all_passed is False
     assert sandbox.test([EXPECTED], "x = leaves()\nassert x").all_passed is False
     partial = sandbox.test([EXPECTED], "assert leaves()\nassert own()\nassert not []", partial=True)
-    assert (partial.all_passed, partial.passed, partial.num_asserts) == (False, 1, 3)
+    assert (partial.all_passed, partial.num_passed, partial.num_asserts) == (False, 1, 3)
 
 
 def test_tests_that_catch_everything_do_not_hide_that_the_code_has_ended(sandbox):

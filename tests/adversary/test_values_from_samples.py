@@ -65,9 +65,9 @@ def test_a_run_of_a_model_against_itself_reports_0_and_full_agreement(run, folde
         *TRAINING, "-o", output, cwd=folder,
     )  # fmt: skip
     found = last_line(folder, output)
-    for name in ("loss", "kd", "forward-kl", "byte-kl", "eval_loss", "eval_forward-kl", "eval_byte-kl"):
+    for name in ("loss", "distillation_loss", "forward-kl", "byte-kl", "eval_loss", "eval_forward-kl", "eval_byte-kl"):
         # An untrained model has one entropy everywhere, so that its rounding, half a step, does not average out.
-        terms = 2 if name.endswith(("loss", "kd")) else 1
+        terms = 2 if name.endswith(("loss", "distillation_loss")) else 1
         assert abs(found[name]) < terms * {"standard": 0.04, "coarse": 0.075}[precision], name
     assert found["eval_top1_agreement"] == 1.0
     (evaluated,) = map(
@@ -90,7 +90,7 @@ def test_balance_from_samples_is_that_of_whole_distributions_and_is_bounded(run,
             "distill", student, cache, "--loss", "ce", "--loss", "forward-kl", "--balance", "ce", *TRAINING,
             "-o", output, cwd=folder,
         )  # fmt: skip
-        factors[student, cache] = last_line(folder, output)["balance"]
+        factors[student, cache] = last_line(folder, output)["kd_scale"]
     assert factors["student", "standard"] == pytest.approx(factors["student", "whole"], rel=0.1)
     assert factors["teacher", "whole"] == 100
     assert 0 < factors["teacher", "standard"] <= 100

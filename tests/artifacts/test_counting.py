@@ -87,7 +87,7 @@ def test_stopped_after_any_batch_the_counts_end_equal_and_nothing_is_counted_aga
         assert not counting_state_path(path).exists()
 
 
-@pytest.mark.parametrize("change", ["another text", "another teacher", "rules", "version", "damage"])
+@pytest.mark.parametrize("change", ["another text", "another teacher", "algorithm_version", "version", "damage"])
 def test_counts_of_something_else_are_begun_anew(small, sides, families, data, tmp_path, monkeypatch, change):
     path = tmp_path / "p"
     with pytest.raises(Stopped):
@@ -100,8 +100,8 @@ def test_counts_of_something_else_are_begun_anew(small, sides, families, data, t
         raw = bytearray(counting_state_path(path).read_bytes())
         raw[-3] ^= 1
         counting_state_path(path).write_bytes(bytes(raw))
-    if change in ("rules", "version"):
-        monkeypatch.setattr(cooccurrence_counting, {"rules": "ALGORITHM_VERSION", "version": "VERSION"}[change], 99)
+    if change in ("algorithm_version", "version"):
+        monkeypatch.setattr(cooccurrence_counting, change.upper(), 99)
     told: list[int] = []
     found = count_corpus_cooccurrences(*sides, Corpus([str(data)]), path, told.append)
     assert told[0] == 0

@@ -85,7 +85,7 @@ def assert_holds(place: str, rows: list[ScoredDocument]) -> None:
         "tokens": sum(len(row.tokens) for row in rows),
         "bytes": sum(size for file, size in found.folder.file_sizes().items() if file.startswith("shard")),
     }
-    assert found.header["data"]["rows"] == len(rows)
+    assert found.header["data"]["documents"] == len(rows)
 
 
 def test_a_merge_holds_the_rows_of_all_in_their_order_and_the_same_files(caches, rows, tmp_path):
@@ -135,7 +135,7 @@ def test_a_merge_keeps_the_weights_that_some_of_its_parts_have(caches, rows, tmp
     merge_caches([place, caches["b"]], str(tmp_path / "out"), rows="1:6")
     found = TeacherCache(str(tmp_path / "out"))
     assert found.document_weights().tolist() == [2.5, 2.5, 2.5, 1, 1]
-    assert found.manifest["version"] == 5
+    assert found.manifest["version"] == 6
     found.verify()
 
 

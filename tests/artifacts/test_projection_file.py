@@ -23,7 +23,7 @@ def built(families) -> Projection:
 
 
 def side(name: str, tokens: int) -> dict[str, object]:
-    return {"tokenizer": f"sha256:{name}", "roles": {"eos": 1}, "tokens": tokens, "width": tokens}
+    return {"tokenizer": f"sha256:{name}", "special_tokens": {"eos": 1}, "tokens": tokens, "embedding_rows": tokens}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_the_standard_library_reads_the_header(built, families, tmp_path):
     table = json.loads(raw[8 : 8 + size])
     header = json.loads(table["__metadata__"]["xtk"])
     assert list(table["__metadata__"]) == ["xtk"]
-    assert (header["format"], header["version"], header["method"]) == ("xtk-projection", 1, "multitoken")
+    assert (header["format"], header["version"], header["method"]) == ("xtk-projection", 2, "multitoken")
     assert header["student"]["tokenizer"] == Tokenizer(families["student"]).fingerprint
     assert header == read_projection_header(tmp_path / "p")
     start, stop = table["weights"]["data_offsets"]
@@ -152,7 +152,7 @@ def test_another_version_is_refused_by_its_number(small, tmp_path, monkeypatch):
     write_projection(small, tmp_path / "p")
     monkeypatch.undo()
     failure = refused(tmp_path / "p")
-    assert failure.what == "this projection has version 7; this xtk reads version 1"
+    assert failure.what == "this projection has version 7; this xtk reads version 2"
     assert failure.hint
 
 
@@ -191,7 +191,7 @@ def test_numbers_that_are_no_projection_are_refused_though_the_checksum_fits(
 
 
 @pytest.mark.parametrize("name", ["student", "teacher"])
-@pytest.mark.parametrize("told", [None, [], {}, {"tokenizer": "sha256:0", "width": "many"}])
+@pytest.mark.parametrize("told", [None, [], {}, {"tokenizer": "sha256:0", "embedding_rows": "many"}])
 def test_a_projection_that_does_not_tell_whose_it_is_is_refused(small, tmp_path, name, told):
     header = {key: value for key, value in small.header.items() if key != name} | ({} if told is None else {name: told})
     write_projection(replace(small, header=header), tmp_path / "p")

@@ -146,7 +146,7 @@ def test_the_sizes_of_texts_are_known_without_the_signal(cache):
 
 def test_the_manifest_counts_what_the_shards_hold(cache, rows):
     manifest = TeacherCache(cache).manifest
-    assert [shard["rows"] for shard in manifest["shards"]] == SIZES
+    assert [shard["documents"] for shard in manifest["shards"]] == SIZES
     assert cache_totals(manifest) == {
         "documents": len(rows),
         "positions": sum(len(row.stored_logprobs) for row in rows),
@@ -290,7 +290,7 @@ def test_a_shard_of_another_cache_is_refused(cache, rows, tmp_path):
 def test_a_later_version_is_refused_by_its_number(cache):
     manifest = json.loads((cache / "manifest.json").read_text())
     (cache / "manifest.json").write_text(json.dumps({**manifest, "version": 7}))
-    with pytest.raises(XtkError, match="this teacher cache has version 7, and this xtk reads version 5"):
+    with pytest.raises(XtkError, match="this teacher cache has version 7; this xtk reads version 6"):
         TeacherCache(cache)
 
 
@@ -376,7 +376,7 @@ def test_weights_and_routes_come_back(cache, rows, tmp_path):
         assert_equal(ours, theirs)
     assert found.document_weights().tolist() == [row.document.weight for row in asked]
     assert found.routes() == [row.document.teacher_name for row in asked]
-    assert (found.manifest["version"], plain.manifest["version"]) == (5, 5)
+    assert (found.manifest["version"], plain.manifest["version"]) == (6, 6)
     assert plain.document_weights().tolist() == [1] * len(rows)
     assert plain.routes() == [""] * len(rows)
 

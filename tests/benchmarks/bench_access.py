@@ -44,7 +44,7 @@ def cache_at(folder: Path, precision: str, rows: list[ScoredDocument], ranks: Vo
     """Write a cache."""
     codec = {"name": PRECISION_CODECS[precision], "precision": precision, "num_samples": 0, "num_sample_sets": 0}
     codec["vocabulary_order"] = ranks.file_name
-    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"rows": SHARDS * ROWS}}, [ROWS] * SHARDS)
+    writer = CacheWriter(LocalFolder(folder), {"codec": codec, "data": {"documents": SHARDS * ROWS}}, [ROWS] * SHARDS)
     writer.write_shared_files({ranks.file_name: ranks.file_content})
     for number in range(SHARDS):
         some = [rows[(number * ROWS + at) % len(rows)] for at in range(ROWS)]

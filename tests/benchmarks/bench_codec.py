@@ -128,8 +128,10 @@ def whole_caches(folder: Path) -> None:
         for words in (command, ["inspect", cache, "--json"]):
             done = subprocess.run([sys.executable, "-m", "xtk", *words], check=True, capture_output=True, text=True)
         found = json.loads(done.stdout)["statistics"]
-        parts = {name: round(size / found["positions"], 1) for name, size in found["bytes_by_part"].items()}
-        told = f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['quantization_kl_share_of_entropy']}"
+        parts = {name: round(size / found["positions"], 1) for name, size in found["bytes_by_section"].items()}
+        told = (
+            f"{found['bytes_per_position']} bytes/position ({parts}), KL {found['quantization_kl_fraction_of_entropy']}"
+        )
         lines.append((options or "(default)", f"{told} of the entropy, {found['mean_entropy_nats']:.2f} nats", ""))
     report(__file__, lines)
 

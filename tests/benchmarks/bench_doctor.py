@@ -140,9 +140,9 @@ def measure(folder: Path, case: Case) -> tuple[int, int]:
         found, _ = xtk(folder, "doctor", "11 MiB", teacher, "data.jsonl", *said)
         run = ["cache-teacher", teacher, "data.jsonl", *options]
     (forecast,) = [
-        int(one["figures"]["bytes"])  # type: ignore[index]
+        int(one["values"]["bytes"])  # type: ignore[index]
         for one in found
-        if one["check"] == "memory" and one["figures"]["command"] == case.command  # type: ignore[index]
+        if one["check"] == "memory" and one["values"]["command"] == case.command  # type: ignore[index]
     ]
     _, held = xtk(folder, *run, "-o", output)
     shutil.rmtree(output)

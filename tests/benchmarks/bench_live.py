@@ -50,7 +50,7 @@ def epoch(folder: Path, name: str, *arguments: str) -> tuple[float, float]:
     lines = read_metrics(folder / name / "metrics.jsonl")
     teacher = float(lines[-1].get("teacher_seconds", 0.0))
     # All is scored before the first step: it is one block.
-    steps = len(lines) / (len(lines) - 1) * (lines[-1]["seconds"] - lines[0]["seconds"])
+    steps = len(lines) / (len(lines) - 1) * (lines[-1]["training_seconds"] - lines[0]["training_seconds"])
     return steps + teacher, teacher
 
 

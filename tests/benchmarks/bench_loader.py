@@ -1,7 +1,8 @@
 """How long the device waits for batches: made by a thread, and by two processes.
 
 The quickstart's pair (V = 4,000) on GSM8K, 8 documents a step, for the losses that ask for least and for most of a
-batch. `waiting` and tokens/s are those that `distill` itself writes, the median of lines without the first one.
+batch. `data_wait_fraction` and tokens/s are those that `distill` itself writes, the median of lines without the first
+one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ def main() -> None:
 def told(folder: Path) -> str:
     """Return the share of time waited, and the rate."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][1:]
-    waiting, rate = (statistics.median(record[name] for record in records) for name in ("waiting", "tokens_per_second"))
+    waiting, rate = (
+        statistics.median(record[name] for record in records) for name in ("data_wait_fraction", "tokens_per_second")
+    )
     return f"{waiting:.2%} ({rate:,.0f} tokens/s)"
 
 

@@ -94,7 +94,7 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
         cache = TeacherCache(next(path for path in place.iterdir() if path.is_dir()))
         shards = list(cache.shards())
         positions = sum(shard.counts()["positions"] for shard in shards)
-        bytes_a_position.append(sum(shard.bytes_by_part()["teacher_logprobs"] for shard in shards) / positions)
+        bytes_a_position.append(sum(shard.bytes_by_section()["teacher_logprobs"] for shard in shards) / positions)
         return found
 
     step = training_loop._step

@@ -79,7 +79,7 @@ def make_caches(folder: Path, shards: int) -> list[str]:
     for number in range(WRITERS):
         place = folder / f"{number:04d}"
         place.mkdir(parents=True)
-        header = {**HEADER, "data": {"fingerprint": f"sha256:{number}", "rows": ROWS * shards}}
+        header = {**HEADER, "data": {"fingerprint": f"sha256:{number}", "documents": ROWS * shards}}
         first = place / shard_file_name(0)
         write_shard(first, header, ShardPosition(0, 0, ROWS), rows)
         entry = _manifest_entry(first.name, CacheShard(first))
@@ -115,7 +115,7 @@ def local(folder: Path, shards: int) -> list[tuple[str, str, str]]:
     measure("a stretch of it", lambda: merge_caches([str(merged)], str(folder / "part"), rows=f"1:{len(cache) // 2}"))
     unfinished = folder / "unfinished"
     unfinished.mkdir()
-    header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": ROWS * shards}}
+    header = {**HEADER, "data": {"fingerprint": "sha256:0", "documents": ROWS * shards}}
     draw = np.random.default_rng(0)
     rows = [row_of(Document.from_text(f"row {number}"), 4, draw) for number in range(ROWS)]
     for number in range(total - 1):
@@ -138,7 +138,7 @@ def remote(folder: Path) -> list[tuple[str, str, str]]:
         s3fs.S3FileSystem().mkdir("bucket")
         draw = np.random.default_rng(0)
         rows = [row_of(Document.from_text("row"), 4, draw)]
-        header = {**HEADER, "data": {"fingerprint": "sha256:0", "rows": OBJECTS}}
+        header = {**HEADER, "data": {"fingerprint": "sha256:0", "documents": OBJECTS}}
         found = []
 
         def count(what: str, work: Callable[[], object]) -> None:

@@ -96,13 +96,13 @@ def test_statistics_are_those_of_the_spans_that_align_prints(run, pair, metaspac
     done = run("align", student, teacher, data, "--stats", "--json")
     (record,) = json_lines(done.stdout)
     vocabulary = Tokenizer(student).vocabulary
-    counts = {kind: [0, 0] for kind in record["kinds"]}
+    counts = {kind: [0, 0] for kind in record["span_kinds"]}
     for document in documents:
         for s0, s1, t0, t1 in document["spans"]:
             kind = ("1:" if s1 - s0 == 1 else "n:") + ("1" if t1 - t0 == 1 else "n" if s1 - s0 == 1 else "m")
             counts[kind][0] += 1
             counts[kind][1] += len(b"".join(map(vocabulary.bytes_of, document["student_ids"][s0:s1])))
-    assert {kind: [found["spans"], found["bytes"]] for kind, found in record["kinds"].items()} == counts
+    assert {kind: [found["spans"], found["bytes"]] for kind, found in record["span_kinds"].items()} == counts
     assert min(spans for spans, _ in counts.values()) > 0
     assert record["documents"] == len(documents) == 36
     assert record["bytes"] == sum(len(document["text"].encode()) for document in documents)
@@ -231,9 +231,11 @@ def test_real_tokenizers_on_real_problems(run, real_data, tmp_path):
     record = json.loads(run("align", *sides, *data, "--stats", "--json", cwd=tmp_path).stdout)
     assert record["documents"] == 200
     assert record["unaligned_bytes"] == 0
-    assert record["rewritten_documents"]["either"] == 0
-    assert record["kinds"]["1:1"]["share_of_bytes"] > 0.7
-    assert record["kinds"]["1:n"]["spans"] > record["kinds"]["n:1"]["spans"] > 0  # mistral-v1 has single digits
+    assert record["normalized_documents"]["either"] == 0
+    assert record["span_kinds"]["1:1"]["byte_fraction"] > 0.7
+    assert (
+        record["span_kinds"]["1:n"]["spans"] > record["span_kinds"]["n:1"]["spans"] > 0
+    )  # mistral-v1 has single digits
     assert len(record["worst_documents"]) == len(record["longest_spans"]) == 5
     run("align", *sides, *data, "--html", "-o", "p.html", cwd=tmp_path)
     page = Page((tmp_path / "p.html").read_text(encoding="utf-8"))

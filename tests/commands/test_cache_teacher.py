@@ -88,8 +88,8 @@ def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
         ({}, SUPPORTS, "top-k+sample", 16),
         ({}, ("top-k", "top-p", "none"), "top-k", 64),
         ({"top_k": 5}, SUPPORTS, "top-k", 5),
-        ({"top_k": 5, "draws": 3}, SUPPORTS, "top-k+sample", 5),
-        ({"draws": 3}, SUPPORTS, "top-k+sample", 16),
+        ({"top_k": 5, "num_samples": 3}, SUPPORTS, "top-k+sample", 5),
+        ({"num_samples": 3}, SUPPORTS, "top-k+sample", 16),
         ({"top_p": 0.9}, SUPPORTS, "top-p", 64),
         ({"top_p": 0.9, "top_k": 5}, SUPPORTS, "top-p", 5),
     ],
@@ -158,7 +158,7 @@ def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(ru
                 assert sorted(position.exact) == row.stored_logprobs.ids[kept].tolist()
                 said = [position.exact[token] for token in row.stored_logprobs.ids[kept].tolist()]
                 np.testing.assert_allclose(said, row.stored_logprobs.logprobs[kept], rtol=0, atol=1e-5)
-                samples = [sum(drawn.values()) for drawn in position.num_samples]
+                samples = [sum(drawn.values()) for drawn in position.draws]
                 assert samples == [codec["num_samples"]] * codec["num_sample_sets"]
 
 

@@ -31,9 +31,9 @@ def test_json_lines_have_what_machines_read(run, pair, corpus, projection, cache
     assert figures["kind"] == "projection"
     assert figures["rows"] == 656
     assert figures["entries"] > 400
-    assert 0 <= figures["missing_mass"] < 0.2
+    assert 0 <= figures["unmapped_mass"] < 0.2
     figures = json.loads(only_line(run("prune-projection", "p", "--top-k", 1, "-o", "p1", "--json", cwd=tmp_path)))
-    assert {"path", "kind", "rows", "entries", "missing_mass"} <= set(figures)
+    assert {"path", "kind", "rows", "entries", "unmapped_mass"} <= set(figures)
     figures = json.loads(only_line(run("cache-teacher", pair.teacher, corpus, "-o", "c", "--json", cwd=tmp_path)))
     assert figures["documents"] == 40
     assert figures["bytes"] == sum(path.stat().st_size for path in (tmp_path / "c").glob("shard-*.arrow"))

@@ -128,7 +128,7 @@ def test_statistics_of_conversations_count_contents_alone(run, chatting, convers
     thought = len("<think>1234 - 12</think>\n\n")
     assert record["bytes"] == 3 * (len("Anna gives 12?") + len(ANSWER)) + thought
     assert record["unaligned_bytes"] == thought
-    assert sum(kind["bytes"] for kind in record["kinds"].values()) == record["bytes"] - thought
+    assert sum(kind["bytes"] for kind in record["span_kinds"].values()) == record["bytes"] - thought
 
 
 def test_the_page_of_conversations_names_the_tokens_of_templates(run, chatting, conversations, tmp_path):

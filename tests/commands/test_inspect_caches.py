@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from xtk.artifacts.cache_shard import ScoredDocument
-from xtk.artifacts.cache_statistics import bytes_by_part
+from xtk.artifacts.cache_statistics import bytes_by_section
 from xtk.artifacts.storage import LocalFolder
 from xtk.artifacts.teacher_cache import CacheWriter, TeacherCache
 
@@ -42,16 +42,16 @@ def test_the_statistics_are_those_of_the_rows(run, caches, support):
     cache = TeacherCache(caches[support])
     scores = [row.stored_logprobs for row in cache]
     tail = np.concatenate([row.remainder_mass for row in scores])
-    assert found["mean_mass_kept"] == pytest.approx(1 - tail.mean(), abs=1e-5)
+    assert found["mean_stored_mass"] == pytest.approx(1 - tail.mean(), abs=1e-5)
     assert found["mean_entropy_nats"] == pytest.approx(np.concatenate([row.entropy for row in scores]).mean(), abs=1e-5)
     assert found["mean_exact_ids"] == pytest.approx(sum(len(row.ids) for row in scores) / found["positions"], abs=1e-5)
     drawn = sum(len(row.sample_ids) for row in scores) / found["positions"]
-    assert found["mean_drawn_ids"] == pytest.approx(drawn, abs=1e-5)
-    opened = [shard.bytes_by_part() for shard in cache.shards()]
-    assert found["bytes_by_part"] == {name: sum(parts[name] for parts in opened) for name in opened[0]}
-    assert found["bytes_by_part"] == bytes_by_part(cache.manifest)
-    assert sum(found["bytes_by_part"].values()) == found["bytes"]
-    outside = found["share_outside_of_likeliest"]
+    assert found["mean_sampled_ids"] == pytest.approx(drawn, abs=1e-5)
+    opened = [shard.bytes_by_section() for shard in cache.shards()]
+    assert found["bytes_by_section"] == {name: sum(parts[name] for parts in opened) for name in opened[0]}
+    assert found["bytes_by_section"] == bytes_by_section(cache.manifest)
+    assert sum(found["bytes_by_section"].values()) == found["bytes"]
+    outside = found["observed_outside_top_k_fraction"]
     if support in ("sample", "none"):
         assert outside is None
         return
@@ -84,8 +84,8 @@ def test_what_packing_adds_is_told_by_the_manifest_and_found_when_the_teacher_sc
     again = found["scored_again"]
     assert 0 < found["quantization_kl_nats"] < 0.01
     assert again["quantization_kl_nats"] == pytest.approx(found["quantization_kl_nats"], rel=0.02)
-    assert again["quantization_kl_share_of_entropy"] == pytest.approx(
-        found["quantization_kl_share_of_entropy"], rel=0.02
+    assert again["quantization_kl_fraction_of_entropy"] == pytest.approx(
+        found["quantization_kl_fraction_of_entropy"], rel=0.02
     )
     assert 1e-3 < again["largest_logprob_difference"] <= found["quantization_largest_error_nats"]
     plain = inspected(run, tmp_path / "c", "--quiet")["statistics"]
@@ -118,7 +118,7 @@ def spoil_the_ids(arrays: dict[str, np.ndarray]) -> None:
     for at in range(len(arrays["positions"])):
         kept = slice(arrays["offsets"][at], arrays["offsets"][at + 1])
         best = int(np.argmax(arrays["logprobs"][kept]))
-        if arrays["logprobs"][kept][best] != arrays["realised_logprobs"][at]:
+        if arrays["logprobs"][kept][best] != arrays["observed_logprobs"][at]:
             arrays["ids"][kept][best] = next(token for token in range(400) if token not in arrays["ids"][kept])
 
 

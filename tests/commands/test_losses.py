@@ -115,8 +115,8 @@ def test_a_loss_that_cannot_take_draws_reads_what_is_exact_beside_them(run, pair
 class Mumbling(CacheSource):
     """A teacher who says NaN now and then, and names tokens that there are not."""
 
-    def heard(self, number, draw=0):
-        (word,) = super().teacher_outputs(number, draw)
+    def teacher_outputs(self, number, sample_set=0):
+        (word,) = super().teacher_outputs(number, sample_set)
         signal = word.logprobs
         logprobs, ids = signal.logprobs.copy(), signal.ids.copy()
         logprobs[signal.offsets[5]] = np.nan

@@ -40,9 +40,9 @@ def test_align_flags_what_is_not_spelled_and_says_how_similar_it_is(run, pair, l
 def test_statistics_count_the_characters_that_are_lost(run, pair, lossy, tmp_path):
     corpus = material.write_jsonl(tmp_path / "c.jsonl", TEXTS)
     record = json.loads(run("align", pair.student, lossy, corpus, "--stats", "--json").stdout)
-    assert record["lost_characters"]["student"] == {"rewritten": 0, "dropped": 0, "unknown": 0}
+    assert record["normalization_loss"]["student"] == {"rewritten": 0, "dropped": 0, "unknown": 0}
     # Three capital letters, one of them with an accent, and six spaces, one of them right before it.
-    lost = record["lost_characters"]["teacher"]
+    lost = record["normalization_loss"]["teacher"]
     assert lost["unknown"] == 0
     assert lost["rewritten"] in (3, 4)
     assert lost["rewritten"] + lost["dropped"] == 3 + 6

@@ -29,7 +29,7 @@ def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_
     assert (tmp_path / "p").stat().st_mtime_ns == before
     record = one_line(run("inspect", "p", "--json", cwd=tmp_path))
     assert record["header"]["method"] == method
-    assert record["header"]["audit"]["missing_mass"] == pytest.approx(built["missing_mass"])
+    assert record["header"]["audit"]["unmapped_mass"] == pytest.approx(built["unmapped_mass"])
     shown = run("inspect", "p", cwd=tmp_path).stdout
     assert "missing mass" in shown
     assert all(category in shown for category in ("digits", "white space", "partial UTF-8", "other scripts"))

@@ -40,7 +40,7 @@ def test_every_step_takes_the_real_vocabularies(run, folder):
     step("distill", "untrained", "gsm8k.jsonl", *columns, "--loss", "ce", *training, "-o", "teacher")
     built = step("build-projection", "student", "teacher", "-o", "p")
     assert (built["rows"], built["columns"]) == (128256, 151936)
-    assert built["missing_mass"] < 0.01
+    assert built["unmapped_mass"] < 0.01
     pruned = step("prune-projection", "p", "--top-k", 2, "-o", "p2")
     assert 128256 - 1000 < pruned["entries"] < built["entries"]
     cached = step("cache-teacher", "teacher", "gsm8k.jsonl", *columns, "--top-k", 64, "-o", "cache")
@@ -48,7 +48,7 @@ def test_every_step_takes_the_real_vocabularies(run, folder):
     trained = step("distill", "student", "cache", "--projection", "p2", "--loss", "ce", "--loss", "p-kl",
                    "--loss", "boundary-kl", *training, "-o", "out")  # fmt: skip
     metrics = trained["metrics"]
-    assert metrics["unaligned"] == 0
+    assert metrics["unaligned_fraction"] == 0
     assert metrics["ce"] < 11.76  # below ln 128,256, where an untrained student begins
     assert 0 < metrics["p-kl"] < 2
     found = step("evaluate", "out", "gsm8k.jsonl", *columns)

@@ -47,7 +47,7 @@ ROLLOUTS = [
                   {"role": "assistant", "content": "C", "train": True}],
      "prompt_number": 1, "finish_reason": "length"},
 ]  # fmt: skip
-ANSWERS = [{"model": "after", "problem": 0, "sample": 0, "answer": TEXT, "reward": 1.0, "finish": "stop"}]
+ANSWERS = [{"model": "after", "problem": 0, "sample": 0, "answer": TEXT, "reward": 1.0, "finish_reason": "stop"}]
 
 
 class Page(HTMLParser):
@@ -123,7 +123,9 @@ def runs(pair, cache, corpus, tmp_path_factory) -> tuple[Path, Path]:
     (killed / "recipe.json").write_text(json.dumps(recipe))
     lines = [json.dumps(record) for record in WRITTEN]
     (killed / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 30, "lo']))
-    rollouts = [{"step": step, "prompt": 1, "text": TEXT, "finish": "stop", "reward": step / 8} for step in range(20)]
+    rollouts = [
+        {"step": step, "prompt": 1, "text": TEXT, "finish_reason": "stop", "reward": step / 8} for step in range(20)
+    ]
     told = "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in rollouts)
     (killed / "rollouts.jsonl").write_text(told, encoding="utf-8")
     return root / "first", killed
@@ -152,7 +154,12 @@ def test_every_metric_of_every_run_is_a_curve_of_its_values(runs, written):
     assert page.far == []
     first = [json.loads(line) for line in (runs[0] / "metrics.jsonl").read_text().splitlines()]
     for run, records in zip(runs, (first, WRITTEN), strict=True):
-        names = {name for record in records for name in record} - {"step", "seconds", "tokens", "skipped_steps"}
+        names = {name for record in records for name in record} - {
+            "step",
+            "training_seconds",
+            "tokens",
+            "skipped_steps",
+        }
         assert {"loss"} < names
         for name in names:
             assert len(page.lines[name, run.name]) == len(points_of(records, name))
@@ -211,11 +218,13 @@ def test_what_was_written_is_shown_as_it_was_written(written):
 def test_the_alignment_and_the_audit_are_those_that_align_and_inspect_tell(written, pair, corpus, projection, tmp_path):
     page = Page(written[0].read_text(encoding="utf-8"))
     counted = json.loads(run_xtk("align", pair.student, pair.teacher, corpus, "--stats", "--json").stdout)
-    kinds = {name: [f"{kind['spans']:,}", f"{kind['share_of_spans']:.2%}"] for name, kind in counted["kinds"].items()}
+    kinds = {
+        name: [f"{kind['spans']:,}", f"{kind['span_fraction']:.2%}"] for name, kind in counted["span_kinds"].items()
+    }
     assert {name: page.row(name)[:2] for name in kinds} == kinds
     audited = json.loads(run_xtk("inspect", projection, "--json").stdout)["header"]["audit"]
     digits = audited["categories"]["digits"]
-    shares = [(f"{digits[f'{side}_tokens']:,}", digits[f"{side}_unmatched"] / digits[f"{side}_tokens"])
+    shares = [(f"{digits[f'{side}_tokens']:,}", digits[f"unmatched_{side}_tokens"] / digits[f"{side}_tokens"])
               for side in ("student", "teacher")]  # fmt: skip
     assert page.row("digits") == [cell for count, share in shares for cell in (count, f"{share:.1%}")]
     run_xtk("prune-projection", projection, "--top-k", 1, "-o", tmp_path / "one.safetensors")
@@ -224,7 +233,7 @@ def test_the_alignment_and_the_audit_are_those_that_align_and_inspect_tell(writt
     )
     audited = json.loads(run_xtk("inspect", tmp_path / "one.safetensors", "--json").stdout)["header"]["audit"]
     assert (
-        f"filled {100 * audited['rows']['filled'] / sum(audited['rows'].values()):.1f} %"
+        f"mapped {100 * audited['rows']['mapped'] / sum(audited['rows'].values()):.1f} %"
         in (tmp_path / "p.html").read_text()
     )
 
@@ -295,7 +304,7 @@ def test_samples_stand_under_the_prompt_that_was_read_and_below_the_names_of_the
     before = written_by(tmp_path / "before" / "r.v1.jsonl", rollout("2 + 2 =", "5"))
     after = written_by(tmp_path / "after" / "r.v1.jsonl", rollout("2 + 2 =", "4"))
     other = written_by(tmp_path / "after" / "p2.jsonl", rollout("Who?", "Anna"))
-    answered = {"model": "/models/student", "problem": 0, "sample": 0, "finish": "stop"}
+    answered = {"model": "/models/student", "problem": 0, "sample": 0, "finish_reason": "stop"}
     cold = written_by(tmp_path / "cold.jsonl", {**answered, "prompt": "2 + 2 =", "answer": "cold"})
     hot = written_by(tmp_path / "hot.jsonl", {**answered, "answer": "hot"})  # which may be to either prompt
     files = [word for file in (before, after, other, cold, hot) for word in ("--samples", file)]

@@ -47,7 +47,7 @@ def lines_of(path):
 
 
 def drawn_of(record) -> list[int]:
-    return np.array(record["student_ids"])[np.array(record["student_mask"]) == 1].tolist()
+    return np.array(record["student_ids"])[np.array(record["sampled_mask"]) == 1].tolist()
 
 
 def assert_trains_what_was_drawn(cache, student, records):
@@ -112,7 +112,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     assert first["rollouts"] == len(records)
     assert f"{12 - len(records)} rollouts are empty and were left out" in done.stderr  # they begin in mid-character
     assert first["tokens"] == sum(len(drawn_of(record)) for record in records)
-    assert first["truncated"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
+    assert first["truncated_fraction"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
     refused = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
     assert "rollouts of another request" in refused.stderr
     assert (tmp_path / "r.jsonl").read_bytes() == content

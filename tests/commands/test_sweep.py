@@ -76,12 +76,12 @@ def test_run_again_it_trains_nothing_and_tells_what_the_runs_wrote(swept):
         values = []
         for seed, record in enumerate(records):
             assert record["path"] == f"all/seed={seed}"
-            assert record["varies"] == {"seed": str(seed)}
+            assert record["varied_options"] == {"seed": str(seed)}
             assert record["metrics"] == json.loads((root / record["path"] / "xtk.json").read_text())["metrics"]
             assert record[name] == record["metrics"][name]
             values.append(record[name])
         mean, error = np.mean(values), np.std(values, ddof=1) / np.sqrt(2)
-        found = records[0]["over_seeds"][name]
+        found = records[0]["seed_means"][name]
         assert (found["mean"], found["standard_error"]) == (pytest.approx(mean), pytest.approx(error))
         assert f"{mean:.4f} ± " in table[-1]
     assert table[0] == "2 of 2 runs in all"
@@ -121,7 +121,7 @@ def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_th
     done = run_xtk(*command, "--json", cwd=tmp_path / "copy")
     assert "seed=0: this line is no JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [("seconds" in one, "loss" in one, one["state"]) for one in told] == [
+    assert [("training_seconds" in one, "loss" in one, one["state"]) for one in told] == [
         (False, True, "finished"), (True, True, "finished")
     ]  # fmt: skip
 
@@ -280,7 +280,7 @@ def test_a_pipe_is_named_in_every_run(tmp_path):
 def test_the_seconds_of_a_run_are_those_of_all_processes_that_went_on_with_it(processes):
     for before, after in itertools.pairwise(processes):
         after[0] = min(after[0], before[-1] / 2)
-    lines = [{"step": 0}, *({"seconds": seconds} for process in processes for seconds in process)]
+    lines = [{"step": 0}, *({"training_seconds": seconds} for process in processes for seconds in process)]
     assert total_seconds(lines) == pytest.approx(sum(process[-1] for process in processes))
 
 
@@ -355,7 +355,7 @@ def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_be
     assert times(output / first) == finished
     for run in runs:
         assert_same(output / run, whole / run)
-        seconds = [line["seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
+        seconds = [line["training_seconds"] for line in read_metrics(output / run / "metrics.jsonl")]
         assert total_seconds(read_metrics(output / run / "metrics.jsonl")) >= seconds[-1]
 
 

@@ -85,15 +85,15 @@ def test_a_clean_pair_ends_with_0_and_a_wrong_one_with_1(run, pair, wrong, corpu
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert {one["level"] for one in told} <= {"ok", "note", "warning"}
     # These speak where there is a template, a cache, conversations, or something wrong.
-    silent = {"starts", "caches", "conversations", "spelled_tokens", "tensors"}
+    silent = {"duplicate_start_token", "cache_identity", "conversations", "special_tokens_in_text", "weight_tensors"}
     assert {one["check"] for one in told} >= {place.partition(":")[2] for place in CHECKS} - silent
     assert run("doctor", pair.student, pair.teacher, cache, corpus).stdout.splitlines()[-1].endswith("0 errors")
     assert run("doctor", pair.student, pair.teacher).returncode == 0
     rewrite(wrong.student / "config.json", vocab_size=700)
     done = run("doctor", wrong.student, wrong.teacher, corpus, "--json", code=1)
     (error,) = [one for one in map(json.loads, done.stdout.splitlines()) if one["level"] == "error"]
-    assert error["check"] == "rows"
-    assert "656 rows, and the configuration says 700" in error["what"]
+    assert error["check"] == "embedding_rows"
+    assert "656 rows, and the configuration says 700" in error["message"]
     assert not (tmp_path / "out").exists()
 
 
@@ -123,7 +123,7 @@ def test_files_and_tensors_that_are_not_there(wrong):
     lost = {name: one for name, one in stored.items() if "layers.1" not in name}
     safetensors.numpy.save_file(lost, whole)
     one = found(weight_tensors(case_of(wrong)), "error", "missing tensors of the model")
-    assert (one.where, one.figures) == ("teacher teacher", {"tensors": len(stored) - len(lost)})
+    assert (one.where, one.figures) == ("teacher teacher", {"missing_tensors": len(stored) - len(lost)})
     safetensors.numpy.save_file({**stored, "model.norm.weight": np.ones(3, np.float32)}, whole)
     assert found(
         weight_tensors(case_of(wrong)), "error", "other shapes than the configuration gives them: 1 (model.norm.weight)"
@@ -214,7 +214,11 @@ def test_lengths(pair, tmp_path):
     assert [one.level for one in document_lengths(case)] == ["warning", "warning"]
     sizes = [len(one) for one in tokenize_documents(case.student.tokenizer, list(case.corpus))]
     figures = next(iter(document_lengths(case))).figures
-    assert figures == {"longest": max(sizes), "limit": 256, "too_long": sum(size > 256 for size in sizes)}
+    assert figures == {
+        "longest_tokens": max(sizes),
+        "limit_tokens": 256,
+        "documents_too_long": sum(size > 256 for size in sizes),
+    }
     assert max_pass_tokens(case) == sum(sorted((min(size, 256) for size in sizes), reverse=True)[:8])
     assert max_pass_tokens(case_of(pair, data, max_batch_tokens=300)) == 300
     short = material.write_jsonl(tmp_path / "short.jsonl", texts[:8])
@@ -236,7 +240,7 @@ def test_compression_and_alignment(pair, corpus):
     tokens = sum(len(one) for one in tokenize_documents(case.teacher.tokenizer, list(case.corpus)))
     assert figures["bytes"] == size
     assert figures["teacher_bytes_per_token"] == pytest.approx(size / tokens, abs=1e-4)
-    assert found(compression(case), "ok", "are aligned").figures["aligned_share_of_bytes"] == 1.0
+    assert found(compression(case), "ok", "are aligned").figures["aligned_byte_fraction"] == 1.0
     assert found(compression(case_of(pair)), "note", "without a cache or data")
 
 
@@ -339,7 +343,7 @@ def test_memory_and_layouts(pair, corpus):
 def test_disk_hours_and_versions(pair, corpus, cache):
     case = case_of(pair, corpus, tokens_per_second=100.0)
     tokens = sum(len(one) for one in tokenize_documents(case.teacher.tokenizer, list(case.corpus)))
-    assert found(disk(case), "ok", "tokens a second").figures["seconds"] == pytest.approx(tokens / 100)
+    assert found(disk(case), "ok", "tokens a second").figures["teacher_seconds"] == pytest.approx(tokens / 100)
     assert found(disk(case_of(pair, corpus)), "note", "nobody said how many").hint
     assert found(disk(case), "ok", "the cache: about").figures["positions"] < tokens
     parameters = sum(one.numel() for one in load_causal_lm(pair.student).parameters())
@@ -414,4 +418,4 @@ def test_a_check_that_cannot_be_made_is_an_error(pair, tmp_path):
     broken.write_text("{\n")
     findings = list(run_checks(case_of(pair, broken)))
     assert len([one for one in findings if one.level == "error" and str(broken) in one.where]) == 1
-    assert {one.check for one in findings} >= {"rows", "versions"}
+    assert {one.check for one in findings} >= {"embedding_rows", "library_versions"}

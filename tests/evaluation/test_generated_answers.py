@@ -56,7 +56,7 @@ def test_errors_are_over_problems_and_differences_are_paired():
     assert one.mean_reward() == Estimate(0.5, pytest.approx(0.5 / math.sqrt(3)))  # 1, 0, 0.5: sd 0.5 over three
     assert one.pass_at(1).value == pytest.approx(0.5)
     assert one.pass_at(2).value == pytest.approx(2 / 3)
-    assert one.to_json()["unjudged"] == 1
+    assert one.to_json()["unscored"] == 1
     same = one.difference(one)
     assert (same.value, same.error) == (0.0, 0.0)
     worse = answers_of([[1, 0], [0, 0], [0, 0], [1, 1]])

@@ -88,7 +88,7 @@ def test_mmlu_is_asked_as_the_harness_does(run, pair, mmlu, tmp_path):
     scores = json.loads(done.stdout)["results"]
     assert (scores["mmlu_anatomy"]["problems"], scores["mmlu_anatomy"]["num_fewshot"]) == (8, 1)
     answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    asked = [one["asked"][0][0] for one in answers if one["task"] == "mmlu_virology"]
+    asked = [one["prompt"][0][0] for one in answers if one["task"] == "mmlu_virology"]
 
     def put(row: dict) -> str:
         choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True))

@@ -80,7 +80,7 @@ def test_all_of_gsm8k(ask, pair, real_data, tmp_path):
     rows = gsm8k(real_data)
     oracle = make_oracle(tmp_path / "oracle", {row["question"]: row["answer"] for row in rows})
     found = ask(oracle, rows, *GSM8K)
-    assert (found["avg@1"], found["problems"], found["truncated"]) == (1.0, 1319, 0.0)
+    assert (found["avg@1"], found["problems"], found["truncated_fraction"]) == (1.0, 1319, 0.0)
     assert ask(pair.student, rows, *GSM8K)["avg@1"] < 0.01
 
 
@@ -89,7 +89,7 @@ def test_all_of_human_eval(ask, walls, pair, real_data, tmp_path):
     rows = human_eval(real_data)
     oracle = make_oracle(tmp_path / "oracle", {row["prompt"]: row["canonical_solution"] for row in rows})
     found = ask(oracle, rows, *HUMAN_EVAL)
-    assert (found["pass@1"], found["problems"], found["unjudged"]) == (1.0, 164, 0)
+    assert (found["pass@1"], found["problems"], found["unscored"]) == (1.0, 164, 0)
     assert ask(pair.student, rows, *HUMAN_EVAL)["pass@1"] == 0.0
 
 

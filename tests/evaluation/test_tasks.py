@@ -85,10 +85,10 @@ def test_each_model_has_the_same_examples_and_random_numbers_stay(pair, folder):
         5,
         2,
     )
-    (text, _), _ = next(one["asked"] for one in first.samples if one["task"] == "choose_sum")
+    (text, _), _ = next(one["prompt"] for one in first.samples if one["task"] == "choose_sum")
     assert text.count(" =") == 3
     other = Harness(HarnessConfig(("sums",), str(folder), num_fewshot=2, limit=5, seed=7)).evaluate(model, tokenizer)
-    assert [one["asked"] for one in other.samples] != [one["asked"] for one in first.samples]
+    assert [one["prompt"] for one in other.samples] != [one["prompt"] for one in first.samples]
 
 
 def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
@@ -105,7 +105,7 @@ def test_in_the_chat_template_examples_are_turns(pair, folder, tmp_path):
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     (sample,) = harness.evaluate(model, Tokenizer(chats)).samples
-    text = sample["asked"][0][0]
+    text = sample["prompt"][0][0]
     assert text.count("<user>") == text.count("<assistant>") == 2
     assert text.endswith("0 + 0 =<assistant>")
 

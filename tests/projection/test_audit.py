@@ -84,26 +84,26 @@ def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
     projection = build_projection(*two, "first")
     audited = projection.header["audit"]
     # Exact: a, b. Special: <e>. Spread: ab on a, 12 on 1. Empty: zz, <x>. Two rows above the vocabulary.
-    assert audited["rows"] == {"exact": 2, "special": 1, "spread": 2, "empty": 2, "padded": 2}
-    assert audited["missing_mass"] == pytest.approx(2 / 7, abs=1e-6)
-    assert audited["unreached"] == 2  # 2, c
+    assert audited["rows"] == {"exact": 2, "special": 1, "composed": 2, "unmapped": 2, "padding": 2}
+    assert audited["unmapped_mass"] == pytest.approx(2 / 7, abs=1e-6)
+    assert audited["unreachable_teacher_tokens"] == 2  # 2, c
     assert audited["categories"]["Latin"] == {
-        "student_tokens": 4, "student_unmatched": 2, "empty": 1, "missing_mass": 0.25,
-        "teacher_tokens": 3, "teacher_unmatched": 1, "unreached": 1,
+        "student_tokens": 4, "unmatched_student_tokens": 2, "unmapped": 1, "unmapped_mass": 0.25,
+        "teacher_tokens": 3, "unmatched_teacher_tokens": 1, "unreachable_teacher_tokens": 1,
     }  # fmt: skip
     assert audited["categories"]["digits"] == {
-        "student_tokens": 1, "student_unmatched": 1, "empty": 0, "missing_mass": 0.0,
-        "teacher_tokens": 2, "teacher_unmatched": 2, "unreached": 1,
+        "student_tokens": 1, "unmatched_student_tokens": 1, "unmapped": 0, "unmapped_mass": 0.0,
+        "teacher_tokens": 2, "unmatched_teacher_tokens": 2, "unreachable_teacher_tokens": 1,
     }  # fmt: skip
-    assert audited["categories"]["specials"]["student_unmatched"] == 1
-    assert audited["critical"] == []
+    assert audited["categories"]["specials"]["unmatched_student_tokens"] == 1
+    assert audited["poorly_matched_categories"] == []
     assert audit_warning(audited) is None
 
 
 def test_a_category_that_a_partition_would_leave_over_is_critical(two, monkeypatch):
     monkeypatch.setattr(module, "MIN_CRITICAL_TOKENS", 1)
     audited = build_projection(*two, "first").header["audit"]
-    assert audited["critical"] == ["digits", "Latin"]
+    assert audited["poorly_matched_categories"] == ["digits", "Latin"]
     told = audit_warning(audited)
     assert "digits 100% of the student's and 100% of the teacher's; Latin 50% of the student's" in told
     assert "p-kl" in told
@@ -119,13 +119,16 @@ def test_pruned_and_merged_the_audit_tells_what_it_can(tokenizer_of):
             projection.header["audit"],
             audit_projection(projection, VocabularyPair(*pair), *match_special_tokens(*pair)),
         )
-        assert (again["missing_mass"], again["unreached"]) == (whole["missing_mass"], whole["unreached"])
+        assert (again["unmapped_mass"], again["unreachable_teacher_tokens"]) == (
+            whole["unmapped_mass"],
+            whole["unreachable_teacher_tokens"],
+        )
         rows = whole["rows"]
-        filled = rows["exact"] + rows["special"] + rows["spread"]
-        assert again["rows"] == {"filled": filled, "empty": rows["empty"], "padded": rows["padded"]}
+        filled = rows["exact"] + rows["special"] + rows["composed"]
+        assert again["rows"] == {"mapped": filled, "unmapped": rows["unmapped"], "padding": rows["padding"]}
         for name, figures in again["categories"].items():
             assert figures.items() <= whole["categories"][name].items()
-        assert again["critical"] == whole["critical"]
+        assert again["poorly_matched_categories"] == whole["poorly_matched_categories"]
 
 
 def test_pruned_without_a_loss_the_audit_stays(tokenizer_of):
@@ -138,8 +141,8 @@ def test_the_real_pair_is_audited_in_half_a_second_and_its_digits_are_critical(r
     sides = [Tokenizer(real_data / "tokenizers" / name) for name in ("qwen", "llama3")]
     projection = build_projection(*sides)
     figures = projection.header["audit"]["categories"]["digits"]
-    assert (figures["teacher_unmatched"], figures["teacher_tokens"]) == (1180, 1211)
-    assert "digits" in projection.header["audit"]["critical"]
+    assert (figures["unmatched_teacher_tokens"], figures["teacher_tokens"]) == (1180, 1211)
+    assert "digits" in projection.header["audit"]["poorly_matched_categories"]
     pair, matched = VocabularyPair(*sides), match_special_tokens(*sides)
     seconds = []
     for _ in range(3):

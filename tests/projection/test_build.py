@@ -264,7 +264,7 @@ def test_rows_above_the_tokenizer_are_empty(families, tmp_path):
     assert (projection.row_masses[640:] == 0).all()
     assert projection.teacher_ids.max() < 445
     # The padded rows are no tokens, so they are no missing mass.
-    assert projection.summary()["missing_mass"] == pytest.approx(1 - projection.row_masses[:640].mean(), abs=1e-6)
+    assert projection.summary()["unmapped_mass"] == pytest.approx(1 - projection.row_masses[:640].mean(), abs=1e-6)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -276,14 +276,14 @@ def test_a_tokenizer_projects_onto_itself_as_the_identity(tokenizer_of, options_
     assert projection.row_offsets.tolist() == identity.row_offsets.tolist()
     assert projection.teacher_ids.tolist() == identity.teacher_ids.tolist()
     assert projection.weights.tolist() == identity.weights.tolist()
-    assert projection.summary()["missing_mass"] == 0
+    assert projection.summary()["unmapped_mass"] == 0
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_missing_mass_is_never_negative(tokenizer_of, student, teacher):
     figures = build_projection(tokenizer_of[student], tokenizer_of[teacher]).summary()
-    assert 0 <= figures["missing_mass"] <= 1
-    assert not json.dumps(figures["missing_mass"]).startswith("-")
+    assert 0 <= figures["unmapped_mass"] <= 1
+    assert not json.dumps(figures["unmapped_mass"]).startswith("-")
 
 
 @pytest.mark.parametrize(("student", "teacher"), [("student", "teacher"), ("metaspace", "student")])
@@ -373,7 +373,7 @@ def test_the_real_pair_builds_within_a_gigabyte_and_201_goes_to_2_first(real_dat
     numeral = student.vocabulary.token_of_bytes[b"201"]
     digits = [teacher.vocabulary.token_of_bytes[digit] for digit in (b"2", b"0", b"1")]
     assert row(projection, numeral) == pytest.approx(dict(zip(digits, DECAYING[3], strict=True)))
-    assert projection.summary()["missing_mass"] < 0.05
+    assert projection.summary()["unmapped_mass"] < 0.05
     end = student.special_token_ids["eos"]
     assert row(projection, end) == {teacher.special_token_ids["eos"]: 1.0}
 

@@ -229,13 +229,13 @@ CHEATS = {
 def test_a_verdict_cannot_be_faked(sandbox, name):
     verdict = sandbox.test([CHEATS[name]], TESTS)
     assert verdict.all_passed is False, verdict
-    assert sandbox.test([CHEATS[name]], TESTS, partial=True).passed < 3
+    assert sandbox.test([CHEATS[name]], TESTS, partial=True).num_passed < 3
 
 
 def test_the_tests_call_the_code(sandbox):
     assert sandbox.test([GOOD], TESTS).all_passed is True
     half = sandbox.test(["def f(x): return x + 1"], TESTS, partial=True)
-    assert (half.all_passed, half.passed, half.num_asserts) == (False, 2, 3)
+    assert (half.all_passed, half.num_passed, half.num_asserts) == (False, 2, 3)
     assert sandbox.test([GOOD], "assert f(1) == 2\nassert f(object()) == 4").all_passed is None
     assert sandbox.test([GOOD], "assert f(1) ==").all_passed is None
     assert sandbox.test([GOOD], "assert 1 + 1 == 2").all_passed is None
@@ -275,13 +275,13 @@ def test_plain_values_pass_both_ways(sandbox):
     """
     verdict = sandbox.test([textwrap.dedent(code)], textwrap.dedent(tests), partial=True)
     assert verdict.all_passed is True, verdict
-    assert verdict.passed == 17 + 3
+    assert verdict.num_passed == 17 + 3
 
 
 def test_code_that_hangs_fails_what_is_left(hasty):
     code = "def f(x):\n    while x == 2: pass\n    return x + 1"
     verdict = hasty.test([code], TESTS, partial=True)
-    assert (verdict.all_passed, verdict.passed, verdict.code.end) == (False, 1, "time")
+    assert (verdict.all_passed, verdict.num_passed, verdict.code_outcome.end) == (False, 1, "time")
     assert hasty.test(["while True: pass"], TESTS).all_passed is False
     assert none_left(hasty)
 

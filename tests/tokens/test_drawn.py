@@ -187,9 +187,9 @@ def test_records_of_rollouts(families):
     record = {
         "prompt": "Anna has ",
         "completion": "12 apples",
-        "ends": False,
+        "complete": False,
         "student_ids": drawn.ids.tolist(),
-        "student_mask": drawn.sampled_mask.astype(int).tolist(),
+        "sampled_mask": drawn.sampled_mask.astype(int).tolist(),
         "student_logprobs": drawn.logprobs.tolist(),
         "student_tokenizer": drawn.tokenizer_fingerprint,
         "advantage": 0.5,
@@ -199,7 +199,7 @@ def test_records_of_rollouts(families):
                                       {"role": "completion", "text": "12 apples", "train": True}]}  # fmt: skip
     del several["prompt"], several["completion"]
     assert record_to_document(several, {}, "a line") == document
-    for wrong in ({"student_mask": [1]}, {"student_logprobs": None}, {"advantage": "nan"},
+    for wrong in ({"sampled_mask": [1]}, {"student_logprobs": None}, {"advantage": "nan"},
                   {"student_logprobs": [1.0] * len(drawn.ids)}):  # fmt: skip
         with pytest.raises(XtkError):
             record_to_document({**record, **wrong}, {}, "a line")

@@ -71,7 +71,7 @@ def is_spelled(tokenizer: Tokenizer, document: AlignedDocument, ids: list[int]) 
 
 def kinds_in(record: dict) -> dict[str, list[int]]:
     names = ("spans", "bytes", "student_tokens", "teacher_tokens")
-    return {kind: [found[name] for name in names] for kind, found in record["kinds"].items()}
+    return {kind: [found[name] for name in names] for kind, found in record["span_kinds"].items()}
 
 
 @pytest.mark.parametrize(("student_name", "teacher_name"), PAIRS)
@@ -90,7 +90,7 @@ def test_counts_agree_with_a_slow_reading_of_each_span(tokenizer_of, student_nam
         [not is_spelled(side, document, getattr(document, name).ids.tolist()) for document in documents]
         for name, side in (("student", student), ("teacher", teacher))
     ]
-    assert record["rewritten_documents"] == {
+    assert record["normalized_documents"] == {
         "student": sum(rewritten[0]),
         "teacher": sum(rewritten[1]),
         "either": sum(map(max, zip(*rewritten, strict=True))),
@@ -102,12 +102,12 @@ def test_counts_agree_with_a_slow_reading_of_each_span(tokenizer_of, student_nam
 @settings(quick, max_examples=15)
 def test_kinds_and_what_is_left_sum_up(tokenizer_of, student_name, teacher_name, texts):
     record, _ = counted(tokenizer_of[student_name], tokenizer_of[teacher_name], texts)
-    kinds = record["kinds"].values()
+    kinds = record["span_kinds"].values()
     assert sum(kind["spans"] for kind in kinds) == record["spans"]
     assert sum(kind["bytes"] for kind in kinds) + record["unaligned_bytes"] == record["bytes"]
     if record["spans"]:
-        assert sum(kind["share_of_spans"] for kind in kinds) == pytest.approx(1, abs=1e-5)
-        shares = sum(kind["share_of_bytes"] for kind in kinds) + record["unaligned_share_of_bytes"]
+        assert sum(kind["span_fraction"] for kind in kinds) == pytest.approx(1, abs=1e-5)
+        shares = sum(kind["byte_fraction"] for kind in kinds) + record["unaligned_fraction"]
         assert shares == pytest.approx(1, abs=1e-5)
 
 
@@ -124,15 +124,15 @@ def test_sides_that_are_swapped_swap_the_kinds(tokenizer_of, student_name, teach
 
 def test_equal_tokenizers_have_nothing_but_one_to_one(tokenizer_of):
     record, _ = counted(tokenizer_of["student"], tokenizer_of["student"], ["Anna has 1234 apples", "日本 😀", ""])
-    assert record["kinds"]["1:1"]["share_of_bytes"] == 1
+    assert record["span_kinds"]["1:1"]["byte_fraction"] == 1
     assert record["worst_documents"] == record["longest_spans"] == []
 
 
 def test_empty_documents_count_as_documents(tokenizer_of):
     record, documents = counted(tokenizer_of["student"], tokenizer_of["teacher"], ["", ""])
     assert (record["documents"], record["bytes"], record["spans"], record["unaligned_bytes"]) == (2, 0, 0, 0)
-    assert record["student_bytes_per_token"] == record["kinds"]["1:1"]["share_of_bytes"] == 0
-    assert record["rewritten_documents"]["either"] == 0
+    assert record["student_bytes_per_token"] == record["span_kinds"]["1:1"]["byte_fraction"] == 0
+    assert record["normalized_documents"]["either"] == 0
     assert [document.index for document in documents] == [0, 1]
 
 
@@ -140,8 +140,8 @@ def test_text_that_one_side_does_not_read_is_unaligned(tokenizer_of):
     record, _ = counted(tokenizer_of["student"], tokenizer_of["word-piece"], ["Anna has", "   "])
     assert record["unaligned_bytes"] == 3
     (worst, *_) = record["worst_documents"]
-    assert (worst["document"], worst["share_of_bytes"], worst["unaligned_bytes"]) == (1, 1, 3)
-    assert worst["rewritten_by"] == ["teacher"]
+    assert (worst["document"], worst["byte_fraction"], worst["unaligned_bytes"]) == (1, 1, 3)
+    assert worst["normalized_by"] == ["teacher"]
 
 
 @pytest.mark.parametrize(("student_name", "teacher_name"), itertools.combinations(FAMILIES, 2))

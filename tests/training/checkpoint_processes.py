@@ -91,7 +91,7 @@ class Trained:
         found = {}
         for name, parameter in self.parameters.items():
             found[f"weight.{name}"] = parameter
-            found[f"average.{name}"] = self.average.averages[name]
+            found[f"ema.{name}"] = self.average.averages[name]
             found |= {f"{key}.{name}": value for key, value in self.optimizer.state[parameter].items()}
         gathered = {name: one.detach() for name, one in found.items()}
         return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gathered.items()}

@@ -75,7 +75,7 @@ def test_the_average_is_what_is_evaluated_and_kept_as_the_best(written, name):
     expected = load_file(written / f"{name}.safetensors")
     model = LlamaForCausalLM.from_pretrained(written / name / "best-3", dtype=torch.float32)
     for key, parameter in model.named_parameters():
-        assert torch.equal(parameter, expected[f"average.{key}"])
+        assert torch.equal(parameter, expected[f"ema.{key}"])
         assert not torch.equal(parameter, expected[f"weight.{key}"])
     with torch.no_grad():
         loss = model(input_ids=IDS, labels=IDS).loss
@@ -92,10 +92,12 @@ def test_each_process_writes_its_own_part_and_nothing_is_written_twice(written, 
             assert set(pieces) == set(file.keys())
             assert sum(of.startswith("exp_avg.") for of in pieces) > 5
             for key, piece in pieces.items():
-                held.setdefault(piece["of"], []).append((math.prod(file.get_slice(key).get_shape()), piece["shape"]))
+                held.setdefault(piece["tensor"], []).append(
+                    (math.prod(file.get_slice(key).get_shape()), piece["shape"])
+                )
     for stored in held.values():
         assert sum(numbers for numbers, _ in stored) == math.prod(stored[0][1])
-    assert json.loads((checkpoint / "xtk.json").read_text())["processes"] == 2
+    assert json.loads((checkpoint / "xtk.json").read_text())["num_processes"] == 2
     assert LlamaForCausalLM.from_pretrained(checkpoint).config.vocab_size == 51
 
 

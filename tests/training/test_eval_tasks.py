@@ -102,7 +102,7 @@ def test_the_figures_are_those_of_evaluate_on_the_schedule(run, folder, asked):
                   "prompt=question", "--num-generations", 2, "--temperature", 1, "--max-completion-length", 8, "--seed",
                   3, "--apply-chat-template", "--chat-template-kwargs", TOLD, "--json", cwd=folder)  # fmt: skip
     told = json.loads(answers.stdout)
-    for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated"):
+    for key in ("avg@2", "avg@2_error", "pass@1", "pass@2", "mean_length", "truncated_fraction"):
         assert found[4][f"eval_problems/{key}"] == pytest.approx(told[key]), key
     assert found[4]["eval_problems/avg@2"] != found[0]["eval_problems/avg@2"]
     tasks = run("evaluate", "asked", "--tasks", "choose_sum,write_sum", "--include-path", "tasks", "--num-fewshot", 1,

@@ -159,7 +159,7 @@ def test_of_a_run_with_an_average_a_checkpoint_gives_the_average(pair, corpus, t
     run_xtk("export", tmp_path / "run", "--checkpoint", 2, "--dtype", "float16", "-o", tmp_path / "out")
     pieces = ShardedStateReader(sorted((tmp_path / "run" / "checkpoint-2" / "trainer").iterdir()))
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
-        assert torch.equal(tensor, pieces.read_unsharded(f"average.{name}").half())
+        assert torch.equal(tensor, pieces.read_unsharded(f"ema.{name}").half())
 
 
 CONVERTER = """

@@ -109,7 +109,7 @@ def test_a_student_agrees_with_itself_and_its_kl_to_itself_is_nothing(pair, cach
     found = evaluate(pair.student, caches / "student", ["forward-kl"])
     assert found["eval_top1_agreement"] == 1.0
     assert abs(found["eval_forward-kl"]) < 1e-5
-    assert found["eval_kd"] == found["eval_loss"] == found["eval_forward-kl"]
+    assert found["eval_distillation_loss"] == found["eval_loss"] == found["eval_forward-kl"]
 
 
 def test_the_cross_entropy_of_held_out_text_is_always_told(pair, caches):
@@ -186,7 +186,7 @@ def evaluated(run, arguments, caches, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_evaluations_and_workers_change_nothing(plain, evaluated):
     assert (plain / "model.safetensors").read_bytes() == (evaluated / "model.safetensors").read_bytes()
-    clocks = {"tokens_per_second", "seconds", "waiting", "memory"}
+    clocks = {"tokens_per_second", "training_seconds", "data_wait_fraction", "peak_memory_gib"}
     records = [
         [
             {key: value for key, value in record.items() if key not in clocks and not key.startswith("eval_")}
@@ -207,9 +207,12 @@ def test_the_gain_is_known(run, evaluated, with_dropout, caches):
         found = json.loads(run("evaluate", folder, data, "--json").stdout)["bits_per_byte"]
         assert records[step]["eval_bits_per_byte"] == pytest.approx(found, rel=1e-6)
     assert records[STEPS]["eval_bits_per_byte"] < records[0]["eval_bits_per_byte"]
-    expected = {"bits_per_byte", "ce", "byte-kl", "kd", "loss", "top1_agreement"}
+    expected = {"bits_per_byte", "ce", "byte-kl", "distillation_loss", "loss", "top1_agreement"}
     assert set(records[0]) == {"step", *(f"eval_{name}" for name in expected)}
-    assert all(0 < records[step]["memory"] < 64 and 0 <= records[step]["waiting"] <= 1 for step in range(1, STEPS + 1))
+    assert all(
+        0 < records[step]["peak_memory_gib"] < 64 and 0 <= records[step]["data_wait_fraction"] <= 1
+        for step in range(1, STEPS + 1)
+    )
     assert all(math.isfinite(value) for record in records.values() for value in record.values())
 
 

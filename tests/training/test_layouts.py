@@ -102,7 +102,13 @@ def test_the_evaluation_is_that_of_one_process(dump, students, cache, processes,
         assert len(way["held_out"]) == 3
         for found in way["held_out"]:
             assert found == pytest.approx(expected, rel=2e-6)
-    names = ["bits_per_byte", "loss", "kd", "top1_agreement", *(loss.split(":")[0] for loss in LOSSES.split(" "))]
+    names = [
+        "bits_per_byte",
+        "loss",
+        "distillation_loss",
+        "top1_agreement",
+        *(loss.split(":")[0] for loss in LOSSES.split(" ")),
+    ]
     assert set(expected) == {f"eval_{name}" for name in names}
     if options.keys() & LORA:
         return

@@ -128,10 +128,10 @@ def test_no_sign_of_collapse(text):
 
 
 def test_signs_of_collapse():
-    sign = parse_stop_condition("repetition > 0.5")
-    assert str(sign) == "repetition>0.5"
-    assert sign.is_met({"repetition": 0.6})
-    assert not sign.is_met({"repetition": 0.5})
+    sign = parse_stop_condition("repeated_4gram_fraction > 0.5")
+    assert str(sign) == "repeated_4gram_fraction>0.5"
+    assert sign.is_met({"repeated_4gram_fraction": 0.6})
+    assert not sign.is_met({"repeated_4gram_fraction": 0.5})
     assert not sign.is_met({})
     assert parse_stop_condition("entropy<0.05").is_met({"entropy": 0.01})
 
@@ -193,13 +193,13 @@ def whole(pair, prompts, tmp_path_factory) -> Path:
 def test_what_a_run_tells_and_leaves(whole):
     lines = read_metrics(whole / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 9))
-    assert [line["staleness"] for line in lines] == [0, 1] * 4
-    for name in ("entropy", "length", "truncated", "repetition", "dropped", "turns"):
+    assert [line["staleness_steps"] for line in lines] == [0, 1] * 4
+    for name in ("entropy", "length", "truncated_fraction", "repeated_4gram_fraction", "unusable_fraction", "turns"):
         assert all(f"rollout_{name}" in line for line in lines)
     assert all(0 <= line["reward"] <= 1 for line in lines)
-    assert lines[-1]["writing_seconds"] > 0
+    assert lines[-1]["generation_seconds"] > 0
     assert lines[-1]["teacher_seconds"] > 0
-    assert not (whole / "rounds").exists()
+    assert not (whole / "rollout_batches").exists()
     told_of = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     assert [one["step"] for one in told_of] == [0, 2, 4, 6]
     recipe = json.loads((whole / "recipe.json").read_text())["identity"]
@@ -218,7 +218,7 @@ def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path
     wait_for(output / "checkpoint-3", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    written = output / "rounds" / "000001" / "rollouts-00000-of-00001.jsonl"
+    written = output / "rollout_batches" / "000001" / "rollouts-00000-of-00001.jsonl"
     content, inode = written.read_bytes(), written.stat().st_ino
     again = start([*arguments, output])
     seen = set()
@@ -231,7 +231,7 @@ def test_a_killed_run_goes_on_inside_of_its_round(pair, prompts, whole, tmp_path
     assert content
     assert seen == {inode}  # read, and not written again
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    clocks = {"writing_seconds", "teacher_seconds"}
+    clocks = {"generation_seconds", "teacher_seconds"}
     ours, theirs = (
         [{k: v for k, v in line.items() if k not in clocks} for line in told(one)] for one in (output, whole)
     )
@@ -296,10 +296,12 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
             "--gradient-accumulation-steps", 4 // size)  # fmt: skip
     whole, cut = (read_metrics(tmp_path / name / "metrics.jsonl") for name in "41")
     for one, other in zip(whole, cut, strict=True):
-        for name in ("loss", "byte-kl", "policy-gradient", "ratio", "clipped", "gradient_norm"):
+        for name in ("loss", "byte-kl", "policy-gradient", "importance_ratio", "clip_fraction", "gradient_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6)
-    assert whole[0]["ratio"] == pytest.approx(1, abs=1e-4)  # the trainer holds likely what the writer drew, as it did
-    assert whole[0]["clipped"] == 0
+    assert whole[0]["importance_ratio"] == pytest.approx(
+        1, abs=1e-4
+    )  # the trainer holds likely what the writer drew, as it did
+    assert whole[0]["clip_fraction"] == 0
     run(pair, prompts, tmp_path / "alike", *options[:6], *options[8:])
     alike = read_metrics(tmp_path / "alike" / "metrics.jsonl")
     assert alike[0]["byte-kl"] != pytest.approx(whole[0]["byte-kl"], rel=1e-3)
@@ -350,7 +352,7 @@ def test_data_beside_the_students_own_writing(pair, prompts, tmp_path):
     assert not all(written)
     assert written[::2] == written[1::2]
     assert all(line["byte-kl"] > 0 for line in lines)
-    assert [line["on_policy_step"] == 1 for line in lines] == written
+    assert [line["is_on_policy_step"] == 1 for line in lines] == written
     for line, has in zip(lines, written, strict=True):  # the figures of rollouts are those of steps that took them
         assert any(name.startswith("rollout_") for name in line) == has
 
@@ -416,7 +418,7 @@ def test_a_frozen_support_of_the_student_that_wrote(pair, prompts, tmp_path):
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert done.returncode == 0
     assert lines[0]["reverse-kl"] == pytest.approx(0, abs=1e-5)
-    assert [line["staleness"] for line in lines] == [0, 1, 0, 1]
+    assert [line["staleness_steps"] for line in lines] == [0, 1, 0, 1]
 
 
 @pytest.mark.slow
@@ -491,7 +493,7 @@ def test_turns_with_an_environment_train_what_the_student_said_alone(pair, tmp_p
             "--max-steps", 2, "--logging-steps", 1, "--save-steps", 0, "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert lines[-1]["rollout_turns"] > 1
-    assert 0 < lines[-1]["rollout_tool_share"] < 1
+    assert 0 < lines[-1]["rollout_environment_token_fraction"] < 1
     assert lines[-1]["reward"] == 1
 
 

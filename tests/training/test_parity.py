@@ -207,7 +207,7 @@ def assert_same_run(found: Trained, expected: Trained, processes: int, shared: s
     assert f"{STEPS} steps of 8 documents, 40 documents, {told} on cpu" in found.stderr
     assert found.stdout == "out\n"
     for one, other in zip(found.metrics, expected.metrics, strict=True):
-        for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned"):
+        for key in ("step", "loss", "ce", "p-kl", "learning_rate", "gradient_norm", "tokens", "unaligned_fraction"):
             assert one[key] == pytest.approx(other[key], rel=1e-5), key
     for name, weight in expected.weights.items():
         assert float((found.weights[name] - weight).abs().max()) <= 1e-5 * float(weight.abs().max()), name

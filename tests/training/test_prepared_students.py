@@ -74,7 +74,7 @@ def test_a_prepared_student_is_trained_resumed_to_the_bit_and_loads_anywhere(run
     assert "tokenizer.json" in files
     assert "Trained by" in (whole / "README.md").read_text()  # not peft's form with its blanks
     assert not (whole / "adapter" / "README.md").exists()
-    told = json.loads((whole / "recipe.json").read_text())["identity"]["preparation"]
+    told = json.loads((whole / "recipe.json").read_text())["identity"]["student_model"]
     if kind == "QLoRA":
         assert told == {"lora_r": 4, "load_in_4bit": True}
         assert "config.json" not in files

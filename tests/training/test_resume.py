@@ -20,8 +20,9 @@ from xtk.training.metrics_file import MetricsFile, read_metrics
 from xtk.training.train_config import TrainConfig
 
 STEPS = 24
-REPORTED = {"step", "loss", "ce", "p-kl", "kd", "learning_rate", "gradient_norm", "tokens", "tokens_per_second",
-            "seconds", "unaligned", "waiting", "memory", "skipped_steps"}  # fmt: skip
+REPORTED = {"step", "loss", "ce", "p-kl", "distillation_loss", "learning_rate", "gradient_norm", "tokens",
+            "tokens_per_second", "training_seconds", "unaligned_fraction", "data_wait_fraction", "peak_memory_gib",
+            "skipped_steps"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_the_newest_checkpoints_are_kept_and_whole(whole):
         tokens = read_metrics(whole / "metrics.jsonl")[step - 1]["tokens"]
         content = json.loads((whole / name / "xtk.json").read_text())
         assert content["kind"] == "checkpoint"
-        assert (content["version"], content["processes"]) == (3, 1)
+        assert (content["version"], content["num_processes"]) == (4, 1)
         assert (content["step"], content["tokens"], content["skipped_steps"]) == (step, tokens, 0)
         AutoModelForCausalLM.from_pretrained(whole / name)
     assert len({path.stat().st_mode for path in whole.rglob("*") if path.is_file()}) == 1

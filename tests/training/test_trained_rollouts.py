@@ -72,7 +72,7 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
                     )
                 ],
                 "student_ids": ids,
-                "student_mask": mask,
+                "sampled_mask": mask,
                 "student_logprobs": ((-6 - 0.1 * np.arange(len(ids))) * np.array(mask)).tolist(),
                 "student_tokenizer": student.fingerprint,
                 "advantage": 1.5 - len(lines),
@@ -84,7 +84,7 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
         read = [
             sequence for _, sequence in teacher_views(Tokenizer(place), list(Corpus([str(folder / "plain.jsonl")])))
         ]
-        given = [[[at, at + 5, at + 9] for at in range(int(sequence.trained.sum()))] for sequence in read]
+        given = [[[at, at + 5, at + 9] for at in range(int(sequence.train_mask.sum()))] for sequence in read]
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({**line, "given_ids": ids}) + "\n" for line, ids in zip(lines, given, strict=True))
         )
@@ -101,7 +101,7 @@ def test_what_was_drawn_is_trained_and_prompts_and_answers_of_tools_have_no_grad
     objective = LossTerm(
         taken.rule, taken.loss.make_divergence(), teacher.comparison_space(taken.rule.comparison_space)
     )
-    source = CacheSource(teacher.cache)
+    source = CacheSource(teacher.source)
     batch = BatchBuilder(source, rollouts.student, [objective], 256).build([0, 1])
     (term,) = batch.terms
     torch.manual_seed(0)

@@ -24,6 +24,7 @@ from xtk.artifacts.shard_codecs import PRECISION_CODECS
 from xtk.errors import CorruptError
 from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
+FORMAT, VERSION = "xtk-teacher-cache", 6
 MANIFEST = "manifest.json"
 # The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -55,7 +56,8 @@ def _is_range(value: Any) -> bool:
 
 
 _DATA_RANGE = json_object(
-    {"fingerprint": text(), "first": integer(), "stop": integer()}, {"rows": integer(), "options": map_of(any_json(2))}
+    {"fingerprint": text(), "first": integer(), "stop": integer()},
+    {"documents": integer(), "options": map_of(any_json(2))},
 )
 _HEADER_SCHEMA = json_object(
     {
@@ -78,7 +80,7 @@ _HEADER_SCHEMA = json_object(
                 "weights": any_json(3),
                 "tokenizer": text(),
                 "template": optional(text()),
-                "width": integer(1, MAX_TOKENS),
+                "embedding_rows": integer(1, MAX_TOKENS),
                 "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
             },
         ),
@@ -86,7 +88,7 @@ _HEADER_SCHEMA = json_object(
             {},
             {
                 "fingerprint": text(),
-                "rows": integer(),
+                "documents": integer(),
                 "optional_columns": list_of(text(), 8),
                 "sources": list_of(_DATA_RANGE),
             },
@@ -110,11 +112,11 @@ _HEADER_SCHEMA = json_object(
 _SHARD_SCHEMA = json_object(
     {
         "file": text(),
-        "rows": integer(1, MAX_TOKEN_ID),
+        "documents": integer(1, MAX_TOKEN_ID),
         "positions": integer(),
         "tokens": integer(),
         "bytes": integer(),
-        "payload": _check_byte_ranges,
+        "payload_ranges": _check_byte_ranges,
         "checksum": _CHECKSUM,
     },
     {"entries": integer(), "source_header": integer(0, MAX_TOKEN_ID)},
@@ -162,12 +164,13 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
                 where=where,
                 hint=hint,
             )
-        if max(stop for _, stop in shard["payload"]) > shard["bytes"]:
-            raise CorruptError(f"shards[{at}].payload ends after the file's last byte", where=where, hint=hint)
-    rows = sum(shard["rows"] for shard in manifest["shards"])
-    if rows != manifest["header"].get("data", {}).get("rows", rows):
+        if max(stop for _, stop in shard["payload_ranges"]) > shard["bytes"]:
+            raise CorruptError(f"shards[{at}].payload_ranges ends after the file's last byte", where=where, hint=hint)
+    documents = sum(shard["documents"] for shard in manifest["shards"])
+    if documents != manifest["header"].get("data", {}).get("documents", documents):
         raise CorruptError(
-            f"its shards have {rows:,} documents, and header.data.rows is {manifest['header']['data']['rows']:,}",
+            f"its shards have {documents:,} documents, and header.data.documents is "
+            f"{manifest['header']['data']['documents']:,}",
             where=where,
             hint=hint,
         )

@@ -63,7 +63,7 @@ class ShardSlice:
     @property
     def is_full_shard(self) -> bool:
         """Whether the file can be taken as it is."""
-        return self.stop - self.start == int(self.manifest_entry["rows"])
+        return self.stop - self.start == int(self.manifest_entry["documents"])
 
 
 def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force: bool = False) -> dict[str, int]:
@@ -124,7 +124,7 @@ def _plan_slices(
         theirs = source_headers(source.manifest)
         keys = [canonical_json(_header_identity(part)) for part in theirs]
         for entry in source.manifest["shards"]:
-            size = int(entry["rows"])
+            size = int(entry["documents"])
             first, last = max(start, at), min(stop, at + size)
             if first < last:
                 number = int(entry.get("source_header", 0))
@@ -200,7 +200,7 @@ def _merged_header(
         **first,
         "codec": _common_entries([part["codec"] for part in parts]),
         "options": _common_entries([part["options"] for part in parts]),
-        "data": {"rows": stop - start, "sources": stretches},
+        "data": {"documents": stop - start, "sources": stretches},
     }
 
 
@@ -210,7 +210,7 @@ def _data_ranges(source: TeacherCache) -> list[dict[str, Any]]:
     if "sources" in header["data"]:
         return list(header["data"]["sources"])
     own = {key: value for key, value in header["options"].items() if key in OPTIONS_THAT_MAY_DIFFER}
-    return [{**header["data"], "rows": len(source), "first": 0, "stop": len(source), "options": own}]
+    return [{**header["data"], "documents": len(source), "first": 0, "stop": len(source), "options": own}]
 
 
 def _common_entries(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from xtk.artifacts.arrow_validation import check_columns, read_single_batch
 from xtk.artifacts.atomic_files import canonical_json
-from xtk.artifacts.cache_manifest import VOCABULARY_ORDER_NAME
+from xtk.artifacts.cache_manifest import VERSION, VOCABULARY_ORDER_NAME
 from xtk.artifacts.safe_file_access import check_file_name, read_regular_file
 from xtk.artifacts.shard_codecs import CODECS, Codec
 from xtk.artifacts.storage import MAX_FILE_BYTES
@@ -56,13 +56,14 @@ OPTIONAL_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "sampled_token
 LIST_COLUMNS = ("trained_ranges", "byte_ranges", "segment_end_tokens")
 BLOB_COLUMNS = ("tokens", "teacher_logprobs")
 BYTE_COLUMNS = ("conversation", *BLOB_COLUMNS)
-PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload`
+PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload_ranges`
 # The custom metadata of the record batch, canonical JSON, begins so. In JSON a string cannot contain it unescaped, so
 # its first occurrence in a file is the checksum, whatever the header or the texts contain.
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'
 CHECKSUM_DIGITS = 32
 MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number in a shard is damage, and would allocate gigabytes
-OLD_KL_COLUMN, NEW_KL_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of this one
+OLD_KL_COLUMN, NEW_KL_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of later ones
+UNNUMBERED_VERSION = 5  # the last version whose shards do not contain their version
 NUM_SEGMENT_PARTS = 5  # flags, sizes of roles, roles, sizes of texts, texts: what a checksum begins with
 
 
@@ -87,13 +88,13 @@ class ShardPosition:
 
     Attributes:
         shard: its number, from 0.
-        first_row: how many rows the shards before it have.
-        rows: how many rows it has.
+        first_document: how many documents the shards before it have.
+        documents: how many documents it has.
     """
 
     shard: int
-    first_row: int
-    rows: int
+    first_document: int
+    documents: int
 
 
 def write_shard(
@@ -163,7 +164,7 @@ def write_shard(
 
 def _write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition) -> None:
     """Write an Arrow file, then its checksum into the custom metadata of its record batch."""
-    seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, **asdict(place)})
+    seal = canonical_json({"checksum": "xxh3_128:" + "0" * CHECKSUM_DIGITS, "version": VERSION, **asdict(place)})
     with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
         writer.write_batch(batch, custom_metadata={"xtk": seal})
     with path.open("r+b") as stream:
@@ -206,12 +207,16 @@ def check_file_checksum(path: Path, where: str) -> None:
                 return
             old = at < 0 and content.find(OLD_KL_COLUMN) >= 0 and content.find(NEW_KL_COLUMN) < 0
     if old:
-        raise XtkError(
-            "this shard is of version 4 or older of the teacher cache, and this xtk reads version 5",
-            where=where,
-            hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
-        )
+        raise _version_error("4 or older", where)
     raise CorruptError("this shard does not match its checksum", where=where)
+
+
+def _version_error(version: object, where: str) -> XtkError:
+    return XtkError(
+        f"this shard has version {str(version)[:20]} of the teacher cache format; this xtk reads version {VERSION}",
+        where=where,
+        hint="make the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+    )
 
 
 def shard_schema(header: dict[str, Any]) -> pa.Schema:
@@ -259,7 +264,10 @@ class CacheShard:
             self._options = dict(self.header["codec"])
             self._tables = base64.b64decode(metadata[b"codec_tables"], validate=True)
             stated = dict(json.loads(seal[b"xtk"]))
-            self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_row", "rows")))
+            version = stated.get("version", UNNUMBERED_VERSION)
+            if version != VERSION:
+                raise _version_error(version, self.name)
+            self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
         with self._corruption_as_error("offsets lead out of its columns"):
@@ -287,7 +295,7 @@ class CacheShard:
     def vocab_size(self) -> int:
         """The size of the teacher's vocabulary: all token ids are below."""
         with self._corruption_as_error("its header does not state the width of the teacher's vocabulary"):
-            return int(self.header.get("teacher", {}).get("width", np.iinfo(np.int32).max))
+            return int(self.header.get("teacher", {}).get("embedding_rows", np.iinfo(np.int32).max))
 
     @contextlib.contextmanager
     def _corruption_as_error(self, what: str, row: int | None = None) -> Iterator[None]:
@@ -303,10 +311,10 @@ class CacheShard:
             raise CorruptError(f"this shard is corrupt: {what} ({type(wrong).__name__})", where=where) from None
 
     def counts(self) -> dict[str, int]:
-        """Return rows, positions, tokens and entries."""
+        """Return the numbers of documents, positions, tokens and entries."""
         columns = self._columns
         return {
-            "rows": len(self),
+            "documents": len(self),
             "positions": int(columns.num_positions.sum()),
             "tokens": int(columns.num_tokens.sum()),
             "entries": int(columns.num_entries.sum()),
@@ -319,10 +327,10 @@ class CacheShard:
         }
         return {name: float(f"{found:.6g}") for name, found in sums.items()}
 
-    def bytes_by_part(self) -> dict[str, int]:
-        """Return the bytes of each part of PAYLOAD, and of everything else under "rest"."""
+    def bytes_by_section(self) -> dict[str, int]:
+        """Return the bytes of each part of PAYLOAD, and of everything else under "other"."""
         sizes = [stop - start for start, stop in self.payload_ranges()]
-        return {**dict(zip(PAYLOAD_PARTS, sizes, strict=True)), "rest": len(self._buffer) - sum(sizes)}
+        return {**dict(zip(PAYLOAD_PARTS, sizes, strict=True)), "other": len(self._buffer) - sum(sizes)}
 
     def payload_ranges(self) -> list[tuple[int, int]]:
         """Return the byte ranges `[start, stop)` of texts, tokens and signals in the file."""
@@ -387,7 +395,7 @@ class CacheShard:
         for number in range(start, stop):
             if not self.is_intact(number):
                 raise _checksum_error(self.name, number)
-        place = ShardPosition(self.position.shard, self.position.first_row + start, stop - start)
+        place = ShardPosition(self.position.shard, self.position.first_document + start, stop - start)
         _write_sealed(path, self._batch.slice(start, stop - start), place)
 
     def damaged_documents(self) -> Iterator[int]:

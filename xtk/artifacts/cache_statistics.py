@@ -100,14 +100,14 @@ def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any]) -> ND
     return found
 
 
-def bytes_by_part(manifest: dict[str, Any]) -> dict[str, int]:
+def bytes_by_section(manifest: dict[str, Any]) -> dict[str, int]:
     """Return the bytes of text, tokens, signal and everything else, of all shards; none is opened."""
-    sums = dict.fromkeys((*PAYLOAD_PARTS, "rest"), 0)
+    sums = dict.fromkeys((*PAYLOAD_PARTS, "other"), 0)
     for shard in manifest["shards"]:
-        sizes = [stop - start for start, stop in shard["payload"]]
+        sizes = [stop - start for start, stop in shard["payload_ranges"]]
         for name, size in zip(PAYLOAD_PARTS, sizes, strict=True):
             sums[name] += size
-        sums["rest"] += int(shard["bytes"]) - sum(sizes)
+        sums["other"] += int(shard["bytes"]) - sum(sizes)
     return sums
 
 
@@ -120,7 +120,7 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
         documents: of how many documents.
     """
     figures = cache_totals(cache.manifest)
-    by_part = bytes_by_part(cache.manifest)
+    by_section = bytes_by_section(cache.manifest)
     per = max(figures["positions"], 1)
     entropy, quantization_kl = (
         sum(float(shard[name]) for shard in cache.manifest["shards"]) for name in INFORMATION_KEYS
@@ -128,26 +128,26 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
     return {
         **figures,
         "shards": len(cache.manifest["shards"]),
-        "merged_of": len(source_headers(cache.manifest)),
-        "bytes_by_part": by_part,
+        "num_source_caches": len(source_headers(cache.manifest)),
+        "bytes_by_section": by_section,
         "bytes_per_position": round(figures["bytes"] / per, 2),
-        "teacher_logprobs_bytes_per_position": round(by_part["teacher_logprobs"] / per, 2),
+        "teacher_logprobs_bytes_per_position": round(by_section["teacher_logprobs"] / per, 2),
         "sampled_documents": documents,
         "mean_entropy_nats": round(entropy / per, 6),
         "quantization_kl_nats": _three_digits(quantization_kl / per),
-        "quantization_kl_share_of_entropy": _three_digits(quantization_kl / entropy) if entropy > 0 else None,
+        "quantization_kl_fraction_of_entropy": _three_digits(quantization_kl / entropy) if entropy > 0 else None,
         "quantization_largest_error_nats": max_stored_error(cache.header["codec"]),
-        "mean_mass_kept": rounded_mean(positions.kept_mass),
-        "mean_tail_mass": rounded_mean(1 - positions.kept_mass),
-        "mean_realised_logprob": rounded_mean(positions.observed_logprobs),
+        "mean_stored_mass": rounded_mean(positions.kept_mass),
+        "mean_remainder_mass": rounded_mean(1 - positions.kept_mass),
+        "mean_observed_logprob": rounded_mean(positions.observed_logprobs),
         "mean_exact_ids": rounded_mean(positions.num_exact_ids),
-        "mean_drawn_ids": rounded_mean(positions.num_sampled_ids),
-        "share_outside_of_likeliest": None
+        "mean_sampled_ids": rounded_mean(positions.num_sampled_ids),
+        "observed_outside_top_k_fraction": None
         if positions.observed_outside_top is None
         else rounded_mean(positions.observed_outside_top),
         "distinct_tokens": len(np.unique(positions.observed_ids)),
-        "share_of_vocabulary": round(
-            len(np.unique(positions.observed_ids)) / max(int(cache.header["teacher"]["width"]), 1), 4
+        "vocabulary_fraction": round(
+            len(np.unique(positions.observed_ids)) / max(int(cache.header["teacher"]["embedding_rows"]), 1), 4
         ),
     }
 

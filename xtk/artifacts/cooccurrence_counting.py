@@ -22,8 +22,8 @@ from xtk.projection.methods.cooccurrence import CooccurrenceCounter, Cooccurrenc
 from xtk.tokens.document import Document
 from xtk.tokens.tokenizer import Tokenizer
 
-STATE_SUFFIX = ".xtk-counts-so-far"
-FORMAT, VERSION = "xtk-counts-so-far", 1
+STATE_SUFFIX = ".xtk-cooccurrence-state"
+FORMAT, VERSION = "xtk-cooccurrence-state", 2
 SAVE_INTERVAL_SECONDS = 30.0
 
 
@@ -57,7 +57,7 @@ def count_corpus_cooccurrences(
     wanted = {
         "format": FORMAT,
         "version": VERSION,
-        "rules": ALGORITHM_VERSION,
+        "algorithm_version": ALGORITHM_VERSION,
         "student": student.fingerprint,
         "teacher": teacher.fingerprint,
     }

@@ -25,7 +25,7 @@ MASK_FIELDS = (
 RECORD_FIELDS = (
     "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
     "input_ids", "attention_mask", "labels", *MASK_FIELDS, "given_ids", "segments",
-    "student_ids", "student_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "ends",
+    "student_ids", "sampled_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "complete",
 )  # fmt: skip
 # Text where data has nothing but text (CSV); other fields are JSON there.
 TEXT_FIELDS = ("text", "prompt", "completion", "teacher_prompt", "student_tokenizer", "student_template", "route")
@@ -40,6 +40,7 @@ CONTENT_FIELDS = {
 IGNORE_INDEX = -100  # of labels, since PyTorch's cross-entropy
 MAX_WEIGHT = 1e12  # of a document: sums of more are not finite in float32
 ROLLOUT_CHECKSUM = "rollout_checksum"
+OLD_MASK_FIELD = "student_mask"  # of rollouts of older versions
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -273,8 +274,15 @@ def check_rollout_checksum(record: Record, where: str) -> None:
     """Compare a rollout's record with the checksum that it holds; one without a checksum is not checked.
 
     Raises:
+        XtkError: an older version of xtk wrote it.
         Damaged: they differ.
     """
+    if OLD_MASK_FIELD in record and "student_ids" in record and "sampled_mask" not in record:
+        raise XtkError(
+            f"an older version of xtk wrote this rollout: it has {OLD_MASK_FIELD} instead of sampled_mask",
+            where=where,
+            hint="generate it again: xtk rollout MODEL PROMPTS -o FILE --force",
+        )
     stated = record.get(ROLLOUT_CHECKSUM)
     if stated is not None and stated != rollout_checksum(record):
         raise CorruptError(
@@ -286,19 +294,19 @@ def check_rollout_checksum(record: Record, where: str) -> None:
 
 def _with_sampled_tokens(document: Document, row: _RecordReader) -> Document:
     """Return the document with the tokens as which a student wrote it."""
-    ends = row["ends"] if "ends" in row else row.record.get("complete")  # the column of a shard of a cache
-    if isinstance(ends, bool):
-        document = replace(document, is_complete=ends)
+    complete = row.get("complete")  # also a column of the shards of a cache
+    if isinstance(complete, bool):
+        document = replace(document, is_complete=complete)
     if row.get("student_ids") is None:
         return document
-    parts = {name: row.get(name) for name in ("student_mask", "student_logprobs", "student_tokenizer")}
+    parts = {name: row.get(name) for name in ("sampled_mask", "student_logprobs", "student_tokenizer")}
     for name, value in parts.items():
         if not isinstance(value, str if name == "student_tokenizer" else list):
             raise ValueError(f"{row.column_name('student_ids')} has no {row.column_name(name)} beside it")
     template, advantage = row.get("student_template") or "", row.get("advantage")
     drawn = SampledTokens.from_lists(
         row["student_ids"],
-        parts["student_mask"],
+        parts["sampled_mask"],
         parts["student_logprobs"],
         str(parts["student_tokenizer"]),
         str(template),

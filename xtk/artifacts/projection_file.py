@@ -15,9 +15,10 @@ import safetensors.numpy
 from xtk.artifacts.atomic_files import atomic_write, canonical_json, sha256
 from xtk.artifacts.json_schema import any_json, check_schema, integer, json_object, list_of, map_of, number, text
 from xtk.errors import CorruptError, XtkError
+from xtk.projection.coverage_audit import VOCABULARY_KEYS
 from xtk.projection.projection import Projection
 
-FORMAT, VERSION = "xtk-projection", 1
+FORMAT, VERSION = "xtk-projection", 2
 TENSOR_DTYPES = {
     "row_offsets": np.int64,
     "teacher_ids": np.int32,
@@ -32,22 +33,22 @@ MAX_TOKEN_ID = 2**31 - 1
 _TOKENIZER_SCHEMA = json_object(
     {
         "tokenizer": text(),
-        "roles": map_of(integer(0, MAX_TOKEN_ID)),
+        "special_tokens": map_of(integer(0, MAX_TOKEN_ID)),
         "tokens": integer(0, MAX_TOKEN_ID),
-        "width": integer(1, MAX_TOKEN_ID),
+        "embedding_rows": integer(1, MAX_TOKEN_ID),
     }
 )
 _CATEGORY_SCHEMA = json_object(
-    {f"{side}_{figure}": integer() for side in ("student", "teacher") for figure in ("tokens", "unmatched")},
-    {"missing_mass": number(0, 1), "unreached": integer()},
+    {name: integer() for name in VOCABULARY_KEYS},
+    {"unmapped": integer(), "unmapped_mass": number(0, 1), "unreachable_teacher_tokens": integer()},
 )
 _AUDIT_SCHEMA = json_object(
     {
         "rows": map_of(integer(-MAX_TOKEN_ID, MAX_TOKEN_ID)),
-        "missing_mass": number(0, 1),
-        "unreached": integer(-MAX_TOKEN_ID, MAX_TOKEN_ID),
+        "unmapped_mass": number(0, 1),
+        "unreachable_teacher_tokens": integer(-MAX_TOKEN_ID, MAX_TOKEN_ID),
     },
-    {"categories": map_of(_CATEGORY_SCHEMA), "critical": list_of(text())},
+    {"categories": map_of(_CATEGORY_SCHEMA), "poorly_matched_categories": list_of(text())},
 )
 _HEADER_SCHEMA = json_object(
     {"student": _TOKENIZER_SCHEMA, "teacher": _TOKENIZER_SCHEMA},
@@ -117,17 +118,23 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         raise XtkError(
             f"this projection has version {str(header.get('version'))[:20]}; this xtk reads version {VERSION}",
             where=str(path),
-            hint="build it again, or use the xtk that wrote it",
+            hint="build it again: xtk build-projection STUDENT TEACHER -o FILE",
         )
     check_schema(header, _HEADER_SCHEMA, str(path), "build it again")
     audited = header.get("audit", {})
-    if strange := [name for name in audited.get("critical", []) if name not in audited.get("categories", {})]:
+    if strange := [
+        name for name in audited.get("poorly_matched_categories", []) if name not in audited.get("categories", {})
+    ]:
         raise CorruptError(f"the audit of this projection has no category {strange[0]!r:.60}", where=str(path))
-    if any(("missing_mass" in one) != ("unreached" in one) for one in audited.get("categories", {}).values()):
+    if any(
+        ("unmapped_mass" in one) != ("unreachable_teacher_tokens" in one)
+        for one in audited.get("categories", {}).values()
+    ):
         raise CorruptError("the audit of this projection states a part of what a category loses", where=str(path))
-    if ("categories" in audited) != ("critical" in audited):
+    if ("categories" in audited) != ("poorly_matched_categories" in audited):
         raise CorruptError(
-            "the audit of this projection has categories without critical ones, or the reverse", where=str(path)
+            "the audit of this projection has categories without a list of poorly matched ones, or the reverse",
+            where=str(path),
         )
     return header
 

@@ -27,7 +27,8 @@ _RUN_FILE_NAMES = re.compile(r"recipe\.json|metrics\.jsonl")
 _TRAINER_FILE_NAMES = re.compile(r"(trainer|rank)-\d{5}-of-\d{5}\.safetensors")
 _MODEL_CODE_NAMES = re.compile(r"(configuration|modeling|tokenization)_\w+\.py")
 _STEP_FOLDER_NAMES = re.compile(r"(checkpoint|best)-[1-9]\d*")
-_ROUNDS, _TRACKERS = "rounds", "trackers"
+# Of the rollouts of a run; `rounds` is the folder of versions up to 2 of the recipe, which --force replaces.
+_ROLLOUT_BATCHES, _TRACKERS = ("rollout_batches", "rounds"), "trackers"
 # `name` holds the name of the run; the others are what TensorBoard (through Accelerate), Weights & Biases and Trackio
 # write below the folder of trackers.
 _OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name|(.*/)?(wandb|trackio)/.*")
@@ -119,7 +120,7 @@ def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
         elif is_folder and run and name == _TRACKERS:
             files = sorted(one.relative_to(path).as_posix() for one in path.rglob("*") if not one.is_dir())
             found += [f"{prefix}{name}/{file}" for file in files if not _OF_TRACKERS.fullmatch(file)]
-        elif on_policy and name == (_ROUNDS if is_folder else _ROLLOUTS):
+        elif on_policy and name in (_ROLLOUT_BATCHES if is_folder else (_ROLLOUTS,)):
             continue
         elif is_folder or path.is_symlink() or not _is_xtk_file(name, listed, code, run=run):
             found.append(prefix + name)

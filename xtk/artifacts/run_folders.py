@@ -25,7 +25,7 @@ RECIPE_FILE, RUN_MANIFEST, METRICS_FILE, CARD_FILE, ROLLOUTS_FILE = (
 )
 TRAINER_FOLDER, ADAPTER_FOLDER = "trainer", "adapter"
 CHECKPOINT, BEST = "checkpoint", "best"
-VERSION, RECIPE_KIND, RECIPE_VERSION = 3, "recipe", 2
+VERSION, RECIPE_KIND, RECIPE_VERSION = 4, "recipe", 3
 RECIPE_KEYS = ("kind", "version", "identity")  # the rest of a recipe is options
 # Files that transformers, peft or vLLM read from a model folder by their names alone.
 MODEL_FILE_NAMES = re.compile(
@@ -100,7 +100,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise XtkError(
             f"this recipe has version {version}; this xtk reads version {RECIPE_VERSION}",
             where=str(file),
-            hint="use the xtk that began the run, or train it again into another folder",
+            hint="train it again: xtk distill ... -o FOLDER --force; or use the xtk version that started the run",
         )
     identity = content.get("identity")
     if not isinstance(identity, dict) or not _is_identity(identity):
@@ -125,7 +125,7 @@ def _is_identity(content: Mapping[str, Any]) -> bool:
         and all(isinstance(one, str) for one in student.values())
         and {"weights", "tokenizer"} <= set(student)
         and all(_is_count(content.get(name, 0)) for name in ("max_steps", "documents_per_step"))
-        and all(isinstance(content.get(name, {}), dict) for name in ("preparation", "on_policy"))
+        and all(isinstance(content.get(name, {}), dict) for name in ("student_model", "on_policy"))
     )
 
 
@@ -225,7 +225,7 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         raise XtkError(
             f"this {content.get('kind') or 'folder'!s:.40} has version {shown}; this xtk reads version {VERSION}",
             where=str(path),
-            hint="use the xtk that wrote it, or run the command that made it again, with --force",
+            hint="make it again: xtk distill ... -o FOLDER --force (an export: xtk export RUN -o FOLDER --force)",
         )
     stated = {key: value for key, value in content.items() if key != "checksum"}
     if content.get("checksum") != sha256(canonical_json(stated)):
@@ -251,8 +251,8 @@ def _is_valid_manifest(content: Mapping[str, Any], where: str) -> bool:
             check_file_name(name, [kind], where=where)
             if name == RUN_MANIFEST or not _is_file_entry(entry):
                 return False
-    types: dict[str, type] = {"run": str, "parallel": str}
-    counts = ("step", "steps", "processes")
+    types: dict[str, type] = {"run_fingerprint": str, "parallel": str}
+    counts = ("step", "steps", "num_processes")
     if "best" in content and not (isinstance(content["best"], dict) and _is_count(content["best"].get("step"))):
         return False
     if "recipe" in content and not (isinstance(content["recipe"], dict) and _is_identity(content["recipe"])):

@@ -77,8 +77,8 @@ class RawCodec:
 
     Tokens: `ids` int32 [T], `token_byte_ends` int32 [T]. Signal: `exact` int32 [P], how many ids of each position are
         exact;
-    `drawn` int32 [P * R]; `ids` int32 [E], `logprobs` float32 [E], `drawn_ids` int32 [D], `counts` int32 [D], and
-    float32 [P] each `remainder_mass`, `observed_logprobs`, `entropy`.
+    `sample_set_sizes` int32 [P * R]; `ids` int32 [E], `logprobs` float32 [E], `sample_ids` int32 [D], `counts` int32
+        [D], and float32 [P] each `remainder_mass`, `observed_logprobs`, `entropy`.
 
     Args:
         options: of the header's codec: "num_sample_sets" R, "num_samples" n.

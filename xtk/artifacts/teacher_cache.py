@@ -21,15 +21,18 @@ from xtk import terminal
 from xtk.artifacts.atomic_files import TEMPORARY_PREFIX, canonical_json, parse_json_object, sha256
 from xtk.artifacts.cache_manifest import (
     CODEC_FILE_KEYS,
+    FORMAT,
     MANIFEST,
     MAX_MANIFEST_BYTES,
     SHARD_NAME,
     TOKENIZER_FILES,
+    VERSION,
     VOCABULARY_ORDER_NAME,
     check_cache_manifest,
     shard_file_name,
 )
 from xtk.artifacts.cache_shard import (
+    UNNUMBERED_VERSION,
     CacheShard,
     ScoredDocument,
     ShardPosition,
@@ -47,7 +50,6 @@ from xtk.errors import CorruptError, XtkError
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
-FORMAT, VERSION = "xtk-teacher-cache", 5
 # Written first and removed last: a folder with it is an unfinished cache of xtk's, also one without a shard.
 UNFINISHED_MARKER = ".xtk-unfinished"
 MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
@@ -181,10 +183,10 @@ class CacheWriter:
         shard = open_verified_shard(self.folder.local_path(file), self.folder.path_of(file))
         if _header_identity(shard.header) != self._identity:
             raise _other_request_error(self.folder, file, shard.header, self.header)
-        if shard.position != self.shard_position(number) or len(shard) != shard.position.rows:
+        if shard.position != self.shard_position(number) or len(shard) != shard.position.documents:
             raise CorruptError(
-                f"this file has the rows {shard.position.first_row:,} to {shard.position.first_row + len(shard):,} "
-                f"of shard "
+                f"this file has the rows {shard.position.first_document:,} to "
+                f"{shard.position.first_document + len(shard):,} of shard "
                 f"{shard.position.shard}, and its place is that of the rows {self._first_rows[number]:,} to "
                 f"{self._first_rows[number + 1]:,} of shard {number}",
                 where=self.folder.path_of(file),
@@ -296,9 +298,11 @@ def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
     folder.remove_stale_temporary_files()
     held = folder.file_sizes()
     if UNFINISHED_MARKER in held:
-        found = parse_json_object(
-            folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), folder.path_of(UNFINISHED_MARKER)
-        ).get("header")
+        where = folder.path_of(UNFINISHED_MARKER)
+        marker = parse_json_object(folder.read(UNFINISHED_MARKER, MAX_MANIFEST_BYTES), where)
+        if marker.get("version", UNNUMBERED_VERSION) != VERSION:
+            raise _version_error(marker.get("version", UNNUMBERED_VERSION), where)
+        found = marker.get("header")
         if isinstance(found, dict) and _header_identity(found) != _header_identity(header):
             raise _other_request_error(folder, UNFINISHED_MARKER, found, header)
     elif MANIFEST not in held:
@@ -306,7 +310,7 @@ def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
 
 
 def _unfinished_marker_content(header: dict[str, Any]) -> bytes:
-    return canonical_json({"format": FORMAT, "header": header}).encode() + b"\n"
+    return canonical_json({"format": FORMAT, "version": VERSION, "header": header}).encode() + b"\n"
 
 
 def _manifest_bytes(manifest: dict[str, Any]) -> bytes:
@@ -323,7 +327,7 @@ def _manifest_entry(file: str, shard: CacheShard) -> dict[str, Any]:
         **shard.counts(),
         **shard.entropy_sums(),
         "bytes": shard.num_bytes,
-        "payload": [list(stretch) for stretch in shard.payload_ranges()],
+        "payload_ranges": [list(stretch) for stretch in shard.payload_ranges()],
         "checksum": shard.frame_checksum(),
     }
 
@@ -414,11 +418,7 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
     if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
         raise CorruptError("this is no manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
-        raise XtkError(
-            f"this teacher cache has version {str(manifest['version'])[:20]}, and this xtk reads version {VERSION}",
-            where=where,
-            hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
-        )
+        raise _version_error(manifest["version"], where)
     # Byte by byte: JSON says the same in more than one way.
     try:
         whole = manifest.get("checksum") == _checksum(manifest) and _manifest_bytes(manifest) == content
@@ -429,10 +429,18 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
     return check_cache_manifest(manifest, where, again)
 
 
+def _version_error(version: object, where: str) -> XtkError:
+    return XtkError(
+        f"this teacher cache has version {str(version)[:20]}; this xtk reads version {VERSION}",
+        where=where,
+        hint="make it again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+    )
+
+
 def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
     """Return documents, positions, tokens and bytes of a cache."""
-    names = {"documents": "rows", "positions": "positions", "tokens": "tokens", "bytes": "bytes"}
-    return {total: sum(int(shard[name]) for shard in manifest["shards"]) for total, name in names.items()}
+    names = ("documents", "positions", "tokens", "bytes")
+    return {name: sum(int(shard[name]) for shard in manifest["shards"]) for name in names}
 
 
 class TeacherCache:
@@ -462,7 +470,10 @@ class TeacherCache:
                 raise self._damaged_error(
                     f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
                 )
-        self._first_rows: list[int] = [0, *itertools.accumulate(shard["rows"] for shard in self.manifest["shards"])]
+        self._first_rows: list[int] = [
+            0,
+            *itertools.accumulate(shard["documents"] for shard in self.manifest["shards"]),
+        ]
         self._load_vocabulary_order = cache(self._read_vocabulary_order)
         self._open = lru_cache(maxsize=MAX_OPEN_SHARDS)(self._open_shard)
         self._verified: set[int] = set()
@@ -519,7 +530,7 @@ class TeacherCache:
         places = {self.folder.local_path(file).parent for file in TOKENIZER_FILES if file in held}
         try:
             place = places.pop() if places else Path(self.folder.name)
-            tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["width"]))
+            tokenizer = Tokenizer(place, name=str(identity["name"]), embedding_rows=int(identity["embedding_rows"]))
         except CorruptError:
             raise
         except XtkError as wrong:
@@ -623,7 +634,7 @@ class TeacherCache:
     def _open_shard(self, number: int) -> CacheShard:
         entry = self.manifest["shards"][number]
         path = self.folder.local_path(entry["file"])
-        if number not in self._verified and _file_frame_checksum(path, entry["payload"]) != entry["checksum"]:
+        if number not in self._verified and _file_frame_checksum(path, entry["payload_ranges"]) != entry["checksum"]:
             raise self._damaged_error("this shard does not match its checksum in the manifest", entry["file"])
         shard = CacheShard(path, self.folder.path_of(entry["file"]), self._load_vocabulary_order)
         if number not in self._verified and _header_identity(shard.header) != self._identity_of(entry):

@@ -101,9 +101,9 @@ def alignment_sections(
 
 def _bar(record: dict[str, Any]) -> str:
     """Return the bytes of all documents by the kind of span that they are in."""
-    kinds = [(f"{name} spans", kind["share_of_bytes"], "") for name, kind in record["kinds"].items()]
+    kinds = [(f"{name} spans", kind["byte_fraction"], "") for name, kind in record["span_kinds"].items()]
     named = "Bytes by their span, as tokens of the student : tokens of the teacher"
-    return f"<p>{named}</p>\n" + stacked_bar([*kinds, ("in no span", record["unaligned_share_of_bytes"], "")])
+    return f"<p>{named}</p>\n" + stacked_bar([*kinds, ("in no span", record["unaligned_fraction"], "")])
 
 
 def _html_table(table: TextTable) -> Iterator[str]:

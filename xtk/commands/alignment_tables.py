@@ -71,7 +71,7 @@ def _tokenizer_table(record: dict[str, Any]) -> TextTable:
             record[side],
             _format_count(record[f"{side}_tokens"]),
             f"{record[f'{side}_bytes_per_token']:.3f}",
-            _format_count(record["rewritten_documents"][side]),
+            _format_count(record["normalized_documents"][side]),
         )
         for side in ("student", "teacher")
     ]
@@ -84,17 +84,17 @@ def _span_kind_table(record: dict[str, Any]) -> TextTable:
         (
             name,
             _format_count(kind["spans"]),
-            _format_percent(kind["share_of_spans"]),
+            _format_percent(kind["span_fraction"]),
             _format_count(kind["bytes"]),
-            _format_percent(kind["share_of_bytes"]),
+            _format_percent(kind["byte_fraction"]),
             _format_count(kind["student_tokens"]),
             _format_count(kind["teacher_tokens"]),
         )
-        for name, kind in record["kinds"].items()
+        for name, kind in record["span_kinds"].items()
     ]
-    unaligned = (_format_count(record["unaligned_bytes"]), _format_percent(record["unaligned_share_of_bytes"]))
+    unaligned = (_format_count(record["unaligned_bytes"]), _format_percent(record["unaligned_fraction"]))
     in_spans = {
-        side: sum(kind[f"{side}_tokens"] for kind in record["kinds"].values()) for side in ("student", "teacher")
+        side: sum(kind[f"{side}_tokens"] for kind in record["span_kinds"].values()) for side in ("student", "teacher")
     }
     left = tuple(_format_count(record[f"{side}_tokens"] - in_spans[side]) for side in ("student", "teacher"))
     rows.append(("in no span", "", "", *unaligned, *left))
@@ -106,7 +106,7 @@ def _longest(record: dict[str, Any]) -> TextTable:
     rows = [
         (
             _format_count(span["document"]),
-            _format_count(span["at_byte"]),
+            _format_count(span["start_byte"]),
             _format_count(span["bytes"]),
             f"{span['student_tokens']}:{span['teacher_tokens']}",
             visible_text(span["excerpt"]).replace(" ", "·"),
@@ -121,7 +121,7 @@ def _worst(record: dict[str, Any]) -> TextTable:
     rows = [
         (
             _format_count(document["document"]),
-            _format_percent(document["share_of_bytes"]),
+            _format_percent(document["byte_fraction"]),
             _why(document),
             visible_text(document["excerpt"]),
         )
@@ -137,8 +137,8 @@ def _why(document: dict[str, Any]) -> str:
         reasons.append(f"{_format_count(document['n:m_bytes'])} bytes in n:m spans")
     if document["unaligned_bytes"]:
         reasons.append(f"{_format_count(document['unaligned_bytes'])} bytes in no span")
-    if document["rewritten_by"]:
-        reasons.append(f"rewritten by the {' and the '.join(document['rewritten_by'])}")
+    if document["normalized_by"]:
+        reasons.append(f"changed by the {' and the '.join(document['normalized_by'])}")
     return ", ".join(reasons) + f", of {_format_count(document['bytes'])}"
 
 

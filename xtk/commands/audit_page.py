@@ -30,8 +30,8 @@ def audit_sections(audit: dict[str, Any]) -> Iterator[str]:
     total = max(sum(rows.values()), 1)
     yield "<p>What becomes of the student's tokens</p>\n"
     yield stacked_bar((kind, count / total, f"{count:,} rows") for kind, count in rows.items())
-    missing = f"{audit['missing_mass']:.2%} of the mass is missing"
-    yield f"<p>{missing}; nothing reaches {audit['unreached']:,} tokens of the teacher.</p>\n"
+    missing = f"{audit['unmapped_mass']:.2%} of the probability mass is unmapped"
+    yield f"<p>{missing}; {audit['unreachable_teacher_tokens']:,} teacher tokens are unreachable.</p>\n"
     categories = audit.get("categories") or {}
     if categories:
         heads = ("student's tokens", "the teacher has not", "teacher's tokens", "the student has not")
@@ -46,7 +46,7 @@ def audit_sections(audit: dict[str, Any]) -> Iterator[str]:
 
 
 def _unmatched_cells(figures: dict[str, Any], side: str) -> str:
-    count, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
+    count, unmatched = figures[f"{side}_tokens"], figures[f"unmatched_{side}_tokens"]
     share = unmatched / max(count, 1)
     return (
         f'<td class="number">{count:,}</td>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-ROW_KINDS = ("exact", "special", "spread", "filled", "empty", "padded")
+ROW_KINDS = ("exact", "special", "composed", "mapped", "unmapped", "padding")
 
 
 def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
@@ -15,8 +15,8 @@ def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
     yield "  audit"
     rows = audit["rows"]
     yield f"    rows: {', '.join(f'{rows[kind]:,} {kind}' for kind in ROW_KINDS if kind in rows)}"
-    unreached = audit["unreached"]
-    yield f"    missing mass {audit['missing_mass']:.2%}; teacher tokens that nothing reaches: {unreached:,}"
+    unreached = audit["unreachable_teacher_tokens"]
+    yield f"    unmapped mass {audit['unmapped_mass']:.2%}; unreachable teacher tokens: {unreached:,}"
     categories = audit.get("categories")
     if categories:
         yield ""
@@ -31,16 +31,16 @@ def _category_table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
     """Yield a line a category: tokens, share without a token of equal bytes, and what this projection loses of them."""
     from xtk.projection.token_categories import CATEGORIES
 
-    whole = all("missing_mass" in figures for figures in categories.values())
-    lost = f"{'missing mass':>14}{'unreached':>11}" if whole else ""
+    whole = all("unmapped_mass" in figures for figures in categories.values())
+    lost = f"{'unmapped mass':>14}{'unreachable':>13}" if whole else ""
     yield f"    {'category':15}{'student':>9}{'unmatched':>11}{'teacher':>10}{'unmatched':>11}{lost}"
     for name, figures in ((name, categories[name]) for name in CATEGORIES if name in categories):
         sides = "".join(
             f"{figures[f'{side}_tokens']:>{width},}"
-            f"{figures[f'{side}_unmatched'] / max(figures[f'{side}_tokens'], 1):>11.1%}"
+            f"{figures[f'unmatched_{side}_tokens'] / max(figures[f'{side}_tokens'], 1):>11.1%}"
             for side, width in (("student", 9), ("teacher", 10))
         )
-        lost = f"{figures['missing_mass']:>14.2%}{figures['unreached']:>11,}" if whole else ""
+        lost = f"{figures['unmapped_mass']:>14.2%}{figures['unreachable_teacher_tokens']:>13,}" if whole else ""
         yield f"    {name:15}{sides}{lost}"
     if not whole:
         yield "    (what each category loses needs both tokenizers: it is told by the projection as it was built)"

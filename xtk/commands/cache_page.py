@@ -104,17 +104,17 @@ _FIGURES = (
     "teacher_logprobs_bytes_per_position",
     "mean_entropy_nats",
     "quantization_kl_nats",
-    "quantization_kl_share_of_entropy",
-    "mean_mass_kept",
+    "quantization_kl_fraction_of_entropy",
+    "mean_stored_mass",
     "mean_exact_ids",
-    "mean_drawn_ids",
-    "share_outside_of_likeliest",
+    "mean_sampled_ids",
+    "observed_outside_top_k_fraction",
 )
 
 
 def _bytes_bar(statistics: dict[str, Any]) -> str:
     total, per = max(statistics["bytes"], 1), max(statistics["positions"], 1)
-    sizes = statistics["bytes_by_part"].items()
+    sizes = statistics["bytes_by_section"].items()
     return stacked_bar((name, size / total, f"{size / per:.1f} bytes a position") for name, size in sizes)
 
 

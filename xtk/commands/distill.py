@@ -362,7 +362,7 @@ def distill(
         int,
         typer.Option(
             help="Processes that tokenise, align and decode ahead, for each process of the run; 0: a thread does. "
-            "More memory, for runs that wait for data (waiting, in metrics.jsonl).",
+            "More memory, for runs that wait for data (data_wait_fraction in metrics.jsonl).",
             min=0,
             max=256,
         ),

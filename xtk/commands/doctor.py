@@ -114,7 +114,7 @@ def doctor(
     for finding in run_checks(case):
         findings.append(finding)
         if as_json:
-            terminal.result_json({"kind": "finding", **dataclasses.asdict(finding)})
+            terminal.result_json({"kind": "finding", **finding.to_json()})
     if not as_json:
         _print_findings(findings)
     worst = max((LEVELS.index(finding.level) for finding in findings), default=0)

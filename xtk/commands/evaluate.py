@@ -258,7 +258,7 @@ def _answers(
                     read = "\n".join(segment.text for segment in prompt.document.segments)
                     worth = None if math.isnan(one.reward) else one.reward
                     line = {"model": name, "problem": prompt.number, "sample": one.sample, "prompt": read,
-                            "answer": text, "reward": worth, "finish": one.finish_reason}  # fmt: skip
+                            "answer": text, "reward": worth, "finish_reason": one.finish_reason}  # fmt: skip
                     stream.write(json.dumps(line, ensure_ascii=False) + "\n")
 
             tokenizer = Tokenizer(folder, name=name)
@@ -300,7 +300,7 @@ def _print_reward_results(
     rows = [
         [str(line["model"]), *(format_with_error(line[name], line[f"{name}_error"]) for name in measures),
          format_with_error(line["difference"], line["difference_error"], "+") if "difference" in line else "",
-         f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
+         f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
         for line in lines
     ]  # fmt: skip
     heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]

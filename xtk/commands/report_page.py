@@ -17,19 +17,21 @@ if TYPE_CHECKING:
     from xtk.commands.samples_page import GeneratedSample
     from xtk.evaluation.result_tables import EvaluationResult
 
-CLOCK_METRICS = ("step", "seconds", "tokens")  # are no curves
-GENERATION_METRICS = ("reward", "on_policy_step", "staleness", "rollout_")
+CLOCK_METRICS = ("step", "training_seconds", "tokens")  # are no curves
+GENERATION_METRICS = ("reward", "is_on_policy_step", "staleness_steps", "rollout_")
 TRAINING_METRICS = (
-    "learning_rate", "gradient_norm", "tokens_per_second", "memory", "waiting", "unaligned", "balance", "weight/",
-    "teacher_seconds", "writing_seconds", "skipped_steps",
+    "learning_rate", "gradient_norm", "tokens_per_second", "peak_memory_gib", "data_wait_fraction",
+    "unaligned_fraction", "kd_scale", "teacher_weight/", "teacher_seconds", "generation_seconds", "skipped_steps",
 )  # fmt: skip
 SECTIONS = ("Held-out text", "Losses", "What the student writes", "Training")
 METRIC_UNITS = {
-    "eval_bits_per_byte": "bits a byte", "eval_ce": "nats a token", "ce": "nats a token", "memory": "GiB",
-    "eval_top1_agreement": "share", "tokens_per_second": "tokens a second", "waiting": "share of the time",
-    "rollout_entropy": "nats a token", "rollout_length": "tokens", "rollout_truncated": "share",
-    "rollout_repetition": "share", "rollout_dropped": "share", "rollout_tool_share": "share", "staleness": "steps",
-    "teacher_seconds": "s", "writing_seconds": "s", "skipped_steps": "steps",
+    "eval_bits_per_byte": "bits a byte", "eval_ce": "nats a token", "ce": "nats a token", "peak_memory_gib": "GiB",
+    "eval_top1_agreement": "share", "tokens_per_second": "tokens a second",
+    "data_wait_fraction": "fraction of the time", "rollout_entropy": "nats a token",
+    "rollout_length": "tokens", "rollout_truncated_fraction": "fraction",
+    "rollout_repeated_4gram_fraction": "fraction", "rollout_unusable_fraction": "fraction",
+    "rollout_environment_token_fraction": "fraction", "staleness_steps": "steps",
+    "teacher_seconds": "s", "generation_seconds": "s", "skipped_steps": "steps",
 }  # fmt: skip
 
 REPORT_STYLE = """

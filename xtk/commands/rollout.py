@@ -188,8 +188,13 @@ def rollout(
                 terminal.note(f"the reward {name} could not judge {count:,} rollouts")
     told = figures.summary()
     terminal.note(
-        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, {told['truncated']:.1%} cut off"
-        + (f", {told['mean_turns']:.1f} turns, {told['tool_share']:.1%} from tools" if environment else "")
+        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, "
+        f"{told['truncated_fraction']:.1%} cut off"
+        + (
+            f", {told['mean_turns']:.1f} turns, {told['environment_token_fraction']:.1%} from tools"
+            if environment
+            else ""
+        )
         + ("" if told["mean_reward"] is None else f", mean reward {told['mean_reward']:.4f}")
     )
     terminal.result_artifact({"path": output, "kind": "rollouts", **told}, as_json=as_json)

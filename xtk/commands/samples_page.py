@@ -80,7 +80,7 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
         number, prompt, text = _prompt_and_completion(line)
         if number is None:
             break
-        finish = line.get("finish", line.get("finish_reason"))
+        finish = line.get("finish_reason")
         reward = line.get("reward")
         worth = float(reward) if isinstance(reward, int | float) else None
         model = str(line["model"]) if "problem" in line and line.get("model") else name
@@ -163,7 +163,7 @@ def samples_over_time(records: Sequence[Mapping[str, Any]], format_number: Any) 
         one = records[place]
         facts = [f"before step {one.get('step', 0) + 1:,}", f"prompt {one.get('prompt', '?')}"]
         facts += [f"reward {format_number(one['reward'])}"] if isinstance(one.get("reward"), int | float) else []
-        facts += ["cut off"] if one.get("finish") == "length" else []
+        facts += ["cut off"] if one.get("finish_reason") == "length" else []
         yield f'<p class="facts">{escape(", ".join(facts))}</p>\n{_sample_html(str(one.get("text", "")))}'
 
 

@@ -22,10 +22,10 @@ COLUMN_TITLES = {
     "reward": "reward",
     "eval_bits_per_byte": "bits per byte",
     "tokens_per_second": "tokens/s",
-    "seconds": "seconds",
+    "training_seconds": "seconds",
 }
 MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
-INTEGER_METRICS = ("steps", "tokens_per_second", "seconds")
+INTEGER_METRICS = ("steps", "tokens_per_second", "training_seconds")
 
 
 def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
@@ -39,7 +39,12 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
     from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
     from xtk.training.metrics_file import read_metrics
 
-    told: dict[str, Any] = {"path": str(run.folder), "kind": "student", "name": run.name, "varies": dict(varies)}
+    told: dict[str, Any] = {
+        "path": str(run.folder),
+        "kind": "student",
+        "name": run.name,
+        "varied_options": dict(varies),
+    }
     if exit_code:
         return {**told, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
     content = read_run_manifest(run.folder)
@@ -51,7 +56,7 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
     except CorruptError as wrong:  # the student is there: its speed alone is not known
         terminal.error(name_run_in_error(run.name, wrong))
         lines = []
-    metrics |= {"steps": content["steps"], "seconds": total_seconds(lines) if lines else math.nan}
+    metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
     metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
     figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
@@ -82,7 +87,7 @@ def _is_log(path: Path) -> bool:
 
 def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
-    seconds = [one["seconds"] for one in metrics if "seconds" in one]
+    seconds = [one["training_seconds"] for one in metrics if "training_seconds" in one]
     ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
     return float(sum(ends))
 
@@ -90,12 +95,12 @@ def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
 def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     """Return the records of runs in groups of which only the seed is another one.
 
-    Those of a group of more than one run get `over_seeds`: of each figure the mean and its standard error, None of a
+    Those of a group of more than one run get `seed_means`: of each figure the mean and its standard error, None of a
     single run.
     """
     groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for one in records:
-        key = tuple((name, value) for name, value in one["varies"].items() if name != SEED_OPTION)
+        key = tuple((name, value) for name, value in one["varied_options"].items() if name != SEED_OPTION)
         groups.setdefault(key, []).append(one)
     for group in groups.values():
         if len(group) > 1:
@@ -103,7 +108,7 @@ def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any
             figures = {name: _mean([one[name] for one in done if name in one]) for name in COLUMN_TITLES}
             means = {"runs": len(done), **{name: figure for name, figure in figures.items() if figure is not None}}
             for one in group:
-                one["over_seeds"] = means
+                one["seed_means"] = means
     return list(groups.values())
 
 
@@ -116,18 +121,20 @@ def _mean(values: Sequence[float]) -> dict[str, float | None] | None:
 
 def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
-    names = [name for name in records[0]["varies"] if name != SEED_OPTION]
+    names = [name for name in records[0]["varied_options"] if name != SEED_OPTION]
     rows = []
     for group in add_seed_means(records):
         first = group[0]
         done = [one for one in group if one["state"] == "finished"]
-        seeds = " ".join(one["varies"].get(SEED_OPTION, "") for one in done)
+        seeds = " ".join(one["varied_options"].get(SEED_OPTION, "") for one in done)
         failed = len(group) - len(done)
         figures = [
-            _figure(first["over_seeds"].get(name) if len(group) > 1 else first.get(name), name)
+            _figure(first["seed_means"].get(name) if len(group) > 1 else first.get(name), name)
             for name in COLUMN_TITLES
         ]
-        rows.append([*(first["varies"][name] for name in names), seeds, *figures, f"{failed} failed" if failed else ""])
+        rows.append(
+            [*(first["varied_options"][name] for name in names), seeds, *figures, f"{failed} failed" if failed else ""]
+        )
     return [*names, SEED_OPTION, *COLUMN_TITLES.values(), "state"], rows
 
 

@@ -34,10 +34,10 @@ def duplicate_start_token(inputs: DoctorInputs) -> Iterator[Finding]:
             name = tokenizer.special_token_names[bos]
             what = f"the tokenizer puts {name} in front, and so does the chat template: what others tokenise has two"
             hint = "elsewhere tokenise what the template wrote with add_special_tokens=False; xtk reads one"
-            yield Finding("starts", "warning", what, side.name, hint)
+            yield Finding("duplicate_start_token", "warning", what, side.name, hint)
         else:
             who = "the tokenizer" if added else "the chat template" if written else "nobody"
-            yield Finding("starts", "ok", f"{who} writes the start token of a conversation", side.name)
+            yield Finding("duplicate_start_token", "ok", f"{who} writes the start token of a conversation", side.name)
 
 
 def _adds_start_token(side: DoctorModel) -> bool:
@@ -53,19 +53,21 @@ def template_content(inputs: DoctorInputs) -> Iterator[Finding]:
     for side in inputs.models:
         if not _has_template(side):
             if not talks:
-                yield Finding("contents", "ok", "there is no chat template", side.name)
+                yield Finding("template_content", "ok", "there is no chat template", side.name)
                 continue
             try:  # as the commands tell it
                 _ = side.tokenizer.chat_template
             except XtkError as wrong:
-                yield Finding("contents", "error", wrong.what, side.name, wrong.hint or "")
+                yield Finding("template_content", "error", wrong.what, side.name, wrong.hint or "")
             continue
         try:
             found = list(_try_template(side))
         except XtkError as wrong:
-            yield Finding("contents", "error" if talks else "warning", wrong.what, side.name, wrong.hint or "")
+            yield Finding("template_content", "error" if talks else "warning", wrong.what, side.name, wrong.hint or "")
             continue
-        yield from found or [Finding("contents", "ok", "the chat template leaves answers as they are", side.name)]
+        yield from found or [
+            Finding("template_content", "ok", "the chat template leaves answers as they are", side.name)
+        ]
 
 
 def _try_template(side: DoctorModel) -> Iterator[Finding]:
@@ -74,7 +76,9 @@ def _try_template(side: DoctorModel) -> Iterator[Finding]:
     asked = side.tokenizer.chat_template.render([QUESTION], add_generation_prompt=True)
     if "<think>" in text or "<think>" in asked[len(side.tokenizer.chat_template.render([QUESTION])) :]:
         what = "the chat template writes a thought by itself, in answers that have none or where an answer begins"
-        yield Finding("contents", "note", what, side.name, "data with thoughts, or --chat-template-kwargs in rollouts")
+        yield Finding(
+            "template_content", "note", what, side.name, "data with thoughts, or --chat-template-kwargs in rollouts"
+        )
     tries = {
         "drops thoughts from answers": ([QUESTION], THOUGHT + ANSWER, []),
         "drops thoughts from earlier answers": ([QUESTION], THOUGHT + ANSWER, [FOLLOW_UP]),
@@ -85,7 +89,7 @@ def _try_template(side: DoctorModel) -> Iterator[Finding]:
         lost = count_lost_bytes(document, tokenize_documents(side.tokenizer, [document])[0])
         if lost:
             told = f"the chat template {what}: these bytes carry no loss"
-            yield Finding("contents", "note", told, side.name, figures={"bytes": lost})
+            yield Finding("template_content", "note", told, side.name, figures={"bytes": lost})
 
 
 def _has_template(side: DoctorModel) -> bool:

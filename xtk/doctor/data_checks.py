@@ -21,24 +21,30 @@ def document_lengths(inputs: DoctorInputs) -> Iterator[Finding]:
         return
     for number, side in enumerate(inputs.models):
         limit, longest = max_document_tokens(side, inputs.plan), reading.longest[number][0]
-        figures = {"longest": longest[0], "limit": limit, "too_long": reading.num_too_long[number]}
+        figures = {
+            "longest_tokens": longest[0],
+            "limit_tokens": limit,
+            "documents_too_long": reading.num_too_long[number],
+        }
         told = f"the longest of {_documents_read(inputs)} has {longest[0]:,} tokens"
         if side.role == "teacher" and inputs.cache is not None:
             continue  # it has read them
         if limit is None:
-            yield Finding("lengths", "note", f"{told}; the configuration tells no context", side.name, figures=figures)
+            yield Finding(
+                "document_lengths", "note", f"{told}; the configuration tells no context", side.name, figures=figures
+            )
         elif reading.num_too_long[number] and inputs.plan.long_documents == "refuse":
             command = "distill" if side.role == "student" else "cache-teacher"
             what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)} "
             what += f"are longer than {limit:,} tokens; {told}"
             hint = f"xtk {command} --long-documents {LONG_DOCUMENT_HINTS[side.role]}"
-            yield Finding("lengths", "error", what, f"{side.name}, document {longest[1]}", hint, figures)
+            yield Finding("document_lengths", "error", what, f"{side.name}, document {longest[1]}", hint, figures)
         elif reading.num_too_long[number]:
             what = f"{reading.num_too_long[number]:,} of {_documents_read(inputs)}: "
             what += f"--long-documents {inputs.plan.long_documents}; {told}"
-            yield Finding("lengths", "warning", what, f"{side.name}, document {longest[1]}", figures=figures)
+            yield Finding("document_lengths", "warning", what, f"{side.name}, document {longest[1]}", figures=figures)
         else:
-            yield Finding("lengths", "ok", f"{told}, of {limit:,} that it reads", side.name, figures=figures)
+            yield Finding("document_lengths", "ok", f"{told}, of {limit:,} that it reads", side.name, figures=figures)
 
 
 def _documents_read(case: DoctorInputs) -> str:
@@ -60,7 +66,9 @@ def special_tokens_in_text(inputs: DoctorInputs) -> Iterator[Finding]:
             share = len({at for at, _ in found}) / len(inputs.data_sample.documents)
             what = f"{share:.0%} of the documents spell special tokens, such as {found[0][1]}, which xtk reads as text"
             hint = "conversations as messages, which each side's own template writes"
-            yield Finding("spelled_tokens", "warning", what, side.name, hint, {"share": round(share, 6)})
+            yield Finding(
+                "special_tokens_in_text", "warning", what, side.name, hint, {"document_fraction": round(share, 6)}
+            )
 
 
 def compression(inputs: DoctorInputs) -> Iterator[Finding]:
@@ -93,8 +101,8 @@ def _alignment_finding(case: DoctorInputs) -> Finding:
     for group in align_documents(documents, case.student.tokenizer, case.teacher.tokenizer):
         statistics.add(group)
     record = statistics.to_json()
-    share, single = 1 - record["unaligned_share_of_bytes"], record["kinds"]["1:1"]["share_of_spans"]
-    figures = {"aligned_share_of_bytes": share, "single_share_of_spans": single}
+    share, single = 1 - record["unaligned_fraction"], record["span_kinds"]["1:1"]["span_fraction"]
+    figures = {"aligned_byte_fraction": share, "one_to_one_span_fraction": single}
     # What stands in no span of a conversation is its template and what was not answered.
     low = share < MIN_ALIGNED_FRACTION and all(document.conversation is None for document in documents)
     what = f"{share:.1%} of the bytes are aligned; {single:.1%} of the spans are one token on each side"

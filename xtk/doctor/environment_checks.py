@@ -19,15 +19,17 @@ def library_versions(inputs: DoctorInputs) -> Iterator[Finding]:
 
     found = {name: version for name in (*LIBRARIES, *OPTIONAL_LIBRARIES) if (version := _version(name))}
     told = ", ".join(f"{name} {version}" for name, version in found.items())
-    yield Finding("versions", "ok", f"Python {platform.python_version()}, {told}", figures=found)
+    yield Finding("library_versions", "ok", f"Python {platform.python_version()}, {told}", figures=found)
     if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(at) for at in range(torch.cuda.device_count())]
-        yield Finding("versions", "ok", "; ".join(f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in devices))
+        yield Finding(
+            "library_versions", "ok", "; ".join(f"{one.name}, {one.total_memory / 2**30:.0f} GiB" for one in devices)
+        )
         if inputs.plan.parallel.num_processes > len(devices):
             what = f"{inputs.plan.parallel.num_processes} processes, and {len(devices)} devices here"
-            yield Finding("versions", "note", what, hint="several machines: --num-machines")
+            yield Finding("library_versions", "note", what, hint="several machines: --num-machines")
     else:
-        yield Finding("versions", "note", f"no GPU is seen: all runs on {os.cpu_count()} cores")
+        yield Finding("library_versions", "note", f"no GPU is seen: all runs on {os.cpu_count()} cores")
 
 
 def _version(name: str) -> str:

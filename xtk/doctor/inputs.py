@@ -47,6 +47,17 @@ class Finding:
     hint: str = ""
     figures: dict[str, Any] = field(default_factory=dict)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the finding as `xtk doctor --json` prints it."""
+        return {
+            "check": self.check,
+            "level": self.level,
+            "message": self.what,
+            "where": self.where,
+            "hint": self.hint,
+            "values": self.figures,
+        }
+
 
 @dataclass(frozen=True)
 class DoctorModel:

@@ -24,7 +24,9 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
     if identity["tokenizer"] != teacher.fingerprint:
         what = f"the cache is of a teacher with another tokenizer ({identity['tokenizer'][:15]})"
         hint = f"xtk cache-teacher {teacher.name} ...; or name the teacher of the cache"
-        yield Finding("caches", "error", what, f"{where}; {inputs.teacher.name} has {teacher.fingerprint[:15]}", hint)
+        yield Finding(
+            "cache_identity", "error", what, f"{where}; {inputs.teacher.name} has {teacher.fingerprint[:15]}", hint
+        )
         return
     told = f"{len(inputs.cache):,} documents, support {support}"
     # Of a server's teacher a cache knows the configuration alone.
@@ -33,15 +35,15 @@ def cache_identity(inputs: DoctorInputs) -> Iterator[Finding]:
     if said and own and said != own:
         what = f"the cache is of a teacher with other weights or another configuration ({said[0][:15]})"
         hint = f"name the teacher of the cache, which distill learns from; or xtk cache-teacher {teacher.name} ..."
-        yield Finding("caches", "warning", what, f"{where}; {inputs.teacher.name} has {own[0][:15]}", hint)
+        yield Finding("cache_identity", "warning", what, f"{where}; {inputs.teacher.name} has {own[0][:15]}", hint)
     elif inputs.data_sample.documents and identity["template"] != teacher.template_fingerprint:
         what = "the cache was made with another chat template"
-        yield Finding("caches", "warning", what, where, "--force caches again, if the data holds conversations")
+        yield Finding("cache_identity", "warning", what, where, "--force caches again, if the data holds conversations")
     elif not said or not own:
         lacking = "no weights of the teacher are here" if said else "the cache does not name any"
-        yield Finding("caches", "ok", f"{told}; weights were not compared: {lacking}", where)
+        yield Finding("cache_identity", "ok", f"{told}; weights were not compared: {lacking}", where)
     else:
-        yield Finding("caches", "ok", f"{told}, of these very weights", where)
+        yield Finding("cache_identity", "ok", f"{told}, of these very weights", where)
 
 
 def _weights_fingerprints(side: DoctorModel) -> list[str]:
@@ -60,11 +62,13 @@ def projection(inputs: DoctorInputs) -> Iterator[Finding]:
     rows, tokens = audited["rows"], len(student)
     exact = (rows["exact"] + rows["special"]) / tokens
     what = (
-        f"{exact:.1%} of the student's tokens are tokens of the teacher, {rows['spread'] / tokens:.1%} are spread over "
-        f"several, {rows['empty'] / tokens:.1%} are none; missing mass {audited['missing_mass']:.4f}"
+        f"{exact:.1%} of the student's tokens are tokens of the teacher, {rows['composed'] / tokens:.1%} are "
+        f"composed of several, {rows['unmapped'] / tokens:.1%} are unmapped; "
+        f"unmapped mass {audited['unmapped_mass']:.4f}"
     )
-    figures = {"rows": rows, "missing_mass": audited["missing_mass"], "unreached": audited["unreached"],
-               "critical": audited["critical"]}  # fmt: skip
+    figures = {"rows": rows, "unmapped_mass": audited["unmapped_mass"],
+               "unreachable_teacher_tokens": audited["unreachable_teacher_tokens"],
+               "poorly_matched_categories": audited["poorly_matched_categories"]}  # fmt: skip
     told = audit_warning(audited)
     if told is None:
         yield Finding("projection", "ok", what, figures=figures)
@@ -86,11 +90,11 @@ def auto_loss(inputs: DoctorInputs) -> Iterator[Finding]:
     """Tell what `--loss auto` takes, and why."""
     side = inputs.teacher.tokenizer
     cache: Any = inputs.cache or _UncachedTeacher(
-        {"teacher": {"name": side.name, "tokenizer": side.fingerprint, "width": side.embedding_rows},
+        {"teacher": {"name": side.name, "tokenizer": side.fingerprint, "embedding_rows": side.embedding_rows},
          "options": {"support": DEFAULT_SUPPORT}},
         side,
     )  # fmt: skip
     name = str(cache.header["teacher"]["name"])
     losses, why = DistillationTeacher(name, name, cache, inputs.student.tokenizer).auto_losses()
     told = " and ".join(f"--loss {loss}" for loss in losses)
-    yield Finding("chosen", "ok", f"--loss auto takes {told}, for {why}", figures={"losses": losses})
+    yield Finding("auto_loss", "ok", f"--loss auto takes {told}, for {why}", figures={"losses": losses})

@@ -94,10 +94,10 @@ def _memory_finding(command: str, found: MemoryEstimate, plan: RunPlan) -> Findi
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in found.bytes_by_purpose.items() if size)
     layout = f", each of {processes} processes ({plan.parallel})" if processes > 1 else ""
     what = f"{command}{layout}: {found.total / GIB:.2f} of {there / GIB:.1f} GiB ({parts})"
-    figures = {"command": command, "device": found.device, "bytes": found.total, "there": there,
+    figures = {"command": command, "device": found.device, "bytes": found.total, "available_bytes": there,
                **{name.replace(" ", "_"): size for name, size in found.bytes_by_purpose.items()}}  # fmt: skip
     hint = "--gradient-checkpointing, --max-batch-tokens, --parallel fsdp=N, --lora-r; docs/how-to/doctor.md"
-    if found.bytes_by_purpose.get("holes in the heap"):
+    if found.bytes_by_purpose.get("heap fragmentation"):
         hint = f"MALLOC_MMAP_THRESHOLD_=1048576, which gives memory back; {hint}"
     if command == "cache-teacher":
         hint = "--batch-tokens, --dtype bfloat16, --engine tp_size=N"
@@ -158,7 +158,7 @@ def estimate_training_memory(inputs: DoctorInputs) -> MemoryEstimate:
         "gradients and activations": peak,
         "gathered weights": 2 * found.largest_block if layout.fsdp * layout.cp > 1 and layout.is_sharded else 0,
         "buckets of DDP": trained if replicas else 0,
-        "holes in the heap": found.heap_fragmentation,
+        "heap fragmentation": found.heap_fragmentation,
         "merging": _merge_bytes(found.weights, peak, found.heap_fragmentation) if plan.lora_r and not _on_cuda() else 0,
         "average": 4 * found.trained_weights // {"float32": 4}.get(plan.dtype, 2) // shards if plan.ema_decay else 0,
     }
@@ -362,7 +362,7 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
             "bytes": size,
             "positions": reading.num_trained_tokens[1],
             "tokens": reading.num_tokens[1],
-            "whole": reading.is_complete,
+            "is_complete": reading.is_complete,
         }
         yield Finding("disk", "ok", what, figures=figures)
         yield _scoring_time_finding(inputs)
@@ -376,7 +376,7 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
     whole = _format_bytes(size + kept)
     what = f"checkpoints take {_format_bytes(kept)} at most, with the cache {whole} of {_format_bytes(free)} free"
     hint = "another -o, or --save-total-limit 1" if level == "error" else ""
-    free_figures = {"checkpoints": kept, "cache": size, "free": free}
+    free_figures = {"checkpoint_bytes": kept, "cache_bytes": size, "free_bytes": free}
     yield Finding("disk", level, what, str(place), hint, free_figures)
 
 
@@ -395,7 +395,7 @@ def _scoring_time_finding(case: DoctorInputs) -> Finding:
     seconds = reading.num_tokens[1] / rate
     more = "" if reading.is_complete else ", the documents that were read alone"
     what = f"the teacher reads for {format_duration(seconds)} at {rate:,.0f} tokens a second{more}"
-    return Finding("disk", "ok", what, figures={"seconds": round(seconds, 3), "tokens_per_second": rate})
+    return Finding("disk", "ok", what, figures={"teacher_seconds": round(seconds, 3), "tokens_per_second": rate})
 
 
 def _format_bytes(size: float) -> str:

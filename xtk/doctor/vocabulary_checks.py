@@ -17,26 +17,30 @@ def embedding_rows(inputs: DoctorInputs) -> Iterator[Finding]:
         tokens, said = len(side.tokenizer), side.text_config.get("vocab_size")
         embedding = side.embedding
         held = said if embedding is None else embedding[1]
-        figures = {"tokens": tokens, "rows": held, "vocab_size": said}
+        figures = {"tokens": tokens, "embedding_rows": held, "vocab_size": said}
         if not side.config or not side.tensor_headers:
             missing = "are no weights (*.safetensors)" if side.config else "is no configuration (config.json)"
             # A cache needs no teacher any more; what is on the hub is not fetched for this.
             level = "note" if side.is_remote or (side.role == "teacher" and inputs.cache is not None) else "error"
-            yield Finding("rows", level, f"there {missing} in this folder", side.name, "the whole model's folder")
+            yield Finding(
+                "embedding_rows", level, f"there {missing} in this folder", side.name, "the whole model's folder"
+            )
         elif not isinstance(held, int):
-            yield Finding("rows", "note", "the rows of the embedding were not found", side.name)
+            yield Finding("embedding_rows", "note", "the rows of the embedding were not found", side.name)
         elif embedding is not None and said is not None and held != said:
             what = f"the embedding has {held:,} rows, and the configuration says {said:,}"
             hint = f"vocab_size: {held} in config.json, if the weights are right"
-            yield Finding("rows", "error", what, side.name, hint, figures)
+            yield Finding("embedding_rows", "error", what, side.name, hint, figures)
         elif held < tokens:
             what = f"the model has {held:,} rows; its tokenizer names {tokens:,} tokens"
             hint = "the tokenizer that the model was trained with"
             hint += "; or xtk distill --resize-vocabulary, which adds rows" if side.role == "student" else ""
-            yield Finding("rows", "error", what, side.name, hint, figures)
+            yield Finding("embedding_rows", "error", what, side.name, hint, figures)
         else:
             spare = f", {held - tokens:,} rows without a token" if held > tokens else ""
-            yield Finding("rows", "ok", f"{tokens:,} tokens, {held:,} rows{spare}", side.name, figures=figures)
+            yield Finding(
+                "embedding_rows", "ok", f"{tokens:,} tokens, {held:,} rows{spare}", side.name, figures=figures
+            )
 
 
 def special_tokens(inputs: DoctorInputs) -> Iterator[Finding]:
@@ -72,9 +76,9 @@ def _check_roles(side: DoctorModel) -> Iterator[Finding]:
     if "eos" not in roles:
         what = f"no token has the role eos ({told or 'none has any role'}): nothing tells where a text ends"
         hint = "eos_token in tokenizer_config.json"
-        yield Finding("special_tokens", "warning", what, side.name, hint, {"roles": roles})
+        yield Finding("special_tokens", "warning", what, side.name, hint, {"special_tokens": roles})
         return
-    yield Finding("special_tokens", "ok", told, side.name, figures={"roles": roles})
+    yield Finding("special_tokens", "ok", told, side.name, figures={"special_tokens": roles})
     if roles.get("pad") == roles["eos"]:
         what = "pad is the token that eos is: trainers that leave pad out of the loss teach no end; xtk trains it"
         yield Finding("special_tokens", "note", what, side.name, "a pad token of its own, for other tools")

@@ -72,7 +72,9 @@ def weight_tensors(inputs: DoctorInputs) -> Iterator[Finding]:
         if files:
             lost = sum(file in files for file in named.values())
             what = f"missing files of weights: {len(files)} of {len(set(named.values()))} ({format_names(files)})"
-            yield Finding("tensors", level, what, side.name, hint, {"files": files, "tensors": lost})
+            yield Finding(
+                "weight_tensors", level, what, side.name, hint, {"missing_files": files, "missing_tensors": lost}
+            )
             continue
         yield from _compare_headers(side, level, hint)
 
@@ -86,23 +88,30 @@ def _compare_headers(side: DoctorModel, level: str, hint: str) -> Iterator[Findi
         configuration = load_model_config(side.folder)
     except XtkError as wrong:
         if "auto_map" not in side.config:  # of its own code `attention` tells
-            yield Finding("tensors", level, wrong.what, side.name, wrong.hint or "")
+            yield Finding("weight_tensors", level, wrong.what, side.name, wrong.hint or "")
         return
     rows = side.embedding[1] if side.embedding else None
     for folder, found in compare_headers_with_config(configuration, headers).items():
         of = "adapter" if folder == side.adapter else "model"
         if missing := list(found.missing):
             what = f"missing tensors of the {of}: {len(missing):,} ({format_names(missing)})"
-            yield Finding("tensors", level, what, side.name, hint, {"tensors": len(missing)})
+            yield Finding("weight_tensors", level, what, side.name, hint, {"missing_tensors": len(missing)})
         # Of embedding and head `rows` tells.
         if others := [name for name, shape, _ in found.reshaped if of == "adapter" or not shape or shape[0] != rows]:
             what = (
                 f"tensors of other shapes than the configuration gives them: {len(others):,} ({format_names(others)})"
             )
-            yield Finding("tensors", level, what, side.name, "config.json of this very model", {"shapes": len(others)})
+            yield Finding(
+                "weight_tensors",
+                level,
+                what,
+                side.name,
+                "config.json of this very model",
+                {"mismatched_tensors": len(others)},
+            )
         if more := list(found.unexpected):
             what = f"tensors that the {of} does not use: {len(more):,} ({format_names(more)})"
-            yield Finding("tensors", "note", what, side.name, "", {"unexpected": len(more)})
+            yield Finding("weight_tensors", "note", what, side.name, "", {"unexpected_tensors": len(more)})
 
 
 def _tensor_files(side: DoctorModel) -> dict[str, str]:
@@ -134,7 +143,7 @@ def dtypes(inputs: DoctorInputs) -> Iterator[Finding]:
             what = f"packed weights are not trained ({told})"
             yield Finding("dtypes", "error", what, side.name, "the model as it was before; --load-in-4bit packs it")
         else:
-            yield Finding("dtypes", "ok", f"weights: {told}", side.name, figures={"tensors": dict(kinds)})
+            yield Finding("dtypes", "ok", f"weights: {told}", side.name, figures={"tensors_by_dtype": dict(kinds)})
     plan = inputs.plan
     if plan.dtype not in TRAINABLE_DTYPES:
         what, hint = f"no student is trained in {plan.dtype}", f"--dtype {' or '.join(TRAINABLE_DTYPES)}"

@@ -105,11 +105,11 @@ class AnswerScores:
         samples = self.scores.shape[1]
         found: dict[str, Any] = {
             "problems": int(self.is_scored.sum()),
-            "unjudged": int((~self.is_scored).sum()),
-            "without_room": self.prompts_too_long,
+            "unscored": int((~self.is_scored).sum()),
+            "prompts_too_long": self.prompts_too_long,
             "num_generations": samples,
             "mean_length": round(float(self.lengths.mean()), 3),
-            "truncated": round(self.truncated_fraction, 6),
+            "truncated_fraction": round(self.truncated_fraction, 6),
         }
         named = {
             f"avg@{samples}": self.mean_reward(),

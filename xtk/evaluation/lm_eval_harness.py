@@ -296,7 +296,7 @@ def _parse_results(found: Mapping[str, Any]) -> HarnessResults:
             for name, value in scores.items():
                 single.setdefault((task, name), {})[int(record["doc_id"])] = value
             samples.append({"task": task, "problem": int(record["doc_id"]), "filter": record["filter"],
-                            "asked": [_to_json_value(one) for one in record["arguments"]],
+                            "prompt": [_to_json_value(one) for one in record["arguments"]],
                             "answers": _to_json_value(record["filtered_resps"]),
                                 "target": _to_json_value(record["target"]),
                             **scores})  # fmt: skip

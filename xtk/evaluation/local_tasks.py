@@ -162,7 +162,7 @@ class CodeProblems:
         def keep(prompt: Prompt, one: Rollout) -> None:
             asked = "\n".join(segment.text for segment in prompt.document.segments)
             text = "".join(segment.text for segment in one.document.segments if segment.train)
-            samples.append({"task": self.name, "problem": prompt.number, "filter": "none", "asked": [asked],
+            samples.append({"task": self.name, "problem": prompt.number, "filter": "none", "prompt": [asked],
                             "answers": [text], "pass@1": one.reward})  # fmt: skip
 
         stop: Sequence[str] = () if self._chat else self._task.stop_strings

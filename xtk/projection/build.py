@@ -137,7 +137,7 @@ def projection_header(
     method_options = made.header_options() if hasattr(made, "header_options") else dataclasses.asdict(made)
     return {
         "kind": "projection",
-        "rules": ALGORITHM_VERSION,
+        "algorithm_version": ALGORITHM_VERSION,
         "method": method,
         "options": method_options,
         "special_tokens": special_tokens if isinstance(special_tokens, str) else dict(special_tokens),
@@ -155,9 +155,9 @@ def tokenizer_identity(tokenizer: Tokenizer) -> dict[str, Any]:
     """
     return {
         "tokenizer": tokenizer.fingerprint,
-        "roles": dict(tokenizer.special_token_ids),
+        "special_tokens": dict(tokenizer.special_token_ids),
         "tokens": len(tokenizer),
-        "width": tokenizer.embedding_rows,
+        "embedding_rows": tokenizer.embedding_rows,
     }
 
 

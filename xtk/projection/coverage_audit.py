@@ -55,22 +55,22 @@ def audit_projection(
     unmatched = [_unmatched_mask(pair, student_special_ids), _unmatched_mask(pair.swapped, teacher_special_ids)]
     by_category = _sum_by_category(
         (token_categories(pair.student.vocabulary), token_categories(pair.teacher.vocabulary)),
-        {"unmatched": unmatched[0], "empty": sizes == 0, "missing_mass": 1 - masses},
-        {"unmatched": unmatched[1], "unreached": ~reached[:teachers]},
+        {"unmatched": unmatched[0], "unmapped": sizes == 0, "unmapped_mass": 1 - masses},
+        {"unmatched": unmatched[1], "unreachable_teacher_tokens": ~reached[:teachers]},
     )
     exact = _exact_rows(projection, pair)
     return {
         "rows": {
             "exact": int(exact.sum()),
             "special": int((special & (sizes > 0)).sum()),
-            "spread": int(((sizes > 0) & ~special & ~exact).sum()),
-            "empty": int((sizes == 0).sum()),
-            "padded": projection.student_width - students,
+            "composed": int(((sizes > 0) & ~special & ~exact).sum()),
+            "unmapped": int((sizes == 0).sum()),
+            "padding": projection.student_width - students,
         },
-        "missing_mass": projection.missing_mass(students),
-        "unreached": int((~reached[:teachers]).sum()),
+        "unmapped_mass": projection.unmapped_mass(students),
+        "unreachable_teacher_tokens": int((~reached[:teachers]).sum()),
         "categories": by_category,
-        "critical": critical_categories(by_category),
+        "poorly_matched_categories": critical_categories(by_category),
     }
 
 
@@ -87,18 +87,18 @@ def refresh_audit(projection: Projection) -> dict[str, Any]:
     sizes = np.diff(projection.row_offsets)[:students]
     again: dict[str, Any] = {
         "rows": {
-            "filled": int((sizes > 0).sum()),
-            "empty": int((sizes == 0).sum()),
-            "padded": projection.student_width - students,
+            "mapped": int((sizes > 0).sum()),
+            "unmapped": int((sizes == 0).sum()),
+            "padding": projection.student_width - students,
         },
-        "missing_mass": projection.missing_mass(students),
-        "unreached": teachers - len(np.unique(projection.teacher_ids)),
+        "unmapped_mass": projection.unmapped_mass(students),
+        "unreachable_teacher_tokens": teachers - len(np.unique(projection.teacher_ids)),
     }
     if "categories" in earlier:
         again["categories"] = {
             name: {key: figures[key] for key in VOCABULARY_KEYS} for name, figures in earlier["categories"].items()
         }
-        again["critical"] = list(earlier["critical"])
+        again["poorly_matched_categories"] = list(earlier["poorly_matched_categories"])
     return again
 
 
@@ -121,13 +121,13 @@ def audit_warning(audited: Mapping[str, Any]) -> str | None:
 
 
 def _format_unmatched(figures: Mapping[str, Any]) -> str:
-    sides = [f"{figures[f'{side}_unmatched'] / figures[f'{side}_tokens']:.0%} of the {side}'s"
+    sides = [f"{figures[f'unmatched_{side}_tokens'] / figures[f'{side}_tokens']:.0%} of the {side}'s"
              for side in ("student", "teacher") if _is_critical(figures, side)]  # fmt: skip
     return " and ".join(sides)
 
 
 def _is_critical(figures: Mapping[str, Any], side: str) -> bool:
-    tokens, unmatched = figures[f"{side}_tokens"], figures[f"{side}_unmatched"]
+    tokens, unmatched = figures[f"{side}_tokens"], figures[f"unmatched_{side}_tokens"]
     return bool(tokens >= MIN_CRITICAL_TOKENS and unmatched >= CRITICAL_FRACTION * tokens)
 
 
@@ -156,11 +156,11 @@ def _sum_by_category(
         sums = {name: np.bincount(kind, values, minlength=len(CATEGORIES)) for name, values in figures.items()}
         for at, name in enumerate(CATEGORIES):
             results[name][f"{side}_tokens"] = int(tokens[at])
-            results[name][f"{side}_unmatched"] = int(sums["unmatched"][at])
+            results[name][f"unmatched_{side}_tokens"] = int(sums["unmatched"][at])
             if side == "student":
-                results[name]["empty"] = int(sums["empty"][at])
-                missing = max(0.0, float(sums["missing_mass"][at])) / max(int(tokens[at]), 1)
-                results[name]["missing_mass"] = max(0.0, round(missing, 6))
+                results[name]["unmapped"] = int(sums["unmapped"][at])
+                missing = max(0.0, float(sums["unmapped_mass"][at])) / max(int(tokens[at]), 1)
+                results[name]["unmapped_mass"] = max(0.0, round(missing, 6))
             else:
-                results[name]["unreached"] = int(sums["unreached"][at])
+                results[name]["unreachable_teacher_tokens"] = int(sums["unreachable_teacher_tokens"][at])
     return results

@@ -181,7 +181,7 @@ class Projection:
             "rows": self.student_width,
             "columns": self.teacher_width,
             "entries": len(self.teacher_ids),
-            "missing_mass": self.missing_mass(self.student_tokens),
-            "empty_rows": int((masses == 0).sum()),
+            "unmapped_mass": self.unmapped_mass(self.student_tokens),
+            "unmapped_rows": int((masses == 0).sum()),
             "reachable_teacher_tokens": len(np.unique(self.teacher_ids)),
         }

@@ -151,14 +151,14 @@ def make_cache_header(
             "name": request.teacher_folder.resolve().name,
             "weights": backend.weights_identity(request.teacher_folder, request.backend_options),
             "template": tokenizer.template_fingerprint,
-            "width": tokenizer.embedding_rows,
+            "embedding_rows": tokenizer.embedding_rows,
             "tokenizer": own["tokenizer"],
-            "special_tokens": own["roles"],
+            "special_tokens": own["special_tokens"],
         },
         "data": {
             "fingerprint": plan.fingerprint,
-            "rows": plan.num_chunks,
-            "too_long": plan.num_too_long,
+            "documents": plan.num_chunks,
+            "documents_too_long": plan.num_too_long,
             **({"optional_columns": plan.optional_columns} if plan.optional_columns else {}),
         },
         "options": {

@@ -48,7 +48,7 @@ def verify_cache(
     Returns:
         `documents`, `positions`; `largest_logprob_difference`, `largest_entropy_difference` and
         `quantization_kl_nats` (what quantization adds to KL(teacher || student), the mean), in nats;
-        `quantization_kl_share_of_entropy`;
+        `quantization_kl_fraction_of_entropy`;
         `same_weights`.
 
     Raises:
@@ -131,7 +131,7 @@ def _compare_documents(
         "largest_entropy_difference": float(f"{worst_entropy:.3g}"),
         "allowed_logprob_difference": allowed,
         "quantization_kl_nats": float(f"{added:.3g}"),
-        "quantization_kl_share_of_entropy": float(f"{added / nats:.3g}") if nats > 0 else None,
+        "quantization_kl_fraction_of_entropy": float(f"{added / nats:.3g}") if nats > 0 else None,
     }
 
 

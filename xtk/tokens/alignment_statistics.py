@@ -194,21 +194,21 @@ class AlignmentStatistics:
             "student_bytes_per_token": _ratio(self.num_bytes, int(self._tokens[0])),
             "teacher_bytes_per_token": _ratio(self.num_bytes, int(self._tokens[1])),
             "spans": total_spans,
-            "kinds": {
+            "span_kinds": {
                 name: {
                     "spans": int(row[SPANS]),
-                    "share_of_spans": _ratio(int(row[SPANS]), total_spans),
+                    "span_fraction": _ratio(int(row[SPANS]), total_spans),
                     "bytes": int(row[BYTES]),
-                    "share_of_bytes": _ratio(int(row[BYTES]), self.num_bytes),
+                    "byte_fraction": _ratio(int(row[BYTES]), self.num_bytes),
                     "student_tokens": int(row[STUDENT_TOKENS]),
                     "teacher_tokens": int(row[TEACHER_TOKENS]),
                 }
                 for name, row in zip(SPAN_KINDS, self._span_counts, strict=True)
             },
             "unaligned_bytes": self.num_bytes - covered,
-            "unaligned_share_of_bytes": _ratio(self.num_bytes - covered, self.num_bytes),
-            "rewritten_documents": dict(zip(("student", "teacher", "either"), self._rewritten.tolist(), strict=True)),
-            "lost_characters": {
+            "unaligned_fraction": _ratio(self.num_bytes - covered, self.num_bytes),
+            "normalized_documents": dict(zip(("student", "teacher", "either"), self._rewritten.tolist(), strict=True)),
+            "normalization_loss": {
                 side: {"rewritten": lost.rewritten, "dropped": lost.dropped, "unknown": lost.unknown}
                 for side, lost in zip(("student", "teacher"), self.normalization_losses, strict=True)
             },
@@ -241,7 +241,7 @@ class AlignmentStatistics:
             s0, s1, t0, t1 = spans[place].tolist()
             fresh[spelling] = {
                 "document": documents[at].index,
-                "at_byte": int(starts[place]),
+                "start_byte": int(starts[place]),
                 "bytes": len(spelling),
                 "student_tokens": s1 - s0,
                 "teacher_tokens": t1 - t0,
@@ -274,7 +274,7 @@ class AlignmentStatistics:
                 "share_of_bytes": round(float(fractions[place]), 6),
                 "n:m_bytes": int(several[place]),
                 "unaligned_bytes": int(unaligned[place]),
-                "rewritten_by": sides,
+                "normalized_by": sides,
                 "excerpt": _excerpt(documents[place]),
             }
             self._worst.append((float(fractions[place]), documents[place], found))

@@ -67,7 +67,7 @@ from xtk.training.trainer_state import TrainerState
 
 STUDENT = "student"
 INTERRUPTED = "interrupted"  # of the manifest of a checkpoint that only a stopped run has
-EMA, RANDOM_STATE = "average", "random"
+EMA, RANDOM_STATE = "ema", "random"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "added_tokens.json", "vocab.json", "merges.txt", "*.model", "*.tiktoken", "tekken.json",
@@ -194,7 +194,7 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
         content = read_run_manifest(folder, (CHECKPOINT,))
         if content.get("step") != step:
             raise CorruptError(f"this is the checkpoint of step {content.get('step')}", where=str(folder))
-        if content.get("run") != run:
+        if content.get("run_fingerprint") != run:
             raise CorruptError("this checkpoint is of another run", where=str(folder))
         verify_files(folder, content, subset=here)
         rank_files(folder, content)
@@ -202,7 +202,7 @@ def _problem(output: Path, step: int, folder: Path, run: str, *, best: bool) -> 
         if best and of:
             weights = output / f"{BEST}-{of}"
             kept = read_run_manifest(weights, (BEST,))
-            if (kept.get("step"), kept.get("run")) != (of, run):
+            if (kept.get("step"), kept.get("run_fingerprint")) != (of, run):
                 raise CorruptError("these are the best weights of another step or run", where=str(weights))
             verify_files(weights, kept, subset=here)
     except XtkError as wrong:
@@ -329,7 +329,7 @@ class CheckpointSaver:
             parts = {name: entry for one in distributed.all_gather_object(part.result()) for name, entry in one.items()}
             if distributed.is_main_process():
                 _check_parts(temporary, ranks)
-                content = {"kind": CHECKPOINT, "step": step, "run": self._run, "processes": ranks}
+                content = {"kind": CHECKPOINT, "step": step, "run_fingerprint": self._run, "num_processes": ranks}
                 kept = {**content, "parallel": self._layout, **trainer_state}
                 if (metrics := prefix_entry(output, METRICS_FILE)) is not None:
                     fsync(output / METRICS_FILE)
@@ -401,7 +401,7 @@ class CheckpointSaver:
             temporary.mkdir()
         self.write_model(temporary)
         if distributed.is_main_process():
-            content = {"kind": BEST, "step": step, "run": self._run}
+            content = {"kind": BEST, "step": step, "run_fingerprint": self._run}
             write_run_manifest(temporary, content, fsync_and_hash(temporary))
             _replace_folder(temporary, final)
             _remove_bests(output, step)
@@ -493,14 +493,14 @@ class CheckpointSaver:
         pieces = ShardedStateReader([folder / TRAINER_FOLDER / name for name in rank_files(folder, content)])
         with as_corrupt_error(folder):
             self._put_back(pieces, folder)
-            if content["processes"] == distributed.world_size() and content["parallel"] == self._layout:
+            if content["num_processes"] == distributed.world_size() and content["parallel"] == self._layout:
                 names = {
                     device: f"{RANDOM_STATE}.{device}.{distributed.rank()}" for device in distributed.random_states()
                 }
                 distributed.set_random_states({device: pieces.read_unsharded(name) for device, name in names.items()})
                 return content
         distributed.reseed(seed, content["step"], distributed.rank() if random_stream is None else random_stream)
-        told = f"{content['processes']} process(es), {content['parallel']}"
+        told = f"{content['num_processes']} process(es), {content['parallel']}"
         terminal.note(f"distill: {folder.name} was written by {told}: random numbers (of dropout) begin anew")
         return content
 
@@ -552,7 +552,8 @@ def rank_files(folder: Path, content: Mapping[str, Any]) -> list[str]:
     """
     listed = content["folders"].get(TRAINER_FOLDER, {})
     names = [
-        rank_file_name(rank, content["processes"]) for rank in range(min(content.get("processes", 0), len(listed)))
+        rank_file_name(rank, content["num_processes"])
+        for rank in range(min(content.get("num_processes", 0), len(listed)))
     ]
     if not names or set(names) != set(listed):
         raise CorruptError("this manifest does not list the files of all processes", where=str(folder / RUN_MANIFEST))

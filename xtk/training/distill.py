@@ -253,7 +253,7 @@ def _open_held_out(
         )
     held = open_teachers(places.eval_caches, (), tokenizer)
     for ours, theirs in zip(teachers, held, strict=True):
-        if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "width")):
+        if any(ours.identity[key] != theirs.identity[key] for key in ("tokenizer", "embedding_rows")):
             raise MismatchError(
                 "a held-out cache is of another teacher, with another vocabulary",
                 where=f"{theirs.path} is from {theirs.name}; {ours.path} from {ours.name}",

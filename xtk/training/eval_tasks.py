@@ -28,7 +28,7 @@ from xtk.training import distributed
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.student_generator import autocast
 
-LOGGED_METRICS = ("avg@", "pass@", "truncated", "mean_length")
+LOGGED_METRICS = ("avg@", "pass@", "truncated_fraction", "mean_length")
 
 
 class EvalTask(Protocol):

@@ -123,7 +123,7 @@ def export_student(
     source, content, metrics = _open_source(config)
     converter = _converter(config) if config.gguf else None
     results = [result for path in config.evaluations for result in read_results(path)]
-    dtype = config.dtype or content["recipe"].get("preparation", {}).get("dtype", "float32")
+    dtype = config.dtype or content["recipe"].get("student_model", {}).get("dtype", "float32")
     request = {
         "weights": weights_fingerprint(source),
         "step": content["steps"],
@@ -184,7 +184,7 @@ def _open_source(wanted: ExportConfig) -> tuple[Path, dict[str, Any], list[dict[
     folder = dict(list_checkpoints(run))[wanted.checkpoint]
     stated = read_run_manifest(folder, (CHECKPOINT,))
     verify_files(folder, stated)
-    if (stated.get("step"), stated.get("run")) != (wanted.checkpoint, run_fingerprint(identity)):
+    if (stated.get("step"), stated.get("run_fingerprint")) != (wanted.checkpoint, run_fingerprint(identity)):
         raise CorruptError("this is a checkpoint of another step or another run", where=str(folder))
     return folder, {"steps": wanted.checkpoint, "recipe": identity, "metrics": last}, metrics
 
@@ -270,7 +270,7 @@ def _merged_weights(
     if adapter is None and not averaged:
         yield source
         return
-    prepared = recipe.get("preparation", {})
+    prepared = recipe.get("student_model", {})
     told: dict[str, Any] = {key: tuple(one) if isinstance(one, list) else one for key, one in prepared.items()}
     packed = [told.pop(name, False) for name in ("load_in_4bit", "load_in_8bit")]
     if any(packed):

@@ -101,7 +101,7 @@ class DistillationTeacher:
         audited = made.header["audit"]
         terminal.note(
             f"distill: projection to {self.name}: method {DEFAULT_PROJECTION_METHOD}; {audited['rows']['exact']:,} of "
-            f"{len(self.student):,} student tokens exact, missing mass {audited['missing_mass']:.2%}; "
+            f"{len(self.student):,} student tokens exact, unmapped mass {audited['unmapped_mass']:.2%}; "
             + (f"kept as {path}" if path is not None and path.is_file() else "not kept")
         )
         return made
@@ -157,7 +157,7 @@ class DistillationTeacher:
         return self._comparison_spaces[name]
 
     def _make_comparison_space(self, kind: str) -> ComparisonSpace:
-        width = int(self.identity["width"])
+        width = int(self.identity["embedding_rows"])
         if kind in ("text", "spans"):
             return None
         if kind == "pairs":
@@ -177,7 +177,7 @@ class DistillationTeacher:
         """
         if self.has_students_tokenizer:
             return ByProjection(
-                np.arange(max(self.student.embedding_rows, int(self.identity["width"])), dtype=np.int32)
+                np.arange(max(self.student.embedding_rows, int(self.identity["embedding_rows"])), dtype=np.int32)
             )
         if self.named_projection is not None or "projection" in comparison_spaces:
             return ByProjection.from_projection(self.projection)
@@ -251,7 +251,11 @@ def _misfit(path: Path, projection: Projection, teacher: DistillationTeacher) ->
         )
     built_for = projection.header["teacher"]
     # A cache need not tell the roles; its width is no matter, padded rows are reached by nothing.
-    if any(built_for.get(key) != teacher.identity[key] for key in ("tokenizer", "roles") if key in teacher.identity):
+    if any(
+        built_for.get(key) != teacher.identity[key]
+        for key in ("tokenizer", "special_tokens")
+        if key in teacher.identity
+    ):
         return MismatchError(
             "this projection was built for another teacher",
             where=f"{path} is for {format_tokenizer(built_for)}; {teacher.description}",

@@ -146,8 +146,8 @@ def _which(content: Mapping[str, Any]) -> str:
 
 def _quality_metrics(after: Mapping[str, Any]) -> list[str]:
     """Return the metrics that say how good the student is: not clocks, counts and rates."""
-    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "seconds", "skipped_steps",
-              "waiting", "memory")  # fmt: skip
+    others = ("step", "learning_rate", "gradient_norm", "tokens", "tokens_per_second", "training_seconds",
+              "skipped_steps", "data_wait_fraction", "peak_memory_gib")  # fmt: skip
     return [name for name, value in after.items() if name not in others and isinstance(value, int | float)]
 
 

@@ -26,25 +26,25 @@ from xtk.training.micro_batches import BatchSampler
 ROLLOUT_METRICS = {
     "entropy": "nats a token, estimated: minus the mean log-probability of what was drawn",
     "length": "tokens of a rollout",
-    "truncated": "share of rollouts that were cut off",
-    "repetition": "share of four tokens in a row that were there before, within a rollout",
-    "dropped": "share of rollouts that were empty, or had a log-probability that is no number",
+    "truncated_fraction": "share of rollouts that were cut off",
+    "repeated_4gram_fraction": "share of four tokens in a row that were there before, within a rollout",
+    "unusable_fraction": "share of rollouts that were empty, or had a log-probability that is no number",
     "reward": "mean reward, of what could be judged",
     "turns": "how often the student spoke",
-    "tool_share": "share of the tokens behind the prompt that the student did not draw",
+    "environment_token_fraction": "share of the tokens behind the prompt that the student did not draw",
     "logprob_difference": "nats a token: mean absolute difference between the generation engine's log-probabilities of "
     "sampled tokens and the student's own",
 }
 # What came after runs had been trained: left as it is, it does not tell two of them apart.
 KEYS_OMITTED_BY_DEFAULT = ("prompt_template", "apply_chat_template", "chat_template_kwargs")
-_COMPARISON = re.compile(r"\s*(?P<name>[a-z_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
+_COMPARISON = re.compile(r"\s*(?P<name>[a-z0-9_]+)\s*(?P<sign>[<>])\s*(?P<limit>[-+.\deE]+)\s*")
 _FILE = re.compile(r"^.+\.py(?=:)|(?<=[:,]schema=)[^,]+", re.DOTALL)
 _SIGNS = {"<": operator.lt, ">": operator.gt}
 
 
 @dataclass(frozen=True)
 class StopCondition:
-    """A sign of collapse, after which a run ends: `repetition>0.5`.
+    """A sign of collapse, after which a run ends: `repeated_4gram_fraction>0.5`.
 
     Attributes:
         name: a key of `FIGURES`.

@@ -43,7 +43,7 @@ from xtk.training.metrics_file import MetricsFile
 from xtk.training.on_policy_config import OnPolicyConfig, PromptSampler, count_repeated_ngrams, reward_weights
 from xtk.training.online_scoring import CombineCaches, OnlineSource, TeacherBlocks
 
-ROLLOUT_BATCHES_FOLDER = "rounds"
+ROLLOUT_BATCHES_FOLDER = "rollout_batches"
 COMPARISON_FILE = "comparison.json"
 
 
@@ -294,9 +294,9 @@ class OnPolicyLoop(TeacherBlocks):
         return {
             **super().metrics(step),
             **(figures if writes else {}),
-            "on_policy_step": int(writes),
-            "staleness": self.staleness(step),
-            "writing_seconds": round(self.generation_seconds, 3),
+            "is_on_policy_step": int(writes),
+            "staleness_steps": self.staleness(step),
+            "generation_seconds": round(self.generation_seconds, 3),
         }
 
     def _forget_later(self, start: int) -> None:
@@ -403,7 +403,7 @@ class OnPolicyLoop(TeacherBlocks):
                 "step": block.start,
                 "prompt": one.prompt,
                 "text": one.document.text,
-                "finish": one.finish_reason,
+                "finish_reason": one.finish_reason,
                 **({} if math.isnan(one.reward) else {"reward": one.reward}),
             }
             if self._reported is None:  # a killed run wrote those of rounds that come again
@@ -437,11 +437,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     figures = {
         "entropy": float(-logprobs.mean()) if len(logprobs) else 0.0,
         "length": float(np.mean([len(some) for some in ids])) if ids else 0.0,
-        "truncated": float(np.mean([one.finish_reason == "length" for one in rollouts])),
-        "repetition": float(repeated[0] / max(repeated[1], 1)),
-        "dropped": float(np.mean([bool(one.unusable_reason) for one in rollouts])),
+        "truncated_fraction": float(np.mean([one.finish_reason == "length" for one in rollouts])),
+        "repeated_4gram_fraction": float(repeated[0] / max(repeated[1], 1)),
+        "unusable_fraction": float(np.mean([bool(one.unusable_reason) for one in rollouts])),
         "turns": float(np.mean([one.num_turns for one in rollouts])),
-        "tool_share": 1 - sum(map(len, ids)) / max(sum(_behind_the_prompt(tokens) for tokens in drawn), 1),
+        "environment_token_fraction": 1
+        - sum(map(len, ids)) / max(sum(_behind_the_prompt(tokens) for tokens in drawn), 1),
     }
     judged = [one.reward for one in rollouts if math.isfinite(one.reward)]
     return {**figures, **({"reward": float(np.mean(judged))} if judged else {})}
@@ -476,14 +477,14 @@ def _store(path: Path, rollouts: Sequence[Rollout]) -> None:
             record = {
                 "prompt": one.prompt,
                 "sample": one.sample,
-                "finish": one.finish_reason,
+                "finish_reason": one.finish_reason,
                 "turns": one.num_turns,
                 "reward": None if math.isnan(one.reward) else one.reward,
                 "rewards": {name: None if math.isnan(value) else value for name, value in one.rewards.items()},
-                "ends": one.document.is_complete,
+                "complete": one.document.is_complete,
                 "segments": [[part.role, part.text, part.train] for part in one.document.segments],
                 "messages": None if one.document.conversation is None else list(one.document.conversation.messages),
-                "drawn": None if drawn is None else base64.b64encode(drawn.to_bytes()).decode(),
+                "sampled_tokens": None if drawn is None else base64.b64encode(drawn.to_bytes()).decode(),
                 "top_ids": None if top_ids is None else np.asarray(top_ids).tolist(),
             }
             stream.write(json.dumps({**record, "checksum": _rollout_checksum(path, record)}) + "\n")
@@ -521,15 +522,17 @@ def _stored(path: Path, source: OnPolicySource) -> Iterator[Rollout]:
         document = replace(
             of_prompt,
             segments=tuple(Segment(*part) for part in record["segments"]),
-            is_complete=record["ends"],
+            is_complete=record["complete"],
             conversation=None if talk is None else replace(talk, messages=tuple(record["messages"])),
-            sampled_tokens=None if record["drawn"] is None else SampledTokens.from_bytes(base64.b64decode(record["drawn"])),
+            sampled_tokens=None
+            if record["sampled_tokens"] is None
+            else SampledTokens.from_bytes(base64.b64decode(record["sampled_tokens"])),
         )
         yield Rollout(
             document,
             prompt=record["prompt"],
             sample=record["sample"],
-            finish_reason=record["finish"],
+            finish_reason=record["finish_reason"],
             num_turns=record["turns"],
             reward=math.nan if record["reward"] is None else record["reward"],
             rewards={name: math.nan if value is None else value for name, value in record["rewards"].items()},

@@ -159,7 +159,7 @@ def write_sharded_state(
     for box, tensor in blocks:
         key = box.name if box.name not in tensors else f"{box.name}@{','.join(map(str, box.start))}"
         tensors[key] = tensor.cpu().contiguous().clone()
-        told[key] = {"of": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
+        told[key] = {"tensor": box.name, "shape": list(shapes[box.name]), "start": list(box.start),
                      "dtype": str(tensor.dtype).removeprefix("torch.")}  # fmt: skip
     save_file(tensors, path, metadata={HEADER_KEY: canonical_json({**header, "sharded_state": told})})
     set_default_permissions(path)
@@ -194,7 +194,7 @@ class ShardedStateReader:
                 self._files[path] = file
                 header = json.loads(file.metadata()[HEADER_KEY])
                 for key, told in header.pop("sharded_state").items():
-                    box = TensorBlock(told["of"], tuple(told["start"]), tuple(file.get_slice(key).get_shape()))
+                    box = TensorBlock(told["tensor"], tuple(told["start"]), tuple(file.get_slice(key).get_shape()))
                     stored = _Stored(path, key, box, tuple(told["shape"]), getattr(torch, told["dtype"]))
                     self._of.setdefault(box.name, []).append(stored)
                 self.headers.append(header)

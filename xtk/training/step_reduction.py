@@ -110,10 +110,11 @@ class StepReduction:
             **dict(zip(names, means.tolist(), strict=True)),
         }
         if self._distils.any():
-            told["kd"] = float(weighted[self._distils].sum())
+            told["distillation_loss"] = float(weighted[self._distils].sum())
         if self.teacher_weights is not None:
             told |= {
-                f"weight/{name}": float(share) for name, share in zip(self._names, self.teacher_weights, strict=True)
+                f"teacher_weight/{name}": float(share)
+                for name, share in zip(self._names, self.teacher_weights, strict=True)
             }
         return told
 
@@ -127,8 +128,8 @@ class StepReduction:
         for objective, (items, ratios, clipped) in zip(self._objectives, surrogate_sums, strict=True):
             if items:
                 teacher = self._names[objective.teacher_index]
-                told[metric_name("ratio", teacher, self._names)] = ratios / items
-                told[metric_name("clipped", teacher, self._names)] = clipped / items
+                told[metric_name("importance_ratio", teacher, self._names)] = ratios / items
+                told[metric_name("clip_fraction", teacher, self._names)] = clipped / items
         return told
 
 

@@ -181,7 +181,7 @@ class TrainConfig:
                 del content[one.name]
         del content["preparation"]
         if prepared := self.preparation.identity_options():
-            content["preparation"] = prepared
+            content["student_model"] = prepared
         if self.on_policy is not None:
             content["on_policy"] = self.on_policy.identity()
         content["losses"] = [str(loss) for loss in self.losses]

@@ -18,18 +18,18 @@ class TrainerState:
     Attributes:
         tokens: that all steps took, over all processes.
         skipped_steps: whose loss or gradient was no number, so that nothing was learnt.
-        skipped_in_a_row: of those, the last ones.
+        consecutive_skipped_steps: of those, the last ones.
         best_step: after which held-out text took fewest bits a byte; 0: nothing was evaluated.
         best_bits_per_byte: how many.
-        evaluations_since: that were not better.
+        evaluations_without_improvement: that were not better.
     """
 
     tokens: int = 0
     skipped_steps: int = 0
-    skipped_in_a_row: int = 0
+    consecutive_skipped_steps: int = 0
     best_step: int = 0
     best_bits_per_byte: float | None = None
-    evaluations_since: int = 0
+    evaluations_without_improvement: int = 0
 
     @classmethod
     def from_manifest(cls, manifest: Mapping[str, Any]) -> TrainerState:
@@ -63,9 +63,9 @@ class TrainerState:
             XtkError: they are more.
         """
         self.skipped_steps += 1
-        self.skipped_in_a_row += 1
+        self.consecutive_skipped_steps += 1
         told = f"the loss is {loss}, the norm of its gradient {gradient_norm}"
-        if self.skipped_in_a_row > max_consecutive:
+        if self.consecutive_skipped_steps > max_consecutive:
             raise XtkError(
                 told,
                 where=f"step {step:,}" + (f", as in the {max_consecutive:,} before it" if max_consecutive else ""),
@@ -77,9 +77,9 @@ class TrainerState:
         """Count an evaluation; return whether it is the best so far."""
         best = math.inf if self.best_bits_per_byte is None else self.best_bits_per_byte
         if not bits_per_byte < best:
-            self.evaluations_since += 1
+            self.evaluations_without_improvement += 1
             return False
-        self.best_step, self.best_bits_per_byte, self.evaluations_since = step, bits_per_byte, 0
+        self.best_step, self.best_bits_per_byte, self.evaluations_without_improvement = step, bits_per_byte, 0
         return True
 
 

@@ -154,7 +154,7 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
                     better = bits is not None and standing.count_evaluation(step + 1, bits)
                     if better and recipe.early_stopping_patience:
                         saver.write_best(run.output, step + 1)
-                last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_since
+                last = last or 0 < recipe.early_stopping_patience <= standing.evaluations_without_improvement
             if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
             stopped = stop.reason(accelerator.device)
@@ -205,7 +205,7 @@ def _take_note(
         _check_finite_weights(run, f"step {step + 1:,}")
         standing.count_skipped_step(step + 1, losses["loss"], norm, run.logging_config.max_skipped_steps)
         return
-    standing.skipped_in_a_row = 0
+    standing.consecutive_skipped_steps = 0
     if run.recipe.learning_rate:
         average.update()
 
@@ -298,7 +298,7 @@ def _step(
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and averages would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
+    return losses | ({"kd_scale": balance} if recipe.balance == "ce" else {}), norm
 
 
 def _pass(
@@ -472,11 +472,11 @@ class _Meter:
         return {
             "tokens": self._all_tokens,
             "tokens_per_second": round(tokens / seconds, 1),
-            "seconds": round(now - self._started, 3),
-            "waiting": round(waiting, 6),
-            "memory": round(memory, 3),
+            "training_seconds": round(now - self._started, 3),
+            "data_wait_fraction": round(waiting, 6),
+            "peak_memory_gib": round(memory, 3),
             **{
-                metric_name("unaligned", name, self._teachers): round(missed / max(rows, 1), 6)
+                metric_name("unaligned_fraction", name, self._teachers): round(missed / max(rows, 1), 6)
                 for name, missed, rows in zip(self._teachers, unaligned[::2], unaligned[1::2], strict=True)
             },
         }

@@ -58,7 +58,7 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
     found: dict[int, str] = {}
     while process.poll() is None:
         for number in range(3):
-            path = output / "rounds" / f"{number:06d}" / "rollouts-00000-of-00001.jsonl"
+            path = output / "rollout_batches" / f"{number:06d}" / "rollouts-00000-of-00001.jsonl"
             if number not in found and path.is_file():
                 found[number] = path.read_text()
         time.sleep(0.005)
@@ -70,13 +70,13 @@ def test_each_round_is_written_with_the_weights_of_its_step(tmp_path, tied):
     assert len(metrics) == 3
     for record in metrics:
         assert record["rollout_logprob_difference"] < 1e-4
-        assert abs(record["ratio"] - 1) < 1e-3
-        assert record["clipped"] == 0
+        assert abs(record["importance_ratio"] - 1) < 1e-3
+        assert record["clip_fraction"] == 0
     assert sorted(found) == [0, 1, 2]
     for number, lines in found.items():
         weights = output / f"checkpoint-{number}" if number else student
         for line in lines.splitlines():
-            drawn = SampledTokens.from_bytes(b64decode(json.loads(line)["drawn"]))
+            drawn = SampledTokens.from_bytes(b64decode(json.loads(line)["sampled_tokens"]))
             assert drawn.sampled_mask.argmax() >= 300
             expected = said_by(weights, drawn)
             np.testing.assert_allclose(drawn.logprobs[drawn.sampled_mask], expected, rtol=0, atol=1e-4)

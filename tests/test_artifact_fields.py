@@ -1,0 +1,380 @@
+"""Every file, key, column and metric that xtk writes is documented in artifacts.md, metrics.md or losses.md.
+
+Small artifacts of every kind are written once. Each name in them must be in backticks in the section of its artifact.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from command_line import run_xtk
+from safetensors import safe_open
+
+from xtk.artifacts import cooccurrence_counting
+from xtk.artifacts.corpus import Corpus
+from xtk.artifacts.dataset_records import RECORD_FIELDS
+from xtk.artifacts.teacher_cache import TeacherCache, _unfinished_marker_content
+from xtk.losses import LOSSES
+from xtk.projection.build import METHODS
+from xtk.projection.token_categories import CATEGORIES
+from xtk.tokens.alignment_statistics import SPAN_KINDS
+from xtk.tokens.tokenizer import Tokenizer
+from xtk.training.metrics_file import read_metrics
+
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+NAMES = ["Anna", "Bert", "Clara", "Dora"]
+# Values of these are names that a user or a model chooses: files, tokens, options, tasks.
+FREE_KEYS = {
+    "files", "folders", "special_tokens", "metrics", "rewards", "categories", "results", "span_kinds",
+    "rows_by_entries", "trainer", "adapter", "identity", "recipe", "sharded_state", "tensors_by_dtype", "messages",
+    "request", "varied_options",
+}  # fmt: skip
+TRAINING = ["--learning-rate", "1e-3", "--logging-steps", "1", "--per-device-train-batch-size", "4"]
+
+
+def backticked(page: str, heading: str = "") -> set[str]:
+    """Return the words in backticks of a page, or of one section of it with its subsections."""
+    text = (REFERENCE / page).read_text(encoding="utf-8")
+    if heading:
+        level = len(re.search(rf"^(#+) {re.escape(heading)}$", text, re.MULTILINE)[1])
+        text = re.split(rf"^#+ {re.escape(heading)}$", text, flags=re.MULTILINE)[1]
+        text = re.split(rf"^#{{1,{level}}} ", text, flags=re.MULTILINE)[0]
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def keys_of(value: Any, prefix: str = "") -> set[str]:
+    """Return the keys of a JSON value at all depths, but for those below FREE_KEYS."""
+    if isinstance(value, Mapping):
+        found = set(value)
+        for key, part in value.items():
+            if key not in FREE_KEYS:
+                found |= keys_of(part)
+        return found
+    return set().union(*map(keys_of, value)) if isinstance(value, list) else set()
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def printed(*command: object, **options: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_xtk(*command, **options).stdout.splitlines()]
+
+
+def safetensors_names(path: Path) -> tuple[dict[str, Any], set[str]]:
+    """Return the header of xtk and the names of the tensors of a safetensors file."""
+    with safe_open(path, "numpy") as file:
+        return json.loads(file.metadata()["xtk"]), set(file.keys())
+
+
+def option(new: str, old: str) -> str:
+    """Return the name that an option has in this version."""
+    return new if new in run_xtk("distill", "--help").stdout + run_xtk("rollout", "--help").stdout else old
+
+
+def undocumented(found: Iterable[str], page: str, heading: str = "") -> set[str]:
+    return set(found) - backticked(page, heading)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("fields")
+    rows = [
+        {"prompt": f"{name} has {at} apples and", "completion": f" gives {at} to Ida.", "answer": str(at),
+         "weight": 1 + at, "route": "teacher"}
+        for at, name in enumerate(NAMES)
+    ]  # fmt: skip
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rollouts(pair, folder) -> tuple[Path, list[dict[str, Any]]]:
+    """Rollouts with candidate ids, and what the command printed."""
+    told = printed(
+        "rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--max-completion-length", 8,
+        option("--top-logprobs", "--given"), 2, "--reward", "regex:pattern=a", "-o", folder / "r.jsonl", "--json",
+    )  # fmt: skip
+    return folder / "r.jsonl", told
+
+
+@pytest.fixture(scope="module")
+def caches(pair, cache, rollouts, folder) -> dict[str, Path]:
+    """Caches of both codecs, of rollouts, with samples and with all optional columns; and a merged one."""
+    ids = {"candidate_ids", "given_ids", "rollout_checksum"}  # candidates of another tokenizer; they change the line
+    lines = [{key: value for key, value in line.items() if key not in ids} for line in lines_of(rollouts[0])]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run_xtk(
+        "cache-teacher", pair.teacher, folder / "texts.jsonl", "--support", "top-k+sample", "--precision", "float32",
+        "--weight-column", "weight", "--route-column", "route", "-o", folder / "rollouts",
+    )  # fmt: skip
+    run_xtk("cache-teacher", "--merge", cache, cache, "-o", folder / "merged")
+    return {"packed": cache, "raw": folder / "rollouts", "merged": folder / "merged"}
+
+
+# --- caches
+
+
+@pytest.mark.slow
+def test_the_manifest_of_a_cache_is_documented(caches):
+    found: set[str] = set()
+    for path in caches.values():
+        manifest = json.loads((path / "manifest.json").read_text())
+        found |= keys_of(manifest) | {re.sub(r"-[0-9a-f]{16}", "-HASH", name) for name in manifest["files"]}
+    marker = json.loads(_unfinished_marker_content(TeacherCache(caches["raw"]).header))
+    assert not undocumented(found | keys_of(marker), "artifacts.md", "Teacher cache")
+
+
+@pytest.mark.slow
+def test_the_files_and_columns_of_a_cache_are_documented(caches):
+    found: set[str] = set()
+    for path in caches.values():
+        files = {file.name for file in path.iterdir()}
+        found |= {re.sub(r"-[0-9a-f]{16}", "-HASH", name) for name in files if not name.startswith("shard-")}
+        for file in sorted(path.glob("*.arrow")):
+            reader = pa.ipc.open_file(file.read_bytes())
+            found |= {field.name for field in reader.schema} | {key.decode() for key in reader.schema.metadata or ()}
+            if file.name.startswith("shard-"):
+                batch, seal = reader.get_batch_with_custom_metadata(0)
+                found |= {field.name for field in reader.schema.field("segments").type.value_type}
+                found |= set(json.loads(seal[b"xtk"]))
+                found |= {key for text in batch.column("conversation").to_pylist() if text for key in json.loads(text)}
+    assert {"sampled_tokens", "weight", "route", "first_document", "num_bytes"} <= found
+    assert not undocumented(found, "artifacts.md", "Teacher cache")
+
+
+# --- projections
+
+
+@pytest.mark.slow
+def test_a_projection_is_documented(pair, projection, corpus, folder):
+    run_xtk("prune-projection", projection, "--top-k", 2, "-o", folder / "pruned")
+    run_xtk("prune-projection", projection, "--merge", f"{folder / 'pruned'}=0.5", "-o", folder / "merged.safetensors")
+    paths = [projection, folder / "pruned", folder / "merged.safetensors"]
+    for method in METHODS:
+        if METHODS[method].endswith((":CooccurrenceMethod", ":EmbeddingSimilarityMethod")):
+            more = ["--corpus", corpus] if "Cooccurrence" in METHODS[method] else []
+            run_xtk("build-projection", pair.student, pair.teacher, "--method", method, *more, "-o", folder / method)
+            paths.append(folder / method)
+    found: set[str] = set()
+    for path in paths:
+        header, tensors = safetensors_names(path)
+        found |= keys_of(header) | tensors
+        for name, figures in header["audit"].get("categories", {}).items():
+            assert name in CATEGORIES
+            found |= set(figures)
+    assert {"unmapped_mass", "composed", "mapped", "renormalize"} - {"renormalize"} <= found
+    assert not undocumented(found, "artifacts.md", "Projection")
+
+
+def test_unfinished_counts_are_documented(pair, corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(cooccurrence_counting, "SAVE_INTERVAL_SECONDS", 0)
+    student, teacher = Tokenizer(pair.student), Tokenizer(pair.teacher)
+    cooccurrence_counting.count_corpus_cooccurrences(student, teacher, Corpus([str(corpus)]), tmp_path / "p")
+    (path,) = tmp_path.iterdir()
+    header, tensors = safetensors_names(path)
+    assert not undocumented(keys_of(header) | tensors, "artifacts.md", "Unfinished counts")
+
+
+# --- runs
+
+
+@pytest.fixture(scope="module")
+def run_of_caches(pair, cache, folder) -> Path:
+    """A run with two teachers, held-out caches, an adapter, the best weights and checkpoints."""
+    output = folder / "run"
+    shutil.copytree(cache, folder / "again")
+    run_xtk(
+        "distill", pair.student, cache, folder / "again", "--loss", "ce", "--loss", "byte-kl", "--max-steps", 3,
+        option("--scale-kd-to", "--balance"), "ce", "--teacher-weights", "ce:alpha=1", "--eval-data", cache,
+        "--eval-data", folder / "again", "--eval-steps", 1, "--save-steps", 1, "--save-total-limit", 3, "--lora-r", 2,
+        "--ema-decay", 0.5, "--report-to", "tensorboard", *TRAINING, "-o", output,
+    )  # fmt: skip
+    return output
+
+
+@pytest.fixture(scope="module")
+def run_on_policy(pair, folder) -> Path:
+    """An on-policy run that scores and rewards its rollouts, with an evaluation of answers, stopped after a checkpoint.
+
+    Early stopping makes it write its best weights.
+    """
+    output = folder / "on-policy"
+    (folder / "friend.py").write_text(FRIEND)
+    run_xtk(
+        "distill", pair.student, folder / "prompts.jsonl", "--teacher", f"{pair.teacher}:top_k=16", "--on-policy",
+        "--loss", "policy-gradient", "--reward", "regex:pattern=a", "--num-generations", 2, "--max-steps", 4,
+        "--steps-per-generation", 2, "--max-completion-length", 8, "--save-steps", 2, "--eval-steps", 2,
+        "--eval-data", folder / "prompts.jsonl", "--early-stopping-patience", 5, "--stop", "a", "--environment",
+        f"{folder / 'friend.py'}:Friend", "--max-turns", 2,
+        "--eval-tasks", f"{folder / 'prompts.jsonl'}:reward=regex:pattern=a,num_generations=2,temperature=1,"
+        "max_completion_length=4", *TRAINING, "-o", output,
+    )  # fmt: skip
+    return output
+
+
+FRIEND = """
+class Friend:
+    def reset(self, record):
+        return None
+
+    def step(self, text):
+        return " Bert, ", False
+"""
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_run_is_documented(run_of_caches, run_on_policy):
+    model_files = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md",
+                   "tokenizer_config.json"}  # fmt: skip
+    found: set[str] = set()
+    for path in (run_of_caches, run_on_policy):
+        names = {f"{one.name}/" if one.is_dir() else one.name for one in path.iterdir()} - model_files
+        found |= {re.sub(r"checkpoint-\d+", "checkpoint-N", name) for name in names}
+    assert {"adapter/", "trackers/", "checkpoint-N/", "rollouts.jsonl", "metrics.jsonl"} <= found
+    assert not undocumented(found, "artifacts.md", "Run folder")
+
+
+@pytest.mark.slow
+def test_recipes_and_manifests_of_runs_are_documented(run_of_caches, run_on_policy, folder):
+    run_xtk("export", run_of_caches, "-o", folder / "export")
+    found: set[str] = set()
+    manifests = [*run_of_caches.rglob("xtk.json"), *run_on_policy.rglob("xtk.json"), folder / "export" / "xtk.json"]
+    kinds = set()
+    for path in manifests:
+        content = json.loads(path.read_text())
+        kinds.add(content["kind"])
+        found |= keys_of(content) | keys_of(content.get("request", {}))
+    assert kinds == {"student", "checkpoint", "exported-student"}
+    for run in (run_of_caches, run_on_policy):
+        recipe = json.loads((run / "recipe.json").read_text())
+        options = set(recipe) - {"kind", "version", "identity"}
+        assert {"loss", "max_steps"} <= options
+        found |= {"kind", "version", "identity"} | set(recipe["identity"]["inputs"])
+        found |= {key for key in recipe["identity"] if key not in options and key != "losses"}
+    assert not undocumented(found - IDENTITY_OF_OPTIONS, "artifacts.md", "Run folder")
+
+
+# Values of options, under names that the options have in the code.
+IDENTITY_OF_OPTIONS = {"on_policy"}
+
+
+@pytest.mark.slow
+def test_the_state_of_the_trainer_is_documented(run_of_caches):
+    found: set[str] = set()
+    (checkpoint, *_) = sorted(run_of_caches.glob("checkpoint-*"))
+    for path in (checkpoint / "trainer").iterdir():
+        header, tensors = safetensors_names(path)
+        found |= set(header) | {key for one in header["sharded_state"].values() for key in one}
+        found |= {name.partition(".")[0] for name in tensors}
+    assert {"ema", "exp_avg", "random"} <= found
+    assert not undocumented(found, "artifacts.md", "Trainer state")
+
+
+@pytest.mark.slow
+def test_every_metric_is_documented(run_of_caches, run_on_policy):
+    found: set[str] = set()
+    for run in (run_of_caches, run_on_policy):
+        for record in read_metrics(run / "metrics.jsonl"):
+            found |= set(record)
+    assert {"kd_scale", "distillation_loss", "importance_ratio", "rollout_environment_token_fraction"} <= {
+        name.partition("/")[0] for name in found
+    }
+    names = set()
+    for name in found:
+        if name.startswith("eval_prompts/"):
+            names.add(re.sub(r"@\d+", "@n" if "avg" in name else "@k", name.replace("eval_prompts/", "eval_NAME/")))
+        elif name.partition("/")[0].removeprefix("eval_") not in {*LOSSES} - {"ce"}:
+            names.add(re.sub("/.*", "/TEACHER", name) if name.startswith(("teacher_", "eval_teacher_")) else name)
+    names = {name if name in ("teacher_weight/TEACHER", "eval_teacher_weight/TEACHER") else
+             name if name.startswith("eval_NAME/") else name.partition("/")[0] for name in names}  # fmt: skip
+    assert not undocumented({name.removesuffix("_error") for name in names}, "metrics.md")
+
+
+@pytest.mark.slow
+def test_rollouts_of_a_run_are_documented(run_on_policy):
+    found = keys_of(lines_of(run_on_policy / "rollouts.jsonl"))
+    assert not undocumented(found, "artifacts.md", "Run folder")
+
+
+# --- rollouts
+
+
+@pytest.mark.slow
+def test_rollouts_are_documented(rollouts):
+    path, told = rollouts
+    found = set().union(*lines_of(path)) - {"answer", "weight", "route"}
+    assert not undocumented(found | set(RECORD_FIELDS[-7:]), "artifacts.md", "Rollouts")
+    assert not undocumented(keys_of(told), "artifacts.md", "JSON output of commands")
+
+
+def test_stored_rollouts_of_an_unfinished_run_are_documented(tmp_path):
+    from xtk.rollouts.rollout import Rollout
+    from xtk.tokens.document import Document
+    from xtk.training import on_policy_loop
+
+    path = tmp_path / "rollouts-00000-of-00001.jsonl"
+    on_policy_loop._store(path, [Rollout(Document.from_text("a"), 0, 0, "stop")])
+    found = keys_of(lines_of(path)) | {on_policy_loop.COMPARISON_FILE}
+    assert not undocumented(found, "artifacts.md", "Rollout batches")
+
+
+# --- what commands print and write
+
+
+@pytest.mark.slow
+def test_evaluations_are_documented(pair, cache, folder):
+    found = keys_of(printed("evaluate", pair.student, cache, "--compare-to", pair.teacher, "--by-category", "--json"))
+    answers = printed(
+        "evaluate", pair.student, folder / "prompts.jsonl", "--compare-to", pair.teacher, "--reward", "regex:pattern=a",
+        "--max-completion-length", 4, "-o", folder / "answers.jsonl", "--json",
+    )  # fmt: skip
+    found |= {re.sub(r"@\d+", "@n" if "avg" in name else "@k", name) for name in keys_of(answers)}
+    found |= keys_of(lines_of(folder / "answers.jsonl"))
+    found = {name.removesuffix("_error").removesuffix("_difference") for name in found}
+    assert not undocumented(found, "artifacts.md", "Evaluation output")
+
+
+@pytest.mark.slow
+def test_the_json_output_of_other_commands_is_documented(
+    pair, cache, caches, corpus, projection, run_of_caches, folder
+):
+    records = [
+        *printed("inspect", cache, "--teacher", pair.teacher, "--json"),
+        *printed("inspect", projection, "--json"),
+        *printed("inspect", run_of_caches, "--verify", "--json"),
+        *printed("inspect", pair.student, "--json"),
+        *printed("inspect", next(cache.glob("shard-*.arrow")), "--json"),
+        *printed("align", pair.student, pair.teacher, corpus, "--stats", "--json"),
+        *printed("align", pair.student, pair.teacher, "12 cafés", "--teacher-text", "12 cafes", "--json"),
+        *printed("cache-teacher", pair.teacher, corpus, option("--estimate", "--plan"), "--json"),
+        *printed("doctor", pair.student, pair.teacher, corpus, "--json", code=None),
+        *printed("report", run_of_caches, "-o", folder / "page.html", "--json"),
+        *printed("cache-teacher", "--merge", cache, cache, "-o", folder / "merged", "--json"),
+        *printed("build-projection", pair.student, pair.teacher, "-o", folder / "p", "--json"),
+        *printed("export", run_of_caches, "-o", folder / "export-again", "--json"),
+    ]
+    found: set[str] = set()
+    for record in records:
+        found |= keys_of({key: value for key, value in record.items() if key not in ("header", "values")})
+        found |= {key for kind in record.get("span_kinds", {}).values() for key in kind}
+        found |= {record["check"]} if record.get("kind") == "finding" else set()
+        if record.get("check") != "library_versions":  # its values are names of packages
+            found |= set(record.get("values", {}))
+    assert not undocumented(found - {*SPAN_KINDS}, "artifacts.md", "JSON output of commands")
+
+
+@pytest.mark.slow
+def test_the_json_output_of_a_sweep_is_documented(pair, cache, folder):
+    records = printed(
+        "sweep", pair.student, cache, "--loss", "ce", "--max-steps", 1, "--vary", "seed=0 1", "-o", folder / "sweep",
+        "--json",
+    )  # fmt: skip
+    assert not undocumented(keys_of(records), "artifacts.md", "JSON output of commands")
