@@ -95,7 +95,7 @@ def _options(name: str) -> list[str]:
     specification = LossSpec(name)
     divergence, rule = specification.divergence(), specification.make_loss()
     own = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
-    known = {field.name.replace("_", "-"): field.default for field in own}
+    known = {field.name: field.default for field in own}
     if name not in WITHOUT_DIVERGENCE:
         named = name in DIVERGENCES
         known |= {} if named else {"divergence": "forward-kl"}

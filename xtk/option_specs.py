@@ -35,7 +35,7 @@ def option_names(variant: type) -> list[str]:
 
 def _option_fields(variant: type) -> dict[str, Any]:
     """Return the fields of a dataclass that are options, by how they are written."""
-    return {field.name.replace("_", "-"): field for field in dataclasses.fields(variant) if field.init}
+    return {field.name: field for field in dataclasses.fields(variant) if field.init}
 
 
 def from_options(variant: type, options: dict[str, str], spec_text: str, kind: str = "loss") -> Any:

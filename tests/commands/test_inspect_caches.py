@@ -22,8 +22,8 @@ def caches(run, pair, corpus, tmp_path_factory) -> dict[str, Path]:
     supports = {
         "top-k": ["--top-k", 4],
         "top-p": ["--top-p", 0.9, "--top-k", 20],
-        "top-k+sample": ["--top-k", 2, "--draws", 5],
-        "sample": ["--draws", 8],
+        "top-k+sample": ["--top-k", 2, "--num-samples", 5],
+        "sample": ["--num-samples", 8],
         "none": [],
     }
     for name, options in supports.items():

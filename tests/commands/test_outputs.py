@@ -18,7 +18,7 @@ def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection,
         (tmp_path / "mine").write_bytes(content)
         for arguments in (
             ("build-projection", pair.student, pair.teacher),
-            ("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus),
+            ("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus),
             ("prune-projection", projection, "--top-k", 1),
             ("align", pair.student, pair.teacher, "text", "--html"),
         ):

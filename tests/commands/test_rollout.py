@@ -97,7 +97,7 @@ def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, fol
 
 
 def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, folder, tmp_path):
-    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--given", 3,
+    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--top-logprobs", 3,
                  "--max-completion-length", 12, "--batch-tokens", 200)  # fmt: skip
     done = run(*arguments, "-o", "r.jsonl", "--json", cwd=tmp_path)
     first = json.loads(done.stdout)
@@ -120,7 +120,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     other = lines_of(tmp_path / "r.jsonl")
     assert [drawn_of(record) for record in other] != [drawn_of(record) for record in records]
     # A teacher with the student's tokenizer tells about the student's likeliest tokens.
-    run("cache-teacher", pair.student, "again.jsonl", "--support", "given", "--precision", "float32", "-o", "c",
+    run("cache-teacher", pair.student, "again.jsonl", "--support", "candidates", "--precision", "float32", "-o", "c",
         cwd=tmp_path)  # fmt: skip
     assert_trains_what_was_drawn(tmp_path / "c", pair.student, records)
     for row, record in zip(TeacherCache(tmp_path / "c"), records, strict=True):
@@ -129,7 +129,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
             [number for number in record["student_logprobs"] if number],
             atol=1e-4,
         )
-        assert all(len(ids) == 3 for ids in record["given_ids"])
+        assert all(len(ids) == 3 for ids in record["candidate_ids"])
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     writer = ScriptedWriter(tokenizer, lambda read, key: (" 2\nQuestion: 7 + 7 = 14", False))
     told = [evaluate_answers(prompts, writer, tokenizer, SamplingConfig(stop=stop),
-        rewards("exact:anywhere=true")).mean_reward().value
+        rewards("exact:last_number_fallback=true")).mean_reward().value
             for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
     assert told == [0.0, 1.0, 0.0]
 

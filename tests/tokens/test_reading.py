@@ -512,18 +512,18 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
     document, sequence = read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists))
     assert len(document.candidate_ids) == sequence.train_mask.sum()
     assert document.candidate_ids.to_padded().tolist() == [[at, at + 1] for at in range(len(ids) - 1)]
-    with pytest.raises(XtkError, match=rf"given_ids has {len(lists) - 1} lists, and {len(lists)} tokens"):
+    with pytest.raises(XtkError, match=rf"candidate_ids has {len(lists) - 1} lists, and {len(lists)} tokens"):
         read(teacher, Document.from_teacher_ids(ids).with_candidate_ids(lists[1:]))
     for wrong in (-1, teacher.embedding_rows):
-        with pytest.raises(XtkError, match=f"{wrong} among given_ids is no token"):
+        with pytest.raises(XtkError, match=f"{wrong} among candidate_ids is no token"):
             read(teacher, Document.from_teacher_ids(ids).with_candidate_ids([[wrong], *lists[1:]]))
 
 
 @given(lists=st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5), count=st.integers(0, 5))
 @quick
 def test_lists_of_ids_are_padded_behind(lists, count):
-    given_ids = Document.from_text("a").with_candidate_ids(lists).candidate_ids
-    table = given_ids.to_padded(count)
+    candidate_ids = Document.from_text("a").with_candidate_ids(lists).candidate_ids
+    table = candidate_ids.to_padded(count)
     assert [[number for number in row if number >= 0] for row in table.tolist()] == [
         sorted(set(numbers)) for numbers in lists[:count]
     ]
@@ -534,7 +534,7 @@ def test_lists_of_ids_are_padded_behind(lists, count):
 def test_what_are_no_ids_is_refused(ids):
     with pytest.raises(ValueError, match="input_ids"):
         Document.from_teacher_ids(ids)
-    with pytest.raises(ValueError, match="given_ids"):
+    with pytest.raises(ValueError, match="candidate_ids"):
         Document.from_text("a").with_candidate_ids([ids])
 
 

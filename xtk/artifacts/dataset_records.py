@@ -24,7 +24,7 @@ MASK_FIELDS = (
 )  # names of TRL, of transformers, and of other trainers
 RECORD_FIELDS = (
     "messages", "tools", "text", "prompt", "completion", "teacher_prompt",
-    "input_ids", "attention_mask", "labels", *MASK_FIELDS, "given_ids", "segments",
+    "input_ids", "attention_mask", "labels", *MASK_FIELDS, "candidate_ids", "segments",
     "student_ids", "student_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "ends",
 )  # fmt: skip
 # Text where data has nothing but text (CSV); other fields are JSON there.
@@ -233,11 +233,11 @@ def _with_teacher_prompt(document: Document, row: _RecordReader) -> Document:
 
 
 def _with_candidate_ids(document: Document, row: _RecordReader) -> Document:
-    lists = row.get("given_ids")
+    lists = row.get("candidate_ids")
     if lists is None:
         return document
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
-        raise ValueError(f"{row.column_name('given_ids')} is no list of lists of ids, one for each trained token")
+        raise ValueError(f"{row.column_name('candidate_ids')} is no list of lists of ids, one for each trained token")
     return document.with_candidate_ids(lists)
 
 

@@ -37,7 +37,7 @@ def build_projection(
             metavar="[role|none|FILE]",
         ),
     ] = "role",
-    max_pieces: Annotated[
+    max_tokens_per_entry: Annotated[
         int | None, typer.Option(help="multitoken: a token of more pieces has no row. [4]", show_default=False)
     ] = None,
     decay: Annotated[
@@ -63,7 +63,7 @@ def build_projection(
             help="counts: the weight of first, in spans; more trusts the corpus less. [1]", show_default=False
         ),
     ] = None,
-    neighbours: Annotated[
+    num_neighbors: Annotated[
         int | None, typer.Option(help="embedding: teacher tokens a row. [8]", show_default=False)
     ] = None,
     temperature: Annotated[
@@ -90,18 +90,20 @@ def build_projection(
 
     terminal.set_quiet(quiet)
     matching = _matching(special_tokens)
-    given = {"max_pieces": max_pieces, "decay": decay, "reverse_pass": reverse_pass or None,
-             "smoothing": smoothing, "neighbours": neighbours, "temperature": temperature}  # fmt: skip
+    given = {"max_tokens_per_entry": max_tokens_per_entry, "decay": decay, "reverse_pass": reverse_pass or None,
+             "smoothing": smoothing, "num_neighbors": num_neighbors, "temperature": temperature}  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     given_data = [name for name, value in (("corpus", corpus), ("columns", columns)) if value]
-    check_method_options(method, [*chosen, *given_data] if method != "counts" else chosen)
-    if method == "counts" and not corpus:
-        raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
+    check_method_options(method, [*chosen, *given_data] if method != "cooccurrence" else chosen)
+    if method == "cooccurrence" and not corpus:
+        raise XtkError(
+            "--method cooccurrence counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -"
+        )
     path = Path(output)
     check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
     folders = [resolve_model_folder(side, with_weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
-    if method == "counts":
+    if method == "cooccurrence":
         from xtk.artifacts.corpus import Corpus, parse_columns_option
 
         data = Corpus(corpus or [], parse_columns_option(columns), max_document_bytes)
@@ -198,7 +200,7 @@ def _counts_projection(
     )  # refuses bad values before it counts
     if path.exists():
         found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
-        asked = projection_header(student, teacher, "counts", matching, counts=found, **chosen)
+        asked = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
         projection = reuse_projection(path, asked, force=force)
         if projection is not None:
             remove_counting_state(path)
@@ -212,7 +214,7 @@ def _counts_projection(
             terminal.note(f"counting: {told[1]:,.0f} documents")
 
     counts = count_corpus_cooccurrences(student, teacher, data, path, advance)
-    projection = build(student, teacher, "counts", special_tokens=matching, counts=counts, **chosen)
+    projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)
     remove_counting_state(path)
     return projection

@@ -44,10 +44,10 @@ def cache_teacher(
         typer.Option(
             help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
             "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
-            "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
-            "given_ids; none. Left out: what --top-k, --top-p or --draws ask for, else top-k+sample (top-k of backends "
-            "that cannot draw).",
-            metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+            "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; candidates: the data's "
+            "candidate_ids; none. Left out: what --top-k, --top-p or --num-samples ask for, else top-k+sample (top-k "
+            "of backends that cannot draw).",
+            metavar="[top-k|top-p|sample|top-k+sample|candidates|none]",
             show_default=False,
         ),
     ] = "",
@@ -63,11 +63,11 @@ def cache_teacher(
         float | None,
         typer.Option(help="Of --support top-p: the mass that is kept; 0.99 if left out.", show_default=False),
     ] = None,
-    draws: Annotated[
+    num_samples: Annotated[
         int | None,
         typer.Option(help="Draws a position, of the supports that draw; 16 if left out.", show_default=False),
     ] = None,
-    draw_sets: Annotated[
+    num_sample_sets: Annotated[
         int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
     ] = 1,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
@@ -140,10 +140,10 @@ def cache_teacher(
         ),
     ] = 1,
     trust_remote_code: shared_options.TrustRemoteCode = False,
-    plan: Annotated[
+    estimate: Annotated[
         bool,
         typer.Option(
-            "--plan",
+            "--estimate",
             help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
         ),
     ] = False,
@@ -190,7 +190,13 @@ def cache_teacher(
     able = load_registered(BACKENDS, backend, "backend").support_kinds
     size = _read_top_k(top_k, folder)
     wanted = make_support(
-        support, top_k=size, top_p=top_p, num_samples=draws, num_sample_sets=draw_sets, seed=seed, available_kinds=able
+        support,
+        top_k=size,
+        top_p=top_p,
+        num_samples=num_samples,
+        num_sample_sets=num_sample_sets,
+        seed=seed,
+        available_kinds=able,
     )
     request = CacheRequest(
         teacher_folder=folder,
@@ -206,11 +212,11 @@ def cache_teacher(
         trust_remote_code=trust_remote_code,
         backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
-    if plan:
+    if estimate:
         from xtk.teachers.cache_cost_estimate import estimate_cache_cost
 
-        _show_plan(
-            {"path": output, "kind": "teacher-cache-plan", **estimate_cache_cost(request, corpus)}, as_json=as_json
+        _print_estimate(
+            {"path": output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)}, as_json=as_json
         )
         return
     figures = cache(
@@ -231,11 +237,11 @@ def _read_top_k(text: str, teacher: Path) -> int | None:
     return int(text) if text else None
 
 
-def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        terminal.result_json(plan)
+        terminal.result_json(costs)
         return
-    for name, value in plan.items():
+    for name, value in costs.items():
         terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
 
 

@@ -72,7 +72,7 @@ def distill(
             metavar="MODEL[:KEY=VALUE,...]",
         ),
     ] = None,
-    teacher_steps: Annotated[
+    teacher_block_steps: Annotated[
         int,
         typer.Option(
             help="Of --teacher: steps whose documents it scores at a time, before it leaves the device. More: it comes "
@@ -87,14 +87,14 @@ def distill(
             help="Of --teacher: student and optimizer leave the device while it scores. Less memory, more traffic.",
         ),
     ] = False,
-    balance: Annotated[
+    scale_kd_to: Annotated[
         str,
         typer.Option(
             help="ce: what is about teachers is scaled to the size of ce, each step anew; steps take a third longer.",
             metavar="[none|ce]",
         ),
     ] = "none",
-    teachers: Annotated[
+    combine_teachers: Annotated[
         str,
         typer.Option(
             help="How several caches teach together. sum: the losses of all, each with its weight; mixture: one loss, "
@@ -169,7 +169,7 @@ def distill(
     rollout_batch_tokens: Annotated[
         int, typer.Option(help="Tokens that the student reads and writes at a time, padding included.", min=1)
     ] = 16384,
-    placement: Annotated[
+    devices: Annotated[
         str,
         typer.Option(
             help="Devices of their own, by their numbers on this machine: rollout=2+3,teacher=1. What is not named "
@@ -462,11 +462,9 @@ def read_configs(
     projections = [path for path in options["projection"] or [] if path != "auto"]
     student, on_policy, eval_data = options["student"], options["on_policy"], options["eval_data"]
     folder, adapter = base_model_and_adapter(resolve_model_folder(named.get(student, student), with_weights=True))
-    devices = parse_devices(options["placement"])
+    devices = parse_devices(options["devices"])
     if devices["rollout"] and not on_policy:
-        raise XtkError(
-            "only a student that writes has --placement rollout=...", hint="--on-policy, or teacher=... alone"
-        )
+        raise XtkError("only a student that writes has --devices rollout=...", hint="--on-policy, or teacher=... alone")
     places = RunPaths(
         folder,
         tuple(named.get(path, path) for path in options["cache"]),
@@ -536,7 +534,7 @@ def _check_on_policy_options(given: dict[str, Any]) -> None:
     unread = [
         f"--{'no-' if parameters[name].default is True else ''}{name.replace('_', '-')}"
         for name in of_writing
-        if name != "placement"  # teachers have devices of their own too
+        if name != "devices"  # teachers have devices of their own too
         and given[name] != parameters[name].default
         and (given[name] or parameters[name].default)
     ]
@@ -557,7 +555,7 @@ def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devic
 
     asked = max((teacher.num_candidates for teacher in teachers), default=0)
     sampling = SamplingConfig(
-        **_fields_from_options(SamplingConfig, given) | {"stop": tuple(given["stop"] or ()), "given": asked}
+        **_fields_from_options(SamplingConfig, given) | {"stop": tuple(given["stop"] or ()), "top_logprobs": asked}
     )
     return OnPolicyConfig(
         **_fields_from_options(OnPolicyConfig, given)

@@ -58,7 +58,7 @@ def doctor(
     batch_tokens: Annotated[int, typer.Option(help="As in cache-teacher.", min=1)] = 8192,
     top_k: Annotated[int, typer.Option(help="As in cache-teacher; 0: the usual one.", min=0)] = 0,
     tokens_per_second: Annotated[
-        float, typer.Option(help="Of the teacher, as cache-teacher --plan measures it; 0: nobody knows.", min=0)
+        float, typer.Option(help="Of the teacher, as cache-teacher --estimate measures it; 0: nobody knows.", min=0)
     ] = 0.0,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,

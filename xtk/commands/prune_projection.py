@@ -20,10 +20,10 @@ def prune_projection(
     mass: Annotated[
         float, typer.Option(help="The heaviest entries that carry this share of their row stay; 1: all.")
     ] = 1.0,
-    renormalise: Annotated[
+    renormalize: Annotated[
         bool,
         typer.Option(
-            "--renormalise", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
+            "--renormalize", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
         ),
     ] = False,
     merge: Annotated[
@@ -55,7 +55,7 @@ def prune_projection(
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
-    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalise)
+    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalize)
     if reuse_projection(path, dict(pruned.header), force=force) is None:
         write_projection(pruned, path)
     terminal.result_artifact({"path": output, "kind": "projection", **pruned.summary()}, as_json=as_json)

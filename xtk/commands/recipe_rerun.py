@@ -25,7 +25,7 @@ _HARMLESS = {
 # Options that decide what a run reads, or how that is read.
 _OF_INPUTS = {
     "student", "cache", "teacher", "projection", "loss", "columns", "weight_column", "route_column", "on_policy",
-    "prompt_template", "apply_chat_template", "long_documents", "max_length", "eval_data", "teachers",
+    "prompt_template", "apply_chat_template", "long_documents", "max_length", "eval_data", "combine_teachers",
 }  # fmt: skip
 _PATHS = ("student", "cache", "projection", "eval_data")
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)

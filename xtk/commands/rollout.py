@@ -46,11 +46,11 @@ def rollout(
     top_k: shared_options.TopK = 0,
     stop: shared_options.Stop = None,
     seed: Annotated[int, typer.Option(help="Of the draws: a function of it, the prompt's number and the sample.")] = 0,
-    given: Annotated[
+    top_logprobs: Annotated[
         int,
         typer.Option(
-            help="Write given_ids too: so many of the student's likeliest tokens in each place, for cache-teacher "
-            "--support given of a teacher with the same tokenizer. 0: none.",
+            help="Write candidate_ids too: so many of the student's likeliest tokens in each place, for cache-teacher "
+            "--support candidates of a teacher with the same tokenizer. 0: none.",
             metavar="K",
         ),
     ] = 0,
@@ -133,7 +133,7 @@ def rollout(
         raise typer.BadParameter("--engine is for --backend vllm")
     own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), given)
+    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), top_logprobs)
     rewards = WeightedRewards([parse_reward(text) for text in reward or []])
     played = load_environment(environment) if environment else None
     template_arguments = read_template_arguments(chat_template_kwargs)

@@ -55,7 +55,7 @@ WeightColumn = Annotated[
 RouteColumn = Annotated[
     str,
     typer.Option(
-        help="A column with the name of the teacher that teaches a document, for distill --teachers route.",
+        help="A column with the name of the teacher that teaches a document, for distill --combine-teachers route.",
         metavar="NAME",
     ),
 ]

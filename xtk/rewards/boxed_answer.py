@@ -13,28 +13,28 @@ from xtk.errors import XtkError
 from xtk.rewards.answer_parsing import answer_after_hashes, last_boxed_content, normalize_answer, parse_number
 from xtk.rewards.math_equality import MathComparer
 
-COMPARISONS = ("symbols", "strings")
+COMPARISONS = ("math", "strings")
 
 
 @dataclass(frozen=True)
 class BoxedReward:
     r"""boxed: 1 if what the last `\boxed{...}` or `\fbox{...}` holds equals the reference, else 0.
 
-    Numbers are compared as in `exact`. Everything else with `compare=symbols`: as mathematics, by math-verify
+    Numbers are compared as in `exact`. Everything else with `compare=math`: as mathematics, by math-verify
     (`pip install 'xtk[maths]'`), in a process apart that is killed after `seconds` for a comparison, which is then 0;
     or with `compare=strings`: letter by letter, without markup and case. The reference is the box in the row's field
     `column`, or what stands after `####` there, or the whole of it.
     """
 
     column: str = "answer"
-    compare: str = "symbols"
+    compare: str = "math"
     seconds: float = 5.0
     _symbols: MathComparer | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.compare not in COMPARISONS:
             raise XtkError(f"no comparison called {self.compare!r}", hint=f"one of: {', '.join(COMPARISONS)}")
-        if self.compare == "symbols":
+        if self.compare == "math":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
                     "the reward boxed needs math-verify",

@@ -26,14 +26,14 @@ class CodeTestsReward:
     forms. Of a completion with code fences, the first block of code is taken. What goes on with a prompt ends where
     another `def`, `class`, `if`, `print(`, `assert`, decorator or comment begins a line, as in the paper on HumanEval.
     Lines behind those that are Python, such as an explanation, do not count. Code and tests run in different processes
-    ([the sandbox](../explanation/sandbox.md)); where Linux refuses that, `weaker=true` is needed. `seconds` and
-    `megabytes` are limits of one run.
+    ([the sandbox](../explanation/sandbox.md)); where Linux refuses that, `allow_weak_isolation=true` is needed.
+    `seconds` and `megabytes` are limits of one run.
     """
 
     partial: bool = False
     seconds: float = 10.0
     megabytes: int = 1024
-    weaker: bool = False
+    allow_weak_isolation: bool = False
     _sandbox: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class CodeTestsReward:
             return math.nan
         if self._sandbox is None:
             limits = SandboxLimits(seconds=self.seconds, memory=self.megabytes << 20)
-            object.__setattr__(self, "_sandbox", Sandbox(limits, self.weaker))
+            object.__setattr__(self, "_sandbox", Sandbox(limits, self.allow_weak_isolation))
         entry_point = _text_field(row, "entry_point")
         before = _text_field(row, "prompt") if entry_point else ""
         helpers = _runnable_prefix(before)

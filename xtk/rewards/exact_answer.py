@@ -16,12 +16,12 @@ class ExactReward:
 
     Numbers are compared as numbers: `1,234` is `1234`, `$18` is `18.00`, `0.5` is `1/2`, `10%` is `10`, and a unit
     after the number is passed over; other answers as words, without regard to case. The reference is what stands after
-    `####` in the row's field `column`, or the whole of it. With `anywhere=true`, a completion without `####` answers
-    with its last number.
+    `####` in the row's field `column`, or the whole of it. With `last_number_fallback=true`, a completion without
+    `####` answers with its last number.
     """
 
     column: str = "answer"
-    anywhere: bool = False
+    last_number_fallback: bool = False
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
         """Judge one completion; nan if the row has no reference."""
@@ -30,7 +30,7 @@ class ExactReward:
         text = str(row[self.column])
         reference = answer_after_hashes(text) or text.strip()
         answer = answer_after_hashes(completion)
-        if answer is None and self.anywhere:
+        if answer is None and self.last_number_fallback:
             answer = last_number_text(completion)
         if not reference:
             return math.nan

@@ -87,11 +87,11 @@ class Sandbox:
 
     Args:
         limits: of each run.
-        weaker: where Linux refuses namespaces, run all the same: code can then read the files that you can read, but
-            still changes none, opens no network and starts no process.
+        allow_weak_isolation: where Linux refuses namespaces, run all the same: code can then read the files that you
+            can read, but still changes none, opens no network and starts no process.
 
     Raises:
-        XtkError: this machine cannot build the walls, and `weaker` was not asked for or does not help.
+        XtkError: this machine cannot build the walls, and `allow_weak_isolation` was not asked for or does not help.
     """
 
     def __init__(self, limits: SandboxLimits | None = None, allow_weak_isolation: bool = False) -> None:

@@ -60,7 +60,7 @@ def check_temperature(sampling: SamplingConfig) -> None:
 def num_requested_top_ids(sampling: SamplingConfig, tokenizer: Tokenizer, vocab_size: int) -> int:
     """Return of how many likeliest ids a model is asked at each place."""
     spare = min(EXTRA_TOP_IDS, max(0, vocab_size - len(tokenizer)))
-    return min(sampling.given, len(tokenizer)) + spare if sampling.given else 0
+    return min(sampling.top_logprobs, len(tokenizer)) + spare if sampling.top_logprobs else 0
 
 
 def checked_completion(
@@ -93,7 +93,11 @@ def checked_completion(
         ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True
     ended = int(ids[-1]) in tokenizer.end_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
-    top_ids = valid_top_ids(likeliest_ids, min(sampling.given, len(tokenizer)), tokenizer) if sampling.given else None
+    top_ids = (
+        valid_top_ids(likeliest_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)
+        if sampling.top_logprobs
+        else None
+    )
     return Completion(ids, np.minimum(logprobs, 0), finish, top_ids)
 
 
@@ -116,7 +120,7 @@ def valid_top_ids(top_ids: NDArray[np.int32], count: int, tokenizer: Tokenizer) 
         raise XtkError(
             f"more than {EXTRA_TOP_IDS} of the ids that the model holds for likeliest are none of its tokenizer's",
             where=tokenizer.name,
-            hint="a smaller --given, or --backend transformers",
+            hint="a smaller --top-logprobs, or --backend transformers",
         )
     order = np.argsort(~known, axis=1, kind="stable")[:, :count]
     return np.take_along_axis(top_ids, order, 1)

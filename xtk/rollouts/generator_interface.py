@@ -27,7 +27,7 @@ class SamplingConfig:
         top_k: and from so many of the likeliest at most; 0: any.
         max_completion_length: tokens of a completion at most.
         stop: texts that end a completion once they are written; they belong to it.
-        given: of how many of the likeliest tokens at each place ids are told too.
+        top_logprobs: of how many of the likeliest tokens at each place ids are told too.
     """
 
     temperature: float = 1.0
@@ -35,15 +35,15 @@ class SamplingConfig:
     top_k: int = 0
     max_completion_length: int = 256
     stop: tuple[str, ...] = ()
-    given: int = 0
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
             raise XtkError(f"--temperature is {self.temperature}; it is a number from 0 on")
         if not 0 < self.top_p <= 1:
             raise XtkError(f"--top-p is {self.top_p}; it is a mass, above 0 and at most 1")
-        if self.top_k < 0 or self.given < 0:
-            raise XtkError(f"--top-k is {self.top_k} and --given {self.given}; both are 0 or more")
+        if self.top_k < 0 or self.top_logprobs < 0:
+            raise XtkError(f"--top-k is {self.top_k} and --top-logprobs {self.top_logprobs}; both are 0 or more")
         if self.max_completion_length < 1:
             raise XtkError(f"--max-completion-length is {self.max_completion_length}; it is 1 or more")
         if not all(self.stop):

@@ -220,7 +220,7 @@ class ServerGenerator:
         except PermanentError as wrong:
             hint = None
             if "logprobs" in wrong.message:
-                hint = f"start vLLM's server with --max-logprobs {told}, or ask for fewer: --given"
+                hint = f"start vLLM's server with --max-logprobs {told}, or ask for fewer: --top-logprobs"
             raise refusal_error(wrong, where, hint) from None
 
     def _question(self, ask: GenerationRequest, sampling: SamplingConfig, told: int) -> dict[str, Any]:

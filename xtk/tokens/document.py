@@ -180,7 +180,7 @@ class Document:
             return "the tokens of a rollout are read as they were drawn"
         if self.teacher_prompt is not None:
             return "a teacher_prompt is about the whole of what follows it"
-        return None if self.candidate_ids is None else "given_ids belong to the tokens of the whole document"
+        return None if self.candidate_ids is None else "candidate_ids belong to the tokens of the whole document"
 
     @property
     def is_end_trained(self) -> bool:

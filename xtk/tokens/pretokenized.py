@@ -161,7 +161,7 @@ class CandidateIdLists:
         Raises:
             ValueError: an id is no number of 32 bits.
         """
-        parts = [np.unique(_as_int32_ids(ids, "given_ids")) for ids in lists]
+        parts = [np.unique(_as_int32_ids(ids, "candidate_ids")) for ids in lists]
         flat = np.concatenate([np.zeros(0, np.int32), *parts])
         return cls(np.cumsum([0, *map(len, parts)], dtype=np.int64), flat)
 

@@ -16,7 +16,7 @@ SUPPORTS = {
     "top-p": "as many of the likeliest tokens as carry the mass P, K at most, and a sum of the rest",
     "sample": "draws from the whole distribution: unbiased at a few bytes, for forward KL only",
     "top-k+sample": "the K likeliest tokens, and draws from the rest: unbiased, with less noise",
-    "given": "the tokens that the data names (given_ids), and a sum of the rest",
+    "candidates": "the tokens that the data names (candidate_ids), and a sum of the rest",
     "none": "the token that stands there alone: enough for losses on realised tokens",
 }
 DEFAULT_SUPPORT = "top-k+sample"
@@ -101,7 +101,9 @@ def make_support(
     if not 0 < support.top_p <= 1:
         raise XtkError(f"--top-p is {top_p}; it is a mass, above 0 and at most 1")
     if drawn and (support.num_samples < 1 or num_sample_sets < 1):
-        raise XtkError(f"--draws is {support.num_samples} and --draw-sets {num_sample_sets}; both are at least 1")
+        raise XtkError(
+            f"--num-samples is {support.num_samples} and --num-sample-sets {num_sample_sets}; both are at least 1"
+        )
     return support
 
 

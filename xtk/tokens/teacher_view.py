@@ -37,8 +37,8 @@ def teacher_views(tokenizer: Tokenizer, documents: SequenceOf[Document]) -> list
         `pieces` in bytes of the document's text, `closers` of its segments.
 
     Raises:
-        XtkError: what `sequences` refuses; ids that are not the tokenizer's or spell no text; lists of given_ids that
-            are not as many as trained tokens.
+        XtkError: what `sequences` refuses; ids that are not the tokenizer's or spell no text; lists of candidate_ids
+            that are not as many as trained tokens.
     """
     views = [_teacher_document(tokenizer, document) for document in documents]
     plain = [view.document for view, document in zip(views, documents, strict=True) if not document.teacher_tokens]
@@ -74,14 +74,14 @@ def _check_candidate_ids(tokenizer: Tokenizer, document: Document, sequence: Tok
     trained = int(sequence.train_mask.sum())
     if len(given) != trained:
         raise XtkError(
-            f"given_ids has {len(given):,} lists, and {trained:,} tokens of the document are trained",
+            f"candidate_ids has {len(given):,} lists, and {trained:,} tokens of the document are trained",
             where=tokenizer.name,
             hint="a list for each trained token of the teacher, in order; the first token of all is never trained",
         )
     if len(given.ids) and not 0 <= given.ids.min() <= given.ids.max() < tokenizer.embedding_rows:
         wrong = int(given.ids.min() if given.ids.min() < 0 else given.ids.max())
         raise XtkError(
-            f"{wrong} among given_ids is no token of the teacher, which has {tokenizer.embedding_rows:,}",
+            f"{wrong} among candidate_ids is no token of the teacher, which has {tokenizer.embedding_rows:,}",
             where=tokenizer.name,
         )
 

@@ -290,7 +290,7 @@ def _step(
         micro_batches = [*micro_batches, *(maker.build([]) for _ in range(passes - len(micro_batches)))]
     whole = StepReduction(maker.objectives, maker.score_weighting, maker.teachers, micro_batches, run.parallel, device)
     balance = 1.0
-    if recipe.balance == "ce":
+    if recipe.scale_kd_to == "ce":
         balance = whole.kd_scale(_pass(run, micro_batches, whole.term_scales(), backward=False)[0])
     sums, seen = _pass(run, micro_batches, whole.term_scales(balance), backward=True)
     norm = clip_gradients(run.parameters, recipe.max_grad_norm)
@@ -298,7 +298,7 @@ def _step(
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and averages would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return losses | ({"balance": balance} if recipe.balance == "ce" else {}), norm
+    return losses | ({"balance": balance} if recipe.scale_kd_to == "ce" else {}), norm
 
 
 def _pass(

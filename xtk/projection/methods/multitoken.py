@@ -20,21 +20,21 @@ class MultitokenMethod:
     """X-Token, arXiv 2605.21699: equal bytes first; any other token is spread over its pieces.
 
     Attributes:
-        max_pieces: a token of more pieces has no row.
+        max_tokens_per_entry: a token of more pieces has no row.
         decay: what a piece weighs, of the one before it; 0: all on the first.
         reverse_pass: also spell the teacher's tokens in pieces of the student's, and add what they weigh to the rows
             of those pieces. Rows of tokens that the teacher has stay as they are.
     """
 
-    max_pieces: int = DEFAULT_MAX_TOKENS
+    max_tokens_per_entry: int = DEFAULT_MAX_TOKENS
     decay: float = DEFAULT_DECAY
     reverse_pass: bool = False
 
     stores_cells = False
 
     def __post_init__(self) -> None:
-        if self.max_pieces < 1:
-            raise XtkError(f"--max-pieces is {self.max_pieces}; a token has at least one piece")
+        if self.max_tokens_per_entry < 1:
+            raise XtkError(f"--max-tokens-per-entry is {self.max_tokens_per_entry}; a token has at least one piece")
         if not 0 <= self.decay <= 1:
             raise XtkError(f"--decay is {self.decay}; a share lies between 0 and 1")
 
@@ -52,7 +52,7 @@ class MultitokenMethod:
 
     def _spread(self, spelled: TokenSpellings) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
         """Return entries: which spelling, piece, weight."""
-        short = spelled.lengths <= self.max_pieces
+        short = spelled.lengths <= self.max_tokens_per_entry
         at = np.repeat(np.arange(len(spelled.token_ids)), spelled.lengths)
         place = np.arange(len(spelled.spelling_ids)) - spelled.offsets[at]
         raw = np.power(float(self.decay), place)
