@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 COMMANDS = (
@@ -84,7 +85,14 @@ COMMANDS = (
 for _function in COMMANDS:
     # What a sweep does not know is of the runs.
     _settings = {"ignore_unknown_options": _function is sweep}
-    app.command(_function.__name__.replace("_", "-"), cls=ConfigFileCommand, context_settings=_settings)(_function)
+    _help, _, _examples = (_function.__doc__ or "").partition("\n    Examples:\n")
+    app.command(
+        _function.__name__.replace("_", "-"),
+        cls=ConfigFileCommand,
+        context_settings=_settings,
+        help=_help,
+        epilog=textwrap.dedent(_examples).strip(),
+    )(_function)
 
 
 def _print_version(asked: bool) -> None:
@@ -97,7 +105,7 @@ def _print_version(asked: bool) -> None:
 def _xtk(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Distil large language models across tokenizers.
+    """Distill large language models across tokenizers.
 
     Commands chain: each prints the path of what it wrote, and reads `-` from a pipe.
 

@@ -28,16 +28,15 @@ def align(
     text: Annotated[
         str,
         typer.Argument(
-            help="A data file, a folder of them, - for a pipe (as left out), or the text itself. Text that is the name "
-            "of a file is that file; a folder without data files is one only with / at its end.",
+            help="Data file, folder (ending in /), - for a pipe (default), or the text itself. An existing "
+            "file name is read as that file.",
             metavar="[TEXT]",
         ),
     ] = "-",
     teacher_text: Annotated[
         str,
         typer.Option(
-            help="What the teacher reads, where it is another text than TEXT: what both have in common is aligned, and "
-            "each span says how similar its two texts are.",
+            help="Another text for the teacher; the parts that both texts share are aligned.",
             metavar="TEXT",
         ),
     ] = "",
@@ -45,31 +44,39 @@ def align(
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Count over all documents instead: spans by kind, bytes in each, the worst."),
+        typer.Option(
+            "--stats",
+            help="Print span statistics over all documents: counts and bytes by kind, and the worst documents.",
+        ),
     ] = False,
     html: Annotated[
         bool,
-        typer.Option("--html", help="Write these statistics and the documents, span by span, as a page to -o."),
+        typer.Option("--html", help="Write the statistics and the aligned documents as an HTML page to --output."),
     ] = False,
-    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="With --html: path of the page.", metavar="FILE")] = "",
     limit: Annotated[
-        int, typer.Option(min=0, help="Documents on the page; long ones, and the page, are cut at a size it tells.")
+        int,
+        typer.Option(min=0, help="With --html: maximum number of documents on the page; long documents are shortened."),
     ] = 20,
     order: Annotated[
         str,
         typer.Option(
-            help="worst: the documents with most of their bytes in n:m spans or in none; first: those that come first.",
+            help="With --html: worst (fewest bytes aligned one-to-one first), or first (order of the data).",
             metavar="|".join(ORDERS),
         ),
     ] = "worst",
     force: shared_options.Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal, too.")] = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Show the smallest spans of equal bytes in two tokenisations of a text.
+    """Show how two tokenizers split the same text.
 
-    Prints a JSON line for each document; on a terminal, the tokens of both sides above each other in colours.
+    Prints the shortest spans of equal bytes: a JSON line per document, or colored tokens on a terminal.
+
+    Examples:
+        xtk align ./student ./teacher "It costs 1234 euros."
+        xtk align ./student ./teacher data.jsonl --stats
     """
     from pathlib import Path
 

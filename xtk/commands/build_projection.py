@@ -22,60 +22,82 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="What becomes of student tokens that the teacher does not have. exact: nothing. first: all weight on "
-            "the first piece of their spelling. multitoken: over up to 4 pieces, each a tenth of the one before. "
-            "cells: first, and the partition of both vocabularies. counts: what --corpus says, also of "
-            "tokens that both have. embedding: the nearest input embeddings of two models, bytes or not.",
+            help="How student tokens without an identical teacher token are mapped to teacher tokens. "
+            "docs/explanation/projection.md describes the methods.",
             metavar="[exact|first|multitoken|cells|counts|embedding]",
         ),
     ] = "multitoken",
     special_tokens: Annotated[
         str,
         typer.Option(
-            help="How special tokens are matched: by role (eos, bos, unk, pad, end of turn, then by name), none, or as "
-            "a JSON or YAML file {student token: teacher token} says and no others.",
+            help="Special-token matching: by role (eos, bos, ...), none, or a file of {student token: teacher token}.",
             metavar="[role|none|FILE]",
         ),
     ] = "role",
     max_tokens_per_entry: Annotated[
-        int | None, typer.Option(help="multitoken: a token of more pieces has no row. [4]", show_default=False)
+        int | None,
+        typer.Option(
+            help="With --method multitoken: maximum teacher tokens of a mapped student token. [default: 4]",
+            show_default=False,
+        ),
     ] = None,
     decay: Annotated[
-        float | None, typer.Option(help="multitoken: what a piece weighs, of the one before. [0.1]", show_default=False)
+        float | None,
+        typer.Option(
+            help="With --method multitoken: weight of each teacher token relative to the one before. [default: 0.1]",
+            show_default=False,
+        ),
     ] = None,
     reverse_pass: Annotated[
         bool,
         typer.Option(
             "--reverse-pass",
-            help="multitoken: spell the teacher's tokens too, and add them to the rows of their pieces: "
-            "more teacher tokens are reached, rows are less sharp. Tokens that both have stay exact.",
+            help="With --method multitoken: also split teacher tokens into student tokens. More teacher tokens"
+            " are reached; rows are less sharp.",
         ),
     ] = False,
     corpus: Annotated[
         list[str] | None,
-        typer.Option(help="counts: data that both tokenizers read; may be given again.", metavar="DATA"),
+        typer.Option(
+            help="With --method cooccurrence: data in which both tokenizers' aligned tokens are counted. Repeatable.",
+            metavar="DATA",
+        ),
     ] = None,
     columns: shared_options.Columns = "",
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     smoothing: Annotated[
         float | None,
         typer.Option(
-            help="counts: the weight of first, in spans; more trusts the corpus less. [1]", show_default=False
+            help="With --method cooccurrence: weight of the first-token mapping, in observed spans. [default: 1]",
+            show_default=False,
         ),
     ] = None,
     num_neighbors: Annotated[
-        int | None, typer.Option(help="embedding: teacher tokens a row. [8]", show_default=False)
+        int | None,
+        typer.Option(
+            help="With --method embedding: teacher tokens per student token. [default: 8]", show_default=False
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="embedding: of the softmax over cosines; less is sharper. [0.1]", show_default=False),
+        typer.Option(
+            help="With --method embedding: softmax temperature over cosine similarities. [default: 0.1]",
+            show_default=False,
+        ),
     ] = None,
     force: shared_options.Force = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Build the sparse matrix from the student's tokens to the teacher's."""
+    """Map the student's vocabulary to the teacher's.
+
+    The projection is a sparse matrix with a row for each student token and a column for each teacher token.
+
+    Examples:
+        xtk build-projection ./student ./teacher -o projection.safetensors
+        xtk build-projection ./student ./teacher --method cooccurrence --corpus data.jsonl -o p.safetensors
+    """
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder

@@ -7,6 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from xtk.commands.option_groups import OPTION_GROUPS, add_condition
 from xtk.errors import XtkError
 from xtk.registry import unknown_name_error
 
@@ -14,7 +15,41 @@ MAX_CONFIG_BYTES = 1 << 24  # of a configuration file: a recipe lists each file 
 
 
 class ConfigFileCommand(TyperCommand):
-    """A command whose options are also read in snake_case and, if it has one, from `--config FILE`."""
+    """A command whose options are also read in snake_case and, if it has one, from `--config FILE`.
+
+    Its help lists options under the headings of `OPTION_GROUPS`, and ends with examples.
+    """
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.groups = OPTION_GROUPS.get(name or "", ())
+        conditions = {option: group.condition for group in self.groups for option in group.options}
+        for parameter in self.params:
+            if condition := conditions.get(str(parameter.name)):
+                parameter.help = add_condition(parameter.help, condition)  # type: ignore[attr-defined]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options by heading; those without one come last."""
+        titles = {option: group.title for group in self.groups for option in group.options}
+        order = {option: at for at, option in enumerate(titles)}
+        general = "General" if self.groups else "Options"
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        sections |= {group.title: [] for group in self.groups} | {general: []}
+        for parameter in sorted(self.get_params(ctx), key=lambda one: order.get(str(one.name), len(order))):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                sections["Arguments" if is_argument else titles.get(str(parameter.name), general)].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, a command a line."""
+        with formatter.section("Examples"):
+            for line in (self.epilog or "").splitlines():
+                formatter.write(f"  {line}\n")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a configuration file, if one is named, under the flags."""

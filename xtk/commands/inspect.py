@@ -17,22 +17,26 @@ MAX_LIST_ITEMS = 10  # parts of a list, on a line
 def inspect(
     artifacts: Annotated[
         list[str],
-        typer.Argument(help="Projections, caches, shards, students, tokenizers; - for a pipe.", metavar="ARTIFACT..."),
+        typer.Argument(
+            help="Projections, caches, shards, run folders or tokenizers; - for a pipe.", metavar="ARTIFACT..."
+        ),
     ],
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read all: checksums of projections and caches, weights of models."),
+        typer.Option(
+            "--verify", help="Read all data: verify the checksums of projections and caches, and the weights of models."
+        ),
     ] = False,
     teacher: Annotated[
         str,
         typer.Option(
-            help="The teacher of a cache: some documents are scored again and compared with what the cache holds.",
+            help="Teacher model of the cache: score some documents again and compare with the stored values.",
             metavar="MODEL",
         ),
     ] = "",
-    sample: Annotated[int, typer.Option(help="Of --teacher: documents that are scored again.", min=1)] = 8,
+    sample: Annotated[int, typer.Option(help="With --teacher: number of documents to score again.", min=1)] = 8,
     html: Annotated[
-        str, typer.Option(help="Also write a page with pictures of a cache and its first documents.", metavar="FILE")
+        str, typer.Option(help="Also write an HTML page about a cache: charts and its first documents.", metavar="FILE")
     ] = "",
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -40,7 +44,12 @@ def inspect(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Print header and statistics of any artifact."""
+    """Print the header and statistics of an artifact.
+
+    Examples:
+        xtk inspect cache --verify
+        xtk inspect cache --teacher ./teacher --sample 16
+    """
     terminal.set_quiet(quiet)
     look = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
     paths = [path for given in artifacts for path in _paths(given)]

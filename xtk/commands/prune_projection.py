@@ -12,25 +12,26 @@ from xtk.commands import shared_options
 
 def prune_projection(
     projection: Annotated[
-        str, typer.Argument(help="A projection, or - for the one from the pipe.", metavar="PROJECTION")
+        str, typer.Argument(help="Projection file; - reads its path from the pipe.", metavar="PROJECTION")
     ],
     output: shared_options.Output,
-    top_k: Annotated[int, typer.Option(help="Entries a row at most; 0: all.", min=0)] = 0,
-    min_weight: Annotated[float, typer.Option(help="Entries lighter than this go.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Maximum number of teacher tokens per student token; 0: all.", min=0)] = 0,
+    min_weight: Annotated[float, typer.Option(help="Minimum weight of an entry; smaller ones are removed.")] = 0.0,
     mass: Annotated[
-        float, typer.Option(help="The heaviest entries that carry this share of their row stay; 1: all.")
+        float, typer.Option(help="Fraction of each row's weight to keep, largest entries first; 1: all.")
     ] = 1.0,
     renormalize: Annotated[
         bool,
         typer.Option(
-            "--renormalize", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
+            "--renormalize",
+            help="Scale each row back to the sum that it had before pruning; without it, removed weight is lost.",
         ),
     ] = False,
     merge: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mix another projection of the same two tokenizers in before pruning; PROJECTION has the rest of the "
-            "weight. May be given again.",
+            help="Another projection of the same tokenizers and its weight in the average, taken before "
+            "pruning. Repeatable; PROJECTION has the remaining weight.",
             metavar="OTHER=WEIGHT",
         ),
     ] = None,
@@ -39,7 +40,12 @@ def prune_projection(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Make a projection smaller, or mix several."""
+    """Make a projection smaller, or average several.
+
+    Examples:
+        xtk prune-projection projection.safetensors --top-k 4 -o pruned.safetensors
+        xtk prune-projection a.safetensors --merge b.safetensors=0.5 -o average.safetensors
+    """
     from pathlib import Path
 
     from xtk.artifacts.output_checks import check_output_file

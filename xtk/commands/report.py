@@ -23,7 +23,7 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="What xtk distill wrote, finished or not; the others are compared with the first. - for a pipe.",
+            help="Output folders of xtk distill, finished or not; the first is the reference. - for a pipe.",
             metavar="RUN...",
         ),
     ],
@@ -31,47 +31,50 @@ def report(
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
-            help="Results for a table: what xtk evaluate --json printed, or a results file of lm-evaluation-harness. "
-            "Repeat it for more.",
+            help="Results to show as a table: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
             metavar="FILE",
         ),
     ] = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
-            help="A model of these results with which the others are compared, by its name there; left out: the first. "
-            "Repeat it for more: the untrained student, and one that cross-entropy taught.",
+            help="Name of a model in --evaluation that the others are compared with. Default: the first. Repeatable.",
             metavar="MODEL",
         ),
     ] = None,
     samples: Annotated[
         list[str] | None,
         typer.Option(
-            help="What a model wrote, of xtk rollout -o or xtk evaluate --reward -o. Repeat it: the student before and "
-            "after stand side by side, prompt by prompt.",
+            help="Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
             metavar="FILE",
         ),
     ] = None,
     cache: Annotated[
         str,
         typer.Option(
-            help="A teacher cache: what it keeps, how its text aligns with the student's tokens, and the audit of the "
-            "projection between them.",
+            help="Teacher cache to describe: stored mass, alignment with the student's tokens, projection audit.",
             metavar="CACHE",
         ),
     ] = "",
     projection: Annotated[
-        str, typer.Option(help="Its audit is shown; left out: with --cache, that of multitoken.", metavar="PROJECTION")
+        str,
+        typer.Option(
+            help="Projection whose audit is shown. Default with --cache: a multitoken projection.", metavar="PROJECTION"
+        ),
     ] = "",
     force: shared_options.Force = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Write a page about one run, or several over one another: curves, numbers, recipes, samples.
+    """Write an HTML page about one or several runs.
 
-    The page is one file that fetches nothing and runs no scripts. Of a run that goes on, the same command writes it
-    anew.
+    The page has curves, numbers, options and samples. It is one file without scripts or external resources. Run the
+    same command again to update the page of an unfinished run.
+
+    Examples:
+        xtk report run -o report.html
+        xtk report sweep/* --evaluation results.json --cache cache -o report.html
     """
     import json
     from pathlib import Path

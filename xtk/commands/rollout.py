@@ -23,34 +23,34 @@ COMPLETIONS_PER_BATCH = 256
 
 def rollout(
     student: Annotated[
-        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+        str,
+        typer.Argument(help="Student model: a folder or hub id; - reads its path from the pipe.", metavar="STUDENT"),
     ],
     prompts: Annotated[
         list[str],
         typer.Argument(
-            help="Data with prompt (text or messages), or messages, of which the last answer is left out, or text: "
-            ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
-            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://), or - for a pipe.",
+            help="Data with a prompt, messages (the last answer is dropped) or text; - for a pipe. docs/how-"
+            "to/data.md lists the formats.",
             metavar="PROMPTS...",
         ),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Where the rollouts go, a JSON line each.", metavar="FILE.jsonl")
+        str, typer.Option("--output", "-o", help="Output file, one rollout per line as JSON.", metavar="FILE.jsonl")
     ],
-    num_generations: Annotated[int, typer.Option(help="Rollouts of each prompt.", min=1)] = 1,
-    max_completion_length: Annotated[
-        int, typer.Option(help="Tokens that the student draws for a rollout at most.")
-    ] = 256,
+    num_generations: Annotated[int, typer.Option(help="Number of rollouts per prompt.", min=1)] = 1,
+    max_completion_length: Annotated[int, typer.Option(help="Maximum number of sampled tokens per rollout.")] = 256,
     temperature: shared_options.Temperature = 1.0,
     top_p: shared_options.TopP = 1.0,
     top_k: shared_options.TopK = 0,
     stop: shared_options.Stop = None,
-    seed: Annotated[int, typer.Option(help="Of the draws: a function of it, the prompt's number and the sample.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
+    ] = 0,
     top_logprobs: Annotated[
         int,
         typer.Option(
-            help="Write candidate_ids too: so many of the student's likeliest tokens in each place, for cache-teacher "
-            "--support candidates of a teacher with the same tokenizer. 0: none.",
+            help="Also store the student's K most likely tokens per position, as candidate_ids; 0: none. A "
+            "teacher with the same tokenizer scores them: cache-teacher --support candidates.",
             metavar="K",
         ),
     ] = 0,
@@ -69,14 +69,15 @@ def rollout(
     backend: Annotated[
         str,
         typer.Option(
-            help="Who runs the student: transformers in this process; vLLM in this process; a server of vLLM.",
+            help="Engine that generates: transformers or vllm (both in this process), or a vLLM server.",
             metavar="[transformers|vllm|server]",
         ),
     ] = "transformers",
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of --backend vllm: an option of its engine, such as gpu_memory_utilization=0.5.", metavar="NAME=VALUE"
+            help="With --backend vllm: engine argument, such as gpu_memory_utilization=0.5. Repeatable.",
+            metavar="NAME=VALUE",
         ),
     ] = None,
     server: shared_options.Server = None,
@@ -84,11 +85,12 @@ def rollout(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the student's arithmetic. bfloat16 takes half the memory.", metavar="[float32|bfloat16|float16]"
+            help="Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
+            metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts and completions that are held at a time, padding among them.")
+        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.")
     ] = 8192,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -96,9 +98,14 @@ def rollout(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Write what a student makes of prompts, with the tokens and log-probabilities that it drew.
+    """Sample completions of prompts from a student.
 
-    xtk rollout STUDENT PROMPTS -o r.jsonl | xtk cache-teacher TEACHER - -o cache
+    Each line of the output has a prompt, a completion, the sampled tokens and their log-probabilities. It is data for
+    cache-teacher.
+
+    Examples:
+        xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl
+        xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
     from xtk.artifacts.atomic_files import file_state
     from xtk.artifacts.corpus import Corpus, parse_columns_option

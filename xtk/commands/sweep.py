@@ -29,14 +29,14 @@ def sweep(
         typer.Option(
             "--output",
             "-o",
-            help="The folder of the runs: each is FOLDER/NAME, its log FOLDER/NAME.log.",
+            help="Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.",
             metavar="FOLDER",
         ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What all runs have: arguments and options of xtk distill, --config among them; - for a pipe.",
+            help="Arguments and options of xtk distill that all runs share; - for a pipe.",
             metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
             show_default=False,
         ),
@@ -44,43 +44,45 @@ def sweep(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            help="An option of distill, or student or cache, and its values, words as of a shell: 'seed=0 1 2', "
-            "\"loss=byte-kl 'ce alm'\" (a run with two losses), 'packing=true false'. Each is added to what all runs "
-            "have. Repeat it: another option, for every combination; or the same one, for more values.",
+            help="Option of distill with its values, such as 'seed=0 1 2'; quote values of several words. "
+            "Repeat it for all combinations: --vary \"loss=alm 'ce byte-kl'\" --vary 'seed=0 1'.",
             metavar="NAME=VALUE...",
         ),
     ] = None,
     runs: Annotated[
         str,
         typer.Option(
-            help="A list: on each line the arguments that a run has beside those of all, # for comments; - for a pipe. "
-            "-o NAME in a line names the run.",
+            help="File with one run per line: its additional arguments of distill; - for a pipe. -o NAME on a "
+            "line names the run; # starts a comment.",
             metavar="FILE",
         ),
     ] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands, for sh or parallel, and run nothing.")
+        bool, typer.Option("--dry-run", help="Print the distill commands, for sh or GNU parallel, and run none.")
     ] = False,
     max_seconds: Annotated[
         float,
         typer.Option(
-            help="After so many the run that is at work saves a checkpoint and the sweep ends with exit code 75; run "
-            "again it goes on. 0: never.",
+            help="Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same "
+            "command resumes.",
             min=0,
         ),
     ] = 0,
     force: shared_options.Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of the table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per run instead of the table.")
+    ] = False,
     quiet: shared_options.Quiet = False,
 ) -> None:
-    """Train many students, or one in many ways: every run is an `xtk distill`.
+    """Run distill with several settings, one after another.
 
-    \b
-      xtk sweep STUDENT CACHE --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
+    All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
+    repeats failed and unfinished runs only, and prints a table of results at the end.
 
-    What is wrong with any of them is told before the first begins. A run that fails does not end the others. The same
-    command goes on where it was stopped or killed, repeats what failed and nothing else, and ends with a table.
-    """  # noqa: D301
+    Examples:
+        xtk sweep ./student cache --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
+        xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
+    """
     started = time.monotonic()
     from xtk.artifacts.output_checks import check_output_folder
     from xtk.artifacts.write_locks import exclusive_write_lock
