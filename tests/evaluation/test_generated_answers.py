@@ -142,7 +142,7 @@ def test_models_side_by_side(run, pair, tmp_path):
     assert [one["prompt"] for one in answers[:10:2]] == [row["prompt"] for row in rows]
     table = run(*asked, cwd=tmp_path).stdout
     assert "pass@2" in table
-    assert "is better by" in table
+    assert "minus this" in table
     refused = run(*asked, "-o", "answers.jsonl", cwd=tmp_path, code=1)
     assert "there is such a file" in refused.stderr
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",

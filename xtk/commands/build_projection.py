@@ -1,4 +1,4 @@
-"""`xtk build-projection`: two tokenizers in, a projection out."""
+"""`xtk build-projection`: build a projection from two tokenizers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def build_projection(
     check_method_options(method, [*chosen, *given_data] if method != "cooccurrence" else chosen)
     if method == "cooccurrence" and not corpus:
         raise XtkError(
-            "--method cooccurrence counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -"
+            "--method cooccurrence needs --corpus", hint="--corpus DATA: a file, a quoted glob, a hub dataset, or -"
         )
     path = Path(output)
     check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
@@ -145,7 +145,7 @@ def build_projection(
 
 
 def _matching(value: str) -> Any:
-    """Read `--special-tokens`: role, none, or a file of pairs."""
+    """Return the parsed `--special-tokens`: role, none, or a dict of pairs from a file."""
     import json
     from pathlib import Path
 
@@ -157,36 +157,36 @@ def _matching(value: str) -> Any:
         return value
     path = Path(value)
     if not path_exists(value) or not path.is_file():
-        raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
-                       hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
+        raise XtkError("--special-tokens is not role, none or an existing file", where=value,
+                       hint="use role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            content = json.loads(text, object_pairs_hook=_once)  # first, because YAML knows no tabs
+            content = json.loads(text, object_pairs_hook=_unique_dict)  # before YAML, which does not allow tabs
         except json.JSONDecodeError:
             content = yaml.safe_load(text)
             root = yaml.compose(text)
             if isinstance(root, yaml.MappingNode):
-                _once([(key.value, None) for key, _ in root.value])
+                _unique_dict([(key.value, None) for key, _ in root.value])
     except (yaml.YAMLError, ValueError, RecursionError) as wrong:
-        raise XtkError(f"this is no YAML or JSON: {wrong}", where=value) from None
+        raise XtkError(f"this file is neither valid JSON nor YAML: {wrong}", where=value) from None
     if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
-        raise XtkError("a table of special tokens is {student token: teacher token}", where=value)
+        raise XtkError("this file must be a mapping {student token: teacher token}", where=value)
     return content
 
 
-def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make a dict of pairs.
+def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a dict of pairs.
 
     Raises:
-        XtkError: a key stands there twice.
+        XtkError: a key occurs twice.
     """
     from xtk.errors import XtkError
 
     content = dict(pairs)
     twice = [key for key in content if sum(key == other for other, _ in pairs) > 1] if len(content) < len(pairs) else []
     if twice:
-        raise XtkError(f"{twice[0]!r} stands twice in the table of special tokens", hint="each student token once")
+        raise XtkError(f"{twice[0]!r} occurs twice in --special-tokens", hint="list each student token once")
     return content
 
 
@@ -200,7 +200,7 @@ def _counts_projection(
     *,
     force: bool,
 ) -> Any:
-    """Return the projection of a corpus, found at its path or counted, from where a killed run was."""
+    """Return the projection from co-occurrence counts: the finished one, or a new one that resumes a killed count."""
     import time
 
     import numpy as np
@@ -219,7 +219,7 @@ def _counts_projection(
     nothing = np.zeros(0, np.int32)
     CooccurrenceMethod(
         CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen
-    )  # refuses bad values before it counts
+    )  # checks the options before counting
     if path.exists():
         found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
         asked = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
@@ -227,13 +227,13 @@ def _counts_projection(
         if projection is not None:
             remove_counting_state(path)
             return projection
-    told = [time.monotonic(), 0.0]
+    progress = [time.monotonic(), 0.0]  # time of the last note, documents
 
     def advance(documents: int) -> None:
-        told[1] += documents
-        if time.monotonic() - told[0] >= terminal.SECONDS_BETWEEN_LINES:
-            told[0] = time.monotonic()
-            terminal.note(f"counting: {told[1]:,.0f} documents")
+        progress[1] += documents
+        if time.monotonic() - progress[0] >= terminal.SECONDS_BETWEEN_LINES:
+            progress[0] = time.monotonic()
+            terminal.note(f"build-projection: counted {progress[1]:,.0f} documents")
 
     counts = count_corpus_cooccurrences(student, teacher, data, path, advance)
     projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)

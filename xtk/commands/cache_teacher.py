@@ -180,9 +180,9 @@ def cache_teacher(
         _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
         return
     if not data:
-        raise typer.BadParameter("DATA is missing: what the teacher is to read")
+        raise typer.BadParameter("DATA is missing: the documents that the teacher scores")
     if rows:
-        raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
+        raise typer.BadParameter("--rows needs --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown_name_error("backend", backend, BACKENDS)
     corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
@@ -200,7 +200,7 @@ def cache_teacher(
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     codec_for_precision(precision)
     if long_documents not in LONG_DOCUMENTS:
-        raise unknown_name_error("way with long documents", long_documents, LONG_DOCUMENTS)
+        raise unknown_name_error("value of --long-documents", long_documents, LONG_DOCUMENTS)
     able = load_registered(BACKENDS, backend, "backend").support_kinds
     size = _read_top_k(top_k, folder)
     wanted = make_support(
@@ -236,18 +236,18 @@ def cache_teacher(
     figures = cache(
         request, corpus, output, force=force, partition=CachePartition(num_processes, machine_rank, num_machines)
     )
-    if figures is not None:  # a path is printed once it leads to a finished cache
+    if figures is not None:  # None: other machines have not finished yet
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
 
 def _read_top_k(text: str, teacher: Path) -> int | None:
-    """Return how many tokens --top-k keeps; None if it is left out."""
+    """Return the number of tokens of --top-k; None if the option is not used."""
     if text == "all":
         from xtk.tokens.tokenizer import Tokenizer
 
         return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
-        raise typer.BadParameter(f"{text!r} is not a number of tokens, or all", param_hint="--top-k")
+        raise typer.BadParameter(f"{text!r} is neither an integer nor all", param_hint="--top-k")
     return int(text) if text else None
 
 
@@ -270,9 +270,9 @@ def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *,
     ]
     if given:
         named = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"{named}: --merge takes rows as they are; it scores nothing")
+        raise typer.BadParameter(f"--merge scores nothing and excludes {named}")
     if caches.count("-") > 1:
-        raise typer.BadParameter("only one - can be read from the pipe")
+        raise typer.BadParameter("only one argument can be -")
     places = [
         place
         for given_place in caches

@@ -1,4 +1,4 @@
-"""`xtk distill`: a student learns from a teacher cache."""
+"""`xtk distill`: train a student from teacher caches, online teachers or its own rollouts."""
 
 from __future__ import annotations
 
@@ -459,13 +459,13 @@ def distill(
 
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
-    # One that only starts others looks for mistakes before; they tell the rest.
+    # A process that only launches workers checks the inputs; the workers print everything else.
     terminal.set_quiet(quiet or (num_processes * num_machines > 1 and not is_worker()))
     if "-" in (eval_data or []):
-        raise typer.BadParameter("--eval-data is read from files, not from the pipe")
+        raise typer.BadParameter("--eval-data cannot be -; use a file or a cache")
     projections = [path for path in projection or [] if path != "auto"]
     if [student, *cache, *projections].count("-") > 1:
-        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
+        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be -")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     places, recipe, reporting = read_configs(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
@@ -490,15 +490,15 @@ def distill(
 def read_configs(
     options: dict[str, Any], piped: str = "", started: float = 0.0
 ) -> tuple[RunPaths, TrainConfig, LoggingConfig]:
-    """Return what the options ask for.
+    """Return paths, training and logging configuration from options.
 
     Args:
-        options: the options, by the names of the parameters of `distill`.
-        piped: what `-` stands for.
-        started: when the command began, by `time.monotonic()`.
+        options: values by parameter name of `distill`.
+        piped: the path that replaces `-`.
+        started: `time.monotonic()` at the start of the command.
 
     Raises:
-        XtkError: a value makes no sense, or there is no such student, teacher or held-out data.
+        XtkError: a value is invalid, or the student, a teacher or the held-out data does not exist.
     """
     from pathlib import Path
 
@@ -520,7 +520,9 @@ def read_configs(
     folder, adapter = base_model_and_adapter(resolve_model_folder(named.get(student, student), with_weights=True))
     devices = parse_devices(options["devices"])
     if devices["rollout"] and not on_policy:
-        raise XtkError("only a student that writes has --devices rollout=...", hint="--on-policy, or teacher=... alone")
+        raise XtkError(
+            "--devices rollout=... needs --on-policy", hint="add --on-policy, or name only --devices teacher=..."
+        )
     places = RunPaths(
         folder,
         tuple(named.get(path, path) for path in options["cache"]),
@@ -532,7 +534,7 @@ def read_configs(
         online_teachers=tuple(
             parse_online_teacher(
                 one,
-                # What a student writes cannot be refused.
+                # Completions of the student cannot be refused.
                 long_documents="truncate" if on_policy else options["long_documents"],
                 trust_remote_code=options["trust_remote_code"],
                 student=folder,
@@ -564,7 +566,7 @@ def read_configs(
         | {
             "report_to": tuple(name.strip() for names in options["report_to"] or [] for name in names.split(",")),
             "deadline": started + options["max_seconds"] if options["max_seconds"] else math.inf,
-            # What is wrong with them is told now, not after hours.
+            # Read now, so that errors in the data appear before training.
             "eval_documents": tuple(
                 Corpus(eval_data, parse_columns_option(options["columns"]), options["max_document_bytes"])
             )
@@ -577,41 +579,42 @@ def read_configs(
 
 
 def _check_on_policy_options(given: dict[str, Any]) -> None:
-    """Refuse options about the student's writing where it does not write.
+    """Refuse on-policy options without --on-policy.
 
     Raises:
-        XtkError: names them.
+        XtkError: such options are set.
     """
     from xtk.errors import XtkError
 
     parameters = inspect.signature(distill).parameters
     names = list(parameters)
-    of_writing = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
+    on_policy_options = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
     unread = [
         f"--{'no-' if parameters[name].default is True else ''}{name.replace('_', '-')}"
-        for name in of_writing
-        if name != "devices"  # teachers have devices of their own too
+        for name in on_policy_options
+        if name != "devices"  # also valid for teachers without --on-policy
         and given[name] != parameters[name].default
         and (given[name] or parameters[name].default)
     ]
     if unread and not given["on_policy"]:
         raise XtkError(
-            f"only a student that writes has {', '.join(unread)}",
-            hint="--on-policy beside it, or without; docs/how-to/sweep.md of both in one sweep",
+            f"{', '.join(unread)} {'need' if len(unread) > 1 else 'needs'} --on-policy",
+            hint="add --on-policy, or remove the option; for runs of both kinds in a sweep see docs/how-to/sweep.md",
         )
 
 
 def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]) -> OnPolicyConfig:
-    """Return what the options say of the student's writing."""
+    """Return the on-policy configuration from options."""
     from xtk.engines.engine_options import parse_engine_options
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
     from xtk.training.on_policy_config import OnPolicyConfig, parse_stop_condition
 
-    asked = max((teacher.num_candidates for teacher in teachers), default=0)
+    num_candidates = max((teacher.num_candidates for teacher in teachers), default=0)
     sampling = SamplingConfig(
-        **_fields_from_options(SamplingConfig, given) | {"stop": tuple(given["stop"] or ()), "top_logprobs": asked}
+        **_fields_from_options(SamplingConfig, given)
+        | {"stop": tuple(given["stop"] or ()), "top_logprobs": num_candidates}
     )
     return OnPolicyConfig(
         **_fields_from_options(OnPolicyConfig, given)
@@ -633,24 +636,24 @@ def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devic
 
 
 def _fields_from_options(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a dataclass has under the same names."""
+    """Return the options that are fields of a dataclass."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
 def _split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a list with commas."""
+    """Return the names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:
-    """Return the command line with what came through the pipe named: the workers' stdin is not this one.
+    """Return the command line for workers, with `-` replaced by the piped path, since workers have another stdin.
 
     Raises:
-        XtkError: the dash is not on the command line, but in the file of options, which workers read themselves.
+        XtkError: the `-` is in the --config file, which workers read themselves.
     """
     from xtk.errors import XtkError
 
     if piped and not {"-", "--projection=-"} & set(arguments):
-        raise XtkError("several processes cannot read a pipe that --config names", hint="give - on the command line")
+        raise XtkError("with several processes, - cannot be in the --config file", hint="use - on the command line")
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

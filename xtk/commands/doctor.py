@@ -1,4 +1,4 @@
-"""`xtk doctor`: what will go wrong, and what it will cost, before a run."""
+"""`xtk doctor`: checks and cost estimates before a run."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def doctor(
     for name in (dtype, teacher_dtype):
         load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
     if long_documents not in (ways := ("refuse", "truncate", "split", "skip")):
-        raise unknown_name_error("way with long documents", long_documents, ways)
+        raise unknown_name_error("value of --long-documents", long_documents, ways)
     if mixed_precision not in ("no", "bf16"):
-        raise unknown_name_error("mixed precision", mixed_precision, ("no", "bf16"))
+        raise unknown_name_error("value of --mixed-precision", mixed_precision, ("no", "bf16"))
     silence_transformers()
     caches = [place for place in data or [] if is_cache(place)]
     if len(caches) > 1:
-        raise typer.BadParameter("one cache at a time: run it again for the next one")
+        raise typer.BadParameter("doctor takes one cache; run it again for the next one")
     others = [place for place in data or [] if place not in caches]
     own = {field.name: given[field.name] for field in dataclasses.fields(RunPlan) if field.name in given}
     plan = RunPlan(
@@ -169,11 +169,11 @@ def _print_findings(findings: list[Finding]) -> None:
     from rich.text import Text
 
     table = Table(show_lines=False, pad_edge=False)
-    for head in ("", "check", "what", "where", "what next"):
+    for head in ("level", "check", "finding", "where", "next step"):
         table.add_column(head, overflow="fold")
     for one in findings:
-        told = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
-        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, told)]
+        texts = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
+        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, texts)]
         table.add_row(*cells)
     console = Console(file=terminal.result_stream())
     console.print(table)

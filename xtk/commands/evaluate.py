@@ -1,4 +1,4 @@
-"""`xtk evaluate`: bits per byte on any text, or answers that are judged, for any causal model."""
+"""`xtk evaluate`: bits per byte, rewards of generated answers, or lm-evaluation-harness tasks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from xtk.evaluation.generated_answers import AnswerScores
 
 
-BITS_MODE, REWARD_MODE, TASKS_MODE = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
-# What is read when, of the options that are not always: each of the others would be passed over without a word.
+BITS_MODE, REWARD_MODE, TASKS_MODE = "bits per byte (without --reward and --tasks)", "--reward", "--tasks"
+# Options that only some modes read. In other modes they are an error instead of being ignored silently.
 OPTIONS_BY_MODE = {
     BITS_MODE: {"teacher", "by_category", "columns", "max_document_bytes", "max_length", "batch_tokens"},
     REWARD_MODE: {
@@ -174,16 +174,16 @@ def evaluate(
     data = data or []
     if bool(data) == bool(tasks):
         raise typer.BadParameter(
-            "--tasks have data of their own: no DATA beside them" if tasks else "there is no DATA, and no --tasks"
+            "--tasks bring their own data; remove DATA" if tasks else "DATA is missing; or use --tasks"
         )
     if tasks and reward:
-        raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
+        raise typer.BadParameter("--tasks have their own metrics; remove --reward")
     _check_mode_options(context, TASKS_MODE if tasks else REWARD_MODE if reward else BITS_MODE)
     if [model, *(compare_to or []), *data].count("-") > 1:
-        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
+        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be -")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise XtkError("this model is named twice", where=twice)
+        raise XtkError("this model is given twice", where=twice, hint="name each model once")
     folders = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
 
     from xtk.models.causal_lm import DTYPES
@@ -204,25 +204,25 @@ def evaluate(
 
 
 def _check_mode_options(context: typer.Context, mode: str) -> None:
-    """Refuse options that say nothing about what is asked for.
+    """Refuse options that have no effect in this mode.
 
     Raises:
-        BadParameter: names them, and what they are about.
+        BadParameter: such options are set.
     """
     wrong = []
     for parameter in context.command.params:
         modes = [one for one, names in OPTIONS_BY_MODE.items() if parameter.name in names]
         source = context.get_parameter_source(str(parameter.name))
         if modes and mode not in modes and source is not None and source.name != "DEFAULT":
-            wrong.append(f"--{config_name(parameter)} is about {' or '.join(modes)}")
+            wrong.append(f"--{config_name(parameter)} needs {' or '.join(modes)}")
     if wrong:
-        raise typer.BadParameter(f"asked for is {mode}: {'; '.join(wrong)}")
+        raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}")
 
 
 def _answers(
     folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, given: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Let the models answer, one after the other, and tell how good that is."""
+    """Generate answers with each model, score them and print the results."""
     import contextlib
     import json
 
@@ -242,7 +242,7 @@ def _answers(
 
     backend = given["backend"]
     if backend == "server":
-        raise XtkError("models are compared in this process", hint="--backend transformers or vllm")
+        raise XtkError("evaluate does not support --backend server", hint="--backend transformers or --backend vllm")
     writers = load_registered(GENERATORS, backend, "backend")
     sampling = SamplingConfig(
         given["temperature"], given["top_p"], given["top_k"], given["max_completion_length"], tuple(given["stop"] or ())
@@ -290,7 +290,7 @@ def _answers(
 def _print_reward_results(
     results: dict[str, AnswerScores], corpus: Corpus, given: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Print a JSON line a model; or a table."""
+    """Print a JSON line per model, or a table."""
     data = corpus.sources
     first = next(iter(results))
     lines: list[dict[str, Any]] = []
@@ -314,5 +314,5 @@ def _print_reward_results(
          f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated']:.1%}"]
         for line in lines
     ]  # fmt: skip
-    heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
+    heads = ["model", *measures, f"{first} minus this", "problems", "mean tokens", "truncated"]
     print_table(f"{given['reward']} on {', '.join(data)}", heads, rows)

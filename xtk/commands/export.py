@@ -1,4 +1,4 @@
-"""`xtk export`: a student as transformers, vLLM and the hub read it."""
+"""`xtk export`: a finished student as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ def export(
     if (of := run_and_step_of_checkpoint(place)) is not None:
         place, step = of
         if checkpoint not in (0, step):
-            raise typer.BadParameter(f"--checkpoint is {checkpoint}, and RUN is the checkpoint of step {step}")
+            raise typer.BadParameter(
+                f"--checkpoint {checkpoint} contradicts RUN, which is the checkpoint of step {step}"
+            )
         checkpoint = step
 
     if push_to_hub:
@@ -86,8 +88,8 @@ def export(
     wanted = ExportConfig(
         place, checkpoint, dtype, max_shard_size, tuple(map(Path, evaluation or ())), gguf, gguf_converter
     )
-    told = write(wanted, Path(output), force=force, trust_remote_code=trust_remote_code)
+    record = write(wanted, Path(output), force=force, trust_remote_code=trust_remote_code)
     if push_to_hub:
         terminal.note(f"export: {upload_to_hub(Path(output), push_to_hub)}")
-    figures = {key: told[key] for key in ("steps", "dtype", "parameters", "shards", "bytes", "eos_token_ids")}
-    terminal.result_artifact({"path": output, "kind": told["kind"], **figures}, as_json=as_json)
+    figures = {key: record[key] for key in ("steps", "dtype", "parameters", "shards", "bytes", "eos_token_ids")}
+    terminal.result_artifact({"path": output, "kind": record["kind"], **figures}, as_json=as_json)

@@ -68,14 +68,14 @@ def prune_projection(
 
 
 def _parse_merge(value: str) -> tuple[str, float]:
-    """Read `--merge OTHER=WEIGHT`."""
+    """Return path and weight of `--merge OTHER=WEIGHT`."""
     from xtk.errors import XtkError
 
-    name, _, told = value.rpartition("=")
+    name, _, number = value.rpartition("=")
     try:
-        weight = float(told)
+        weight = float(number)
     except ValueError:
         name = ""
     if not name:
-        raise XtkError(f"--merge is {value!r}", hint="--merge OTHER=WEIGHT, such as --merge counts.safetensors=0.5")
+        raise XtkError(f"--merge is {value!r}, but must be OTHER=WEIGHT", hint="--merge other.safetensors=0.5")
     return name, weight

@@ -1,4 +1,4 @@
-"""`xtk quickstart`: the whole way on a corpus that every Python carries, on a CPU, in minutes."""
+"""`xtk quickstart`: a complete distillation on a CPU, in minutes."""
 
 from __future__ import annotations
 

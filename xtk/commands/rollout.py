@@ -1,4 +1,4 @@
-"""`xtk rollout`: the student writes, and keeps the tokens as it drew them."""
+"""`xtk rollout`: sample completions from a student, with tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def rollout(
     if backend not in GENERATORS:
         raise unknown_name_error("backend", backend, GENERATORS)
     if student == "-" and "-" in prompts:
-        raise typer.BadParameter("only one of STUDENT and PROMPTS can come through the pipe")
+        raise typer.BadParameter("only one of STUDENT and PROMPTS can be -")
     student = terminal.path_argument(student)
     path = _checked_output(output, [student, *prompts])
     corpus = Corpus(
@@ -137,7 +137,7 @@ def rollout(
     from xtk.tokens.tokenizer import Tokenizer
 
     if engine and backend == "transformers":
-        raise typer.BadParameter("--engine is for --backend vllm")
+        raise typer.BadParameter("--engine needs --backend vllm")
     own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), top_logprobs)
@@ -192,10 +192,11 @@ def rollout(
 
             figures = _write_rollouts(path, before, written(), len(read), corpus.columns, request)
             for name, count in rewards.unscored.items():
-                terminal.note(f"the reward {name} could not judge {count:,} rollouts")
+                terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     told = figures.summary()
     terminal.note(
-        f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, {told['truncated']:.1%} cut off"
+        f"rollout: {told['rollouts']:,} rollouts, mean length {told['mean_length']:.1f} tokens, "
+        f"{told['truncated']:.1%} truncated"
         + (f", {told['mean_turns']:.1f} turns, {told['tool_share']:.1%} from tools" if environment else "")
         + ("" if told["mean_reward"] is None else f", mean reward {told['mean_reward']:.4f}")
     )
@@ -203,10 +204,10 @@ def rollout(
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:
-    """Refuse what no file of rollouts goes to.
+    """Return the output path.
 
     Raises:
-        XtkError: the name is none of a data file of JSON lines, or there is something else.
+        XtkError: it does not end in .jsonl, or is a folder, an input or another file.
     """
     from xtk.artifacts.output_checks import check_output_file
     from xtk.errors import XtkError
@@ -214,16 +215,16 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
 
     path = Path(output)
     if path.suffix != ".jsonl":
-        raise XtkError("rollouts are JSON lines, and data is read by its ending", where=output, hint="-o FILE.jsonl")
+        raise XtkError("the name of the output file must end in .jsonl", where=output, hint="-o FILE.jsonl")
     check_output_file(path, "rollouts", lambda found: read_request_fingerprint(found) is not None, inputs)
     return path
 
 
 def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
-    """Return what is told of finished rollouts; None if there are none.
+    """Return the statistics of finished rollouts; None if there are none.
 
     Raises:
-        XtkError: there are those of another request.
+        XtkError: the file has rollouts made from other inputs or options.
     """
     from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
@@ -232,7 +233,9 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
         return None
     if read_request_fingerprint(path) != request:
         raise XtkError(
-            "there are rollouts of another request", where=str(path), hint="another -o, or --force to replace them"
+            "these rollouts were made from other inputs or options",
+            where=str(path),
+            hint="use another -o, or --force to replace them",
         )
     return read_statistics(path)
 
@@ -266,16 +269,16 @@ def _write_rollouts(
             progress.advance(1, f"{figures.tokens:,} tokens")
         stream.flush()
         for why, number in figures.dropped.items():
-            terminal.note(f"{number:,} rollouts are {why} and were left out")
+            terminal.note(f"rollout: left out {number:,} rollouts: {why}")
         if not figures.rollouts:
-            raise XtkError("there is no rollout to write", where=str(path), hint="the notes above tell why")
+            raise XtkError("no usable rollout, so nothing was written", where=str(path), hint="see the notes above")
     return figures
 
 
 def _student_identity(
     folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any
 ) -> list[Any]:
-    """Return what a student is told apart by."""
+    """Return what identifies a student: weights or servers, tokenizer and chat template."""
     from xtk.artifacts.model_resolver import weights_fingerprint
 
     weights = servers if backend == "server" else [weights_fingerprint(place) for place in (folder, adapter) if place]
@@ -293,7 +296,7 @@ def _prompts_fingerprint(prompts: list[Prompt]) -> str:
 
 
 def _file_of(place: str) -> str:
-    """Return the fingerprint of the user's own code that an option names; "" where it names none."""
+    """Return the fingerprint of the Python file that an option names; "" if it names none."""
     from xtk.artifacts.atomic_files import sha256_of_file
 
     path = Path(place.partition(".py:")[0] + ".py")

@@ -1,4 +1,4 @@
-"""Options that several commands share, spelled once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MaxDocumentBytes = Annotated[
         help="Maximum size of a document in bytes, as stored in its file; a larger document is an error.", min=1
     ),
 ]
-MAX_DOCUMENT_BYTES = 16_000_000  # of `xtk.artifacts.data_file_readers`, whose import --help does not wait for
+MAX_DOCUMENT_BYTES = 16_000_000  # as in `xtk.artifacts.data_file_readers`, which is slow to import
 WeightColumn = Annotated[
     str,
     typer.Option(
@@ -74,7 +74,7 @@ Concurrency = Annotated[
     int, typer.Option(help="With --backend server: maximum number of concurrent requests, over all servers.", min=1)
 ]
 
-# --- how a model writes
+# --- generation
 
 Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
 TopP = Annotated[

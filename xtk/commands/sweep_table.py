@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to: a record of each, and one table, with means over seeds."""
+"""Results of a sweep: a record per run, and a table with means over seeds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
 from xtk.errors import CorruptError
 
 SEED_OPTION = "seed"
-LOG_PREFIX = "$ "  # then the command of the run
-# Of the metrics of a run, those that are shown, and how.
+LOG_PREFIX = "$ "  # precedes the command of the run in its log
+# Metrics shown in the table, and their column titles.
 COLUMN_TITLES = {
     "steps": "steps",
     "loss": "loss",
@@ -24,17 +24,17 @@ COLUMN_TITLES = {
     "tokens_per_second": "tokens/s",
     "seconds": "seconds",
 }
-MIN_SHOWN_ERROR = 1e-4  # of errors that four decimals show
+MIN_SHOWN_ERROR = 1e-4  # smaller standard errors are shown in scientific notation
 INTEGER_METRICS = ("steps", "tokens_per_second", "seconds")
 
 
 def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
-    """Return what is told of a run.
+    """Return the JSON record of a run.
 
     Args:
-        run: that was planned.
-        varies: its options that others have otherwise.
-        exit_code: 0: it is finished.
+        run: the planned run.
+        varies: its options that differ between runs.
+        exit_code: exit code of `xtk distill`; 0: finished.
     """
     from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
     from xtk.training.metrics_file import read_metrics
@@ -44,30 +44,32 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
         return {**told, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
     content = read_run_manifest(run.folder)
     metrics = dict(content.get("metrics", {}))
-    if "best" in content:  # which is the student
+    if "best" in content:  # the best evaluation is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:
         lines = read_metrics(run.folder / METRICS_FILE)
-    except CorruptError as wrong:  # the student is there: its speed alone is not known
+    except CorruptError as wrong:  # the student is complete; only its speed is unknown
         terminal.error(name_run_in_error(run.name, wrong))
         lines = []
     metrics |= {"steps": content["steps"], "seconds": total_seconds(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
-    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
+    metrics["tokens_per_second"] = statistics.median(
+        rates or [math.nan]
+    )  # the median, since the first one includes compilation
     figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
     return {**told, "state": "finished", **figures, "metrics": content["metrics"]}
 
 
 def run_log_path(run: PlannedRun) -> Path:
-    """Return where a run writes what it has to say."""
+    """Return the path of a run's log."""
     return run.folder.with_name(f"{run.name}.log")
 
 
 def check_log(path: Path) -> None:
-    """Refuse to write a run's messages to a file that is not a log of a sweep.
+    """Refuse to overwrite a file that is not the log of a sweep.
 
     Raises:
-        XtkError: there is another file.
+        XtkError: the path is another file.
     """
     from xtk.artifacts.output_checks import check_output_file
 
@@ -81,17 +83,17 @@ def _is_log(path: Path) -> bool:
 
 
 def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
-    """Return the seconds of a run, over all processes that went on with it: each counts from its own beginning."""
+    """Return the training seconds of a run, summed over resumptions, each of which counts from 0."""
     seconds = [one["seconds"] for one in metrics if "seconds" in one]
     ends = [now for now, after in zip(seconds, [*seconds[1:], -math.inf], strict=True) if after < now]
     return float(sum(ends))
 
 
 def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the records of runs in groups of which only the seed is another one.
+    """Return the records grouped by options other than the seed.
 
-    Those of a group of more than one run get `over_seeds`: of each figure the mean and its standard error, None of a
-    single run.
+    Those of a group of more than one run get `over_seeds`: mean and standard error of each metric; the error of a
+    single run is None.
     """
     groups: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for one in records:
@@ -115,7 +117,7 @@ def _mean(values: Sequence[float]) -> dict[str, float | None] | None:
 
 
 def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of the table: a row for all seeds of one recipe, or for one run."""
+    """Return column titles and rows of the table: a row per combination of options, with means over seeds."""
     names = [name for name in records[0]["varies"] if name != SEED_OPTION]
     rows = []
     for group in add_seed_means(records):
@@ -132,7 +134,7 @@ def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list
 
 
 def _figure(value: Any, name: str) -> str:
-    """Return a number, or a mean with its standard error, as the table shows it."""
+    """Return a number, or a mean with its standard error, as text."""
     if value is None:
         return ""
     shown = ",.0f" if name in INTEGER_METRICS else ".4f"
