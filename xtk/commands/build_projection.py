@@ -22,7 +22,7 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="How student tokens without an identical teacher token are mapped to teacher tokens. "
+            help="Mapping of student tokens that have no identical teacher token. "
             "docs/explanation/projection.md describes the methods.",
             metavar="[exact|first|multitoken|cells|counts|embedding]",
         ),

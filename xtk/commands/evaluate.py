@@ -92,7 +92,7 @@ def evaluate(
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Random seed of sampling and of few-shot examples; 0: default few-shot seed."),
+        typer.Option(help="Random seed of sampling and few-shot examples; 0: the harness's."),
     ] = 0,
     max_prompts: Annotated[
         int, typer.Option(help="Maximum number of problems (per task), taken from the start; 0: all.", min=0)

@@ -20,6 +20,7 @@ class OptionGroup:
     condition: str = ""
 
 
+NAMES = ("Python", "Jinja")  # first words that stay capitalized inside of a sentence; so do JSON, LoRA ...
 OPTION_GROUPS = {
     "cache-teacher": (
         OptionGroup("Data", ("columns", "max_document_bytes", "weight_column", "route_column", "long_documents",
@@ -94,5 +95,5 @@ OPTION_GROUPS = {
 def add_condition(help_text: str, condition: str) -> str:
     """Return a help text that begins with the option that it depends on: `With --on-policy: sampling temperature.`."""
     first_word = help_text.split(maxsplit=1)[0]
-    is_name = any(letter.isupper() or letter.isdigit() for letter in first_word[1:])  # JSON, QLoRA
+    is_name = first_word in NAMES or any(letter.isupper() or letter.isdigit() for letter in first_word[1:])
     return f"With {condition}: {help_text if is_name else help_text[0].lower() + help_text[1:]}"

@@ -90,7 +90,7 @@ Stop = Annotated[
 ChatTemplateKwargs = Annotated[
     str,
     typer.Option(
-        help="JSON object of extra chat template arguments, such as '{\"enable_thinking\": false}'.",
+        help="Chat template arguments as JSON, such as '{\"enable_thinking\": false}'.",
         metavar="JSON",
     ),
 ]
@@ -128,7 +128,7 @@ ScaleRewards = Annotated[
 Environment = Annotated[
     str,
     typer.Option(
-        help="Python class that replies to the student's turns (a tool, a game); its file is run.",
+        help="Python class that replies to the student (a tool, a game); its file is run.",
         metavar="FILE.py:CLASS",
     ),
 ]
