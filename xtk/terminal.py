@@ -146,12 +146,12 @@ def error(failure: XtkError) -> None:
 
 def format_duration(seconds: float) -> str:
     """Return a duration as text: 42s, 3m05s, 2h07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"
 
 
 class Progress:

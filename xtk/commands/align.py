@@ -256,10 +256,10 @@ def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer)
         line = Text(f"{name}  ", style="bold")
         for number, span in enumerate(record["spans"]):
             for at in range(span[edges[0]], span[edges[1]]):
-                piece = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
+                token_text = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
                     "utf-8", "replace"
                 )
-                line.append(_visible(piece), style=SPAN_COLORS[number % 2])
+                line.append(_visible(token_text), style=SPAN_COLORS[number % 2])
                 line.append("·" if at + 1 < span[edges[1]] else "")
         console.print(line, soft_wrap=True)
     one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])
@@ -269,5 +269,5 @@ def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer)
     )
 
 
-def _visible(piece: str) -> str:
-    return terminal.printable(piece.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))
+def _visible(token_text: str) -> str:
+    return terminal.printable(token_text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))

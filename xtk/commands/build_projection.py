@@ -133,8 +133,8 @@ def build_projection(
     else:
         if method == "embedding":
             chosen |= _embeddings(*folders)
-        asked = projection_header(one, other, method, matching, **chosen)
-        projection = reuse_projection(path, asked, force=force)
+        header = projection_header(one, other, method, matching, **chosen)
+        projection = reuse_projection(path, header, force=force)
         if projection is None:
             projection = build(one, other, method, special_tokens=matching, **chosen)
             write_projection(projection, path)
@@ -222,8 +222,8 @@ def _counts_projection(
     )  # checks the options before counting
     if path.exists():
         found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
-        asked = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
-        projection = reuse_projection(path, asked, force=force)
+        header = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
+        projection = reuse_projection(path, header, force=force)
         if projection is not None:
             remove_counting_state(path)
             return projection

@@ -96,8 +96,8 @@ def report(
     evaluations, texts, baselines = (list(some or ()) for some in (evaluation, samples, baseline))
     if baselines and not evaluations:
         raise typer.BadParameter("--baseline needs --evaluation")
-    asked = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
-    request = sha256(json.dumps({**asked, "cache": cache, "projection": projection}))
+    inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
+    request = sha256(json.dumps({**inputs, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
     named = _started_runs(named, required=set(runs))
     places = {path: str(Path(path).resolve()) for path in named}

@@ -288,11 +288,11 @@ def _student_identity(
 def _prompts_fingerprint(prompts: list[Prompt]) -> str:
     from xtk.rollouts.rollout_jsonl import document_fields
 
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
         found = [dict(prompt.record), document_fields(prompt.document)]
-        whole.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
-    return whole.hexdigest()
+        digest.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _file_of(place: str) -> str:

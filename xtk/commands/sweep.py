@@ -114,13 +114,13 @@ def sweep(
     with exclusive_write_lock(folder, "sweep"):
         failed = _run_all(planned, folder, started + max_seconds if max_seconds else None, force=force)
     varies = varying_options(planned)
-    told = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
+    records = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
     if as_json:
-        add_seed_means(told)
-        for one in told:
+        add_seed_means(records)
+        for one in records:
             terminal.result_json(one)
     else:
-        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(told))
+        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(records))
     if failed:
         raise XtkError(
             f"{len(failed)} of {len(planned)} runs failed",

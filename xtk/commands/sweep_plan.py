@@ -217,7 +217,7 @@ def _as_option(name: str, value: str) -> list[str]:
 
 def _of_line(where: str, line: str) -> _Part:
     """Return what a line of `--runs` adds to a run; the run's name comes from `-o`, or from all arguments."""
-    words, name, told = _split_words(line, where, comments=True), "", []
+    words, name, name_parts = _split_words(line, where, comments=True), "", []
     if words[:2] == ["xtk", "distill"]:  # as --dry-run prints it
         del words[:2]
     options, kept, at = _distill_options(), [], 0
@@ -232,12 +232,12 @@ def _of_line(where: str, line: str) -> _Part:
             if config_name(option) == "output":
                 name, at = ",".join(map(_safe, Path(value).name.split(","))).lstrip(".-"), at + taken
                 continue
-            told.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
+            name_parts.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
         else:
-            told.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
+            name_parts.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
         kept += words[at : at + taken]
         at += taken
-    name = name or ",".join(told).lstrip(".-")
+    name = name or ",".join(name_parts).lstrip(".-")
     if not name:
         raise XtkError("this line has no arguments that name the run", where=where, hint="add arguments, or -o NAME")
     return _Part(name, words_after=tuple(kept), source=where)
