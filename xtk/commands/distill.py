@@ -190,7 +190,7 @@ def distill(
         bool,
         typer.Option(
             "--packing/--no-packing",
-            help="Pack documents into rows without padding; attention stays within a document.",
+            help="Pack documents into rows without padding, if the model supports it; attention is per document.",
         ),
     ] = True,
     max_batch_tokens: Annotated[
