@@ -51,7 +51,7 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "first-token", "--decay", "0.5"), "--method first-token-token-token does not read --decay"),
+        (("--method", "first-token", "--decay", "0.5"), "--method first-token does not read --decay"),
         (("--corpus", "x.jsonl"), "--method multitoken does not read --corpus"),
         (("--method", "cooccurrence"), "--corpus DATA"),
         (("--method", "cooccurrence", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),

@@ -148,7 +148,7 @@ def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
         ("multitoken", {"max_tokens_per_entry": 0}, "--max-tokens-per-entry is 0"),
         ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
         ("multitoken", {"decay": float("nan")}, "--decay is nan"),
-        ("first-token", {"decay": 0.5}, "--method first-token-token-token does not read --decay"),
+        ("first-token", {"decay": 0.5}, "--method first-token does not read --decay"),
         ("cooccurrence", {}, "--method cooccurrence needs more than two tokenizers: counts"),
     ],
 )
