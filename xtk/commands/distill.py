@@ -175,7 +175,7 @@ def distill(
         typer.Option(
             help="Rollout metric and limit that end the run, such as entropy<0.05. Repeatable; "
             "docs/reference/metrics.md lists the metrics.",
-            metavar="FIGURE<N|FIGURE>N",
+            metavar="METRIC<N|METRIC>N",
         ),
     ] = None,
     max_steps: Annotated[
