@@ -151,7 +151,7 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
         (1, "no option of distill that can vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
         (2, "seed=1.5: Invalid value for '--seed'", ["--vary", "seed=0 1.5"]),
         (2, "seed=0: No such option: --max-stepps", ["--vary", "seed=0", "--max-stepps", 3]),
-        (2, "it is true or false", ["--vary", "packing=true no"]),
+        (2, "the value must be true or false", ["--vary", "packing=true no"]),
         (2, "seed has no value", ["--vary", "seed="]),
         (1, "two runs are called seed=0", ["--vary", "seed=0 0"]),
         (1, "use-dora=true and use-dora=false are one and the same", ["--use-dora", "--vary", "use-dora=true false"]),
@@ -162,7 +162,7 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
         (1, "cache=nowhere: there is no teacher cache", ["--vary", "cache=nowhere"]),
         (1, "is for a teacher", ["--vary", "loss=ce forward-kl"]),
         (1, "--parallel fsdp=2", ["--vary", "parallel=dp=1 fsdp=2"]),
-        (1, "there is no run in this list", ["--runs", os.devnull]),
+        (1, "the --runs file has no runs", ["--runs", os.devnull]),
         (2, "one machine", ["--vary", "seed=0", "--num-machines", 2]),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_pipe_is_named_in_every_run(tmp_path):
     done = run_xtk("sweep", "student", "-", *SEEDS, "-o", "out", "--dry-run", stdin="some/cache\n", cwd=tmp_path)
     assert [shlex.split(line)[2:4] for line in done.stdout.splitlines()] == [["student", "some/cache"]] * 2
     inside = run_xtk("sweep", "student", "--vary", "cache=-", "-o", "out", stdin="x\n", cwd=tmp_path, code=2)
-    assert "a pipe is for what all runs have" in " ".join(inside.stderr.split())
+    assert "- can only be in the arguments that all runs share" in " ".join(inside.stderr.split())
 
 
 @given(st.lists(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=5).map(sorted), min_size=1, max_size=4))
@@ -331,7 +331,7 @@ def test_stopped_killed_and_interrupted_it_goes_on_and_ends_as_if_nothing_had_be
 
     code, told = interrupted(arguments, output, first, signal.SIGTERM, 4)
     assert code == COME_AGAIN
-    assert f"stopped at {first}: SIGTERM" in told
+    assert f"stopped in run {first}: SIGTERM" in told
     assert "Traceback" not in told
     assert "stopped after step" in (output / f"{first}.log").read_text()
 
@@ -366,7 +366,7 @@ def test_a_time_limit_is_of_the_whole_sweep(arguments, tmp_path):
     wait = ["--max-steps", 10**6, "--save-steps", 0]
     for limit in (60, 1e-3):  # in the first run; before it
         done = run_xtk(*arguments, output, *wait, "--max-seconds", limit, code=COME_AGAIN)
-        assert f"stopped at {first}: --max-seconds are over" in done.stderr
+        assert f"stopped in run {first}: --max-seconds is over" in done.stderr
         assert done.stdout == ""
     assert len(list((output / first).glob("checkpoint-*"))) == 1
     (begun,) = re.findall(r"--max-seconds ([0-9.]+)", (output / f"{first}.log").read_text())

@@ -100,7 +100,7 @@ def test_beside_its_teacher_a_student_that_is_shared_learns_to_the_bit_what_it_l
             "-o", tmp_path / "cache")  # fmt: skip
     shared = [*FIVE, *TWO, "--parallel", parallel, "--per-device-train-batch-size", 4, "-o"]
     run_xtk("distill", student, tmp_path / "cache", *shared, tmp_path / "from-cache", fresh=True)
-    live = ("--teacher", f"{pair.teacher}:{told}", "--teacher-steps", 2)
+    live = ("--teacher", f"{pair.teacher}:{told}", "--teacher-block-steps", 2)
     run_xtk("distill", student, corpus, *live, *shared, tmp_path / "live", fresh=True)
     ours, theirs = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("live", "from-cache"))
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
@@ -113,7 +113,7 @@ def test_beside_its_teacher_a_student_that_is_shared_learns_to_the_bit_what_it_l
 def test_a_student_cut_in_two_directions_learns_from_a_teacher_cut_in_one(student, corpus, tmp_path):
     teacher = make_students(tmp_path / "teachers")["tied"]
     run_xtk("distill", student, corpus, "--teacher", f"{teacher}:top_k=16", *FIVE, "-o", tmp_path / "one")
-    cut = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-steps", 2)
+    cut = ("--teacher", f"{teacher}:top_k=16,engine.tp_size=2", "--teacher-block-steps", 2)
     layout = ("--num-processes", 4, "--parallel", "tp=2,cp=2")
     run_xtk("distill", student, corpus, *cut, *FIVE, *layout, "-o", tmp_path / "four", fresh=True)
     assert farthest(tmp_path / "four", tmp_path / "one") <= 5e-4

@@ -115,8 +115,8 @@ def whole(pair, corpus, tmp_path_factory) -> Path:
 
 
 def command(pair, corpus) -> list[object]:
-    teacher = f"{pair.teacher}:seed=5,draws=4,top_k=8,support=top-k+sample,{ALONE}"
-    return ["distill", pair.student, corpus, "--teacher", teacher, "--teacher-steps", 3, *OPTIONS]
+    teacher = f"{pair.teacher}:seed=5,num_samples=4,top_k=8,support=top-k+sample,{ALONE}"
+    return ["distill", pair.student, corpus, "--teacher", teacher, "--teacher-block-steps", 3, *OPTIONS]
 
 
 def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpus, tmp_path):
@@ -124,7 +124,16 @@ def test_a_run_beside_its_teacher_is_to_the_bit_the_run_from_a_cache(pair, corpu
     cache = cached(live(pair.teacher, f"top_k=16,{ALONE}"), corpus, tmp_path / "cache")
     run_xtk("distill", pair.student, cache, *OPTIONS, "-o", tmp_path / "from-cache")
     run_xtk(
-        "distill", pair.student, corpus, "--teacher", model, "--teacher-steps", 2, *OPTIONS, "-o", tmp_path / "live"
+        "distill",
+        pair.student,
+        corpus,
+        "--teacher",
+        model,
+        "--teacher-block-steps",
+        2,
+        *OPTIONS,
+        "-o",
+        tmp_path / "live",
     )
     found, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("live", "from-cache"))
     assert found == expected
@@ -194,7 +203,7 @@ def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go
     assert "Traceback" not in stderr
     assert [path.name for path in output.glob("checkpoint-*")] == ["checkpoint-5"]
     assert not list(output.glob(f"{TEMPORARY_PREFIX}live*"))
-    done = run_xtk(*arguments, output, "--teacher-steps", 2)
+    done = run_xtk(*arguments, output, "--teacher-block-steps", 2)
     assert f"going on from {output}/checkpoint-5" in done.stderr
     assert (output / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
@@ -203,7 +212,7 @@ def test_a_signal_is_heeded_while_a_teacher_scores_and_blocks_of_another_size_go
 
 
 def test_draws_of_an_epoch_are_those_of_a_seed_further_on(pair, corpus, tmp_path):
-    options = f"support=sample,draws=3,{ALONE}"
+    options = f"support=sample,num_samples=3,{ALONE}"
     expected = [
         inputs_of(pair.student, [cached(live(pair.teacher, f"{options},seed={seed}"), corpus, tmp_path / str(seed))],
                   recipe_of(["byte-kl"])).source
@@ -254,7 +263,7 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
     data = tmp_path / "routed.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     teachers = [live(model, f"top_k=16,{ALONE}", "truncate") for model in (pair.teacher, second)]
-    inputs = live_inputs(pair.student, data, teachers, {"route": "by", "weight": "counts"}, teachers="route")
+    inputs = live_inputs(pair.student, data, teachers, {"route": "by", "weight": "counts"}, combine_teachers="route")
     for number, words in enumerate(all_heard(inputs, tmp_path)):
         document = inputs.source.document(number)
         names = {"teacher": words[0], "second": words[1]}
@@ -267,10 +276,10 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
         heard = inputs.source.teacher_outputs(order.documents_of_step(block.start)[0])
         assert sorted(word is None for word in heard) == [False, True]
     with pytest.raises(XtkError, match="a document names no teacher"):
-        live_inputs(pair.student, data, teachers, teachers="route")
+        live_inputs(pair.student, data, teachers, combine_teachers="route")
     data.write_text(json.dumps({"text": "x", "by": "nobody"}) + "\n")
     with pytest.raises(XtkError, match="a document names the teacher 'nobody'"):
-        live_inputs(pair.student, data, teachers, {"route": "by"}, teachers="route")
+        live_inputs(pair.student, data, teachers, {"route": "by"}, combine_teachers="route")
 
 
 def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
@@ -347,9 +356,9 @@ def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path
     with pytest.raises(MismatchError, match="the student's own tokenizer"):
         open_inputs(places, recipe_of(["forward-kl"]), Tokenizer(pair.student))
     with pytest.raises(XtkError, match="there is one"):
-        live_inputs(pair.student, corpus, [teacher], teachers="mixture")
+        live_inputs(pair.student, corpus, [teacher], combine_teachers="mixture")
     with pytest.raises(MismatchError, match="teachers with different tokenizers cannot be mixed"):
-        live_inputs(pair.student, corpus, [teacher, live(pair.student)], teachers="mixture")
+        live_inputs(pair.student, corpus, [teacher, live(pair.student)], combine_teachers="mixture")
     with pytest.raises(XtkError, match=r"--teacher .*:support=\.\.\., top-k\+sample"):
         live_inputs(pair.student, corpus, [live(pair.teacher, "support=none")])
     ids = tmp_path / "ids.jsonl"

@@ -311,13 +311,13 @@ def test_how_a_step_is_cut_changes_nothing(pair, prompts, tmp_path):
 def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
-    done = run(pair, prompts, tmp_path / "apart", *options, "--placement", "teacher=0")
+    done = run(pair, prompts, tmp_path / "apart", *options, "--devices", "teacher=0")
     assert "in a process of its own, on devices 0" in done.stderr
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("with", "apart"))
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
     for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):
-        run(pair, prompts, tmp_path / "wrong", *options, "--placement", wrong, code=1)
-    done = run(pair, prompts, tmp_path / "wrong", *options, "--placement", "rollout=0", code=1)
+        run(pair, prompts, tmp_path / "wrong", *options, "--devices", wrong, code=1)
+    done = run(pair, prompts, tmp_path / "wrong", *options, "--devices", "rollout=0", code=1)
     assert "--rollout-backend vllm" in done.stderr
 
 
@@ -454,7 +454,7 @@ def test_several_teachers_score_what_the_student_writes(pair, tmp_path, way):
     other = material.make_teacher(tmp_path / "other", seed=9)
     routes = ["--route-column", "by"] if way == "route" else []
     run_xtk("distill", pair.student, data, "--teacher", f"{pair.teacher}:top_k=16", "--teacher", f"{other}:top_k=16",
-            "--teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
+            "--combine-teachers", way, *routes, *OPTIONS, "--loss", "byte-kl", "--max-steps", 3, "--save-steps", 0,
             "-o", tmp_path / "out")  # fmt: skip
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     names = ["byte-kl"] if way == "mixture" else ["byte-kl/teacher", "byte-kl/other"]
@@ -506,9 +506,9 @@ def test_refusals(pair, prompts, tmp_path):
     done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--temperature", 0, "--stop", "x",
                    "--reward", "exact", "--no-scale-rewards", "-o", output, code=1)  # fmt: skip
     assert "only a student that writes has --temperature, --stop, --reward, --no-scale-rewards" in done.stderr
-    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--placement", "rollout=0",
+    done = run_xtk("distill", pair.student, prompts, "--teacher", pair.teacher, "--devices", "rollout=0",
                    "-o", output, code=1)  # fmt: skip
-    assert "only a student that writes has --placement rollout" in done.stderr
+    assert "only a student that writes has --devices rollout" in done.stderr
     done = run(pair, prompts, output, "--stop-if", "entropi<1", code=1)
     assert "entropy" in done.stderr
     assert not output.exists()

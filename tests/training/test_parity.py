@@ -55,10 +55,13 @@ TWO_PROCESSES = ["8:4", "8:2", "8:3", "5:3", "5:2", "5:5"]
 # Several teachers, and documents that do not count alike.
 COMBINED = {
     "sum": {"options": {"teacher_weights": "0.7,0.3"}},
-    "by batch": {"options": {"teacher_weights": "ce:alpha=3,per=batch", "balance": "ce"}, "losses": ["ce", "byte-kl"]},
+    "by batch": {
+        "options": {"teacher_weights": "ce:alpha=3,per=batch", "scale_kd_to": "ce"},
+        "losses": ["ce", "byte-kl"],
+    },
     "by span": {"options": {"teacher_weights": "max-probability:alpha=4,per=span"}},
-    "select": {"options": {"teachers": "select"}},
-    "route": {"options": {"teachers": "route", "balance": "ce"}, "losses": ["auto", "ce:weight=0.5"]},
+    "select": {"options": {"combine_teachers": "select"}},
+    "route": {"options": {"combine_teachers": "route", "scale_kd_to": "ce"}, "losses": ["auto", "ce:weight=0.5"]},
 }
 COMBINED_WAYS = {1: ["5:5", "5:2"], 2: ["5:3", "5:2"]}
 

@@ -123,14 +123,14 @@ def test_a_sum_is_the_weighted_sum_of_its_teachers_each_with_its_own_loss(step):
 @pytest.mark.parametrize("name", ["teacher", "drawn"])
 def test_a_mixture_of_one_teacher_with_itself_is_that_teacher(step, name):
     alone, told = step(name)
-    both, told_of_both = step(name, name, teachers="mixture", teacher_weights="0.3,0.7")
+    both, told_of_both = step(name, name, combine_teachers="mixture", teacher_weights="0.3,0.7")
     assert_same(both, alone)
     assert told_of_both["byte-kl"] == pytest.approx(told["byte-kl"], rel=1e-5)
 
 
 def test_a_mixture_of_two_is_less_than_their_sum(step):
     """A divergence is convex in the teacher, and coarser cells make it no larger."""
-    _, mixed = step("teacher", "other", teachers="mixture", losses=("boundary-kl",))
+    _, mixed = step("teacher", "other", combine_teachers="mixture", losses=("boundary-kl",))
     _, summed = step("teacher", "other", losses=("boundary-kl",))
     assert 0 < mixed["loss"] < summed["loss"]
 
@@ -157,10 +157,12 @@ def test_weights_of_a_document_add_up_and_select_gives_all_to_one(step, pair, fo
 
 def test_caches_of_one_teacher_over_two_halves_are_its_cache_over_both(step):
     whole, told = step("merged")
-    halves, told_of_both = step("head", "tail", teachers="route")
+    halves, told_of_both = step("head", "tail", combine_teachers="route")
     assert_same(halves, whole)
     assert told_of_both["loss"] == pytest.approx(told["loss"], rel=1e-6)
-    assert_same(step("head", "tail", teachers="route", losses=("byte-kl",))[0], step("merged", losses=("byte-kl",))[0])
+    assert_same(
+        step("head", "tail", combine_teachers="route", losses=("byte-kl",))[0], step("merged", losses=("byte-kl",))[0]
+    )
 
 
 def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, folder):
@@ -168,14 +170,14 @@ def test_a_document_goes_to_the_teacher_that_its_column_names(run, step, pair, f
     exact = ("--top-k", 12, "--precision", "float32", "--route-column", "by", "-q")
     run("cache-teacher", pair.teacher, "columns.jsonl", *exact, "-o", "c-routed", cwd=folder)
     run("cache-teacher", twin, "columns.jsonl", *exact, "-o", "c-twin", cwd=folder)
-    assert_same(step("routed", "twin", teachers="route")[0], step("teacher")[0])
+    assert_same(step("routed", "twin", combine_teachers="route")[0], step("teacher")[0])
     with pytest.raises(XtkError, match="names the teacher 'twin'"):
-        step("routed", "other", teachers="route")
+        step("routed", "other", combine_teachers="route")
 
 
 def test_a_document_in_several_caches_needs_a_route(step):
     with pytest.raises(XtkError, match="a document that names no teacher is in several caches"):
-        step("teacher", "other", teachers="route")
+        step("teacher", "other", combine_teachers="route")
 
 
 # --- which document is which
@@ -209,7 +211,7 @@ def test_a_document_that_is_missing_in_a_cache_is_named(folder, step):
 
 def test_teachers_of_other_tokenizers_are_not_mixed(step):
     with pytest.raises(XtkError, match="teachers with different tokenizers cannot be mixed"):
-        step("teacher", "alike", teachers="mixture")
+        step("teacher", "alike", combine_teachers="mixture")
 
 
 # --- documents that count more
@@ -235,7 +237,7 @@ def test_balance_brings_teachers_to_the_size_of_ce_and_leaves_ce_alone(step):
         losses = ("ce:weight=0.5", "byte-kl:weight=2")
         ce, _ = step(*names, losses=("ce:weight=0.5",))
         kd, _ = step(*names, losses=("byte-kl:weight=2",), **options)
-        found, told = step(*names, losses=losses, balance="ce", **options)
+        found, told = step(*names, losses=losses, scale_kd_to="ce", **options)
         distilled = sum(value for name, value in told.items() if name.startswith("byte-kl"))
         assert told["kd_scale"] == pytest.approx(told["ce"] / distilled)
         assert told["loss"] == pytest.approx(0.5 * told["ce"] + 2 * told["ce"])
@@ -249,7 +251,7 @@ def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(f
     ratios = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        recipe = recipe_of(["ce", "byte-kl"], batch=3, balance="ce")
+        recipe = recipe_of(["ce", "byte-kl"], batch=3, scale_kd_to="ce")
         inputs = inputs_of(student, [folder / "c-teacher"], recipe)
         _, results = take_steps(Accelerator(cpu=True), student, inputs, recipe, 8, steps=1)
         (told,) = results["losses"]
@@ -259,8 +261,8 @@ def test_balance_is_that_of_the_very_step_though_the_student_forgets_at_random(f
 
 
 def test_there_is_nothing_to_balance_without_ce(step):
-    with pytest.raises(XtkError, match="--balance ce"):
-        step("teacher", losses=("byte-kl",), balance="ce")
+    with pytest.raises(XtkError, match="--scale-kd-to ce"):
+        step("teacher", losses=("byte-kl",), scale_kd_to="ce")
 
 
 # --- what is chosen
@@ -279,7 +281,7 @@ def test_the_pair_and_the_cache_decide_what_auto_takes(teachers):
     assert chosen["teacher"][0] == AUTO_LOSSES["bytes"]
     assert chosen["teacher"][1].startswith("teacher has another tokenizer, with ")
     assert chosen["alike"] == (AUTO_LOSSES["tokens"], "alike has the student's own tokenizer")
-    assert chosen["none"][0] == AUTO_LOSSES["realised"] == ["alm"]
+    assert chosen["none"][0] == AUTO_LOSSES["observed"] == ["alm"]
 
 
 def names_of(taken: Any) -> list[tuple[str, int | None]]:
@@ -322,7 +324,7 @@ def test_data_in_the_place_of_a_cache_is_trained_on_only_if_ce_is_named(pair, fo
 def test_the_command_takes_several_caches_and_tells_of_each(run, pair, folder, tmp_path):
     done = run(
         "distill", pair.student, folder / "c-teacher", folder / "c-alike", "--teacher-weights", "entropy:per=span",
-        "--max-steps", 2, "--logging-steps", 1, "--balance", "ce", "--loss", "auto", "--loss", "ce", "-o", "out",
+        "--max-steps", 2, "--logging-steps", 1, "--scale-kd-to", "ce", "--loss", "auto", "--loss", "ce", "-o", "out",
         cwd=tmp_path,
     )  # fmt: skip
     assert "distill: --loss auto takes byte-kl, for teacher has another tokenizer" in done.stderr

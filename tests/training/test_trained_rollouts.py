@@ -25,7 +25,7 @@ from xtk.training.loss_assignment import DistillationTeacher, assign_losses, ope
 from xtk.training.micro_batches import BatchBuilder
 
 # Nothing is clipped, so that each item has a gradient.
-POLICY = "policy-gradient:epsilon=1,epsilon-high=1000"
+POLICY = "policy-gradient:epsilon=1,epsilon_high=1000"
 ACROSS = [
     POLICY,
     "byte-kl",
@@ -86,9 +86,9 @@ def rollouts(run, pair, tmp_path_factory) -> Rollouts:
         ]
         given = [[[at, at + 5, at + 9] for at in range(int(sequence.train_mask.sum()))] for sequence in read]
         (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({**line, "given_ids": ids}) + "\n" for line, ids in zip(lines, given, strict=True))
+            "".join(json.dumps({**line, "candidate_ids": ids}) + "\n" for line, ids in zip(lines, given, strict=True))
         )
-        run("cache-teacher", place, f"{name}.jsonl", "--support", "given", "--precision", "float32",
+        run("cache-teacher", place, f"{name}.jsonl", "--support", "candidates", "--precision", "float32",
             "-o", f"cache-{name}", "-q", cwd=folder)  # fmt: skip
     return Rollouts(student, folder, drawn)
 

@@ -354,7 +354,9 @@ def disk(inputs: DoctorInputs) -> Iterator[Finding]:
         size = round(each * reading.num_trained_tokens[1])
         told = f", estimated from caches of {DEFAULT_TOP_K['top-k']} ids" if plan.top_k else ""
         more = (
-            "" if reading.is_complete else " of the documents that were read; xtk cache-teacher --plan tells the whole"
+            ""
+            if reading.is_complete
+            else " of the documents that were read; xtk cache-teacher --estimate tells the whole"
         )
         positions = f"{reading.num_trained_tokens[1]:,} positions of {each:.1f} bytes"
         what = f"the cache: about {_format_bytes(size)}, {positions}{told}{more}"
@@ -391,7 +393,7 @@ def _scoring_time_finding(case: DoctorInputs) -> Finding:
     reading, rate = case.data_sample, case.plan.tokens_per_second
     if not rate:
         what = "nobody said how many tokens a second the teacher reads"
-        return Finding("disk", "note", what, hint="--tokens-per-second, as xtk cache-teacher --plan measures it")
+        return Finding("disk", "note", what, hint="--tokens-per-second, as xtk cache-teacher --estimate measures it")
     seconds = reading.num_tokens[1] / rate
     more = "" if reading.is_complete else ", the documents that were read alone"
     what = f"the teacher reads for {format_duration(seconds)} at {rate:,.0f} tokens a second{more}"

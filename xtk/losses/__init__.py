@@ -42,7 +42,7 @@ COMPARISON_SPACES = {
 # What a loss asks of a teacher; see `SUPPORTS` for what a cache holds.
 TEACHER_REQUIREMENTS = {
     "nothing": "nothing",
-    "realised": "log-probabilities of the tokens that stand there: any support, `none` too",
+    "observed": "log-probabilities of the tokens that stand there: any support, `none` too",
     "distribution": "a distribution: any support but `none`; what is not linear in it reads no draws, so not `sample`",
     "ranks": "the likeliest tokens, exactly: the supports `top-k`, `top-p`, and `top-k+sample` without its draws",
 }

@@ -22,14 +22,14 @@ class GOLD:
     tokens `P(v) = x_1 ... x_(k-1) p_k(v)`: the probabilities of its own tokens before the last, times the last
     distribution. All that is no pair is in the other cell of the KL. Of what the teacher does not name, no token is
     guessed: behind its ranks is at least nothing and at most its tail; only what the student has beyond that counts.
-    Options: `common`, a, the share of the teacher's vocabulary that has a partner; `uncommon`, b, what is missing to
-    1; `cap`, ranks at most, 8192; `divergence` and what it has, of the pairs; `published=true`: no other cell and
-    nothing behind the ranks, which can be negative. TRL's GOLD with its "bayesian" merge.
+    Options: `paired_weight`, a, the share of the teacher's vocabulary that has a partner; `ranked_weight`, b, what is
+    missing to 1; `max_ranks`, ranks at most, 8192; `divergence` and what it has, of the pairs; `published=true`: no
+    other cell and nothing behind the ranks, which can be negative. TRL's GOLD with its "bayesian" merge.
     """
 
-    common: float | None = None
-    uncommon: float | None = None
-    cap: int = DEFAULT_MAX_RANKS
+    paired_weight: float | None = None
+    ranked_weight: float | None = None
+    max_ranks: int = DEFAULT_MAX_RANKS
     published: bool = False
 
     comparison_space = "pairs"
@@ -39,11 +39,11 @@ class GOLD:
 
     def __post_init__(self) -> None:
         """Refuse weights and caps that make no sense."""
-        for name, weight in (("common", self.common), ("uncommon", self.uncommon)):
+        for name, weight in (("paired_weight", self.paired_weight), ("ranked_weight", self.ranked_weight)):
             if weight is not None and not 0 <= weight < float("inf"):
                 raise XtkError(f"{name} of this loss is {weight}", hint="0 or a number above it")
-        if self.cap < 0:
-            raise XtkError(f"cap of this loss is {self.cap}", hint="how many ranks are compared: 0 or more")
+        if self.max_ranks < 0:
+            raise XtkError(f"max_ranks of this loss is {self.max_ranks}", hint="how many ranks are compared: 0 or more")
 
     def default_weights(self, pairs: TokenPairs) -> tuple[float, float]:
         """Return the weights of both parts where none are given."""
@@ -55,10 +55,10 @@ class GOLD:
         assert isinstance(comparison_space, ProjectionColumns)
         pairs = comparison_space.pairs
         common, uncommon = self.default_weights(pairs)
-        common = common if self.common is None else self.common
-        uncommon = uncommon if self.uncommon is None else self.uncommon
+        common = common if self.paired_weight is None else self.paired_weight
+        uncommon = uncommon if self.ranked_weight is None else self.ranked_weight
         cells, tails = paired_and_ranked_cells(
-            example, span_ranges(example), pairs.student_of_teacher, self.cap, uncommon
+            example, span_ranges(example), pairs.student_of_teacher, self.max_ranks, uncommon
         )
         assert cells.sorted_probs is not None
         ranks = replace(

@@ -20,7 +20,7 @@ from xtk.losses.loss_cells import (
 )
 from xtk.registry import unknown_name_error
 
-OBSERVED_ADVANTAGE = "realised"
+OBSERVED_ADVANTAGE = "observed"
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,22 @@ class PolicyGradient:
     draw are left out. The value is a surrogate and no distance: it can be negative, and its gradient is what counts.
     Unclipped and at `ratio = 1`, A aside, that is on average the gradient of `c KL(P_s | P_t)` over what may stand in
     the span, the text before it held fixed. A ratio above e^20 counts as that. Options: `clip`, 5 nats; `epsilon`, 0.2;
-    `epsilon-high`, the same; `teacher`, c, 1; `reward`, r, 1: `teacher=0` is GRPO; `advantage`, `realised` alone, since
-    a divergence is the same whichever token was drawn, and has no gradient on average as an advantage. PPO, Schulman et
-    al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
+    `epsilon_high`, the same; `teacher_weight`, c, 1; `reward_weight`, r, 1: `teacher_weight=0` is GRPO; `advantage`,
+    `observed` alone, since a divergence is the same whichever token was drawn, and has no gradient on average as an
+    advantage. PPO, Schulman et al., arXiv 1707.06347; GRPO, Shao et al., arXiv 2402.03300.
     """
 
     clip: float = 5.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    teacher: float = 1.0
-    reward: float = 1.0
+    teacher_weight: float = 1.0
+    reward_weight: float = 1.0
     advantage: str = OBSERVED_ADVANTAGE
 
     comparison_space = "spans"
     averaged_over = "spans that the student drew"
     unit = "nats, a surrogate"
-    requires = "realised"
+    requires = "observed"
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense, and advantages that teach nothing."""
@@ -58,13 +58,15 @@ class PolicyGradient:
             raise XtkError(f"epsilon of the loss policy-gradient is {self.epsilon}", hint="above 0, and at most 1")
         if not 0 < self._upper_epsilon < float("inf"):
             raise XtkError(
-                f"epsilon-high of the loss policy-gradient is {self._upper_epsilon}", hint="a number above 0"
+                f"epsilon_high of the loss policy-gradient is {self._upper_epsilon}", hint="a number above 0"
             )
-        for name, factor in (("teacher", self.teacher), ("reward", self.reward)):
+        for name, factor in (("teacher_weight", self.teacher_weight), ("reward_weight", self.reward_weight)):
             if not 0 <= factor < float("inf"):
                 raise XtkError(f"{name} of the loss policy-gradient is {factor}", hint="0 or a number above it")
-        if self.teacher == self.reward == 0:
-            raise XtkError("teacher and reward of the loss policy-gradient are both 0", hint="one of them above 0")
+        if self.teacher_weight == self.reward_weight == 0:
+            raise XtkError(
+                "teacher_weight and reward_weight of the loss policy-gradient are both 0", hint="one of them above 0"
+            )
         if self.advantage != OBSERVED_ADVANTAGE:
             raise self._advantage_error()
 
@@ -94,8 +96,8 @@ class PolicyGradient:
         drawn = np.isfinite(old)
         old, ranges = old[drawn], ItemRanges(*(part[drawn] for part in vars(ranges).values()))
         theirs = range_sums(signal.observed_logprobs, ranges.position_start, ranges.position_stop)
-        advantages = self.teacher * np.clip(theirs - old, -self.clip, self.clip)
-        advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
+        advantages = self.teacher_weight * np.clip(theirs - old, -self.clip, self.clip)
+        advantages += self.reward_weight * rewards[ranges.row_start].astype(np.float64)
         return replace(
             observed_token_cells(example, ranges, np.ones(len(old))),
             surrogate=ClippedSurrogate(old, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),

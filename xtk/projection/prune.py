@@ -74,11 +74,11 @@ def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray
     return rank, before
 
 
-def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalise: bool) -> Projection:
+def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalize: bool) -> Projection:
     rows = projection.entry_rows[keep]
     weights = projection.weights[keep]
     counts = np.bincount(rows, minlength=projection.student_width)
-    if renormalise:
+    if renormalize:
         left = np.bincount(rows, weights.astype(np.float64), minlength=projection.student_width)
         scale = projection.row_masses / np.maximum(left, 1e-30)
         weights = np.minimum(weights * scale[rows], 1).astype(np.float32)

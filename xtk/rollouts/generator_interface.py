@@ -35,7 +35,7 @@ class SamplingConfig:
     top_k: int = 0
     max_completion_length: int = 256
     stop: tuple[str, ...] = ()
-    given: int = 0
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:

@@ -125,7 +125,7 @@ class MixtureSource(CacheSource):
                 raise MismatchError(
                     "teachers that read other tokens of a document cannot be mixed",
                     where=f"document {number}: {len(said[0]):,} trained tokens of one, {len(said[-1]):,} of the other",
-                    hint="--teachers sum",
+                    hint="--combine-teachers sum",
                 )
         return (TeacherOutput(first.tokens, mix_teacher_logprobs([heard.logprobs for heard in words], self._weights)),)
 
@@ -285,7 +285,7 @@ def _missing(one: _Held, other: _Held, rows: NDArray[np.int64]) -> MismatchError
     return MismatchError(
         f"{len(rows):,} of {len(one.keys):,} documents of one cache are missing in another",
         where=f"{one.name}, row {rows[0]} ({begins!r}), is not in {other.name}",
-        hint="caches of the same data, nothing truncated or split; or --teachers route, where each has its own",
+        hint="caches of the same data, nothing truncated or split; or --combine-teachers route, where each has its own",
     )
 
 

@@ -135,7 +135,7 @@ def open_inputs(paths: RunPaths, recipe: TrainConfig, tokenizer: Tokenizer) -> D
         raise XtkError("nobody scores what the student writes", hint="--teacher MODEL beside --on-policy")
     plain = alone and not live and not any(is_cache(cache) for cache in paths.data)
     speakers = 1 if plain else len(live or paths.data)
-    combination = parse_ensemble(recipe.teachers, recipe.teacher_weights, speakers)
+    combination = parse_ensemble(recipe.combine_teachers, recipe.teacher_weights, speakers)
     if plain and paths.eval_caches:
         raise XtkError(
             "held-out caches are for losses that are about teachers", where=paths.eval_caches[0],
@@ -217,7 +217,7 @@ def _of_rounds(
                 where=f"{corpus.name}, document {unanswered or 0}",
                 hint="prompt and completion, or messages that end with the assistant's",
             )
-    images = [None if one.has_students_tokenizer or one.support != "given" else one.projection for one in teachers]
+    images = [None if one.has_students_tokenizer or one.support != "candidates" else one.projection for one in teachers]
     return OnPolicySource(
         prompts,
         data,
@@ -329,7 +329,7 @@ def _check_mixable(teachers: Sequence[DistillationTeacher]) -> None:
             raise MismatchError(
                 "teachers with different tokenizers cannot be mixed: their probabilities are of different tokens",
                 where=f"{first.path} and {other.path}",
-                hint="--teachers sum, which compares each with the student",
+                hint="--combine-teachers sum, which compares each with the student",
             )
 
 
@@ -431,9 +431,9 @@ def _projection_fingerprint(projection: Projection) -> str:
 def _check_balance(recipe: TrainConfig, taken: Sequence[AssignedLoss]) -> None:
     """Refuse to balance what is not there."""
     both = {one.teacher is None for one in taken}
-    if recipe.balance == "ce" and both != {True, False}:
+    if recipe.scale_kd_to == "ce" and both != {True, False}:
         raise XtkError(
-            "--balance ce brings what is about a teacher to the size of ce, and only one of the two is there",
+            "--scale-kd-to ce brings what is about a teacher to the size of ce, and only one of the two is there",
             hint="--loss ce, and another --loss beside it",
         )
 
@@ -641,7 +641,7 @@ def _blocks(
     on_policy = run.recipe.on_policy
     if on_policy is None:
         return create_teacher_blocks(
-            inputs.source, run.sampler, run.steps, run.recipe.teacher_steps, places.output, run.accelerator
+            inputs.source, run.sampler, run.steps, run.recipe.teacher_block_steps, places.output, run.accelerator
         )
     from xtk.rollouts.generator_interface import GeneratorConfig
     from xtk.training.logprob_check import LogprobCheck

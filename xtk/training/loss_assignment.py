@@ -33,7 +33,7 @@ AUTO_LOSSES = {
     "tokens": ["ce", "forward-kl"],
     "bytes": ["ce:weight=0.3", "byte-kl"],
     "projection": ["ce", "p-kl"],
-    "realised": ["alm"],
+    "observed": ["alm"],
 }
 
 
@@ -186,7 +186,7 @@ class DistillationTeacher:
     def auto_losses(self) -> tuple[list[str], str]:
         """Return what `--loss auto` takes, and why."""
         if self.support == "none":
-            return AUTO_LOSSES["realised"], f"of {self.name} there are the tokens of the text alone"
+            return AUTO_LOSSES["observed"], f"of {self.name} there are the tokens of the text alone"
         if self.named_projection is not None:
             return AUTO_LOSSES["projection"], f"a projection to {self.name} is named"
         if self.has_students_tokenizer:

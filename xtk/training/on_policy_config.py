@@ -145,7 +145,7 @@ class OnPolicyConfig:
         if self.reward_beta and not self.rewards:
             raise XtkError("--reward-beta weighs rollouts by their rewards, and there are none", hint="--reward exact")
         if self.devices and self.backend != "vllm":
-            raise XtkError("--placement rollout=... is for --rollout-backend vllm; the student itself is where it is")
+            raise XtkError("--devices rollout=... is for --rollout-backend vllm; the student itself is where it is")
         if self.server and self.backend != "server":
             raise XtkError(f"--rollout-server is for --rollout-backend server, not {self.backend}")
         if self.engine and self.backend != "vllm":

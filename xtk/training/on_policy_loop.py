@@ -152,7 +152,7 @@ class OnPolicySource(OnlineSource):
     def _with_candidates(self, at: int, number: int) -> Document:
         """Return a document as a teacher is asked about it: with the tokens that it is to tell about."""
         document, teacher = self.document(number), self.teachers[at]
-        if teacher.request.support.kind != "given":
+        if teacher.request.support.kind != "candidates":
             return document
         lists = teacher_candidate_ids(
             document, self._top_ids.get(number), self._student, teacher.teacher_tokenizer, self._images[at]

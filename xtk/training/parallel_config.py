@@ -170,16 +170,16 @@ def parse_devices(text: str) -> dict[str, tuple[int, ...]]:
         numbers = value.split("+")
         if not all(number.isdecimal() for number in numbers) or devices[role]:
             raise XtkError(
-                f"--placement {text}: {part.strip()!r} is not ROLE=N+N, each role once", hint="rollout=2+3,teacher=1"
+                f"--devices {text}: {part.strip()!r} is not ROLE=N+N, each role once", hint="rollout=2+3,teacher=1"
             )
         devices[role] = tuple(map(int, numbers))
     taken = [number for numbers in devices.values() for number in numbers]
     there = max(torch.cuda.device_count(), 1)  # a machine without GPUs has one device, the CPU
     if len(set(taken)) < len(taken):
-        raise XtkError(f"--placement {text}: a device has two roles", hint="roles that are not named take turns")
+        raise XtkError(f"--devices {text}: a device has two roles", hint="roles that are not named take turns")
     if max(taken, default=0) >= there:
         raise XtkError(
-            f"--placement {text}: there is no device {max(taken)}; this machine has {there} "
+            f"--devices {text}: there is no device {max(taken)}; this machine has {there} "
             f"({'a GPU each' if torch.cuda.is_available() else 'the CPU'}), counted from 0"
         )
     return devices

@@ -15,7 +15,7 @@ from xtk.training.metrics_file import metric_name
 from xtk.training.parallel_config import ParallelConfig
 from xtk.training.teacher_ensemble import ScoreWeighting
 
-# The largest factor of `--balance ce`. Close to its teacher a student has a distance, and a gradient, of mostly noise.
+# The largest factor of `--scale-kd-to ce`. Close to the teacher, distance and gradient are mostly noise.
 MAX_KD_SCALE = 100.0
 
 

@@ -1,4 +1,4 @@
-"""How several teachers teach one student: `--teachers` and `--teacher-weights`."""
+"""How several teachers teach one student: `--combine-teachers` and `--teacher-weights`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class TeacherEnsemble:
 
 
 def parse_ensemble(method: str, weights: str, num_teachers: int) -> TeacherEnsemble:
-    """Read `--teachers` and `--teacher-weights`: `0.7,0.3`, or `ce:alpha=5,per=span`.
+    """Read `--combine-teachers` and `--teacher-weights`: `0.7,0.3`, or `ce:alpha=5,per=span`.
 
     Args:
         method: a key of `TEACHERS`.
@@ -97,7 +97,9 @@ def parse_ensemble(method: str, weights: str, num_teachers: int) -> TeacherEnsem
     if method not in COMBINATION_METHODS:
         raise unknown_name_error("way with several teachers", method, COMBINATION_METHODS)
     if num_teachers == 1 and (method, weights) != ("sum", ""):
-        raise XtkError("--teachers and --teacher-weights are for several teachers; there is one", hint="more caches")
+        raise XtkError(
+            "--combine-teachers and --teacher-weights are for several teachers; there is one", hint="more caches"
+        )
     equal = (1 / num_teachers,) * num_teachers
     if method == "route" and weights:
         raise XtkError("--teacher-weights is for several teachers of one document; with route, each has one")
@@ -105,13 +107,15 @@ def parse_ensemble(method: str, weights: str, num_teachers: int) -> TeacherEnsem
         return TeacherEnsemble(method, equal, ScoreWeighting("ce", math.inf) if method == "select" else None)
     if weights[0] in "+-.0123456789":
         if method == "select":
-            raise XtkError("--teachers select weighs by what teachers say", hint="--teacher-weights ce:per=span")
+            raise XtkError(
+                "--combine-teachers select weighs by what teachers say", hint="--teacher-weights ce:per=span"
+            )
         return TeacherEnsemble(method, _static(weights, num_teachers))
     weighing = _weighing(weights)
     if method == "mixture":
         raise XtkError(
             "the weights of a mixture are numbers: what it says must not depend on what it is weighed by",
-            hint="--teacher-weights 0.7,0.3, or --teachers sum",
+            hint="--teacher-weights 0.7,0.3, or --combine-teachers sum",
         )
     if method == "select":
         weighing = ScoreWeighting(weighing.score, math.inf, weighing.scope)

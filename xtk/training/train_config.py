@@ -23,12 +23,12 @@ LONG_DOCUMENTS = ("refuse", "truncate", "skip")
 KD_SCALES = ("none", "ce")
 # Recipes of runs that were begun by those who did not know of them have none of these.
 KEYS_OMITTED_BY_DEFAULT = (
-    "teachers", "teacher_weights", "balance", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
+    "combine_teachers", "teacher_weights", "scale_kd_to", "warmup_steps", "min_lr_rate", "decay_ratio", "ema_decay",
     "early_stopping_patience", "on_policy",
 )  # fmt: skip
 # How the work is cut, which does not change the result.
 PARALLELISM_KEYS = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "packing",
-           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_steps", "offload_student")  # fmt: skip
+           "max_batch_tokens", "parallel", "fsdp_offload", "teacher_block_steps", "offload_student")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ class TrainConfig:
         gradient_checkpointing: recompute activations instead of keeping them.
         long_documents: what becomes of documents that are longer than the student's context, or `max_length`.
         seed: of the order of documents and of dropout.
-        teachers: how several of them teach together: a key of `TEACHERS`.
+        combine_teachers: how several of them teach together: a key of `TEACHERS`.
         teacher_weights: numbers, or where weights come from; "": equal ones.
         packing: documents stand one behind the other in a row, where the student can read them so.
         max_batch_tokens: of a forward pass of a process; 0: as many as `per_device_train_batch_size` documents have.
         parallel: how processes share the work: `fsdp=2,tp=2`.
         fsdp_offload: weights that are shared out, and the optimizer, stay in the memory of the CPU.
-        teacher_steps: steps whose documents live teachers score at a time; 0: as many as fit.
+        teacher_block_steps: steps whose documents live teachers score at a time; 0: as many as fit.
         offload_student: the student and its optimizer leave the device while live teachers score.
-        balance: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
+        scale_kd_to: "ce" to bring what is about teachers to the size of cross-entropy, each step anew; "none".
         preparation: how the model is loaded, and what of it is trained.
         on_policy: how the student writes what it learns from; None: it learns from the data.
     """
@@ -80,15 +80,15 @@ class TrainConfig:
     long_documents: str = "refuse"
     max_length: int | None = None
     seed: int = 42
-    teachers: str = "sum"
+    combine_teachers: str = "sum"
     teacher_weights: str = ""
     packing: bool = True
     max_batch_tokens: int = 0
     parallel: str = ""
     fsdp_offload: bool = False
-    teacher_steps: int = 0
+    teacher_block_steps: int = 0
     offload_student: bool = False
-    balance: str = "none"
+    scale_kd_to: str = "none"
     warmup_steps: int = 0
     min_lr_rate: float = 0.1
     decay_ratio: float = 0.1
@@ -102,8 +102,8 @@ class TrainConfig:
             raise unknown_name_error("schedule", self.lr_scheduler_type, SCHEDULES)
         if self.mixed_precision not in ("no", "bf16"):
             raise unknown_name_error("precision", self.mixed_precision, ("no", "bf16"))
-        if self.balance not in KD_SCALES:
-            raise unknown_name_error("balance", self.balance, KD_SCALES)
+        if self.scale_kd_to not in KD_SCALES:
+            raise unknown_name_error("--scale-kd-to", self.scale_kd_to, KD_SCALES)
         if self.long_documents not in LONG_DOCUMENTS:
             raise unknown_name_error("way with long documents", self.long_documents, LONG_DOCUMENTS)
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
@@ -129,8 +129,8 @@ class TrainConfig:
                 )
         if self.max_batch_tokens < 0:
             raise XtkError(f"--max-batch-tokens is {self.max_batch_tokens}; it is 0 or more")
-        if self.teacher_steps < 0:
-            raise XtkError(f"--teacher-steps is {self.teacher_steps}; it is 0 or more")
+        if self.teacher_block_steps < 0:
+            raise XtkError(f"--teacher-block-steps is {self.teacher_block_steps}; it is 0 or more")
         if self.max_length is not None and self.max_length < 2:
             raise XtkError(f"--max-length is {self.max_length}; a document has at least 2 tokens")
         if not 0 <= self.ema_decay < 1:

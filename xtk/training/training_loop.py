@@ -290,7 +290,7 @@ def _step(
         micro_batches = [*micro_batches, *(maker.build([]) for _ in range(passes - len(micro_batches)))]
     whole = StepReduction(maker.objectives, maker.score_weighting, maker.teachers, micro_batches, run.parallel, device)
     balance = 1.0
-    if recipe.balance == "ce":
+    if recipe.scale_kd_to == "ce":
         balance = whole.kd_scale(_pass(run, micro_batches, whole.term_scales(), backward=False)[0])
     sums, seen = _pass(run, micro_batches, whole.term_scales(balance), backward=True)
     norm = clip_gradients(run.parameters, recipe.max_grad_norm)

@@ -41,7 +41,7 @@ class EmbeddingSimilarityMethod:
 
     student_embedding: NDArray[np.float32] = field(repr=False)
     teacher_embedding: NDArray[np.float32] = field(repr=False)
-    neighbours: int = DEFAULT_NEIGHBORS
+    num_neighbors: int = DEFAULT_NEIGHBORS
     temperature: float = DEFAULT_TEMPERATURE
     student_weights: str = ""
     teacher_weights: str = ""

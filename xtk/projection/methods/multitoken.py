@@ -26,7 +26,7 @@ class MultitokenMethod:
             of these student tokens. Rows of tokens with equal bytes stay unchanged.
     """
 
-    max_pieces: int = DEFAULT_MAX_TOKENS
+    max_tokens_per_entry: int = DEFAULT_MAX_TOKENS
     decay: float = DEFAULT_DECAY
     reverse_pass: bool = False
 
