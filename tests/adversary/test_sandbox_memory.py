@@ -221,7 +221,7 @@ def test_memory_of_the_weaker_sandbox_is_that_of_one_process(monkeypatch):
     monkeypatch.setattr(
         Sandbox, "_start", lambda self, use_namespaces: "refused" if use_namespaces else begin(self, use_namespaces)
     )
-    with start(weaker=True) as sandbox:
+    with start(allow_weak_isolation=True) as sandbox:
         for name in ("20 files without a name", "shared mappings of which one page stays",
                      "shared mappings of /dev/zero"):  # fmt: skip
             outcome, most = run(sandbox, REFUSED[name])

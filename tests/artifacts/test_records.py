@@ -170,8 +170,8 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask holds other numbers than 0 and 1"),
         ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask is no list of whole numbers"),
         ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
-        ({"input_ids": [5, 6], "given_ids": [1]}, "given_ids is no list of lists"),
-        ({"input_ids": [5, 6], "given_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
+        ({"input_ids": [5, 6], "candidate_ids": [1]}, "candidate_ids is no list of lists"),
+        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
     ],
 )
 def test_tokens_and_masks_that_are_none_are_refused(record, what):

@@ -51,11 +51,11 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "first", "--decay", "0.5"), "--method first does not support --decay"),
+        (("--method", "first-token", "--decay", "0.5"), "--method first-token does not support --decay"),
         (("--corpus", "x.jsonl"), "--method multitoken does not support --corpus"),
-        (("--method", "counts"), "--corpus DATA"),
-        (("--method", "counts", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
-        (("--max-pieces", "0"), "--max-tokens-per-entry is 0"),
+        (("--method", "cooccurrence"), "--corpus DATA"),
+        (("--method", "cooccurrence", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
+        (("--max-tokens-per-entry", "0"), "--max-tokens-per-entry is 0"),
         (("--special-tokens", "rolle"), "no such table of special tokens"),
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "{student token: teacher token}"),

@@ -145,11 +145,11 @@ def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("multitoken", {"max_pieces": 0}, "--max-tokens-per-entry is 0"),
+        ("multitoken", {"max_tokens_per_entry": 0}, "--max-tokens-per-entry is 0"),
         ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
         ("multitoken", {"decay": float("nan")}, "--decay is nan"),
-        ("first", {"decay": 0.5}, "--method first does not support --decay"),
-        ("counts", {}, "the method counts needs these arguments: counts"),
+        ("first-token", {"decay": 0.5}, "--method first-token does not support --decay"),
+        ("cooccurrence", {}, "the method cooccurrence needs these arguments: counts"),
     ],
 )
 def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, options, message):

@@ -161,7 +161,7 @@ def test_functions_and_sums(tmp_path):
         ("exakt", "did you mean exact"),
         ("exact:colum=answer", "did you mean column"),
         ("exact:weight=-1", "weight of the reward"),
-        ("exact:anywhere=maybe", "anywhere of the reward exact"),
+        ("exact:last_number_fallback=maybe", "last_number_fallback of the reward exact"),
         ("regex", "needs a pattern"),
         ("regex:pattern=(", "not a valid regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),

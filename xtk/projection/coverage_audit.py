@@ -21,7 +21,7 @@ CRITICAL_FRACTION = 0.5
 MIN_CRITICAL_TOKENS = 20
 
 # The fields of a category that depend on the two vocabularies only: they stay valid after pruning and merging.
-VOCABULARY_KEYS = ("student_tokens", "student_unmatched", "teacher_tokens", "teacher_unmatched")
+VOCABULARY_KEYS = ("student_tokens", "unmatched_student_tokens", "teacher_tokens", "unmatched_teacher_tokens")
 
 
 def audit_projection(
@@ -110,7 +110,7 @@ def critical_categories(by_category: Mapping[str, Mapping[str, Any]]) -> list[st
 
 def audit_warning(audited: Mapping[str, Any]) -> str | None:
     """Return a two-line warning to read before choosing a loss; None if no category is critical."""
-    names = audited.get("critical", [])
+    names = audited.get("poorly_matched_categories", [])
     if not names:
         return None
     parts = [f"{name} ({_format_unmatched(audited['categories'][name])})" for name in names]

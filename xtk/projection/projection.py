@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from xtk.errors import XtkError
 
 # Fields of a tokenizer in the header that W depends on.
-IDENTITY_KEYS = ("tokenizer", "roles", "width")
+IDENTITY_KEYS = ("tokenizer", "special_tokens", "embedding_rows")
 _REBUILD = "build it again with xtk build-projection"
 
 
 def format_tokenizer(side: Mapping[str, Any]) -> str:
     """Return the name of a tokenizer in messages: fingerprint, embedding rows and special tokens."""
-    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("roles", {}).items()))
-    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no special tokens'})"
+    roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("special_tokens", {}).items()))
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('embedding_rows', 0):,} rows; {roles or 'no special tokens'})"
 
 
 # A weight above this makes a token pair; X-Token, arXiv 2605.21699.
@@ -170,7 +170,7 @@ class Projection:
         """Number of the student's tokens; rows above are padding."""
         return int(self.header.get("student", {}).get("tokens", self.student_width))
 
-    def missing_mass(self, tokens: int) -> float:
+    def unmapped_mass(self, tokens: int) -> float:
         """Return the unmapped mass: 1 minus the row sum, averaged over the first `tokens` rows."""
         return max(0.0, round(float(1 - self.row_masses[:tokens].mean()), 6)) if tokens else 0.0
 

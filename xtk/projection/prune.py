@@ -45,7 +45,7 @@ def prune_projection(
         raise XtkError(f"--min-weight is {min_weight}; must be between 0 and 1")
     if not 0 < mass <= 1:
         raise XtkError(f"--mass is {mass}; must be above 0 and at most 1")
-    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalize}
+    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalize": renormalize}
     earlier = list(projection.header.get("prunings", []))
     if step in earlier[-1:]:
         return projection

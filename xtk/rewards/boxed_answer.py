@@ -37,7 +37,7 @@ class BoxedReward:
                 f"--reward boxed has no comparison {self.compare!r}",
                 hint=f"use compare=VALUE, one of: {', '.join(COMPARISONS)}",
             )
-        if self.compare == "symbols":
+        if self.compare == "math":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
                     "--reward boxed needs the package math-verify",

@@ -139,7 +139,7 @@ class RolloutStatistics:
 
     def add_record(self, record: Mapping[str, Any]) -> None:
         """Add a rollout record."""
-        mask = record["student_mask"]
+        mask = record["sampled_mask"]
         self.rollouts += 1
         self.tokens += sum(mask)
         self._read += len(mask) - mask.index(1) - sum(mask)

@@ -271,7 +271,7 @@ class AlignmentStatistics:
             found = {
                 "document": documents[place].index,
                 "bytes": int(sizes[place]),
-                "share_of_bytes": round(float(fractions[place]), 6),
+                "byte_fraction": round(float(fractions[place]), 6),
                 "n:m_bytes": int(several[place]),
                 "unaligned_bytes": int(unaligned[place]),
                 "normalized_by": sides,
