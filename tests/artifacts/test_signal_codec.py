@@ -205,7 +205,7 @@ def test_the_plain_twin_reads_the_same_bits(case):
             assert np.float32(position.tail_mass) == back.remainder_mass[at]
             assert np.float32(position.realised) == back.observed_logprobs[at]
             assert np.float32(position.entropy) == back.entropy[at]
-            for number, drawn in enumerate(position.num_samples):
+            for number, drawn in enumerate(position.draws):
                 place = at * options["num_sample_sets"] + number
                 names = slice(back.sample_offsets[place], back.sample_offsets[place + 1])
                 assert drawn == dict(

@@ -91,7 +91,7 @@ def drawn_what_is_exact(scores: StoredLogprobs) -> StoredLogprobs:
     offsets[0] = 0
     ids = np.concatenate([scores.ids[:1], scores.sample_ids[size:]])
     counts = np.concatenate([np.array([5], np.int32), scores.sample_counts[size:]])
-    return changed(scores, sample_offsets=offsets, drawn_ids=ids, sample_counts=counts)
+    return changed(scores, sample_offsets=offsets, sample_ids=ids, sample_counts=counts)
 
 
 def heavier(scores: StoredLogprobs) -> StoredLogprobs:

@@ -316,7 +316,7 @@ def test_the_tokens_of_a_text_are_read_as_the_text(tokenizer_of, name, prompt, c
         # Without flags every token is trained that another one predicts: also a space alone that was put in front.
         _, other = read(tokenizer, Document.from_teacher_ids(expected.ids))
         assert other.train_mask.tolist() == [at > 0 for at in range(len(other))]
-        assert {**parts_of(other), "trained": 0} == {**parts_of(sequence), "trained": 0}
+        assert {**parts_of(other), "train_mask": 0} == {**parts_of(sequence), "train_mask": 0}
     # What students train and compare is the same, but for tokens over a prompt's edge where the teacher has one too.
     (reader,) = tokenize_documents(tokenizer_of["student"], [again])
     assert reader.ids.tolist() == student.ids.tolist()

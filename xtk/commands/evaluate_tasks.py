@@ -77,7 +77,7 @@ def _print_task_results(
         return
     rows = []
     for task in results[first].top_level_tasks:
-        for metric in results[first].values[task]:
+        for metric in results[first].metrics[task]:
             for name, line in lines.items():
                 scores = line[task]
                 gain = scores.get(f"{metric}_difference")
