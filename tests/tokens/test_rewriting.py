@@ -33,7 +33,7 @@ def test_a_composed_character_counts_for_all_that_it_was_made_from(found):
     assert (result.num_characters, result.rewritten, result.dropped) == (7, 3, 0)
     assert result.examples == {("e\u0301", "é"): 1, ("\u2126", "Ω"): 1}
     # They look alike, so the warning shows code points.
-    assert "'e\\u0301' as '\\xe9' 1 time" in result.warning()
+    assert "'e\\u0301' to '\\xe9' 1 time" in result.warning()
 
 
 def test_dropped_white_space_control_characters_and_lone_accents(found):

@@ -298,7 +298,7 @@ def _step(
     if step_is_finite(losses, norm) and recipe.learning_rate:  # at 0, AdamW and averages would turn -0.0 into 0.0
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return losses | ({"kd_scale": balance} if recipe.balance == "ce" else {}), norm
+    return losses | ({"kd_scale": balance} if recipe.scale_kd_to == "ce" else {}), norm
 
 
 def _pass(
