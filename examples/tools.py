@@ -1,4 +1,4 @@
-"""Tools as an environment: a student that writes `<tool_call>{"name": "add", ...}</tool_call>` reads what `add` returns.
+"""Tools as an environment: a student that calls `<tool_call>{"name": "add", ...}</tool_call>` reads its result.
 
 xtk rollout STUDENT questions.jsonl --environment examples/tools.py:Arithmetic -o rollouts.jsonl
 """

@@ -20,7 +20,6 @@ KINDS = {
     "raw-top-k": ("--precision", "float32", "--top-k", 3),
 }
 DOCUMENTS = 12
-OLD_OPTIONS = {"--num-samples": "--draws"}  # until the options are renamed
 
 
 def make(run, pair, folder: Path, kind: str) -> Path:
@@ -28,8 +27,7 @@ def make(run, pair, folder: Path, kind: str) -> Path:
     data = folder / "data.jsonl"
     if not data.exists():
         material.write_jsonl(data, material.sentences(DOCUMENTS, seed=5))
-    words = [OLD_OPTIONS.get(str(word), word) for word in KINDS[kind]]
-    run("cache-teacher", pair.teacher, data, *words, "--shard-tokens", 100, "-o", folder / kind)
+    run("cache-teacher", pair.teacher, data, *KINDS[kind], "--shard-tokens", 100, "-o", folder / kind)
     return folder / kind
 
 

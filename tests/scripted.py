@@ -44,5 +44,5 @@ class ScriptedWriter:
                 break
         ids = np.array(drawn, np.int32)
         logprobs = -0.125 * np.arange(1, len(ids) + 1, dtype=np.float32)
-        top_ids = np.column_stack([ids, ids + 1]) if sampling.given else None
+        top_ids = np.column_stack([ids, ids + 1]) if sampling.top_logprobs else None
         return Completion(ids, logprobs, finish, top_ids)

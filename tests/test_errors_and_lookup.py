@@ -31,7 +31,7 @@ def test_damage_and_mismatch_are_mistakes_that_a_user_can_mend():
         (OSError(errno.EDQUOT, "Disk quota exceeded", "cache/shard"), "the disk is full"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "cache/shard"), "no such file or folder"),
         (OSError(errno.ENAMETOOLONG, "File name too long", "cache/shard"), "this is too long for the name of a file"),
-        (PermissionError(errno.EACCES, "Permission denied", "cache/shard"), "no permission"),
+        (PermissionError(errno.EACCES, "Permission denied", "cache/shard"), "permission denied"),
     ],
 )
 def test_errors_of_the_operating_system_are_told_with_their_path(error, what):

@@ -1,3 +1,3 @@
-"""xtk: distil large language models across tokenizers."""
+"""xtk: distill large language models across tokenizers."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Folders for caches of libraries and of xtk: private temporary ones where HOME cannot be written."""
+"""Cache folders of xtk and its libraries; temporary ones if the home folder is not writable."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from xtk.errors import XtkError
 
-# Variables of libraries, and where in the cache folder of the user a library writes without them.
+# Environment variables of libraries, and their default folders inside the user's cache folder.
 USER_CACHE_VARIABLES = {
     "XTK_CACHE": "xtk", "HF_HOME": "huggingface", "TORCH_HOME": "torch", "VLLM_CACHE_ROOT": "vllm",
 }  # fmt: skip
@@ -20,22 +20,24 @@ HF_HOME_VARIABLES = {
     "HF_DATASETS_CACHE": "datasets", "HF_MODULES_CACHE": "modules", "HF_ASSETS_CACHE": "assets", "HF_XET_CACHE": "xet",
 }  # fmt: skip
 READABLE_HF_VARIABLES = {"HF_HUB_CACHE": "hub", "HF_TOKEN_PATH": "token"}
-INDUCTOR_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # in the folder of temporary files, under the user's name
+INDUCTOR_CACHE_VARIABLE = (
+    "TORCHINDUCTOR_CACHE_DIR"  # by default in the folder of temporary files, under the user's name
+)
 SHARED_MEMORY = Path("/dev/shm")
 TEMPORARY_FOLDERS = ("/tmp", "/var/tmp", str(SHARED_MEMORY))
 
 
 def use_writable_cache_folders(*, quiet: bool) -> None:
-    """Point libraries that would write to a folder that cannot be written to a temporary one, before their import.
+    """Set the cache variables of libraries to a temporary folder where their own is not writable.
 
-    The folder is private: of this user, mode 700 (numba and others run what is in their caches). The next command finds
-    it again. Models of Hugging Face in a folder that can only be read are still read.
+    Call it before the libraries are imported. The folder is private (mode 700), since numba and others execute code
+    from their caches, and the next command uses it again. Read-only Hugging Face caches are still read.
 
     Args:
         quiet: print no note.
 
     Raises:
-        XtkError: no temporary folder can be written either.
+        XtkError: no temporary folder is writable.
     """
     before, home = (
         dict(os.environ),
@@ -56,23 +58,23 @@ def use_writable_cache_folders(*, quiet: bool) -> None:
         return
     wrong = next((value for name in named if (value := before.get(name))), None) or home
     sys.stderr.write(
-        f"xtk: cannot write to {wrong}; caches are in {folder} (set XDG_CACHE_HOME or TMPDIR to keep them elsewhere)\n"
+        f"xtk: cannot write to {wrong}; using {folder} for caches (set XDG_CACHE_HOME or TMPDIR to change it)\n"
     )
     sys.stderr.flush()
 
 
 def shared_memory_is_writable() -> bool:
-    """Return whether locks and queues between processes can be made: Linux keeps them in /dev/shm."""
+    """Return whether locks and queues between processes can be created; on Linux they are in /dev/shm."""
     return sys.platform != "linux" or _can_write(SHARED_MEMORY / "xtk")
 
 
 def _home_folder() -> Path | None:
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises where there is none
+    home = Path(os.path.expanduser("~"))  # noqa: PTH111 - Path.home raises without a home
     return home if home.is_absolute() else None
 
 
 def _changes() -> dict[str, str | Path]:
-    """Return variables and their values: a path, or a name in a temporary folder."""
+    """Return the variables to set: a path, or a name inside the temporary folder."""
     caches, found = _cache_path(os.environ.get("XDG_CACHE_HOME"), _home_folder(), ".cache"), dict[str, str | Path]()
     for base, table in ((caches, USER_CACHE_VARIABLES), (_home_folder(), HOME_VARIABLES)):
         for name, below in table.items():
@@ -96,15 +98,15 @@ def _changes() -> dict[str, str | Path]:
     for name, below in HF_HOME_VARIABLES.items():
         if os.environ.get(name) and not _can_write(_cache_path(os.environ.get(name), None, "")):
             found[name] = f"huggingface/{below}"
-    if _has_no_name() and INDUCTOR_CACHE_VARIABLE not in os.environ:
+    if _has_no_user_name() and INDUCTOR_CACHE_VARIABLE not in os.environ:
         found[INDUCTOR_CACHE_VARIABLE] = "torchinductor"
     return found
 
 
-def _cache_path(given: str | None, base: Path | None, below: str) -> Path | None:
-    """Return where a library writes: the value of its variable, else a place below a folder; None: unknown."""
-    if given:
-        path = Path(os.path.expanduser(given))  # noqa: PTH111
+def _cache_path(value: str | None, base: Path | None, below: str) -> Path | None:
+    """Return a library's cache folder: the value of its variable, else a folder below `base`; None: unknown."""
+    if value:
+        path = Path(os.path.expanduser(value))  # noqa: PTH111
         return path if path.parts[:1] != ("~",) else None
     return None if base is None else base / below
 
@@ -116,8 +118,8 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def _has_no_name() -> bool:
-    """Return whether the system does not know what this user is called, which torch asks for."""
+def _has_no_user_name() -> bool:
+    """Return whether this user has no name in the system; torch needs one for its default cache."""
     if any(os.environ.get(name) for name in ("LOGNAME", "USER", "LNAME", "USERNAME")):
         return False
     import pwd
@@ -130,7 +132,7 @@ def _has_no_name() -> bool:
 
 
 def _package_cache_is_writable() -> bool:
-    """Return whether numba can write next to the modules of xtk, where it looks first."""
+    """Return whether numba can write next to the modules of xtk, its first choice."""
     folders = {Path(__file__).parent}
     for folder, _, _ in os.walk(Path(__file__).parent):
         if not folder.endswith("__pycache__"):
@@ -139,11 +141,11 @@ def _package_cache_is_writable() -> bool:
 
 
 def _can_write(path: Path | None, *, probe: bool = True) -> bool:
-    """Return whether a folder can be written, or be made with those above it.
+    """Return whether a folder is writable or can be created.
 
     Args:
         path: the folder; None: unknown.
-        probe: make a folder there and remove it, since permissions alone do not tell of all file systems.
+        probe: create and remove a folder, since permissions are not reliable on all file systems.
     """
     if path is None:
         return False
@@ -165,10 +167,10 @@ def _can_write(path: Path | None, *, probe: bool = True) -> bool:
 
 
 def _temporary_folder() -> Path:
-    """Return a private folder that the next command finds again, if there can be one.
+    """Return a private temporary folder, the same one for the next command if possible.
 
     Raises:
-        XtkError: there is no place for one.
+        XtkError: no temporary folder is writable.
     """
     import tempfile
 
@@ -184,12 +186,12 @@ def _temporary_folder() -> Path:
             continue
         if _is_private(path) and _can_write(path):
             return path
-        try:  # another user made a folder or a link of this name
+        try:  # another user created a folder or link with this name
             return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=place)).absolute()
         except OSError:
             continue
     raise XtkError(
-        "no folder for caches can be written", where=", ".join(filter(None, places)), hint="TMPDIR=FOLDER xtk ..."
+        "no folder for caches is writable", where=", ".join(filter(None, places)), hint="TMPDIR=FOLDER xtk ..."
     )
 
 

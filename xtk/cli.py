@@ -1,4 +1,4 @@
-"""The command line: which commands there are, how options are read, how a command ends."""
+"""The command line: the commands, and how errors and signals become exit codes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,17 @@ FIRST_PROCESS_HEAD_START_SECONDS = 3
 
 
 class OrderedCommandGroup(TyperGroup):
-    """The group of commands, in the order of the work rather than of the alphabet."""
+    """The group of commands, listed in the order of a workflow instead of alphabetically."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Name the commands in the order in which they were added."""
+        """Return the names of the commands, in the order in which they were added."""
         return list(self.commands)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command of a line.
+        """Return the command that a command line names.
 
         Raises:
-            XtkError: there is no such command; the nearest one is proposed.
+            XtkError: the command is unknown; the nearest name is suggested.
         """
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             failure = unknown_name_error("command", args[0], self.commands)
@@ -59,11 +60,11 @@ class OrderedCommandGroup(TyperGroup):
 
 app = typer.Typer(
     cls=OrderedCommandGroup,
-    rich_markup_mode=None,  # rich would cost a third of the time that --help has
+    rich_markup_mode=None,  # importing rich would take a third of the time allowed for --help
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
 COMMANDS = (
@@ -82,13 +83,20 @@ COMMANDS = (
     doctor,
 )
 for _function in COMMANDS:
-    # What a sweep does not know is of the runs.
+    # Options that sweep does not have are passed on to distill.
     _settings = {"ignore_unknown_options": _function is sweep}
-    app.command(_function.__name__.replace("_", "-"), cls=ConfigFileCommand, context_settings=_settings)(_function)
+    _help, _, _examples = (_function.__doc__ or "").partition("\n    Examples:\n")
+    app.command(
+        _function.__name__.replace("_", "-"),
+        cls=ConfigFileCommand,
+        context_settings=_settings,
+        help=_help,
+        epilog=textwrap.dedent(_examples).strip(),
+    )(_function)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(wanted: bool) -> None:
+    if wanted:
         terminal.result_line(f"xtk {__version__}")
         raise typer.Exit
 
@@ -97,9 +105,9 @@ def _print_version(asked: bool) -> None:
 def _xtk(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """Distil large language models across tokenizers.
+    """Distill large language models across tokenizers.
 
-    Commands chain: each prints the path of what it wrote, and reads `-` from a pipe.
+    Each command prints the path of its output. The argument - reads a path from a pipe.
 
     \b
       xtk build-projection STUDENT TEACHER -o p | xtk prune-projection - --top-k 4 -o p4
@@ -109,10 +117,10 @@ def _xtk(
 
 
 def run_command(arguments: list[str]) -> int:
-    """Run one command line and return its exit code; tracebacks are for bugs only.
+    """Run one command line and return its exit code; only bugs print a traceback.
 
     Raises:
-        KeyboardInterrupt: for the process to end on.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     signal.signal(signal.SIGTERM, _raise_terminated)
     if sys.stdin is not None and hasattr(sys.stdin, "reconfigure"):
@@ -122,32 +130,32 @@ def run_command(arguments: list[str]) -> int:
     try:
         command = typer.main.get_command(app)
         code = command.main(args=arguments, prog_name="xtk", standalone_mode=False)
-        if code == EXIT_INTERRUPTED:  # typer turns the exception into a code
+        if code == EXIT_INTERRUPTED:  # typer turns the exception into this code
             raise KeyboardInterrupt
         return code if isinstance(code, int) else EXIT_OK
     except XtkError as failure:
-        _end_by_the_signal(failure)
+        _raise_cause_if_terminated(failure)
         return _report_failure(failure)
     except typer.Abort:
         raise KeyboardInterrupt from None
     except KeyboardInterrupt:
         raise
     except Exception as failure:
-        _end_by_the_signal(failure)
-        if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # the command line's own errors
+        _raise_cause_if_terminated(failure)
+        if hasattr(failure, "show") and hasattr(failure, "exit_code"):  # usage errors of typer
             shown = io.StringIO()
             failure.show(file=shown)
             sys.stderr.write(terminal.printable(shown.getvalue()))
             return int(failure.exit_code)
-        mendable = from_os_error(failure)
-        if mendable is None:
+        known = from_os_error(failure)
+        if known is None:
             raise
-        return _report_failure(mendable)
+        return _report_failure(known)
 
 
 def _report_failure(failure: XtkError) -> int:
     if os.environ.get("RANK", "0") != "0":
-        # What all processes find is told once: the launcher ends the others when the first has told it.
+        # An error of all processes is printed once: by the first, after which the launcher ends the others.
         time.sleep(FIRST_PROCESS_HEAD_START_SECONDS)
     if not _was_already_reported(failure):
         terminal.error(failure)
@@ -155,7 +163,7 @@ def _report_failure(failure: XtkError) -> int:
 
 
 def _was_already_reported(failure: XtkError) -> bool:
-    """Say whether another worker of the same launcher has told this; from now on one has."""
+    """Return whether another worker of the same launcher has printed this error, and record it as printed."""
     folder = os.environ.get(REPORTED_ERRORS_VARIABLE)
     if folder is None:
         return False
@@ -163,13 +171,13 @@ def _was_already_reported(failure: XtkError) -> bool:
         (Path(folder) / hashlib.sha256(str(failure).encode()).hexdigest()).touch(exist_ok=False)
     except FileExistsError:
         return True
-    except OSError:  # the launcher has gone
+    except OSError:  # the launcher has ended
         return False
     return False
 
 
-def _end_by_the_signal(failure: BaseException) -> None:
-    """Raise what a signal raised, where something else failed on the way out: a map that is in use cannot be closed."""
+def _raise_cause_if_terminated(failure: BaseException) -> None:
+    """Raise the exception of a signal if another error followed from it, such as closing a memory map in use."""
     while failure.__context__ is not None:
         failure = failure.__context__
         if isinstance(failure, Terminated):

@@ -1,4 +1,4 @@
-"""What xtk says when something goes wrong: what, where, and what to do next."""
+"""Errors with a cause, a place and a next step, and the translation of operating system errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 class XtkError(Exception):
-    """A mistake that the user can mend. Ends a command with its exit code and no traceback.
+    """An error that the user can fix. It ends a command with its exit code and without a traceback.
 
     Args:
-        what: one sentence, lower case, no full stop.
-        where: the file, option or row that it is about.
-        hint: the next step, best a command that can be pasted.
+        what: the cause, as one sentence in lower case without a full stop.
+        where: the file, option or row.
+        hint: the next step, ideally a command to paste.
     """
 
     exit_code = 1
@@ -34,32 +34,32 @@ class XtkError(Exception):
 
 
 class MismatchError(XtkError):
-    """Two artifacts that do not belong together, both of them named."""
+    """Two artifacts do not match; the message names both."""
 
 
 class CorruptError(XtkError):
-    """A file whose bytes are not those that were written."""
+    """A file is corrupt: its bytes differ from those that were written."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended the process; an exit that no code called for."""
+    """SIGTERM ended the process."""
 
 
 class ResumableStop(XtkError):
-    """No mistake: a run that ended early because it was asked to, and goes on when its command is run again."""
+    """A run was stopped early by a signal or a time limit; the same command resumes it."""
 
     exit_code = os.EX_TEMPFAIL
 
 
 def path_exists(text: str) -> bool:
-    """Say whether a text is the path of a file or folder that can be seen; any text may be asked about, "" is none."""
+    """Return whether a text is the path of an existing file or folder; False for any other text, and for ""."""
     try:
         return bool(text) and Path(text).exists()
-    except (OSError, ValueError):  # too long for a path, or no path at all
+    except (OSError, ValueError):  # too long, or not a valid path
         return False
 
 
-# What the system, Arrow, safetensors and fsspec write when a file cannot be written, and what xtk prints.
+# Messages of the system, Arrow, safetensors and fsspec for failed writes, and the error that xtk prints instead.
 _CANNOT_WRITE = {
     ("No space left on device", "os error 28", "Disk quota exceeded", "os error 122"): (
         "the disk is full",
@@ -67,21 +67,21 @@ _CANNOT_WRITE = {
     ),
     ("Read-only file system", "os error 30"): (
         "this file system is read-only",
-        "another -o; or XTK_CACHE=FOLDER, HF_HOME=FOLDER for what is kept in the home folder",
+        "use another -o; for caches in the home folder, set XTK_CACHE=FOLDER and HF_HOME=FOLDER",
     ),
     ("File too large", "os error 27"): (
-        "this file is larger than the limit of this shell or file system (ulimit -f)",
+        "the file exceeds the size limit of this shell or file system (ulimit -f)",
         "raise the limit and run the same command again; finished parts are kept",
     ),
     ("Too many open files", "os error 24"): (
-        "too many files are open for the limit of this shell (ulimit -n)",
+        "the limit of open files of this shell is reached (ulimit -n)",
         "raise the limit and run the same command again; finished parts are kept",
     ),
 }
 
 
 def from_os_error(error: BaseException) -> XtkError | None:
-    """Tell an error of the operating system in xtk's form; None if it is not one that a user can mend."""
+    """Return an error of the operating system as an XtkError; None if the user cannot fix it."""
     text = str(error)
     path = getattr(error, "filename", None)
     where = str(path) if path else None
@@ -92,16 +92,18 @@ def from_os_error(error: BaseException) -> XtkError | None:
         return XtkError(
             "there is not enough memory",
             where=text or None,
-            hint="a smaller batch (--batch-tokens, --per-device-train-batch-size), or a machine with more memory",
+            hint="use a smaller batch (--batch-tokens, --per-device-train-batch-size) or a machine with more memory",
         )
     if isinstance(error, UnicodeEncodeError) and any("\udc80" <= letter <= "\udcff" for letter in str(error.object)):
-        return XtkError("this path is not UTF-8, and a library takes no other", where=ascii(error.object)[:200])
+        return XtkError(
+            "this path is not valid UTF-8, which a library requires; rename it", where=ascii(error.object)[:200]
+        )
     if isinstance(error, FileNotFoundError):
         return XtkError("no such file or folder", where=where or text)
     if isinstance(error, PermissionError):
-        return XtkError("no permission", where=where or text)
+        return XtkError("permission denied", where=where or text)
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return XtkError("this is too long for the name of a file", where=where or text)
+        return XtkError("this file name is too long", where=where or text)
     if isinstance(error, OSError) and error.errno is not None and where is not None:
         return XtkError(str(error.strerror or text).lower(), where=where)
     return None

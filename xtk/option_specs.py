@@ -1,4 +1,4 @@
-"""`NAME:key=value,...`, options of losses, divergences and rewards as the fields of a dataclass."""
+"""Parsing of `NAME:key=value,...`: options of losses, divergences and rewards, from dataclass fields."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from xtk.errors import XtkError
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
-    """One of several that are added up, as it was written.
+    """A parsed `NAME:key=value,...`: one term of a weighted sum.
 
     Attributes:
-        name: of the variant.
-        weight: its factor in the sum.
-        options: its own.
+        name: name of the variant.
+        weight: factor in the sum.
+        options: (key, value) pairs without the weight.
     """
 
     name: str
@@ -24,31 +24,31 @@ class OptionSpec:
 
     def __str__(self) -> str:
         weight = () if self.weight == 1 else (("weight", repr(self.weight)),)
-        told = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
-        return f"{self.name}:{told}" if told else self.name
+        options = ",".join(f"{key}={value}" for key, value in (*weight, *self.options))
+        return f"{self.name}:{options}" if options else self.name
 
 
 def option_names(variant: type) -> list[str]:
-    """Return the options of a variant: the fields of its dataclass, if it is one."""
+    """Return the option names of a variant: the fields of its dataclass; none for other classes."""
     return list(_option_fields(variant)) if dataclasses.is_dataclass(variant) else []
 
 
 def _option_fields(variant: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that are options, by how they are written."""
-    return {field.name.replace("_", "-"): field for field in dataclasses.fields(variant) if field.init}
+    """Return the fields of a dataclass that are options, by name."""
+    return {field.name: field for field in dataclasses.fields(variant) if field.init}
 
 
 def from_options(variant: type, options: dict[str, str], spec_text: str, kind: str = "loss") -> Any:
-    """Return a variant with its options.
+    """Return an instance of a variant, made from options.
 
     Args:
         variant: the class.
-        options: some of its fields, as they were written.
-        spec_text: how the whole was written, for messages.
-        kind: what it is a variant of, for messages.
+        options: values of some fields, as text.
+        spec_text: the whole specification, for messages.
+        kind: "loss" or "reward", for messages.
 
     Raises:
-        XtkError: a value is not what the field wants.
+        XtkError: a value has the wrong type.
     """
     fields = _option_fields(variant) if options else {}
     return variant(
@@ -63,27 +63,30 @@ def _parse_value(owner: str, key: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise XtkError(f"{key} of the {owner} is {text!r}", hint="true or false")
+        raise XtkError(f"{key} of the {owner} is {text!r}, but must be true or false", hint=f"{key}=true")
     if isinstance(default, str):
         return text
-    whole = isinstance(default, int)
+    is_integer = isinstance(default, int)
     try:
-        return int(text) if whole else float(text)
+        return int(text) if is_integer else float(text)
     except ValueError:
-        example = "a number" if default is None else f"a {'whole ' * whole}number, such as {key}={default}"
-        raise XtkError(f"{key} of the {owner} is {text!r}", hint=example) from None
+        wanted = "an integer" if is_integer else "a number"
+        hint = None if default is None else f"{key}={default}"
+        raise XtkError(f"{key} of the {owner} is {text!r}, but must be {wanted}", hint=hint) from None
 
 
 def parse_weight(value: str, name: str, noun: str) -> float:
-    """Read the weight of a variant.
+    """Return the weight of a variant.
 
     Raises:
-        XtkError: it is no positive number.
+        XtkError: it is not a finite number above 0.
     """
     try:
         number = float(value)
     except ValueError:
         number = float("nan")
     if not 0 < number < float("inf"):
-        raise XtkError(f"the weight of the {noun} {name} is {value!r}", hint=f"--{noun} {name}:weight=0.5")
+        raise XtkError(
+            f"the weight of the {noun} {name} is {value!r}, but must be above 0", hint=f"--{noun} {name}:weight=0.5"
+        )
     return number

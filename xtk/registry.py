@@ -1,4 +1,4 @@
-"""Tables of variants: a name stands for `module:object`, imported when it is asked for."""
+"""Tables of variants by name (`module:object`, imported on use), and errors for unknown names."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from xtk.errors import XtkError
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, if one is near."""
+    """Return the known name that is most similar to `name`; None if none is similar."""
     near = difflib.get_close_matches(name.replace("_", "-"), list(known), n=1, cutoff=0.5)
     return near[0] if near else None
 
 
 def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> XtkError:
-    """Return the error for a name that a table does not have."""
+    """Return the error for an unknown name; it suggests the nearest known one."""
     known = sorted(known)
     near = nearest_name(name, known)
     question = f"; did you mean {near}?" if near else ""
@@ -25,10 +25,10 @@ def unknown_name_error(kind: str, name: str, known: Iterable[str]) -> XtkError:
 
 
 def load_registered(registry: Mapping[str, str], name: str, kind: str) -> Any:
-    """Import what `name` stands for in a table of `module:object` strings.
+    """Import and return the object that a table of `module:object` strings has under a name.
 
     Raises:
-        XtkError: the table has no such name; the nearest one is told.
+        XtkError: the name is unknown; the nearest one is suggested.
     """
     if name not in registry:
         raise unknown_name_error(kind, name, registry)

@@ -1,4 +1,4 @@
-"""JSON from outside: parsed within a limit on how deeply it is nested, errors in one sentence."""
+"""Parsing of untrusted JSON, with a limit on nesting depth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from xtk.errors import XtkError
 
-# Deeper values end Python's recursion somewhere later: while they are converted, hashed or put into a template.
+# Deeper values would exceed Python's recursion limit later, when they are converted, hashed or rendered.
 MAX_DEPTH = 100
 
 
@@ -16,9 +16,9 @@ def parse_json(text: str, *, what: str, where: str, parse_float: Callable[[str],
     """Return the value of a JSON text.
 
     Args:
-        text: the whole of it.
-        what: what it is, for messages: "this line".
-        where: where it is, for messages.
+        text: the JSON text.
+        what: its name in messages, such as "this line".
+        where: its location, for messages.
         parse_float: as in `json.loads`.
 
     Raises:
@@ -38,10 +38,10 @@ def check_depth(value: Any, max_brackets: int, *, what: str, where: str) -> None
     """Refuse a value that is nested too deeply.
 
     Args:
-        value: as `json` makes it.
-        max_brackets: opening ones in its text, an upper bound of its depth.
-        what: what it is, for messages.
-        where: where it is, for messages.
+        value: a parsed JSON value.
+        max_brackets: number of opening brackets in its text, an upper bound of its depth.
+        what: its name in messages.
+        where: its location, for messages.
 
     Raises:
         XtkError: lists and objects are nested more than MAX_DEPTH deep.

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive the one that started them."""
+"""Child processes: ended with their parent, separated from launchers, and forwarded signals."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from types import FrameType, TracebackType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-# What a launcher tells a process of a distributed run: it is about that process, not about those that it starts.
+# Set by a distributed launcher for each worker; the worker's own child processes must not inherit them.
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_",
                  "MASTER_", "TORCHELASTIC_")  # fmt: skip
-# The variable that names a launcher's folder, in which its workers note what one of them has told.
+# Folder of a launcher in which its workers record the errors that one of them has printed.
 REPORTED_ERRORS_VARIABLE = "XTK_TOLD"
 
 
 def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTERM) -> None:
-    """Ask Linux to send this process a signal when the one that started it ends, killed or not.
+    """Let Linux send this process a signal when its parent ends; without effect on other systems.
 
     Args:
-        parent: the process that started this one, if it is known: where it has ended already, the signal comes now.
-        signal_number: which signal.
+        parent: process id of the parent, if known; if it has ended already, the signal is sent at once.
+        signal_number: the signal.
     """
     if sys.platform != "linux":
         return
@@ -37,7 +37,7 @@ def die_with_parent(parent: int | None = None, signal_number: int = signal.SIGTE
 
 
 def children_with_variable(variable: str) -> list[int]:
-    """Return the processes that this one started, in Linux, with a variable in their environment."""
+    """Return the ids of this process's children that have a variable in their environment (Linux only)."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -50,13 +50,13 @@ def children_with_variable(variable: str) -> list[int]:
 
 
 def environment_without_launcher_variables() -> dict[str, str]:
-    """Return the environment without what tells this process its place in a distributed run."""
+    """Return the environment without the variables of a distributed launcher."""
     return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
 
 
 @contextlib.contextmanager
 def block_sigint() -> Iterator[None]:
-    """Start processes that Ctrl-C does not reach: the one that watches them ends them."""
+    """Start processes inside of this context so that Ctrl-C does not reach them; their parent ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -65,10 +65,10 @@ def block_sigint() -> Iterator[None]:
 
 
 def cuda_visible_devices(devices: Sequence[int]) -> dict[str, str]:
-    """Return the environment in which a process sees these devices alone.
+    """Return the environment variable that limits a process to some CUDA devices.
 
     Args:
-        devices: their numbers among those that this process sees.
+        devices: indices among the devices visible to this process.
     """
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = [named[number] if number < len(named) else str(number) for number in devices]
@@ -76,10 +76,10 @@ def cuda_visible_devices(devices: Sequence[int]) -> dict[str, str]:
 
 
 class SignalForwarder:
-    """While it is open, signals that ask this process to stop are handed on to the child that runs.
+    """Context manager that forwards stop signals of this process to the running child.
 
     Attributes:
-        received_signal: the first signal that came; 0: none did.
+        received_signal: number of the first signal received; 0: none.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -90,7 +90,7 @@ class SignalForwarder:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> SignalForwarder:
-        self._before = {number: signal.signal(number, self._hand_on) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._forward) for number in self.SIGNALS}
         return self
 
     def __exit__(
@@ -99,20 +99,20 @@ class SignalForwarder:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hand_on(self, number: int, frame: FrameType | None) -> None:
+    def _forward(self, number: int, frame: FrameType | None) -> None:
         self.received_signal = self.received_signal or number
         if self._child is not None:
             self._child.send_signal(number)
 
     def run_command(self, command: Sequence[str], log: Path) -> int:
-        """Run a command to its end; return its exit code, or minus the number of the signal that ended it.
+        """Run a command and return its exit code, or minus the number of the signal that ended it.
 
-        It is in a process group of its own, so that Ctrl-C comes to it once, from here; killed, this process takes it
-        along.
+        The command has a separate process group: Ctrl-C reaches it once, forwarded from here. If this process is
+        killed, the command is killed, too.
 
         Args:
             command: a program and its arguments.
-            log: where it writes, behind what is there.
+            log: file to which its output is appended.
         """
         with log.open("ab") as stream:
             child = subprocess.Popen(
@@ -126,7 +126,7 @@ class SignalForwarder:
             )
         self._child = child
         try:
-            if self.received_signal:  # before there was anybody to hand it on to
+            if self.received_signal:  # received before the child was started
                 child.send_signal(self.received_signal)
             return child.wait()
         finally:

@@ -1,7 +1,6 @@
-"""The one place that owns stdout and stderr.
+"""Printing: results to stdout; notes, progress and errors to stderr.
 
-stdout carries results only. Whatever libraries print there is sent to stderr instead,
-also when they write to the file descriptor itself.
+Output of libraries to stdout is redirected to stderr, also at the level of file descriptors.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ from typing import Any, TextIO
 from xtk.errors import XtkError
 
 SECONDS_BETWEEN_LINES = 10.0
-# Control characters but for newline and tab (a terminal obeys them), marks that turn the direction of text around
-# (a line then shows something else than it holds), line separators, and halves of characters.
-_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters other than newline and tab, marks that change the direction of text (a line would then display
+# something else than it contains), line separators, and lone surrogates.
+_CONTROL_CHARACTERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 class _Terminal:
-    """What the process knows about its terminal; one per process."""
+    """Output state of this process."""
 
     def __init__(self) -> None:
         self.quiet = False
@@ -36,15 +37,15 @@ _terminal = _Terminal()
 
 
 def printable(text: str) -> str:
-    r"""Return a text with its control characters escaped (`\x1b`), so that a terminal shows and never obeys them.
+    r"""Return a text with its control characters escaped (`\x1b`), so that a terminal does not interpret them.
 
-    Newlines and tabs stay. All that xtk prints goes through this, except for results that another program reads.
+    Newlines and tabs are kept. All output of xtk is escaped, except for results that another program reads.
     """
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL_CHARACTERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def redirect_stdout_to_stderr() -> None:
-    """Keep stdout for results: anything else that is written to it lands on stderr from now on."""
+    """Keep stdout for results; from now on, other output to stdout goes to stderr."""
     if _terminal.results is None:
         sys.stdout.flush()
         _terminal.results = os.fdopen(os.dup(1), "w", encoding="utf-8", errors="surrogateescape")  # paths are bytes
@@ -52,7 +53,7 @@ def redirect_stdout_to_stderr() -> None:
 
 
 def restore_stdout() -> None:
-    """Give stdout back, for child processes that own it themselves (a launcher's workers)."""
+    """Undo `redirect_stdout_to_stderr`, for child processes that redirect stdout themselves."""
     if _terminal.results is not None:
         _terminal.results.flush()
         os.dup2(_terminal.results.fileno(), 1)
@@ -60,12 +61,12 @@ def restore_stdout() -> None:
 
 
 def set_quiet(quiet: bool) -> None:
-    """Print no progress and no notes; errors and results stay."""
+    """Suppress progress and notes; errors and results are still printed."""
     _terminal.quiet = quiet
 
 
 def is_quiet() -> bool:
-    """Say whether notes are dropped."""
+    """Return whether notes are suppressed."""
     return _terminal.quiet
 
 
@@ -75,12 +76,12 @@ def set_main_process(is_main: bool) -> None:
 
 
 def result_line(line: str) -> None:
-    """Write one line of results to stdout, control characters spelled out."""
+    """Write one line of results to stdout, with control characters escaped."""
     _write_result(printable(line))
 
 
 def result_line_unescaped(line: str) -> None:
-    """Write a line that another program reads (a path, a command) to stdout: unchanged, but not to a terminal."""
+    """Write a line that another program reads (a path, a command) to stdout; escape it only on a terminal."""
     _write_result(printable(line) if result_stream().isatty() else line)
 
 
@@ -90,24 +91,24 @@ def _write_result(line: str) -> None:
     try:
         result_stream().write(line + "\n")
         result_stream().flush()
-    except BrokenPipeError:  # the reader has gone, as in `xtk align ... | head`: end as Unix filters do
+    except BrokenPipeError:  # the reader has ended, as in `xtk align ... | head`: exit as Unix filters do
         os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())
         sys.exit(128 + signal.SIGPIPE)
     except OSError as wrong:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # what is left of the line goes nowhere
-        raise XtkError(f"the result cannot be written: {wrong.strerror}", where="stdout") from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), result_stream().fileno())  # discards the rest of the line
+        raise XtkError(f"cannot write the result: {wrong.strerror}", where="stdout") from None
 
 
 def result_json(record: dict[str, Any]) -> None:
-    """Write one JSON object on a line of stdout; control characters in it are escaped as JSON has them."""
+    """Write one JSON object as a line of stdout, with control characters in JSON escapes."""
     text = json.dumps(record, ensure_ascii=False)
-    result_line(_OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    result_line(_CONTROL_CHARACTERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
 
 
 def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
-    """Tell what was written: its path, or with `--json` its path, kind and figures.
+    """Print an artifact's path, or with `--json` its whole record.
 
-    A path that a line cannot hold, one with a line break say, is printed as JSON all the same.
+    A path that does not fit on a line, such as one with a line break, is printed as JSON in any case.
     """
     path = str(record["path"])
     if as_json:
@@ -119,47 +120,48 @@ def result_artifact(record: dict[str, Any], *, as_json: bool) -> None:
 
 
 def result_stream() -> TextIO:
-    """Return the stream of results, for libraries that write to one."""
+    """Return the stream of results, for libraries that write to a stream."""
     return _terminal.results or sys.stdout
 
 
 def stdout_is_terminal() -> bool:
-    """Say whether stdout is a terminal (and may be coloured)."""
+    """Return whether stdout is a terminal that may show colors."""
     return result_stream().isatty() and "NO_COLOR" not in os.environ
 
 
 def note(message: str) -> None:
-    """Tell something on stderr, from the first process only; `--quiet` drops it."""
+    """Print a message to stderr from the first process only; `--quiet` suppresses it."""
     if _terminal.main_process and not _terminal.quiet:
         sys.stderr.write(printable(message) + "\n")
         sys.stderr.flush()
 
 
 def error(failure: XtkError) -> None:
-    """Print an error: what, where, what next."""
+    """Print an error to stderr: what, where, next step."""
     rank = os.environ.get("RANK", "0")
-    who = "xtk" if rank == "0" else f"xtk (process {rank})"
-    sys.stderr.write(printable(f"{who}: {failure}\n"))
+    prefix = "xtk" if rank == "0" else f"xtk (process {rank})"
+    sys.stderr.write(printable(f"{prefix}: {failure}\n"))
     sys.stderr.flush()
 
 
 def format_duration(seconds: float) -> str:
-    """Spell a duration: 42s, 3m05s, 2h07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    """Return a duration as text: 42s, 3m05s, 2h07m."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    return f"{total // 3600}h{total % 3600 // 60:02d}m"
 
 
 class Progress:
-    """Progress of one job: a bar on a terminal, a plain line now and then elsewhere.
+    """Progress of one job: a bar on a terminal, a line every 10 seconds elsewhere.
 
     Args:
-        label: what is being done.
-        total: how much there is of it; None where nobody knows.
-        unit: of what.
+        label: name of the job.
+        total: number of units; None if unknown.
+        unit: plural name of a unit.
+        done: units that an earlier run finished.
     """
 
     def __init__(self, label: str, total: int | None, unit: str, *, done: int = 0) -> None:
@@ -198,7 +200,7 @@ class Progress:
             note(f"{self.label}: {self.done:,} {self.unit} in {format_duration(seconds)}")
 
     def advance(self, amount: int, detail: str = "") -> None:
-        """Count `amount` more, and show `detail` (rates, losses) beside it."""
+        """Add `amount` finished units, and show `detail` (rates, losses) after them."""
         self.done += amount
         if not self._shown:
             return
@@ -217,30 +219,30 @@ class Progress:
 
 
 def piped_lines() -> list[str]:
-    """Read the lines, but for empty ones, that come through the pipe.
+    """Return the non-empty lines of stdin.
 
     Raises:
-        XtkError: nothing came, or stdin is a keyboard.
+        XtkError: stdin is empty, or a keyboard.
     """
     if sys.stdin is None or sys.stdin.isatty():
-        raise XtkError("'-' reads what another command prints, and nothing is piped in", hint="xtk ... | xtk ... -")
-    # Paths are bytes, and come out of the pipe as they went in.
+        raise XtkError("'-' reads the output of another command, but stdin is not a pipe", hint="xtk ... | xtk ... -")
+    # Paths are bytes and must not change in the pipe.
     piped = sys.stdin.buffer.read().decode("utf-8", "surrogateescape")
     lines = [line.rstrip("\r") for line in piped.split("\n") if line.strip()]
     if not lines:
         raise XtkError(
-            "nothing came through the pipe: the command before it seems to have failed",
+            "the pipe is empty; the command before it probably failed",
             where="stdin",
-            hint="look at its messages above, or run it alone",
+            hint="read its messages above, or run it alone",
         )
     return lines
 
 
 def piped_records() -> list[dict[str, Any]]:
-    """Read what the command before the pipe printed: paths, or JSON lines with a `path`.
+    """Return the records that the previous command printed: paths, or JSON lines with a `path`.
 
     Raises:
-        XtkError: nothing came, stdin is a keyboard, or a line is JSON without a path.
+        XtkError: stdin is empty or a keyboard, or a line is JSON without a path.
     """
     return [_parse_piped_record(line) for line in piped_lines()]
 
@@ -251,17 +253,17 @@ def _parse_piped_record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as wrong:
-        raise XtkError(f"a line that came through the pipe is no JSON: {wrong}", where="stdin") from None
+        raise XtkError(f"a line of the pipe is not valid JSON: {wrong}", where="stdin") from None
     if not isinstance(record, dict) or not isinstance(record.get("path"), str):
-        raise XtkError("a JSON line that came through the pipe has no path", where="stdin")
+        raise XtkError("a JSON line of the pipe has no key path", where="stdin")
     return record
 
 
 def path_argument(value: str) -> str:
-    """Return a path given on the command line, where `-` stands for the one that comes through the pipe."""
+    """Return a path of the command line; for `-`, the path that the previous command printed."""
     if value != "-":
         return value
     records = piped_records()
     if len(records) > 1:
-        raise XtkError(f"one path was expected through the pipe, {len(records)} came", where="stdin")
+        raise XtkError(f"the pipe has {len(records)} paths, but this argument takes one", where="stdin")
     return str(records[0]["path"])

@@ -1,4 +1,4 @@
-"""Code of the user: importing it, and calling it so that whatever it does ends in an error that names it."""
+"""Importing and calling Python code of the user, with errors that name it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ class _Exited(BaseException):
     """`os._exit` was called."""
 
 
-_leave = os._exit
-_user_code_state = threading.local()  # .process: the one that calls code of the user in this thread
+_original_exit = os._exit
+_user_code_state = threading.local()  # .process: id of the process in which this thread calls user code
 
 
-def _refuse_to_leave(status: int) -> NoReturn:
-    """Raise an exception in code of the user; leave elsewhere, and in the processes that it forks."""
+def _exit_outside_user_code(status: int) -> NoReturn:
+    """Raise an exception inside of user code; exit elsewhere, also in processes forked by user code."""
     if getattr(_user_code_state, "process", None) == os.getpid():
         raise _Exited(f"os._exit({status})")
-    _leave(status)
+    _original_exit(status)
 
 
 @contextlib.contextmanager
 def user_code_errors(subject: str, *, where: str | None = None, hint: str | None = None) -> Iterator[None]:
-    """Call code of the user; an exception, also of `sys.exit` and `os._exit`, becomes an error that names it.
+    """Turn exceptions of user code, also `sys.exit` and `os._exit`, into an XtkError that names it.
 
-    Ctrl-C and SIGTERM pass, and errors of xtk. Relative paths mean the same after it: a change of the current directory
-    is taken back.
+    Ctrl-C, SIGTERM and errors of xtk pass through. The current directory is restored afterwards.
 
     Args:
-        subject: the subject of the error: `the reward score.py:f`.
-        where: what it was called with.
-        hint: what it should do.
+        subject: subject of the error sentence, such as `the reward score.py:f`.
+        where: the arguments of the call.
+        hint: what the code should do.
 
     Raises:
-        XtkError: it raised an exception.
+        XtkError: the code raised an exception.
     """
     before, directory = getattr(_user_code_state, "process", None), _current_directory()
-    os._exit, _user_code_state.process = _refuse_to_leave, os.getpid()
+    os._exit, _user_code_state.process = _exit_outside_user_code, os.getpid()
     try:
         yield
     except (XtkError, Terminated):
@@ -66,13 +65,13 @@ def user_code_errors(subject: str, *, where: str | None = None, hint: str | None
 
 
 def _current_directory() -> Path | None:
-    with contextlib.suppress(FileNotFoundError):  # it was removed
+    with contextlib.suppress(FileNotFoundError):  # the directory was removed
         return Path.cwd()
     return None
 
 
 def _was_raised_by_code(error: BaseException) -> bool:
-    """Return whether a `raise` statement raised an exception, rather than a signal."""
+    """Return whether an exception came from a `raise` statement and not from a signal."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -82,25 +81,25 @@ def _was_raised_by_code(error: BaseException) -> bool:
 
 
 def load_user_object(spec: str, option: str, kind: str) -> Any:
-    """Import a function or class of the user's.
+    """Import and return a function or class from a Python file of the user.
 
     Args:
         spec: `FILE.py:NAME`.
-        option: the option, for messages.
-        kind: what it is to be, for messages.
+        option: the command line option, for messages.
+        kind: "function" or "class", for messages.
 
     Raises:
-        XtkError: there is no such file, it cannot be imported, or it has nothing of this name that can be called.
+        XtkError: the file does not exist, cannot be imported, or has no callable of this name.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise XtkError("no such file or folder", where=path or spec, hint=option)
-    full_name = f"{Path(path).resolve()}"  # no module of a library has it
+    full_name = f"{Path(path).resolve()}"  # not the name of any library's module
     specification = importlib.util.spec_from_file_location(full_name, path)
     assert specification is not None
     assert specification.loader is not None
     module = importlib.util.module_from_spec(specification)
-    sys.modules[full_name] = module  # dataclasses look there for the types of their fields
+    sys.modules[full_name] = module  # dataclasses resolve the types of their fields there
     with user_code_errors(f"importing {path}"):
         specification.loader.exec_module(module)
     found = getattr(module, name, None)

@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, co
 def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
     mine = tmp_path / "q.xtk-cooccurrence-state"
     mine.write_text("mine")
-    command = ["build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus]
+    command = ["build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus]
     assert "there is another file" in run(*command, "-o", tmp_path / "q", code=1).stderr
     assert mine.read_text() == "mine"
     assert not (tmp_path / "q").exists()

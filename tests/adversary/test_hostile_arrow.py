@@ -116,7 +116,9 @@ def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_
     else:
         ids[0] = 300_000_000 if what == "token" else -5
         row = tokens_with(row, ids=ids)
-    writer = CacheWriter(LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1])
+    writer = CacheWriter(
+        LocalFolder(tmp_path / "forged"), {**cache.header, "data": {**cache.header["data"], "documents": 1}}, [1]
+    )
     writer.write_shard(0, [row])
     writer.finish()
     with pytest.raises(CorruptError, match=told) as caught:

@@ -87,7 +87,7 @@ def test_the_limit_is_an_option_of_every_command_that_reads_data(run, pair, tmp_
     refused(run("rollout", pair.student, data, "-o", tmp_path / "out.jsonl", *limit, code=None), sentence)
     refused(run("evaluate", pair.student, data, *limit, code=None), sentence)
     refused(
-        run("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", data, *out, *limit,
+        run("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", data, *out, *limit,
             code=None), sentence
     )  # fmt: skip
     assert not (tmp_path / "out").exists()

@@ -64,7 +64,7 @@ def commands(pair, corpus, cache, projection, inputs) -> dict[str, Writing]:
     sampling = ["--max-completion-length", 12, "--num-generations", 2]
     return {
         "build-projection": Writing(["build-projection", student, teacher]),
-        "counts": Writing(["build-projection", student, teacher, "--method", "counts", "--corpus", text]),
+        "counts": Writing(["build-projection", student, teacher, "--method", "cooccurrence", "--corpus", text]),
         "prune-projection": Writing(["prune-projection", projection, "--top-k", 2]),
         "cache-teacher": Writing(["cache-teacher", teacher, corpus, *shards], is_whole=manifest),
         "raw": Writing(

@@ -73,7 +73,7 @@ def test_a_limit_on_the_size_of_files_is_told(pair, corpus, tmp_path, limit):
         )  # fmt: skip
         code, out, err = ended(process)
         assert (code, out) == (1, ""), err
-        assert "larger than the limit of this shell or file system" in err
+        assert "exceeds the size limit of this shell or file system" in err
         assert not (tmp_path / "out").is_file()
         assert not (tmp_path / "out" / "manifest.json").exists()
 
@@ -119,7 +119,7 @@ def test_sigterm_while_writing_ends_with_a_sentence_and_the_next_run_goes_on(run
     process.send_signal(signal.SIGTERM)
     code, printed, err = ended(process)
     assert (code, printed) == (128 + signal.SIGTERM, "")
-    assert "xtk: terminated; the same command goes on where this one stopped" in err
+    assert "xtk: terminated; run the same command again to resume" in err
     assert not list(out.glob(".xtk-lock-*"))
     assert not (out / "manifest.json").exists()
 
@@ -141,9 +141,9 @@ def test_memory_that_is_not_there_is_told():
         (RuntimeError("I/O error: File too large (os error 27)"), "larger than the limit"),
         (RuntimeError("Read-only file system (os error 30)"), "read-only"),
         (OSError(122, "Disk quota exceeded", "/x"), "the disk is full"),
-        (OSError(24, "Too many open files", "/x"), "too many files are open"),
+        (OSError(24, "Too many open files", "/x"), "limit of open files of this shell is reached"),
         (OSError(5, "Input/output error", "/x"), "input/output error"),
-        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "this path is not UTF-8"),
+        (UnicodeEncodeError("utf-8", "a\udcff", 1, 2, "surrogates not allowed"), "this path is not valid UTF-8"),
     ],
 )
 def test_errors_of_the_system_and_of_libraries_are_sentences(error, told):

@@ -41,9 +41,8 @@ def raw(run, pair, folder) -> Path:
 
 def resume(run, pair, packed: Path, place: object, *options: object, code: int = 0):
     """Run the command of the cache again, on a copy."""
-    words = [cache_copies.OLD_OPTIONS.get(str(word), word) for word in cache_copies.KINDS["packed"]]
-    return run("cache-teacher", pair.teacher, packed.parent / "data.jsonl", *words, "--shard-tokens", 100,
-               *options, "-o", place, code=code)  # fmt: skip
+    options = (*cache_copies.KINDS["packed"], "--shard-tokens", 100, *options)
+    return run("cache-teacher", pair.teacher, packed.parent / "data.jsonl", *options, "-o", place, code=code)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

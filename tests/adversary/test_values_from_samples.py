@@ -87,7 +87,7 @@ def test_balance_from_samples_is_that_of_whole_distributions_and_is_bounded(run,
     ):
         output = f"{student}-from-{cache}"
         run(
-            "distill", student, cache, "--loss", "ce", "--loss", "forward-kl", "--balance", "ce", *TRAINING,
+            "distill", student, cache, "--loss", "ce", "--loss", "forward-kl", "--scale-kd-to", "ce", *TRAINING,
             "-o", output, cwd=folder,
         )  # fmt: skip
         factors[student, cache] = last_line(folder, output)["kd_scale"]

@@ -142,7 +142,7 @@ def killed_until_done(arguments: list[str], delays: list[float]) -> int:
 
 
 def check_kills(families, data, tmp_path, delays: list[float]) -> None:
-    command = ["build-projection", str(families["student"]), str(families["teacher"]), "--method", "counts"]
+    command = ["build-projection", str(families["student"]), str(families["teacher"]), "--method", "cooccurrence"]
     command += ["--corpus", str(data)]
     plain = [sys.executable, "-m", "xtk", *command, "-o"]
     subprocess.run([*plain, str(tmp_path / "whole")], check=True, capture_output=True)

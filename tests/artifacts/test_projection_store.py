@@ -47,7 +47,7 @@ def test_it_is_built_once_and_equals_what_is_built_by_hand(folder, sides, monkey
 
 
 def test_another_request_is_another_file(folder, sides, families, tmp_path):
-    requests = [{}, {"method": "cells"}, {"top_k": 1}, {"decay": 0.5}, {"special_tokens": "none"}]
+    requests = [{}, {"method": "partition"}, {"top_k": 1}, {"decay": 0.5}, {"special_tokens": "none"}]
     for number, options in enumerate(requests, start=1):
         cached_projection(*sides, **options)
         assert len(list(folder.iterdir())) == number

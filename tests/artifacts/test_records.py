@@ -145,11 +145,11 @@ def test_padding_on_either_side_is_left_out():
 
 
 def test_tokens_come_from_parquet_as_from_json(tmp_path):
-    record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 0], "given_ids": [[1], []]}
+    record = {"input_ids": [5, 6, 7], "labels": [-100, 6, 7], "attention_mask": [1, 1, 0], "candidate_ids": [[1], []]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record) + "\n")
     schema = pa.schema(
         [("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int64())), ("attention_mask", pa.list_(pa.int8())),
-         ("given_ids", pa.list_(pa.list_(pa.int32())))]
+         ("candidate_ids", pa.list_(pa.list_(pa.int32())))]
     )  # fmt: skip
     pa.parquet.write_table(pa.Table.from_pylist([record], schema), tmp_path / "a.parquet")
     one, other = (list(Corpus([str(tmp_path / name)])) for name in ("a.jsonl", "a.parquet"))
@@ -170,8 +170,8 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
         ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask holds other numbers than 0 and 1"),
         ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask is no list of whole numbers"),
         ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
-        ({"input_ids": [5, 6], "given_ids": [1]}, "given_ids is no list of lists"),
-        ({"input_ids": [5, 6], "given_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
+        ({"input_ids": [5, 6], "candidate_ids": [1]}, "candidate_ids must be a list of lists"),
+        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
     ],
 )
 def test_tokens_and_masks_that_are_none_are_refused(record, what):

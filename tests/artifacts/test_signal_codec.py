@@ -19,7 +19,7 @@ from xtk.tokens.document import Document
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence
 
-KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "given")
+KINDS = ("top-k", "top-p", "sample", "top-k+sample", "none", "candidates")
 
 
 def options_of(precision: str = "standard", sets: int = 0, draws: int = 0) -> dict:
@@ -48,7 +48,7 @@ def scores_of(random, kind, whole, realised, positions, sets, draws):
             "top-k": likely[:5],
             "top-p": likely[: int((np.exp(row[likely]).cumsum() < 0.9).sum()) + 1],
             "top-k+sample": likely[:2],
-            "given": random.permutation(len(row))[: random.integers(0, len(row) + 1)],
+            "candidates": random.permutation(len(row))[: random.integers(0, len(row) + 1)],
         }.get(kind, likely[:0])
         exact.append(np.union1d(kept, token).astype(np.int32))
         rest = np.exp(row)

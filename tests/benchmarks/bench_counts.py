@@ -1,4 +1,4 @@
-"""`--method counts` on GSM8K, llama3 x qwen: counting beside tokenising the same text once with each side.
+"""`--method cooccurrence` on GSM8K, llama3 x qwen: counting beside tokenising the same text once with each side.
 
 Both in one process, in turns, all cores; the median of the ratios.
 """

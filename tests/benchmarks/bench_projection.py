@@ -23,7 +23,7 @@ for side, foreign in zip(sides, reversed(texts)):
     side.encode_batch_fast(foreign, add_special_tokens=False)
 """
 TIMES = 5
-METHODS = ("exact", "first", "multitoken", "cells")
+METHODS = ("exact", "first-token", "multitoken", "partition")
 
 
 def main() -> None:

@@ -76,7 +76,7 @@ def run(folder: Path, teacher: str, loss: str, name: str) -> tuple[list[Seconds]
     student = folder / "student"
     places = RunPaths(student, (str(folder / "prompts.jsonl"),), (), folder / name, online_teachers=(
         parse_online_teacher(teacher, long_documents="truncate", trust_remote_code=False),))  # fmt: skip
-    sampling = SamplingConfig(max_completion_length=TOKENS, given=places.online_teachers[0].num_candidates)
+    sampling = SamplingConfig(max_completion_length=TOKENS, top_logprobs=places.online_teachers[0].num_candidates)
     recipe = TrainConfig(losses=tuple(parse_losses([loss])), max_steps=ROUNDS, per_device_train_batch_size=PROMPTS,
                     on_policy=OnPolicyConfig(sampling=sampling))  # fmt: skip
     seconds: Seconds = {}

@@ -126,7 +126,7 @@ def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):
     done = run("align", pair.student, pair.teacher, data, "--stats", "--quiet")
     assert done.stderr == ""
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\u0085\u200d\u202e]", done.stdout)
-    for words in ("36 documents", "1:n", "n:m", "in no span", "Longest spans", "ns a token"):
+    for words in ("36 documents", "1:n", "n:m", "unaligned", "Longest spans", "ns per token"):
         assert words in done.stdout
     assert "align: 36 documents" in run("align", pair.student, pair.teacher, data, "--stats").stderr
 
@@ -193,7 +193,7 @@ def test_tokens_in_no_span_are_on_the_page_too(run, pair, families, tmp_path):
     run("align", pair.student, families["word-piece"], "   \n", "--html", "-o", "p.html", cwd=tmp_path)
     raw = (tmp_path / "p.html").read_text(encoding="utf-8")
     assert b"".join(Page(raw).documents[0]["student"]) == b"   \n"
-    assert "The last 4 bytes of its text are in no span." in raw
+    assert "The last 4 bytes are unaligned." in raw
 
 
 def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
@@ -204,7 +204,7 @@ def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
     before = path.read_bytes(), path.stat().st_mtime_ns
     assert run(*arguments, cwd=tmp_path).stdout == "sub/no-ending\n"
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
-    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page of another request", "--force")
+    refused(run(*arguments, "--limit", 2, cwd=tmp_path, code=None), "page was made from other inputs", "--force")
     assert path.read_bytes() == before[0]
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]

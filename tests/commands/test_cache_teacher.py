@@ -16,8 +16,8 @@ from xtk.tokens.teacher_logprobs import SUPPORTS, make_support
 OPTIONS = {
     "top-k": ["--top-k", 8],
     "top-p": ["--top-p", 0.8, "--top-k", 12],
-    "sample": ["--draws", 9],
-    "top-k+sample": ["--top-k", 4, "--draws", 6, "--draw-sets", 2, "--seed", 3],
+    "sample": ["--num-samples", 9],
+    "top-k+sample": ["--top-k", 4, "--num-samples", 6, "--num-sample-sets", 2, "--seed", 3],
     "none": [],
 }
 
@@ -56,7 +56,7 @@ def test_a_cache_of_every_support_is_read_whole_and_trains(run, pair, corpus, pr
     "precision", ["standard", *(pytest.param(one, marks=pytest.mark.long) for one in ("fine", "coarse"))]
 )
 def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projection, tmp_path, precision):
-    support = ("--support", "top-k+sample", "--top-k", 6, "--draws", 5)
+    support = ("--support", "top-k+sample", "--top-k", 6, "--num-samples", 5)
     for folder, wanted in (("plain", "float32"), ("packed", precision)):
         run("cache-teacher", pair.teacher, corpus, *support, "--precision", wanted, "-o", tmp_path / folder)
     plain, packed = TeacherCache(tmp_path / "plain"), TeacherCache(tmp_path / "packed")
@@ -75,7 +75,7 @@ def test_a_packed_cache_says_what_the_plain_one_says(run, pair, corpus, projecti
 
 
 def test_sets_of_draws_are_taken_in_turn(run, pair, corpus, tmp_path):
-    run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--draw-sets", 3, "-o", tmp_path / "c")
+    run("cache-teacher", pair.teacher, corpus, "--support", "sample", "--num-sample-sets", 3, "-o", tmp_path / "c")
     found = TeacherCache(tmp_path / "c")
     drawn = [found.read_document(0, draw).teacher_logprobs.ids.tolist() for draw in range(4)]
     assert drawn[3] == drawn[0]
@@ -114,8 +114,8 @@ def test_what_is_kept_if_nothing_is_named(run, pair, corpus, tmp_path):
         (["--support", "topk"], "no support called 'topk'; did you mean top-k?"),
         (["--top-k", -1], "--top-k is -1"),
         (["--support", "top-p", "--top-p", 1.5], "--top-p is 1.5"),
-        (["--support", "sample", "--draws", 0], "--draws is 0"),
-        (["--support", "sample", "--draw-sets", 0], "--draw-sets 0"),
+        (["--support", "sample", "--num-samples", 0], "--num-samples is 0"),
+        (["--support", "sample", "--num-sample-sets", 0], "--num-sample-sets 0"),
     ],
 )
 def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
@@ -128,7 +128,7 @@ def test_a_support_that_makes_no_sense_is_refused_before_anything_is_read(
 
 def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(run, pair, corpus, tmp_path):
     """Nothing of xtk: pyarrow, and the plain reader that follows docs/reference/codec.md."""
-    run("cache-teacher", pair.teacher, corpus, "--draw-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
+    run("cache-teacher", pair.teacher, corpus, "--num-sample-sets", 2, "--shard-tokens", 400, "-o", tmp_path / "c")
     rows = iter(TeacherCache(tmp_path / "c"))
     for path in sorted((tmp_path / "c").glob("shard-*.arrow")):
         batch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
@@ -164,7 +164,7 @@ def test_a_stranger_reads_a_packed_cache_with_pyarrow_and_the_reference_alone(ru
 
 def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpus, tmp_path):
     arguments = ("cache-teacher", pair.teacher, corpus, "--shard-tokens", 400, "-o", tmp_path / "c", "--json")
-    plan = json.loads(run(*arguments, "--plan").stdout)
+    plan = json.loads(run(*arguments, "--estimate").stdout)
     assert not (tmp_path / "c").exists()
     figures = json.loads(run(*arguments).stdout)
     shards = len(list((tmp_path / "c").glob("shard-*.arrow")))
@@ -174,7 +174,7 @@ def test_a_plan_tells_what_the_cache_will_be_and_writes_nothing(run, pair, corpu
     assert plan["bytes"] == pytest.approx(figures["bytes"], rel=0.25)
     assert plan["seconds"] > 0
     assert plan["memory_bytes"] > 50e6
-    lines = run(*arguments[:-1], "--plan").stdout.splitlines()
+    lines = run(*arguments[:-1], "--estimate").stdout.splitlines()
     assert ["positions", f"{plan['positions']:,}"] in [line.split() for line in lines]
 
 
@@ -183,8 +183,8 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
 
     ids = Tokenizer(pair.teacher).encode(["Anna has 12 apples."])[0].ids.tolist()
     given = [[at, at + 1, 7] for at in range(len(ids) - 1)]
-    line = json.dumps({"input_ids": ids, "given_ids": given})
-    run("cache-teacher", pair.teacher, "-", "--support", "given", "-o", tmp_path / "c", stdin=line + "\n")
+    line = json.dumps({"input_ids": ids, "candidate_ids": given})
+    run("cache-teacher", pair.teacher, "-", "--support", "candidates", "-o", tmp_path / "c", stdin=line + "\n")
     row = TeacherCache(tmp_path / "c").read_document(0)
     assert row.tokens.ids.tolist() == ids
     held = [
@@ -199,14 +199,14 @@ def test_given_ids_are_scored_beside_the_tokens_that_stand_there(run, pair, tmp_
         pair.teacher,
         "-",
         "--support",
-        "given",
+        "candidates",
         "-o",
         tmp_path / "d",
         stdin='{"text": "Anna"}\n',
         code=1,
     )
     assert "names no ids" in done.stderr
-    assert "given_ids" in done.stderr
+    assert "candidate_ids" in done.stderr
 
 
 def test_a_teacher_reads_a_prompt_of_its_own_and_students_do_not(run, pair, projection, tmp_path):

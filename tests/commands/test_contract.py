@@ -159,14 +159,14 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("top-k: [3, 4]", "top-k has a list for a value"),
-        ("top-k: {a: 3}", "top-k has a mapping for a value"),
+        ("top-k: [3, 4]", "top-k takes one value, but this is a list"),
+        ("top-k: {a: 3}", "top-k takes one value, but this is a mapping"),
         ("top-k:", "top-k has no value"),
         ("top-k: ~", "top-k has no value"),
         ("top-k: 3\ntop_k: 4", "top-k stands twice"),
         ("as_json: true", "no option called 'as_json'"),
-        ("- top-k", "option: value"),
-        ("top-k: {", "no YAML"),
+        ("- top-k", "not a mapping of options"),
+        ("top-k: {", "not valid YAML"),
     ],
 )
 def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, content, message):

@@ -22,8 +22,8 @@ def caches(run, pair, corpus, tmp_path_factory) -> dict[str, Path]:
     supports = {
         "top-k": ["--top-k", 4],
         "top-p": ["--top-p", 0.9, "--top-k", 20],
-        "top-k+sample": ["--top-k", 2, "--draws", 5],
-        "sample": ["--draws", 8],
+        "top-k+sample": ["--top-k", 2, "--num-samples", 5],
+        "sample": ["--num-samples", 8],
         "none": [],
     }
     for name, options in supports.items():
@@ -126,7 +126,7 @@ def spoil_the_ids(arrays: dict[str, np.ndarray]) -> None:
 def test_what_the_teacher_does_not_say_is_found_though_all_checksums_fit(run, caches, pair, tmp_path, change):
     wrong = copy_of(TeacherCache(caches["top-k"]), tmp_path / "wrong", change)
     done = run("inspect", wrong, "--verify")
-    assert "the teacher scored nothing again (--teacher MODEL)" in done.stderr
+    assert "all checksums match; use --teacher MODEL to score documents again" in done.stderr
     done = run("inspect", wrong, "--teacher", pair.teacher, code=1)
     assert "this cache does not hold what its teacher says" in done.stderr
     assert "where: row " in done.stderr
@@ -179,10 +179,10 @@ def test_the_page_stands_alone_and_shows_the_documents(run, caches, tmp_path):
     assert len(page.titles) == len(cache.read_document(0).stored_logprobs) + len(cache.read_document(1).stored_logprobs)
     likeliest = np.exp(first.stored_logprobs.logprobs[: first.stored_logprobs.offsets[1]].max())
     assert f"{likeliest:.3f}" in page.titles[0]
-    for name in ("Mass of the exact ids", "Entropy", "Exact ids"):
+    for name in ("Probability mass of exact tokens", "Entropy", "Exact tokens"):
         assert f"<figcaption>{name}" in content
 
 
 def test_what_is_no_cache_has_no_teacher_and_no_page(run, projection, tmp_path):
     done = run("inspect", projection, "--html", tmp_path / "page.html", code=1)
-    assert "this is no teacher cache" in done.stderr
+    assert "--teacher and --html need a teacher cache" in done.stderr

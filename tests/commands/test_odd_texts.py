@@ -38,7 +38,7 @@ def test_a_text_where_a_path_is_expected_is_refused(run, pair, projection, tmp_p
     for arguments in (
         ("build-projection", text, pair.teacher, "-o", "p"),
         ("build-projection", pair.student, pair.teacher, "--special-tokens", text, "-o", "p"),
-        ("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", text, "-o", "p"),
+        ("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", text, "-o", "p"),
         ("prune-projection", text, "-o", "p"),
         ("evaluate", pair.student, text),
         ("inspect", text),

@@ -18,7 +18,7 @@ def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection,
         (tmp_path / "mine").write_bytes(content)
         for arguments in (
             ("build-projection", pair.student, pair.teacher),
-            ("build-projection", pair.student, pair.teacher, "--method", "counts", "--corpus", corpus),
+            ("build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus),
             ("prune-projection", projection, "--top-k", 1),
             ("align", pair.student, pair.teacher, "text", "--html"),
         ):
@@ -61,7 +61,7 @@ def test_a_page_of_other_content_is_another_request(run, pair, tmp_path):
     data.write_text('{"text": "two"}\n')
     for source, stdin in ((data, ""), ("-", '{"text": "two"}\n')):
         done = run("align", pair.student, pair.teacher, source, *page, cwd=tmp_path, stdin=stdin, code=None)
-        refused(done, "page of another request", "--force")
+        refused(done, "page was made from other inputs", "--force")
     run("align", pair.student, pair.teacher, data, *page, "--force", cwd=tmp_path)
 
 

@@ -22,7 +22,7 @@ def build(run, pair, *options: object, **keywords):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_path, method):
-    options = ("--method", method, *(("--corpus", corpus) if method == "counts" else ()), "-o", "p")
+    options = ("--method", method, *(("--corpus", corpus) if method == "cooccurrence" else ()), "-o", "p")
     built = one_line(build(run, pair, *options, "--json", cwd=tmp_path))
     before = (tmp_path / "p").stat().st_mtime_ns
     assert one_line(build(run, pair, *options, "--json", cwd=tmp_path)) == built
@@ -37,7 +37,7 @@ def test_every_method_is_built_found_again_and_inspected(run, pair, corpus, tmp_
 
 
 def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_path):
-    options = ("--method", "counts", "-o", "p")
+    options = ("--method", "cooccurrence", "-o", "p")
     build(run, pair, *options, "--corpus", corpus, cwd=tmp_path)
     done = build(run, pair, *options, "--corpus", corpus, "--smoothing", 3, cwd=tmp_path, code=1)
     assert "another options" in done.stderr
@@ -51,11 +51,11 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--method", "first", "--decay", "0.5"), "--method first does not support --decay"),
+        (("--method", "first-token", "--decay", "0.5"), "--method first-token does not support --decay"),
         (("--corpus", "x.jsonl"), "--method multitoken does not support --corpus"),
-        (("--method", "counts"), "--corpus DATA"),
-        (("--method", "counts", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
-        (("--max-pieces", "0"), "--max-tokens-per-entry is 0"),
+        (("--method", "cooccurrence"), "--corpus DATA"),
+        (("--method", "cooccurrence", "--corpus", "CORPUS", "--smoothing", "nan"), "--smoothing is nan"),
+        (("--max-tokens-per-entry", "0"), "--max-tokens-per-entry is 0"),
         (("--special-tokens", "rolle"), "no such table of special tokens"),
         (("--special-tokens", "table.yaml"), "did you mean <|end_of_text|>?"),
         (("--special-tokens", "list.json"), "{student token: teacher token}"),
@@ -100,13 +100,13 @@ def test_embeddings_need_weights(run, pair, families, tmp_path):
 
 
 def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_path):
-    build(run, pair, "--method", "counts", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
-    limits = ("--mass", 0.9, "--renormalise")
+    build(run, pair, "--method", "cooccurrence", "--corpus", corpus, "-o", "counts", cwd=tmp_path)
+    limits = ("--mass", 0.9, "--renormalize")
     done = run("prune-projection", projection, "--merge", "counts=0.5", *limits, "-o", "p", "--json", cwd=tmp_path)
     assert one_line(done)["entries"] > 0
     header = read_projection(tmp_path / "p").header
-    assert [part["method"] for part in header["merges"]] == ["multitoken", "counts"]
-    assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalise": True}]
+    assert [part["method"] for part in header["merges"]] == ["multitoken", "cooccurrence"]
+    assert header["prunings"] == [{"top_k": None, "min_weight": 0.0, "mass": 0.9, "renormalize": True}]
     run("prune-projection", "-", *limits, "-o", "p2", stdin="p\n", cwd=tmp_path)
     assert (tmp_path / "p").read_bytes() == (tmp_path / "p2").read_bytes()
     assert "merges" in run("inspect", "p", cwd=tmp_path).stdout

@@ -94,7 +94,7 @@ def test_inputs_that_were_moved_are_the_same_and_others_are_named(several, tmp_p
     (moved / "recipe.json").write_text(json.dumps(recipe))
     named = (moved / "pupil", moved / "large", moved / "same")
     done = run_xtk("distill", *named, *command[1:], tmp_path / "other", "--max-steps", 1)
-    assert "not the inputs of" in done.stderr
+    assert "inputs differ from" in done.stderr
     assert "inputs.student.weights" in done.stderr
     assert json.loads((tmp_path / "other" / "xtk.json").read_text())["steps"] == 1
 

@@ -168,6 +168,6 @@ def test_what_makes_no_sense_with_merge_is_told(run, cache, tmp_path):
     done = run("cache-teacher", "--merge", cache, "--top-k", 4, "-o", tmp_path / "out", code=2)
     assert "--top-k: --merge takes rows as they are" in done.stderr
     done = run("cache-teacher", cache, cache, "--rows", "1:2", "-o", tmp_path / "out", code=2)
-    assert "--rows goes with --merge" in done.stderr
+    assert "--rows needs --merge" in done.stderr
     done = run("cache-teacher", cache, "-o", tmp_path / "out", code=2)
     assert "DATA is missing" in done.stderr

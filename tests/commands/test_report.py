@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -209,7 +210,7 @@ def test_what_was_written_is_shown_as_it_was_written(written):
     page = Page(written[0].read_text(encoding="utf-8"))
     compared = ["2 + 2 =", " 5", TEXT, "Hi", "A\n[tool] B\nC"]
     assert page.samples == [*compared, *[TEXT] * 6]
-    for told in ("before, reward 0", "after, reward 1", "before, cut off"):
+    for told in ("before, reward 0", "after, reward 1", "before, truncated"):
         assert page.text.count(told) == 1
     places = [page.text.index(f"step {step}, prompt 1, reward {reward}") for step, reward in ((1, 0), (20, 2.375))]
     assert places == sorted(places)
@@ -252,14 +253,14 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (tmp_path / "results.json").write_text(json.dumps(RESULTS))
     (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
-        ("page of another request", runs[1], "-o", "page.html"),
+        ("page was made from other inputs", runs[1], "-o", "page.html"),
         ("there is another file", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
-        ("no run of xtk distill", tmp_path, "-o", "new"),
-        ("this run is named twice", runs[0], runs[0], "-o", "new"),
-        ("this run is named twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
-        ("no run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
-        ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
+        ("not a run of xtk distill", tmp_path, "-o", "new"),
+        ("this run is given twice", runs[0], runs[0], "-o", "new"),
+        ("this run is given twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
+        ("not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
+        ("this --samples file has no completions", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (
             "the model before has two different results for bits_per_byte on test.txt: 1.5000 and 1.6250",
@@ -284,11 +285,11 @@ def test_of_several_runs_those_that_died_early_are_left_out(runs, tmp_path):
     (tmp_path / "dead").mkdir()
     (tmp_path / "dead.log").write_text("")
     done = run_xtk("report", tmp_path / "dead", runs[1], tmp_path / "dead.log", "--json", "-o", tmp_path / "page.html")
-    assert f"report: {tmp_path / 'dead'} is left out" in done.stderr
+    assert f"report: left out {tmp_path / 'dead'}" in done.stderr
     assert [run["path"] for run in json.loads(done.stdout)["runs"]] == [str(runs[1])]
     swept = "".join(json.dumps({"path": str(path)}) + "\n" for path in (tmp_path / "never", runs[1]))
     done = run_xtk("report", "-", "-o", tmp_path / "swept.html", stdin=swept)
-    assert "never is left out" in done.stderr
+    assert re.search(r"left out .*never: no recipe.json", done.stderr)
 
 
 def written_by(path: Path, *records: dict) -> Path:

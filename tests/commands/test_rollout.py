@@ -76,7 +76,7 @@ def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, fol
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["path"] == "out"
-    assert "could not judge 9 rollouts" in done.stderr
+    assert "9 rollouts have no" in done.stderr
     assert "from tools" in done.stderr
     records = lines_of(folder / "r.jsonl")
     assert [(record["prompt_number"], record["sample"]) for record in records] == [
@@ -97,7 +97,7 @@ def test_rollouts_with_tools_are_scored_and_trained_through_real_pipes(pair, fol
 
 
 def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, folder, tmp_path):
-    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--given", 3,
+    arguments = ("rollout", pair.student, folder / "prompts.jsonl", "--num-generations", 2, "--top-logprobs", 3,
                  "--max-completion-length", 12, "--batch-tokens", 200)  # fmt: skip
     done = run(*arguments, "-o", "r.jsonl", "--json", cwd=tmp_path)
     first = json.loads(done.stdout)
@@ -110,17 +110,17 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
     assert (tmp_path / "again.jsonl").read_bytes() == content
     records = lines_of(tmp_path / "r.jsonl")
     assert first["rollouts"] == len(records)
-    assert f"{12 - len(records)} rollouts are empty and were left out" in done.stderr  # they begin in mid-character
+    assert f"left out {12 - len(records)} rollouts: empty" in done.stderr  # they begin in mid-character
     assert first["tokens"] == sum(len(drawn_of(record)) for record in records)
     assert first["truncated_fraction"] == sum(record["finish_reason"] == "length" for record in records) / len(records)
     refused = run(*arguments, "--seed", 1, "-o", "r.jsonl", cwd=tmp_path, code=1)
-    assert "rollouts of another request" in refused.stderr
+    assert "rollouts were made from other inputs" in refused.stderr
     assert (tmp_path / "r.jsonl").read_bytes() == content
     run(*arguments, "--seed", 1, "-o", "r.jsonl", "--force", cwd=tmp_path)
     other = lines_of(tmp_path / "r.jsonl")
     assert [drawn_of(record) for record in other] != [drawn_of(record) for record in records]
     # A teacher with the student's tokenizer tells about the student's likeliest tokens.
-    run("cache-teacher", pair.student, "again.jsonl", "--support", "given", "--precision", "float32", "-o", "c",
+    run("cache-teacher", pair.student, "again.jsonl", "--support", "candidates", "--precision", "float32", "-o", "c",
         cwd=tmp_path)  # fmt: skip
     assert_trains_what_was_drawn(tmp_path / "c", pair.student, records)
     for row, record in zip(TeacherCache(tmp_path / "c"), records, strict=True):
@@ -129,7 +129,7 @@ def test_the_same_request_gives_the_same_bytes_and_is_found_again(run, pair, fol
             [number for number in record["student_logprobs"] if number],
             atol=1e-4,
         )
-        assert all(len(ids) == 3 for ids in record["given_ids"])
+        assert all(len(ids) == 3 for ids in record["candidate_ids"])
 
 
 @pytest.mark.slow
@@ -159,7 +159,7 @@ def test_conversations_and_what_makes_no_sense(run, pair, folder, tmp_path):
     assert record["prompt"] == "1 + 1 ="
     assert record["a"] == 1
     done = run(*asked, "--prompt-template", "{{a}} - {{a}} =", cwd=tmp_path, code=1)
-    assert "rollouts of another request" in done.stderr
+    assert "rollouts were made from other inputs" in done.stderr
     run(*asked, "--prompt-template", "{{a}} - {{a}} =", "--apply-chat-template", "--force", cwd=tmp_path)
     (record,) = lines_of(tmp_path / "sums-r.jsonl")
     assert record["messages"][0] == {"role": "user", "content": "1 - 1 =", "train": False}

@@ -113,9 +113,9 @@ def test_a_single_document_has_no_error(run, pair, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("top", "none"), "a cache is all of the data"),
-        (("top", "--teacher", "top"), "a cache is all of the data"),
-        (("top", "--columns", "text=a"), "a cache has no columns"),
+        (("top", "none"), "a teacher cache excludes other DATA"),
+        (("top", "--teacher", "top"), "a teacher cache excludes other DATA"),
+        (("top", "--columns", "text=a"), "--columns does not apply to a teacher cache"),
     ],
 )
 def test_what_makes_no_sense_beside_a_cache_is_refused(run, pair, folder, arguments, message):

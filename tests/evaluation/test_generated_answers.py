@@ -142,7 +142,7 @@ def test_models_side_by_side(run, pair, tmp_path):
     assert [one["prompt"] for one in answers[:10:2]] == [row["prompt"] for row in rows]
     table = run(*asked, cwd=tmp_path).stdout
     assert "pass@2" in table
-    assert "is better by" in table
+    assert "minus this" in table
     refused = run(*asked, "-o", "answers.jsonl", cwd=tmp_path, code=1)
     assert "there is such a file" in refused.stderr
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",
@@ -156,7 +156,7 @@ def test_what_is_judged_ends_before_the_text_that_stops_it(pair, tmp_path):
     prompts = read_prompts(Corpus([str(tmp_path / "problems.jsonl")]))
     writer = ScriptedWriter(tokenizer, lambda read, key: (" 2\nQuestion: 7 + 7 = 14", False))
     told = [evaluate_answers(prompts, writer, tokenizer, SamplingConfig(stop=stop),
-        rewards("exact:anywhere=true")).mean_reward().value
+        rewards("exact:last_number_fallback=true")).mean_reward().value
             for stop in ((), ("\nQuestion: 7",), ("\nAnswer",))]  # fmt: skip
     assert told == [0.0, 1.0, 0.0]
 

@@ -125,9 +125,9 @@ def test_what_cannot_be_asked_is_told(run, pair, folder, tmp_path, monkeypatch):
     with pytest.raises(XtkError, match=r"pip install 'xtk\[evaluation\]'"):
         Harness(HarnessConfig(("choose_sum",), str(folder)))
     for arguments, message in [
-        ((), "there is no DATA"),
-        (("x.jsonl", "--tasks", "a"), "no DATA beside them"),
-        (("--tasks", "a", "--reward", "exact"), "no --reward beside them"),
+        ((), "DATA is missing"),
+        (("x.jsonl", "--tasks", "a"), "remove DATA"),
+        (("--tasks", "a", "--reward", "exact"), "remove --reward"),
         (("--tasks", "a", "--stop", "x"), "--stop is about --reward"),
         (("--tasks", "a", "--backend", "vllm"), "--backend is about --reward"),
     ]:

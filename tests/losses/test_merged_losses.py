@@ -73,7 +73,7 @@ def assert_same(text: str, items: functools.partial, case: Case, tolerance: floa
 # --- options, against the readable ones
 
 MERGED = {
-    "gold:common=0.5,uncommon=2": functools.partial(plain_merged, weights=(0.5, 2.0)),
+    "gold:paired_weight=0.5,ranked_weight=2": functools.partial(plain_merged, weights=(0.5, 2.0)),
     "h-kl:divergence=jsd,beta=0.3": functools.partial(
         plain_merged, distance=Distance("jsd", 1.0, {"beta": 0.3}), weights=(1.0, 1.0)
     ),
@@ -96,7 +96,10 @@ def test_options_and_published_forms_are_those_of_the_readable_ones(text):
 
 def test_a_cap_puts_what_it_cuts_behind_the_ranks():
     case = draw_case(3, K=99, spans=9)
-    whole, *several = (float(fused(f"h-kl:common=0{cap}", case)[0]) for cap in ("", ",cap=3", ",cap=1", ",cap=0"))
+    whole, *several = (
+        float(fused(f"h-kl:paired_weight=0{cap}", case)[0])
+        for cap in ("", ",max_ranks=3", ",max_ranks=1", ",max_ranks=0")
+    )
     for more, fewer in itertools.pairwise([whole, *several]):
         assert fewer <= more + 1e-6
     assert whole > several[-1] + 1e-2
@@ -128,7 +131,7 @@ def half_paired(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("K", [1, 3, 23])
-@pytest.mark.parametrize("text", ["alm", "alm:temperature=1", "uld", "gold", "h-kl", "gold:cap=2"])
+@pytest.mark.parametrize("text", ["alm", "alm:temperature=1", "uld", "gold", "h-kl", "gold:max_ranks=2"])
 def test_a_model_is_at_distance_0_from_itself_through_spans_of_several_tokens(text, K):
     for seed in range(4):
         case = half_paired(case_of_one_model(seed, K=K, spans=9))
@@ -174,11 +177,11 @@ def test_neither_part_of_h_kl_is_more_from_part_of_a_distribution(seed):
     cases = [half_paired(one_position(t / t.sum(), s / s.sum(), K, int(draw.integers(9)))) for K in (1, 2, 4, 9)]
     left = [token for token in range(9) if token % 2]
     ranks = float(by_rank(*(sorted((x / x.sum())[left].tolist(), reverse=True) for x in (t, s))))
-    for text in ("h-kl:uncommon=0", "h-kl:common=0"):
+    for text in ("h-kl:ranked_weight=0", "h-kl:paired_weight=0"):
         found = [float(fused(text, case)[0]) for case in cases]
         assert max(found) <= found[-1] + 1e-5
         assert min(found) >= -1e-6
-        if text == "h-kl:common=0":
+        if text == "h-kl:paired_weight=0":
             assert found[-1] == pytest.approx(ranks, rel=1e-5, abs=1e-6)
 
 
@@ -277,9 +280,11 @@ def test_the_common_kl_as_published_is_negative():
     case = dataclasses.replace(case, projection=Projection(
         np.array([0, 1, 2, 2]), np.arange(2, dtype=np.int32), np.ones(2, np.float32), *[np.full(3, -1, np.int32)] * 2
     ))  # fmt: skip
-    assert float(fused("h-kl:published=true,uncommon=0", case)[0]) == pytest.approx(-0.3244, abs=1e-4)
+    assert float(fused("h-kl:published=true,ranked_weight=0", case)[0]) == pytest.approx(-0.3244, abs=1e-4)
     assert float(fused("h-kl:published=true", case)[0]) == pytest.approx(0.1756, abs=1e-4)
-    assert float(fused("h-kl:uncommon=0", case)[0]) == pytest.approx(0.4 * math.log(0.2 / 0.45) + 0.6 * math.log(6))
+    assert float(fused("h-kl:ranked_weight=0", case)[0]) == pytest.approx(
+        0.4 * math.log(0.2 / 0.45) + 0.6 * math.log(6)
+    )
 
 
 def test_p_kl_as_published_is_not_0_for_equal_models():

@@ -24,7 +24,7 @@ from xtk.models.output_head import OutputHead
 from xtk.projection.projection import Projection
 
 CPU = torch.device("cpu")
-UNCLIPPED = "policy-gradient:clip=1000,epsilon=1,epsilon-high=1000"
+UNCLIPPED = "policy-gradient:clip=1000,epsilon=1,epsilon_high=1000"
 
 
 def cells_of(text: str, example: LossInputs, ground: object = None) -> LossCells:
@@ -192,16 +192,16 @@ def test_a_divergence_as_an_advantage_is_refused_with_the_reason(name):
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ("advantage=realized", "no advantage called 'realized'; did you mean realised?"),
+        ("advantage=observd", "no advantage called 'observd'; did you mean observed?"),
         ("clip=0", "clip of the loss policy-gradient must be above 0 and finite, not 0.0"),
         ("clip=inf", "clip of the loss policy-gradient must be above 0 and finite, not inf"),
         ("epsilon=0", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 0.0"),
         ("epsilon=2", "epsilon of the loss policy-gradient must be above 0 and at most 1, not 2.0"),
-        ("epsilon-high=-1", "epsilon_high of the loss policy-gradient must be above 0 and finite, not -1.0"),
-        ("epsilon_high=x", "epsilon-high of the loss policy-gradient:epsilon-high=x is 'x'"),
-        ("teacher=-1", "teacher of the loss policy-gradient must be at least 0 and finite, not -1.0"),
+        ("epsilon_high=-1", "epsilon_high of the loss policy-gradient must be above 0 and finite, not -1.0"),
+        ("epsilon_high=x", "epsilon_high of the loss policy-gradient:epsilon_high=x is 'x'"),
+        ("teacher_weight=-1", "teacher_weight of the loss policy-gradient must be at least 0 and finite, not -1.0"),
         (
-            "teacher=0,reward=0",
+            "teacher_weight=0,reward_weight=0",
             "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
         ),
         ("divergence=jsd", "no option of the loss policy-gradient called 'divergence'"),
@@ -218,10 +218,10 @@ def test_bad_options_are_told(options, what):
 OPTIONS = {
     "policy-gradient": {},
     "policy-gradient:epsilon=0.1": {"epsilon": 0.1, "epsilon_high": 0.1},
-    "policy-gradient:epsilon=0.1,epsilon-high=0.4,clip=1": {"epsilon": 0.1, "epsilon_high": 0.4, "clip": 1.0},
-    "policy-gradient:teacher=0.5,reward=2,clip=3": {"teacher": 0.5, "reward": 2.0, "clip": 3.0},
-    "policy-gradient:teacher=0": {"teacher": 0.0},
-    "policy-gradient:reward=0": {"reward": 0.0},
+    "policy-gradient:epsilon=0.1,epsilon_high=0.4,clip=1": {"epsilon": 0.1, "epsilon_high": 0.4, "clip": 1.0},
+    "policy-gradient:teacher_weight=0.5,reward_weight=2,clip=3": {"teacher": 0.5, "reward": 2.0, "clip": 3.0},
+    "policy-gradient:teacher_weight=0": {"teacher": 0.0},
+    "policy-gradient:reward_weight=0": {"reward": 0.0},
 }
 
 
@@ -293,7 +293,7 @@ def one_token(
 def test_rewards_alone_are_the_surrogate_of_grpo(probability, old, reward, value, slope):
     example, logits = one_token(1, probability, old, reward)
     logits.requires_grad_()
-    total = summed(cells_of("policy-gradient:teacher=0", example), logits)
+    total = summed(cells_of("policy-gradient:teacher_weight=0", example), logits)
     total.backward()
     assert float(total.detach()) == pytest.approx(value, abs=1e-7)
     np.testing.assert_allclose(logits.grad, [[-slope, slope]], atol=1e-7)
@@ -303,13 +303,13 @@ def test_a_teacher_and_a_reward_add_up_and_the_teacher_alone_is_clipped():
     for theirs, said in ((0.1, math.log(0.1 / 0.5)), (1e-9, -5.0), (0.9, math.log(0.9 / 0.5))):
         example, logits = one_token(0, 0.5, 0.5, 7.0, theirs)
         assert float(summed(cells_of("policy-gradient", example), logits)) == pytest.approx(-said - 7, rel=1e-6)
-        half = cells_of("policy-gradient:teacher=0.5,reward=0.1", example)
+        half = cells_of("policy-gradient:teacher_weight=0.5,reward_weight=0.1", example)
         assert float(summed(half, logits)) == pytest.approx(-said / 2 - 0.7, rel=1e-6)
 
 
 def test_what_a_side_finds_impossible_stays_in_its_item():
     """A teacher that gives a token nothing is at the clip; a token that was drawn with nothing is no item."""
-    example, text = draw_case(2, K=3, spans=12).example, "policy-gradient:reward=0,clip=1000"
+    example, text = draw_case(2, K=3, spans=12).example, "policy-gradient:reward_weight=0,clip=1000"
     whole = cells_of(text, example).surrogate.advantages
     changed = []
     for at in range(len(example.teacher_logprobs)):
@@ -337,7 +337,7 @@ def test_what_a_side_finds_impossible_stays_in_its_item():
 def test_a_ratio_that_is_huge_stays_finite_in_fp32():
     example, logits = one_token(0, 1 - 1e-6, 1e-40, -1.0)
     example.sampling_logprobs[:] = -300
-    cells = cells_of("policy-gradient:teacher=0", example)
+    cells = cells_of("policy-gradient:teacher_weight=0", example)
     logits = logits.float().requires_grad_()
     total = summed(cells, logits)
     total.backward()
@@ -352,7 +352,7 @@ def test_documents_that_the_student_did_not_draw_have_no_items():
     without_rewards = dataclasses.replace(case.example, advantages=None)
     one, other = (
         cells_of(text, example)
-        for text, example in (("policy-gradient", without_rewards), ("policy-gradient:reward=0", case.example))
+        for text, example in (("policy-gradient", without_rewards), ("policy-gradient:reward_weight=0", case.example))
     )
     assert one.num_items > 3
     np.testing.assert_array_equal(one.surrogate.advantages, other.surrogate.advantages)

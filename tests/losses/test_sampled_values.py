@@ -133,7 +133,7 @@ def standard_error(support: str, student: int) -> float:
 def learns(name: str, support: str) -> bool:
     """Whether a loss accepts a support: the same refusals as in training."""
     rule = RULES[name]
-    if rule.requires == "realised":
+    if rule.requires == "observed":
         return True
     if support == "none" or (rule.requires == "ranks" and support == "sample"):
         return False

@@ -34,7 +34,7 @@ def options_of(tokenizer_of, counted):
     """Return the options that a method cannot do without."""
 
     def options(method: str, student: str, teacher: str) -> dict[str, object]:
-        if method == "counts":
+        if method == "cooccurrence":
             return {"counts": counted(student, teacher)}
         if method == "embedding":
             return {f"{side}_embedding": embedding_of(tokenizer_of[name], size)

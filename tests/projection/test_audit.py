@@ -81,7 +81,7 @@ def two(tmp_path):
 
 
 def test_the_figures_of_a_tiny_pair_are_those_counted_by_hand(two):
-    projection = build_projection(*two, "first")
+    projection = build_projection(*two, "first-token")
     audited = projection.header["audit"]
     # Exact: a, b. Special: <e>. Spread: ab on a, 12 on 1. Empty: zz, <x>. Two rows above the vocabulary.
     assert audited["rows"] == {"exact": 2, "special": 1, "composed": 2, "unmapped": 2, "padding": 2}

@@ -63,7 +63,7 @@ def test_rows_sum_to_at_most_one_and_share_bytes_with_their_token(tokenizer_of, 
         spelling, piece = one.vocabulary.bytes_of(token), other.vocabulary.bytes_of(teacher_id)
         if one.vocabulary.special_mask[token]:
             assert other.vocabulary.special_mask[teacher_id]
-        elif method == "counts":  # what stands first at a common boundary: one is the beginning of the other
+        elif method == "cooccurrence":  # what stands first at a common boundary: one is the beginning of the other
             assert piece
             assert piece.startswith(spelling) or spelling.startswith(piece)
         elif method != "embedding":
@@ -79,7 +79,7 @@ def test_tokens_of_equal_bytes_stay_exact_but_for_counts(tokenizer_of, options_o
     equal = [token for token, spelling in enumerate(one.vocabulary.bytes_by_id)
              if spelling in other.vocabulary.token_of_bytes]  # fmt: skip
     rows = {token: row(projection, token) for token in equal}
-    if method == "counts":  # a token that begins longer ones of the teacher is rarely itself there
+    if method == "cooccurrence":  # a token that begins longer ones of the teacher is rarely itself there
         rows = {token: found for token, found in rows.items() if len(found) == 1}
     assert rows
     for token, found in rows.items():
@@ -96,14 +96,14 @@ def test_built_twice_a_projection_has_the_same_bytes(families, options_of, metho
 
 
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
-@pytest.mark.parametrize(("max_pieces", "decay"), [(1, 0.1), (3, 0.5), (9, 0.0), (4, 1.0)])
-def test_multitoken_weighs_as_its_options_say(tokenizer_of, student, teacher, max_pieces, decay):
+@pytest.mark.parametrize(("max_tokens_per_entry", "decay"), [(1, 0.1), (3, 0.5), (9, 0.0), (4, 1.0)])
+def test_multitoken_weighs_as_its_options_say(tokenizer_of, student, teacher, max_tokens_per_entry, decay):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
-    projection = build_projection(one, other, "multitoken", max_pieces=max_pieces, decay=decay)
+    projection = build_projection(one, other, "multitoken", max_tokens_per_entry=max_tokens_per_entry, decay=decay)
     exact = build_projection(one, other, "exact")
     pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
     for token in np.flatnonzero(one.vocabulary.byte_lengths > 0).tolist():
-        ids = [] if pieces[token] is None or len(pieces[token]) > max_pieces else pieces[token].tolist()
+        ids = [] if pieces[token] is None or len(pieces[token]) > max_tokens_per_entry else pieces[token].tolist()
         raw = [decay**place for place in range(len(ids))]
         expected: dict[int, float] = {}
         for teacher_id, weight in zip(ids, raw, strict=True):
@@ -145,11 +145,11 @@ def test_the_reverse_pass_reaches_more_teacher_tokens(tokenizer_of):
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("multitoken", {"max_pieces": 0}, "--max-tokens-per-entry is 0"),
+        ("multitoken", {"max_tokens_per_entry": 0}, "--max-tokens-per-entry is 0"),
         ("multitoken", {"decay": 1.5}, "--decay is 1.5"),
         ("multitoken", {"decay": float("nan")}, "--decay is nan"),
-        ("first", {"decay": 0.5}, "--method first does not support --decay"),
-        ("counts", {}, "the method counts needs these arguments: counts"),
+        ("first-token", {"decay": 0.5}, "--method first-token does not support --decay"),
+        ("cooccurrence", {}, "the method cooccurrence needs these arguments: counts"),
     ],
 )
 def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, options, message):
@@ -159,7 +159,7 @@ def test_options_that_a_method_cannot_use_are_refused(tokenizer_of, method, opti
 
 def test_the_header_holds_the_request(tokenizer_of):
     built = build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "multitoken", decay=0.3)
-    assert built.header["options"] == {"max_pieces": 4, "decay": 0.3, "reverse_pass": False}
+    assert built.header["options"] == {"max_tokens_per_entry": 4, "decay": 0.3, "reverse_pass": False}
     assert (built.header["special_tokens"], built.header["prunings"], built.header["merges"]) == ("role", [], [])
 
 
@@ -177,7 +177,7 @@ def test_exact_joins_tokens_of_equal_bytes_and_nothing_else(tokenizer_of, studen
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_first_puts_all_weight_on_the_first_piece(tokenizer_of, student, teacher):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
-    projection = build_projection(one, other, "first")
+    projection = build_projection(one, other, "first-token")
     exact = build_projection(one, other, "exact")
     pieces = other.encode_bytes(one.vocabulary.bytes_by_id)
     for token in range(len(one)):

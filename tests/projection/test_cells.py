@@ -57,7 +57,7 @@ def readable_cells(student: Tokenizer, teacher: Tokenizer) -> tuple[list[int], l
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_cells_agree_with_a_readable_union_find(tokenizer_of, student, teacher):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
-    projection = build_projection(one, other, "cells")
+    projection = build_projection(one, other, "partition")
     expected = readable_cells(one, other)
     assert projection.student_cells.tolist() == expected[0]
     assert projection.teacher_cells.tolist() == expected[1]
@@ -66,7 +66,7 @@ def test_cells_agree_with_a_readable_union_find(tokenizer_of, student, teacher):
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_w_beside_the_cells_is_first_and_no_entry_crosses_a_cell(tokenizer_of, student, teacher):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
-    cells, first = (build_projection(one, other, method) for method in ("cells", "first"))
+    cells, first = (build_projection(one, other, method) for method in ("partition", "first-token"))
     for name in ("row_offsets", "teacher_ids", "weights"):
         assert getattr(cells, name).tobytes() == getattr(first, name).tobytes()
     assert (cells.student_cells[cells.entry_rows] == cells.teacher_cells[cells.teacher_ids]).all()
@@ -75,7 +75,7 @@ def test_w_beside_the_cells_is_first_and_no_entry_crosses_a_cell(tokenizer_of, s
 
 def test_swapping_sides_swaps_the_partition(tokenizer_of):
     one, other = tokenizer_of["student"], tokenizer_of["teacher"]
-    forth, back = build_projection(one, other, "cells"), build_projection(other, one, "cells")
+    forth, back = build_projection(one, other, "partition"), build_projection(other, one, "partition")
     names: dict[int, int] = {}
     for mine, theirs in ((forth.student_cells, back.teacher_cells), (forth.teacher_cells, back.student_cells)):
         for cell, name in zip(mine.tolist(), theirs.tolist(), strict=True):
@@ -103,7 +103,7 @@ def test_components_agree_with_spreading_labels(edges):
 
 def test_the_real_pair_has_the_cells_that_the_documentation_tells(real_data):
     student, teacher = (Tokenizer(real_data / "tokenizers" / name) for name in ("llama3", "qwen"))
-    projection = build_projection(student, teacher, "cells")
+    projection = build_projection(student, teacher, "partition")
     sizes = np.stack([np.bincount(side[side >= 0], minlength=109_600)
                       for side in (projection.student_cells, projection.teacher_cells)])  # fmt: skip
     filled = sizes.sum(0) > 0

@@ -81,9 +81,9 @@ def test_counts_of_any_text_share_their_beginning(tokenizer_of, texts, pair):
 def test_weights_are_the_formula(tokenizer_of, counted, student, teacher, smoothing):
     one, other = tokenizer_of[student], tokenizer_of[teacher]
     counts = counted(student, teacher)
-    built = build_projection(one, other, "counts", counts=counts, smoothing=smoothing)
+    built = build_projection(one, other, "cooccurrence", counts=counts, smoothing=smoothing)
     built.validate()
-    first = build_projection(one, other, "first")
+    first = build_projection(one, other, "first-token")
     totals = Counter()
     for (token, _), times in as_dict(counts).items():
         totals[token] += times
@@ -100,7 +100,7 @@ def test_weights_are_the_formula(tokenizer_of, counted, student, teacher, smooth
 
 def test_a_prefix_of_longer_teacher_tokens_lands_on_them(tokenizer_of, counted):
     single, packed = tokenizer_of["teacher"], tokenizer_of["student"]
-    built = build_projection(single, packed, "counts", counts=counted("teacher", "student"))
+    built = build_projection(single, packed, "cooccurrence", counts=counted("teacher", "student"))
     two = single.vocabulary.token_of_bytes[b"2"]
     place = slice(built.row_offsets[two], built.row_offsets[two + 1])
     landed = [packed.vocabulary.bytes_of(token) for token in built.teacher_ids[place].tolist()]

@@ -36,7 +36,7 @@ def test_a_rotated_copy_of_the_space_is_found_again(tokenizer_of):
                 wanted[token] = target
                 teacher[target] = student[token] @ rotation + 3
     built = build_projection(one, other, "embedding", student_embedding=student, teacher_embedding=teacher,
-                             neighbours=2, temperature=0.01)  # fmt: skip
+                             num_neighbors=2, temperature=0.01)  # fmt: skip
     built.validate()
     assert len(wanted) > 300
     assert all(row(built, token).get(target, 0) > 0.9 for token, target in wanted.items())
@@ -45,7 +45,7 @@ def test_a_rotated_copy_of_the_space_is_found_again(tokenizer_of):
 def test_weights_agree_with_dense_cosines(tokenizer_of, options_of):
     one, other = tokenizer_of["student"], tokenizer_of["metaspace"]
     options = options_of("embedding", "student", "metaspace")
-    built = build_projection(one, other, "embedding", neighbours=3, temperature=0.2, **options)
+    built = build_projection(one, other, "embedding", num_neighbors=3, temperature=0.2, **options)
     left, right = options["student_embedding"].astype(float), options["teacher_embedding"].astype(float)
     table = other.vocabulary.token_of_bytes
     pairs = [(token, table[text]) for token, text in enumerate(one.vocabulary.bytes_by_id) if text in table]
@@ -61,10 +61,10 @@ def test_weights_agree_with_dense_cosines(tokenizer_of, options_of):
         assert row(built, token) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize(("option", "value"), [("neighbours", 0), ("temperature", 0), ("temperature", float("nan"))])
+@pytest.mark.parametrize(("option", "value"), [("num_neighbors", 0), ("temperature", 0), ("temperature", float("nan"))])
 def test_options_without_meaning_are_refused(tokenizer_of, options_of, option, value):
     options = {**options_of("embedding", "student", "teacher"), option: value}
-    with pytest.raises(XtkError, match=f"--{option}".replace("neighbours", "num-neighbors")):
+    with pytest.raises(XtkError, match=f"--{option.replace('_', '-')}"):
         build_projection(tokenizer_of["student"], tokenizer_of["teacher"], "embedding", **options)
 
 

@@ -42,17 +42,17 @@ def test_a_merge_is_the_convex_combination_of_dense_matrices(parts, weight):
 
 def test_the_header_tells_what_was_merged_and_cells_stay_only_where_they_are_the_same(tokenizer_of, counted):
     pair = tokenizer_of["student"], tokenizer_of["teacher"]
-    counts = build_projection(*pair, "counts", counts=counted("student", "teacher"))
-    cells, multitoken = build_projection(*pair, "cells"), prune_projection(build_projection(*pair), top_k=2)
+    counts = build_projection(*pair, "cooccurrence", counts=counted("student", "teacher"))
+    cells, multitoken = build_projection(*pair, "partition"), prune_projection(build_projection(*pair), top_k=2)
     merged = merge_projections(cells, [(counts, 0.25), (multitoken, 0.25)])
     told = [(part["method"], part["weight"]) for part in merged.header["merges"]]
-    assert told == [("cells", 0.5), ("counts", 0.25), ("multitoken", 0.25)]
+    assert told == [("partition", 0.5), ("cooccurrence", 0.25), ("multitoken", 0.25)]
     assert merged.header["merges"][2]["prunings"][0]["top_k"] == 2
     assert merged.header["method"] == "merge"
     assert merged.header["student"] == cells.header["student"]
     assert (merged.student_cells == -1).all()
     assert (merged.teacher_cells == -1).all()
-    alike = merge_projections(cells, [(build_projection(*pair, "cells"), 0.5)])
+    alike = merge_projections(cells, [(build_projection(*pair, "partition"), 0.5)])
     assert alike.student_cells.tolist() == cells.student_cells.tolist()
     np.testing.assert_allclose(alike.weights, cells.weights, atol=1e-6)
 

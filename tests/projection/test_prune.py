@@ -115,13 +115,13 @@ def test_pruning_again_in_the_same_way_changes_nothing(projection, options):
         np.testing.assert_allclose(untold.weights, once.weights, rtol=1e-6)
 
 
-@pytest.mark.parametrize("renormalise", [False, True])
-def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path, renormalise):
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_pruning_again_in_the_same_way_writes_the_same_bytes(families, tmp_path, renormalize):
     projection = build_projection(Tokenizer(families["metaspace"]), Tokenizer(families["teacher"]))
-    once = prune_projection(projection, top_k=2, min_weight=0.01, renormalize=renormalise)
+    once = prune_projection(projection, top_k=2, min_weight=0.01, renormalize=renormalize)
     assert len(once.teacher_ids) < len(projection.teacher_ids)
     write_projection(once, tmp_path / "once")
-    write_projection(prune_projection(once, top_k=2, min_weight=0.01, renormalize=renormalise), tmp_path / "twice")
+    write_projection(prune_projection(once, top_k=2, min_weight=0.01, renormalize=renormalize), tmp_path / "twice")
     assert (tmp_path / "once").read_bytes() == (tmp_path / "twice").read_bytes()
 
 
@@ -130,8 +130,8 @@ def test_the_header_tells_every_pruning_in_order_and_the_original_stays(families
     before = projection.weights.copy()
     pruned = prune_projection(prune_projection(projection, top_k=2), min_weight=0.5, renormalize=True)
     assert pruned.header["prunings"] == [
-        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalise": False},
-        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalise": True},
+        {"top_k": 2, "min_weight": 0.0, "mass": 1.0, "renormalize": False},
+        {"top_k": None, "min_weight": 0.5, "mass": 1.0, "renormalize": True},
     ]
     assert projection.header["prunings"] == []
     assert projection.weights.tobytes() == before.tobytes()

@@ -47,7 +47,7 @@ def test_another_answer(answer, reference):
 def test_where_the_answer_stands():
     row = {"answer": "#### 18"}
     assert one("exact", "the answer is 18", row) == 0
-    assert one("exact:anywhere=true", "it costs 3, so the answer is $18.", row) == 1
+    assert one("exact:last_number_fallback=true", "it costs 3, so the answer is $18.", row) == 1
     assert one("exact", "#### 3\n#### 18 dollars\n", row) == 1
     assert one("exact:column=gold", "#### 5", {"gold": 5}) == 1
     assert math.isnan(one("exact", "#### 5", {}))
@@ -63,7 +63,7 @@ def test_where_the_answer_stands():
 def test_long_answers_are_judged_in_time():
     started = time.monotonic()
     for text in ("1," * 50_000, "(" * 100_000, "1 " * 50_000, "\\boxed{" * 20_000, "a " * 50_000):
-        assert one("exact:anywhere=true", "#### " + text, {"answer": "18"}) == 0
+        assert one("exact:last_number_fallback=true", "#### " + text, {"answer": "18"}) == 0
         assert one("boxed:compare=strings", "\\boxed{" + text + "}", {"answer": "18"}) == 0
     assert time.monotonic() - started < 20
 
@@ -161,7 +161,7 @@ def test_functions_and_sums(tmp_path):
         ("exakt", "did you mean exact"),
         ("exact:colum=answer", "did you mean column"),
         ("exact:weight=-1", "weight of the reward"),
-        ("exact:anywhere=maybe", "anywhere of the reward exact"),
+        ("exact:last_number_fallback=maybe", "last_number_fallback of the reward exact"),
         ("regex", "needs a pattern"),
         ("regex:pattern=(", "not a valid regular expression"),
         ("regex:pattern=a,group=2", "no group '2'"),

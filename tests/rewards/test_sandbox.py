@@ -15,9 +15,9 @@ TESTS = "assert f(1) == 2\nassert f(2) == 3\nassert f([1]) == 4"
 GOOD = "def f(x): return x + 1 if isinstance(x, int) else 4"
 
 
-def start(weaker=False, **limits):
+def start(allow_weak_isolation=False, **limits):
     try:
-        return Sandbox(SandboxLimits(**limits), weaker)
+        return Sandbox(SandboxLimits(**limits), allow_weak_isolation)
     except XtkError as error:
         pytest.skip(f"no sandbox here: {error.where}")
 
@@ -291,7 +291,7 @@ def test_the_weaker_sandbox_changes_nothing_and_reaches_nobody(tmp_path, monkeyp
     with pytest.raises(XtkError, match="does not allow Linux namespaces"):
         Sandbox()
     (tmp_path / "f").write_text("text")
-    with start(weaker=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
+    with start(allow_weak_isolation=True, seconds=3) as sandbox, socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(0.2)
         code = f"""
             import os, socket, subprocess, threading

@@ -59,7 +59,7 @@ def slowly(model, tokenizer: Tokenizer, ask: GenerationRequest, sampling: Sampli
             token = int((mask_unlikely(known[None].double() / sampling.temperature, sampling)[0] + noise).argmax())
         ids.append(token)
         logprobs.append(float(logits.log_softmax(-1)[token]))
-        top_ids.append(known.topk(sampling.given).indices.tolist() if sampling.given else [])
+        top_ids.append(known.topk(sampling.top_logprobs).indices.tolist() if sampling.top_logprobs else [])
         text = b"" if tokenizer.vocabulary.special_mask[token] else text + tokenizer.vocabulary.bytes_of(token)
         finish = "length"
         if token in tokenizer.end_ids:
@@ -89,7 +89,7 @@ def test_it_writes_what_the_slow_twin_writes_whatever_the_batch(model, tokenizer
             assert found.ids.tolist() == expected[at].ids.tolist()
             assert found.finish_reason == expected[at].finish_reason
             np.testing.assert_allclose(found.logprobs, expected[at].logprobs, atol=1e-4)
-            if sampling.given:
+            if sampling.top_logprobs:
                 assert found.top_ids.tolist() == expected[at].top_ids.tolist()
     assert len({tuple(one.ids.tolist()) for one in expected}) > 3
     if sampling.stop:

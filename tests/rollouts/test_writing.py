@@ -124,7 +124,7 @@ def test_rollouts_come_prompt_by_prompt_with_keys_ends_and_advantages_of_their_g
         {"prompt": "none"},
     )  # fmt: skip
     rollouts = generate_rollouts(
-        prompts, writer, tokenizer, SamplingConfig(given=2), num_generations=4, seed=9,
+        prompts, writer, tokenizer, SamplingConfig(top_logprobs=2), num_generations=4, seed=9,
         rewards=WeightedRewards([parse_reward("exact:weight=2")]),
     )  # fmt: skip
     assert [(one.prompt, one.sample) for one in rollouts] == [(p, s) for p in (0, 2, 3) for s in range(4)]

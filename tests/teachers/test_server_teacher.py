@@ -222,7 +222,7 @@ def test_an_address_without_a_path_is_completed(pair, model):
     [
         (Support("sample", num_samples=4, num_sample_sets=1), "whole distribution"),
         (Support("top-k+sample", top_k=4, num_samples=4, num_sample_sets=1), "whole distribution"),
-        (Support("given"), "ids that the data names"),
+        (Support("candidates"), "ids that the data names"),
     ],
 )
 def test_a_support_that_needs_more_than_the_head_is_refused(pair, model, support, said):

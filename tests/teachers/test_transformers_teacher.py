@@ -66,7 +66,7 @@ def wanted_ids(support: Support, row: np.ndarray, given: np.ndarray | None) -> s
         order = np.argsort(-row)[: support.top_k]
         before = np.cumsum(np.exp(row[order])) - np.exp(row[order])
         return set(order[before < support.top_p].tolist())
-    if support.kind == "given":
+    if support.kind == "candidates":
         assert given is not None
         return {token for token in given.tolist() if token >= 0}
     return likeliest(row, support.top_k)
@@ -153,7 +153,7 @@ KINDS = {
     "sets": Support("sample", num_samples=5, num_sample_sets=3, seed=7),
     "top-k+sample": Support("top-k+sample", top_k=6, num_samples=8, num_sample_sets=2),
     "all+sample": Support("top-k+sample", top_k=10_000, num_samples=3, num_sample_sets=1),
-    "given": Support("given"),
+    "candidates": Support("candidates"),
     "none": Support("none"),
 }
 
@@ -172,7 +172,7 @@ def test_a_teacher_says_what_the_plain_forward_pass_says(pair, side, kind):
     teacher = opened(folder, support, batch_tokens=256)
     model = load_causal_lm(folder).eval()
     documents = read(folder)
-    given = [given_at(document, teacher.vocab_size) for document in documents] if kind == "given" else None
+    given = [given_at(document, teacher.vocab_size) for document in documents] if kind == "candidates" else None
     for at, (document, scores) in enumerate(zip(documents, teacher.score(documents, given), strict=True)):
         plain = said_plainly(model, document)
         assert_says(scores, document, plain, support, 1e-5, None if given is None else given[at])

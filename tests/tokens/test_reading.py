@@ -522,8 +522,8 @@ def test_given_ids_are_as_many_as_trained_tokens(tokenizer_of):
 @given(lists=st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5), count=st.integers(0, 5))
 @quick
 def test_lists_of_ids_are_padded_behind(lists, count):
-    given_ids = Document.from_text("a").with_candidate_ids(lists).candidate_ids
-    table = given_ids.to_padded(count)
+    candidate_ids = Document.from_text("a").with_candidate_ids(lists).candidate_ids
+    table = candidate_ids.to_padded(count)
     assert [[number for number in row if number >= 0] for row in table.tolist()] == [
         sorted(set(numbers)) for numbers in lists[:count]
     ]

@@ -1,4 +1,4 @@
-"""Counting a corpus for `--method counts` so that a killed run goes on where it was."""
+"""Counting a corpus for `--method cooccurrence` so that a killed run goes on where it was."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def _extra_content(document: Document) -> dict[str, bytes]:
     if document.teacher_tokens is not None:
         found["input_ids"] = document.teacher_tokens.to_bytes()
     if document.candidate_ids is not None:
-        found["given_ids"] = document.candidate_ids.to_bytes()
+        found["candidate_ids"] = document.candidate_ids.to_bytes()
     if document.weight != 1:
         found["weight"] = repr(document.weight).encode()
     if document.teacher_name:

@@ -234,11 +234,11 @@ def _with_teacher_prompt(document: Document, row: _RecordReader) -> Document:
 
 
 def _with_candidate_ids(document: Document, row: _RecordReader) -> Document:
-    lists = row.get("given_ids")
+    lists = row.get("candidate_ids")
     if lists is None:
         return document
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
-        raise ValueError(f"{row.column_name('given_ids')} is no list of lists of ids, one for each trained token")
+        raise ValueError(f"{row.column_name('candidate_ids')} is no list of lists of ids, one for each trained token")
     return document.with_candidate_ids(lists)
 
 

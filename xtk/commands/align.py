@@ -1,4 +1,4 @@
-"""`xtk align`: text in, spans out."""
+"""`xtk align`: spans of equal bytes between two tokenizations of a text."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ def align(
     text: Annotated[
         str,
         typer.Argument(
-            help="A data file, a folder of them, - for a pipe (as left out), or the text itself. Text that is the name "
-            "of a file is that file; a folder without data files is one only with / at its end.",
+            help="Data file, folder (ending in /), - for a pipe (default), or the text itself. An existing "
+            "file name is read as that file.",
             metavar="[TEXT]",
         ),
     ] = "-",
     teacher_text: Annotated[
         str,
         typer.Option(
-            help="What the teacher reads, where it is another text than TEXT: what both have in common is aligned, and "
-            "each span says how similar its two texts are.",
+            help="Another text for the teacher; the parts that both texts share are aligned.",
             metavar="TEXT",
         ),
     ] = "",
@@ -45,31 +44,39 @@ def align(
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     stats: Annotated[
         bool,
-        typer.Option("--stats", help="Count over all documents instead: spans by kind, bytes in each, the worst."),
+        typer.Option(
+            "--stats",
+            help="Print span statistics over all documents: counts and bytes by kind, and the worst documents.",
+        ),
     ] = False,
     html: Annotated[
         bool,
-        typer.Option("--html", help="Write these statistics and the documents, span by span, as a page to -o."),
+        typer.Option("--html", help="Write the statistics and the aligned documents as an HTML page to --output."),
     ] = False,
-    output: Annotated[str, typer.Option("--output", "-o", help="Where the page goes.", metavar="FILE")] = "",
+    output: Annotated[str, typer.Option("--output", "-o", help="With --html: path of the page.", metavar="FILE")] = "",
     limit: Annotated[
-        int, typer.Option(min=0, help="Documents on the page; long ones, and the page, are cut at a size it tells.")
+        int,
+        typer.Option(min=0, help="With --html: maximum number of documents on the page; long documents are shortened."),
     ] = 20,
     order: Annotated[
         str,
         typer.Option(
-            help="worst: the documents with most of their bytes in n:m spans or in none; first: those that come first.",
+            help="With --html: worst (fewest bytes aligned one-to-one first), or first (order of the data).",
             metavar="|".join(ORDERS),
         ),
     ] = "worst",
     force: shared_options.Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines on a terminal, too.")] = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Show the smallest spans of equal bytes in two tokenisations of a text.
+    """Show how two tokenizers split the same text.
 
-    Prints a JSON line for each document; on a terminal, the tokens of both sides above each other in colours.
+    Prints the shortest spans of equal bytes: a JSON line per document, or colored tokens on a terminal.
+
+    Examples:
+        xtk align ./student ./teacher "It costs 1234 euros."
+        xtk align ./student ./teacher data.jsonl --stats
     """
     from pathlib import Path
 
@@ -85,13 +92,13 @@ def align(
 
     terminal.set_quiet(quiet)
     if html != bool(output):
-        raise typer.BadParameter("--html and -o FILE go together")
+        raise typer.BadParameter("--html needs -o FILE, and -o needs --html")
     if teacher_text and (html or stats or text == "-"):
-        raise typer.BadParameter("--teacher-text stands beside one TEXT, without --stats or --html")
+        raise typer.BadParameter("--teacher-text needs one TEXT on the command line, and excludes --stats and --html")
     if order not in ORDERS:
         raise unknown_name_error("--order", order, ORDERS)
     if teacher_text:
-        _show_different(text, teacher_text, [student, teacher], as_json=as_json)
+        _print_different_texts(text, teacher_text, [student, teacher], as_json=as_json)
         return
     documents: Iterable[Document]
     documents = [Document.from_text(_decode_argument(text))]
@@ -102,21 +109,21 @@ def align(
         _, content = corpus_fingerprint(documents)
         request = sha256(canonical_json([one.fingerprint, other.fingerprint, content, limit, order]))
         check_page(Path(output), request, force=force)
-        statistics, shown = _counted(documents, one, other, **{order: limit})
+        statistics, shown = _align_all(documents, one, other, **{order: limit})
         record = statistics.to_json()
         write_page(Path(output), "".join(alignment_page(record, shown, one, other, order=order, request=request)))
         terminal.result_artifact({**record, "path": output, "kind": "alignment-page"}, as_json=as_json)
     elif stats:
-        _show_statistics(_counted(documents, one, other)[0], as_json=as_json)
+        _print_statistics(_align_all(documents, one, other)[0], as_json=as_json)
     else:
-        _show_spans(documents, one, other, as_json=as_json)
+        _print_all_spans(documents, one, other, as_json=as_json)
 
 
 def _is_data(text: str) -> bool:
-    """Say whether TEXT names data: a pipe, a file, a folder of data, a remote path; or else is the text itself.
+    """Return whether TEXT names data (a pipe, a file, a folder with data, a URL) instead of being the text itself.
 
-    A text such as "notes" may be a word and a folder beside it. It is the folder where that holds data, or where the
-    text ends in / as no word does.
+    A word such as "notes" may also be the name of a folder. It is read as a folder if the folder has data files, or if
+    the text ends in /.
     """
     from pathlib import Path
 
@@ -133,14 +140,14 @@ def _is_data(text: str) -> bool:
 
 
 def _decode_argument(text: str) -> str:
-    """Return an argument that is no UTF-8 as a pipe would be read."""
+    """Return a command line argument with invalid UTF-8 replaced, as in text from a pipe."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
-def _counted(
+def _align_all(
     documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, first: int = 0, worst: int = 0
 ) -> tuple[AlignmentStatistics, list[AlignedDocument]]:
-    """Return the counts over all documents, and the first or the worst of them."""
+    """Return the statistics of all documents, and the first or the worst aligned documents."""
     from xtk.tokens.alignment_statistics import AlignmentStatistics, align_documents
 
     statistics = AlignmentStatistics(student, teacher, num_worst=worst)
@@ -155,7 +162,7 @@ def _counted(
     return statistics, begin or statistics.worst_documents[:worst]
 
 
-def _show_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
+def _print_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
     from xtk.commands.alignment_tables import print_alignment_tables
 
     if as_json:
@@ -164,15 +171,15 @@ def _show_statistics(statistics: AlignmentStatistics, *, as_json: bool) -> None:
         print_alignment_tables(statistics.to_json())
 
 
-def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
+def _print_all_spans(documents: Iterable[Document], student: Tokenizer, teacher: Tokenizer, *, as_json: bool) -> None:
     from xtk.tokens.alignment_statistics import align_documents
     from xtk.tokens.normalization_loss import NormalizationLoss, count_normalization_loss
 
-    coloured = terminal.stdout_is_terminal() and not as_json
+    colored = terminal.stdout_is_terminal() and not as_json
     lost = [NormalizationLoss(side.name) for side in (student, teacher)]
     for group in align_documents(documents, student, teacher):
         for document in group:
-            if coloured:
+            if colored:
                 _print_spans(_alignment_record(document, student, teacher), student, teacher)
             else:
                 terminal.result_json(_alignment_record(document, student, teacher))
@@ -183,8 +190,8 @@ def _show_spans(documents: Iterable[Document], student: Tokenizer, teacher: Toke
         _warn(found)
 
 
-def _show_different(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
-    """Show the spans of two texts that differ."""
+def _print_different_texts(text: str, teacher_text: str, sides: list[str], *, as_json: bool) -> None:
+    """Print the aligned spans of two different texts."""
     from xtk.artifacts.model_resolver import resolve_model_folder
     from xtk.tokens.text_diff import align_different_texts
     from xtk.tokens.tokenizer import Tokenizer
@@ -237,7 +244,7 @@ def _span_texts(tokenizer: Tokenizer, ids: Any, ranges: Any) -> list[str]:
 
 
 def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer) -> None:
-    """Print each side's tokens, those of a span in one colour on both sides."""
+    """Print both sides' tokens; each span has the same color on both sides."""
     from rich.console import Console
     from rich.text import Text
 
@@ -249,10 +256,10 @@ def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer)
         line = Text(f"{name}  ", style="bold")
         for number, span in enumerate(record["spans"]):
             for at in range(span[edges[0]], span[edges[1]]):
-                piece = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
+                token_text = side.special_token_names.get(ids[at]) or side.vocabulary.bytes_of(ids[at]).decode(
                     "utf-8", "replace"
                 )
-                line.append(_visible(piece), style=SPAN_COLORS[number % 2])
+                line.append(_visible(token_text), style=SPAN_COLORS[number % 2])
                 line.append("·" if at + 1 < span[edges[1]] else "")
         console.print(line, soft_wrap=True)
     one = sum(1 for span in record["spans"] if span[1] - span[0] == 1 == span[3] - span[2])
@@ -262,5 +269,5 @@ def _print_spans(record: dict[str, Any], student: Tokenizer, teacher: Tokenizer)
     )
 
 
-def _visible(piece: str) -> str:
-    return terminal.printable(piece.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))
+def _visible(token_text: str) -> str:
+    return terminal.printable(token_text.replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍"))

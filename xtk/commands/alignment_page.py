@@ -1,4 +1,4 @@
-"""A page on which two tokenisations of a text stand above each other."""
+"""The HTML page of `xtk align --html`: statistics, and documents with both tokenizations span by span."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from xtk.tokens.alignment_statistics import AlignedDocument
     from xtk.tokens.tokenizer import Tokenizer
 
-# A span is about 250 bytes of page for 4 bytes of text; a browser scrolls 10 MB without halting.
+# A span takes about 250 bytes of HTML for 4 bytes of text; browsers scroll 10 MB smoothly.
 MAX_DOCUMENT_BYTES_SHOWN = 16_384
 MAX_PAGE_BYTES_SHOWN = 131_072
 MAX_SPAN_TOKENS_SHOWN = 500
@@ -55,19 +55,19 @@ def alignment_page(
     order: str,
     request: str = "",
 ) -> Iterator[str]:
-    """Write a page that needs nothing but itself: statistics, then documents span by span.
+    """Yield the HTML of the page: statistics, then documents span by span.
 
     Args:
-        record: what `Statistics.record` returned.
-        shown_documents: those to show, in this order, as far as the page has room.
+        record: JSON record of the alignment statistics.
+        shown_documents: documents to show, in this order, up to the size limit of the page.
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
-        order: "first" or "worst", told on the page.
-        request: kept in the head of the page, for a later run to compare.
+        order: "first" or "worst", printed on the page.
+        request: fingerprint of the inputs, stored in the head of the page.
 
     Yields:
-        HTML. A token is a `bdi` element; in it `i` stands for a character that cannot be seen, `b` for bytes
-        that are no whole character.
+        HTML. A token is a `bdi` element; in it, `i` marks an invisible character, and `b` bytes of an incomplete
+        character.
     """
     yield page_start(f"{record['student']} and {record['teacher']}, aligned", ALIGNMENT_STYLE, request)
     yield "<section>\n<h2>Statistics</h2>\n"
@@ -82,11 +82,11 @@ def alignment_page(
 def alignment_sections(
     record: dict[str, Any], documents: Sequence[AlignedDocument], student: Tokenizer, teacher: Tokenizer
 ) -> Iterator[str]:
-    """Yield how two tokenizers meet, as HTML for another page: what is in which spans, and some documents.
+    """Yield alignment statistics and some aligned documents, as HTML for another page.
 
     Args:
-        record: what `Statistics.record` returned.
-        documents: those to show.
+        record: JSON record of the alignment statistics.
+        documents: documents to show.
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
     """
@@ -126,10 +126,10 @@ def _html_table(table: TextTable) -> Iterator[str]:
 def _legend() -> str:
     kinds = (
         ("one", "one token on each side"),
-        ("to-many", "one token of the student, several of the teacher"),
-        ("from-many", "several of the student, one of the teacher"),
-        ("many", "several on both sides"),
-        ("left", "in no span"),
+        ("to-many", "one student token, several teacher tokens"),
+        ("from-many", "several student tokens, one teacher token"),
+        ("many", "several tokens on both sides"),
+        ("left", "unaligned"),
     )
     boxes = "".join(
         f'<li><span class="span {name}"><span class="student">student</span><span class="teacher">teacher</span></span>'
@@ -137,45 +137,47 @@ def _legend() -> str:
         for name, meaning in kinds
     )
     return (
-        "<p>A box is a span: the same bytes of the text, above in the student's tokens, below in the teacher's.</p>\n"
+        "<p>A box is a span: the same bytes as student tokens (above) and as teacher tokens (below).</p>\n"
         f'<ul class="kinds">{boxes}</ul>\n'
-        "<p>Grey signs stand for characters that cannot be seen (<i>·</i> a space, <i>⏎</i> a new line, "
-        "<i>U+200D</i> others by number); underlined ones (<b>E6</b>) are bytes that are a part of a character. "
-        "Point at a token to see its id and its bytes.</p>\n"
+        "<p>Grey symbols are invisible characters (<i>·</i> space, <i>⏎</i> newline, <i>U+200D</i> others by code "
+        "point); underlined ones (<b>E6</b>) are bytes of an incomplete character. Point at a token to see its id "
+        "and bytes.</p>\n"
     )
 
 
 def _document_sections(
     documents: Sequence[AlignedDocument], total: int, student: Tokenizer, teacher: Tokenizer, order: str
 ) -> Iterator[str]:
-    room, shown = MAX_PAGE_BYTES_SHOWN, 0
+    bytes_left, shown = MAX_PAGE_BYTES_SHOWN, 0
     parts = []
     for document in documents:
-        if room <= 0:
+        if bytes_left <= 0:
             break
-        part, used = _aligned_document(document, student, teacher, min(room, MAX_DOCUMENT_BYTES_SHOWN))
+        part, used = _aligned_document(document, student, teacher, min(bytes_left, MAX_DOCUMENT_BYTES_SHOWN))
         parts.append(part)
-        room -= used
+        bytes_left -= used
         shown += 1
-    chosen = "the worst ones first" if order == "worst" else "in the order of the data"
-    yield f"<p>{shown:,} of {total:,} documents are on this page, {chosen}.</p>\n"
+    chosen = "worst first" if order == "worst" else "in the order of the data"
+    yield f"<p>{shown:,} of {total:,} documents are shown, {chosen}.</p>\n"
     yield from parts
 
 
-def _aligned_document(document: AlignedDocument, student: Tokenizer, teacher: Tokenizer, room: int) -> tuple[str, int]:
-    """Return a document, cut after the span that fills the room, and how many bytes of its text are shown."""
+def _aligned_document(
+    document: AlignedDocument, student: Tokenizer, teacher: Tokenizer, max_bytes: int
+) -> tuple[str, int]:
+    """Return a document as HTML, up to the span that reaches `max_bytes`, and the number of bytes shown."""
     size = len(document.text.encode())
     ends, spans = document.student.byte_ends, document.spans
-    stop = min(int(np.searchsorted(ends[spans[:, 1] - 1], room)) + 1, len(spans))
+    stop = min(int(np.searchsorted(ends[spans[:, 1] - 1], max_bytes)) + 1, len(spans))
     used = int(ends[spans[stop - 1, 1] - 1]) if stop else 0
-    whole = stop == len(spans)
+    is_complete = stop == len(spans)
     lengths = len(document.student.ids), len(document.teacher.ids)
     note = ""
-    if not whole:
-        note = f"<p>Shown up to byte {used:,}: {stop:,} of its {len(spans):,} spans.</p>\n"
+    if not is_complete:
+        note = f"<p>Shown up to byte {used:,}: {stop:,} of {len(spans):,} spans.</p>\n"
     elif used < size:
-        note = f"<p>The last {size - used:,} bytes of its text are in no span.</p>\n"
-    boxes = _boxes(document, student, teacher, stop, lengths if whole else None)
+        note = f"<p>The last {size - used:,} bytes are unaligned.</p>\n"
+    boxes = _boxes(document, student, teacher, stop, lengths if is_complete else None)
     figures = f"{size:,} bytes, {lengths[0]:,} student and {lengths[1]:,} teacher tokens, {len(spans):,} spans"
     part = (
         f'<article id="document-{document.index}">\n<h3>Document {document.index:,}</h3>\n<p>{figures}.</p>\n'
@@ -188,14 +190,14 @@ def _aligned_document(document: AlignedDocument, student: Tokenizer, teacher: To
 def _boxes(
     document: AlignedDocument, student: Tokenizer, teacher: Tokenizer, stop: int, lengths: tuple[int, int] | None
 ) -> Iterator[str]:
-    """Yield the boxes of the first spans, and of the tokens between them that are in none.
+    """Yield the boxes of the first spans, and of the unaligned tokens between them.
 
     Args:
-        document: what is shown.
+        document: the aligned document.
         student: the student's tokenizer.
         teacher: the teacher's tokenizer.
-        stop: how many spans.
-        lengths: how many tokens the two sides have, if what comes after the last span is shown too.
+        stop: number of spans to show.
+        lengths: numbers of student and teacher tokens, to show the tokens after the last span; None: do not.
     """
     from xtk.tokens.alignment_statistics import span_kinds
 
@@ -217,7 +219,7 @@ def _span(sides: tuple[tuple[Tokenizer, NDArray[np.int32]], ...], edges: tuple[i
         shown = ids[start : min(stop, start + MAX_SPAN_TOKENS_SHOWN)].tolist()
         tokens = "".join(_token_html(side, token) for token in shown)
         breaks = breaks or VISIBLE_SYMBOLS["\n"] in tokens
-        more = f"<i>… {stop - start - len(shown):,} tokens more</i>" if stop - start > len(shown) else ""
+        more = f"<i>… {stop - start - len(shown):,} more tokens</i>" if stop - start > len(shown) else ""
         rows.append(f'<span class="{name}">{tokens}{more}</span>')
     return f'<span class="span {kind}">{"".join(rows)}</span>' + ("<br>\n" if breaks else "\n")
 
@@ -225,17 +227,17 @@ def _span(sides: tuple[tuple[Tokenizer, NDArray[np.int32]], ...], edges: tuple[i
 def _token_html(side: Tokenizer, token: int) -> str:
     spelling = side.vocabulary.bytes_of(token)
     if token in side.special_token_names:
-        return f'<bdi title="id {token}, a control token"><i>{escape(side.special_token_names[token])}</i></bdi>'
+        return f'<bdi title="id {token}, a special token"><i>{escape(side.special_token_names[token])}</i></bdi>'
     title = f"id {token}, {'bytes ' + spelling.hex(' ').upper() if spelling else 'no bytes'}"
     return f'<bdi title="{title}">{visible_bytes(spelling)}</bdi>'
 
 
 def visible_bytes(spelling: bytes) -> str:
-    """Return bytes as HTML in which all of them can be seen."""
+    """Return bytes as HTML with visible symbols for all of them."""
     if not spelling:
         return "<i>∅</i>"
     text = spelling.decode("utf-8", "surrogateescape")
-    # A mark at the front would be drawn on top of what stands before it.
+    # A combining mark at the start would be drawn on top of the previous character.
     parts = ["<i>◌</i>"] if unicodedata.category(text[0]).startswith("M") else []
     for character in text:
         if "\udc80" <= character <= "\udcff":
@@ -249,7 +251,7 @@ def visible_bytes(spelling: bytes) -> str:
 
 
 def text_direction(text: str) -> str:
-    """Return the direction of a text: that of its first letter that has one."""
+    """Return the direction of a text, "ltr" or "rtl", from its first letter with a direction."""
     for character in text[:MAX_DOCUMENT_BYTES_SHOWN]:
         kind = unicodedata.bidirectional(character)
         if kind in ("L", "R", "AL"):

@@ -1,4 +1,4 @@
-"""The statistics of an alignment as tables: the same rows on a terminal, as plain text and on a page."""
+"""Alignment statistics as tables, for terminals, plain text and HTML pages."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from xtk import terminal
 
-# What is drawn for characters that have no picture of their own.
+# Symbols shown in place of invisible characters.
 VISIBLE_SYMBOLS = {"\n": "⏎", "\t": "⇥", "\r": "␍", "\x7f": "␡"} | {
     chr(code): chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t\r"
 }
-# Control and format characters, separators, private use and what is not assigned.
+# Unicode categories: control, format, surrogate, private use, unassigned, line and paragraph separators.
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs")
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """A title, the heads of its columns, and rows of words."""
+    """A table of text cells."""
 
     title: str
     column_titles: tuple[str, ...]
@@ -27,7 +27,7 @@ class TextTable:
 
 
 def visible_symbol(character: str) -> str | None:
-    """Return what is drawn for a character that cannot be seen; None for one that can, and for the space."""
+    """Return the symbol shown for an invisible character; None for a visible one, and for a space."""
     if character in VISIBLE_SYMBOLS:
         return VISIBLE_SYMBOLS[character]
     if character == " " or unicodedata.category(character) not in _INVISIBLE:
@@ -36,12 +36,12 @@ def visible_symbol(character: str) -> str | None:
 
 
 def visible_text(text: str) -> str:
-    """Return a text in which every character can be seen, and none moves a terminal's cursor."""
+    """Return a text with visible symbols in place of invisible and control characters."""
     return "".join(visible_symbol(character) or character for character in text)
 
 
 def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
-    """Return the statistics of `Statistics.record` for people."""
+    """Return the tables for the JSON statistics of `xtk align --stats`."""
     found = [_tokenizer_table(record), _span_kind_table(record)]
     if record["longest_spans"]:
         found.append(_longest(record))
@@ -51,7 +51,7 @@ def alignment_tables(record: dict[str, Any]) -> list[TextTable]:
 
 
 def print_alignment_tables(record: dict[str, Any]) -> None:
-    """Print the tables: drawn on a terminal, plain elsewhere."""
+    """Print the tables: formatted on a terminal, plain text elsewhere."""
     drawn = terminal.stdout_is_terminal()
     for table in alignment_tables(record):
         if drawn:
@@ -59,8 +59,8 @@ def print_alignment_tables(record: dict[str, Any]) -> None:
         else:
             _print_plain_table(table)
     terminal.result_line(
-        f"{terminal.format_duration(record['seconds'])}, {record['nanoseconds_per_token']:,.0f} ns a token of either "
-        f"side"
+        f"aligned in {terminal.format_duration(record['seconds'])}, "
+        f"{record['nanoseconds_per_token']:,.0f} ns per token (student and teacher tokens)"
     )
 
 
@@ -76,7 +76,7 @@ def _tokenizer_table(record: dict[str, Any]) -> TextTable:
         for side in ("student", "teacher")
     ]
     title = f"{_format_count(record['documents'])} documents, {_format_count(record['bytes'])} bytes"
-    return TextTable(title, ("", "tokenizer", "tokens", "bytes a token", "documents that it rewrote"), rows)
+    return TextTable(title, ("", "tokenizer", "tokens", "bytes per token", "normalized documents"), rows)
 
 
 def _span_kind_table(record: dict[str, Any]) -> TextTable:
@@ -97,9 +97,9 @@ def _span_kind_table(record: dict[str, Any]) -> TextTable:
         side: sum(kind[f"{side}_tokens"] for kind in record["span_kinds"].values()) for side in ("student", "teacher")
     }
     left = tuple(_format_count(record[f"{side}_tokens"] - in_spans[side]) for side in ("student", "teacher"))
-    rows.append(("in no span", "", "", *unaligned, *left))
-    heads = ("tokens, student:teacher", "spans", "share", "bytes", "share", "student tokens", "teacher tokens")
-    return TextTable(f"{_format_count(record['spans'])} spans", heads, rows)
+    rows.append(("unaligned", "", "", *unaligned, *left))
+    heads = ("tokens per span", "spans", "% of spans", "bytes", "% of bytes", "student tokens", "teacher tokens")
+    return TextTable(f"{_format_count(record['spans'])} spans, by tokens of student:teacher", heads, rows)
 
 
 def _longest(record: dict[str, Any]) -> TextTable:
@@ -113,8 +113,8 @@ def _longest(record: dict[str, Any]) -> TextTable:
         )
         for span in record["longest_spans"]
     ]
-    title = "Longest spans of more than one token on a side"
-    return TextTable(title, ("document", "at byte", "bytes", "tokens", "text"), rows)
+    title = "Longest spans with several tokens on both sides or on one"
+    return TextTable(title, ("document", "byte offset", "bytes", "student:teacher tokens", "text"), rows)
 
 
 def _worst(record: dict[str, Any]) -> TextTable:
@@ -127,8 +127,8 @@ def _worst(record: dict[str, Any]) -> TextTable:
         )
         for document in record["worst_documents"]
     ]
-    title = "Worst documents, by the share of their bytes in n:m spans or in none"
-    return TextTable(title, ("document", "share", "why", "text"), rows)
+    title = "Worst documents, by the fraction of bytes in n:m spans or unaligned"
+    return TextTable(title, ("document", "% of bytes", "reason", "text"), rows)
 
 
 def _why(document: dict[str, Any]) -> str:
@@ -170,7 +170,7 @@ def _print_plain_table(table: TextTable) -> None:
 
 
 def numeric_columns(table: TextTable) -> list[bool]:
-    """Say for each column whether it holds numbers."""
+    """Return for each column whether its cells are numbers."""
     columns = zip(*table.rows, strict=True)
     return [all(not cell or cell[0].isdigit() for cell in column) and any(column) for column in columns]
 

@@ -1,4 +1,4 @@
-"""The audit of a projection as a picture: which kinds of tokens the other side has, and what becomes of the rest."""
+"""A projection's audit as HTML: student tokens by kind, and unmatched tokens by category."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ AUDIT_STYLE = """
 
 
 def audit_sections(audit: dict[str, Any]) -> Iterator[str]:
-    """Yield an audit, as HTML for a page.
+    """Yield an audit as HTML.
 
     Args:
-        audit: what the header of a projection says.
+        audit: `audit` in the header of a projection.
     """
     from xtk.projection.coverage_audit import audit_warning
     from xtk.projection.token_categories import CATEGORIES
 
     rows = {kind: audit["rows"][kind] for kind in ROW_KINDS if audit["rows"].get(kind)}
     total = max(sum(rows.values()), 1)
-    yield "<p>What becomes of the student's tokens</p>\n"
+    yield "<p>Student tokens by kind of mapping</p>\n"
     yield stacked_bar((kind, count / total, f"{count:,} rows") for kind, count in rows.items())
     missing = f"{audit['unmapped_mass']:.2%} of the probability mass is unmapped"
     yield f"<p>{missing}; {audit['unreachable_teacher_tokens']:,} teacher tokens are unreachable.</p>\n"
     categories = audit.get("categories") or {}
     if categories:
-        heads = ("student's tokens", "the teacher has not", "teacher's tokens", "the student has not")
+        heads = ("student tokens", "unmatched", "teacher tokens", "unmatched")
         numbers = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
         yield f'<div class="scroll"><table>\n<tr><th scope="col">category</th>{numbers}</tr>\n'
         for name in (name for name in CATEGORIES if name in categories):
             cells = "".join(_unmatched_cells(categories[name], side) for side in ("student", "teacher"))
             yield f'<tr><th scope="row">{escape(name)}</th>{cells}</tr>\n'
         yield "</table></div>\n"
-    if told := audit_warning(audit):
-        yield f"<p>{escape('; '.join(line.strip() for line in told.splitlines()))}.</p>\n"
+    if warning := audit_warning(audit):
+        yield f"<p>{escape('; '.join(line.strip() for line in warning.splitlines()))}.</p>\n"
 
 
 def _unmatched_cells(figures: dict[str, Any], side: str) -> str:

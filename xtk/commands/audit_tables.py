@@ -1,4 +1,4 @@
-"""The audit of a projection as tables that a person can read."""
+"""A projection's audit as lines of text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROW_KINDS = ("exact", "special", "composed", "mapped", "unmapped", "padding")
 
 
 def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
-    """Yield the rows by kind, the table of categories, and the warning if there is one."""
+    """Yield the numbers of student tokens by kind, the table of categories, and the warning if there is one."""
     from xtk.projection.coverage_audit import audit_warning
 
     yield "  audit"
@@ -28,7 +28,7 @@ def audit_lines(audit: dict[str, Any]) -> Iterator[str]:
 
 
 def _category_table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a line a category: tokens, share without a token of equal bytes, and what this projection loses of them."""
+    """Yield a line per category: token counts, unmatched percentages, and the losses of this projection."""
     from xtk.projection.token_categories import CATEGORIES
 
     whole = all("unmapped_mass" in figures for figures in categories.values())
@@ -43,4 +43,4 @@ def _category_table(categories: dict[str, dict[str, Any]]) -> Iterator[str]:
         lost = f"{figures['unmapped_mass']:>14.2%}{figures['unreachable_teacher_tokens']:>13,}" if whole else ""
         yield f"    {name:15}{sides}{lost}"
     if not whole:
-        yield "    (what each category loses needs both tokenizers: it is told by the projection as it was built)"
+        yield "    (unmapped mass by category is stored only by build-projection, not by prune-projection)"

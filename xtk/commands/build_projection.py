@@ -1,4 +1,4 @@
-"""`xtk build-projection`: two tokenizers in, a projection out."""
+"""`xtk build-projection`: build a projection from two tokenizers."""
 
 from __future__ import annotations
 
@@ -22,60 +22,82 @@ def build_projection(
     method: Annotated[
         str,
         typer.Option(
-            help="What becomes of student tokens that the teacher does not have. exact: nothing. first: all weight on "
-            "the first piece of their spelling. multitoken: over up to 4 pieces, each a tenth of the one before. "
-            "cells: first, and the partition of both vocabularies. counts: what --corpus says, also of "
-            "tokens that both have. embedding: the nearest input embeddings of two models, bytes or not.",
+            help="Mapping of student tokens that have no identical teacher token. "
+            "docs/explanation/projection.md describes the methods.",
             metavar="[exact|first|multitoken|cells|counts|embedding]",
         ),
     ] = "multitoken",
     special_tokens: Annotated[
         str,
         typer.Option(
-            help="How special tokens are matched: by role (eos, bos, unk, pad, end of turn, then by name), none, or as "
-            "a JSON or YAML file {student token: teacher token} says and no others.",
+            help="Special-token matching: by role (eos, bos, ...), none, or a file of {student token: teacher token}.",
             metavar="[role|none|FILE]",
         ),
     ] = "role",
-    max_pieces: Annotated[
-        int | None, typer.Option(help="multitoken: a token of more pieces has no row. [4]", show_default=False)
+    max_tokens_per_entry: Annotated[
+        int | None,
+        typer.Option(
+            help="With --method multitoken: maximum teacher tokens of a mapped student token. [default: 4]",
+            show_default=False,
+        ),
     ] = None,
     decay: Annotated[
-        float | None, typer.Option(help="multitoken: what a piece weighs, of the one before. [0.1]", show_default=False)
+        float | None,
+        typer.Option(
+            help="With --method multitoken: weight of each teacher token relative to the one before. [default: 0.1]",
+            show_default=False,
+        ),
     ] = None,
     reverse_pass: Annotated[
         bool,
         typer.Option(
             "--reverse-pass",
-            help="multitoken: spell the teacher's tokens too, and add them to the rows of their pieces: "
-            "more teacher tokens are reached, rows are less sharp. Tokens that both have stay exact.",
+            help="With --method multitoken: also split teacher tokens into student tokens. More teacher tokens"
+            " are reached; rows are less sharp.",
         ),
     ] = False,
     corpus: Annotated[
         list[str] | None,
-        typer.Option(help="counts: data that both tokenizers read; may be given again.", metavar="DATA"),
+        typer.Option(
+            help="With --method cooccurrence: data in which both tokenizers' aligned tokens are counted. Repeatable.",
+            metavar="DATA",
+        ),
     ] = None,
     columns: shared_options.Columns = "",
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     smoothing: Annotated[
         float | None,
         typer.Option(
-            help="counts: the weight of first, in spans; more trusts the corpus less. [1]", show_default=False
+            help="With --method cooccurrence: weight of the first-token mapping, in observed spans. [default: 1]",
+            show_default=False,
         ),
     ] = None,
-    neighbours: Annotated[
-        int | None, typer.Option(help="embedding: teacher tokens a row. [8]", show_default=False)
+    num_neighbors: Annotated[
+        int | None,
+        typer.Option(
+            help="With --method embedding: teacher tokens per student token. [default: 8]", show_default=False
+        ),
     ] = None,
     temperature: Annotated[
         float | None,
-        typer.Option(help="embedding: of the softmax over cosines; less is sharper. [0.1]", show_default=False),
+        typer.Option(
+            help="With --method embedding: softmax temperature over cosine similarities. [default: 0.1]",
+            show_default=False,
+        ),
     ] = None,
     force: shared_options.Force = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Build the sparse matrix from the student's tokens to the teacher's."""
+    """Map the student's vocabulary to the teacher's.
+
+    The projection is a sparse matrix with a row for each student token and a column for each teacher token.
+
+    Examples:
+        xtk build-projection ./student ./teacher -o projection.safetensors
+        xtk build-projection ./student ./teacher --method cooccurrence --corpus data.jsonl -o p.safetensors
+    """
     from pathlib import Path
 
     from xtk.artifacts.model_resolver import resolve_model_folder
@@ -90,18 +112,20 @@ def build_projection(
 
     terminal.set_quiet(quiet)
     matching = _matching(special_tokens)
-    given = {"max_pieces": max_pieces, "decay": decay, "reverse_pass": reverse_pass or None,
-             "smoothing": smoothing, "neighbours": neighbours, "temperature": temperature}  # fmt: skip
+    given = {"max_tokens_per_entry": max_tokens_per_entry, "decay": decay, "reverse_pass": reverse_pass or None,
+             "smoothing": smoothing, "num_neighbors": num_neighbors, "temperature": temperature}  # fmt: skip
     chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     given_data = [name for name, value in (("corpus", corpus), ("columns", columns)) if value]
-    check_method_options(method, [*chosen, *given_data] if method != "counts" else chosen)
-    if method == "counts" and not corpus:
-        raise XtkError("--method counts counts in a corpus", hint="--corpus DATA: a file, a glob, a hub dataset, or -")
+    check_method_options(method, [*chosen, *given_data] if method != "cooccurrence" else chosen)
+    if method == "cooccurrence" and not corpus:
+        raise XtkError(
+            "--method cooccurrence needs --corpus", hint="--corpus DATA: a file, a quoted glob, a hub dataset, or -"
+        )
     path = Path(output)
     check_output_file(path, "projections", looks_like_projection, [*(corpus or ()), special_tokens])
     folders = [resolve_model_folder(side, with_weights=method == "embedding") for side in (student, teacher)]
     one, other = Tokenizer(folders[0], name=student), Tokenizer(folders[1], name=teacher)
-    if method == "counts":
+    if method == "cooccurrence":
         from xtk.artifacts.corpus import Corpus, parse_columns_option
 
         data = Corpus(corpus or [], parse_columns_option(columns), max_document_bytes)
@@ -109,8 +133,8 @@ def build_projection(
     else:
         if method == "embedding":
             chosen |= _embeddings(*folders)
-        asked = projection_header(one, other, method, matching, **chosen)
-        projection = reuse_projection(path, asked, force=force)
+        header = projection_header(one, other, method, matching, **chosen)
+        projection = reuse_projection(path, header, force=force)
         if projection is None:
             projection = build(one, other, method, special_tokens=matching, **chosen)
             write_projection(projection, path)
@@ -121,7 +145,7 @@ def build_projection(
 
 
 def _matching(value: str) -> Any:
-    """Read `--special-tokens`: role, none, or a file of pairs."""
+    """Return the parsed `--special-tokens`: role, none, or a dict of pairs from a file."""
     import json
     from pathlib import Path
 
@@ -133,36 +157,36 @@ def _matching(value: str) -> Any:
         return value
     path = Path(value)
     if not path_exists(value) or not path.is_file():
-        raise XtkError("there is no such table of special tokens", where=f"--special-tokens {value}",
-                       hint="role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
+        raise XtkError("--special-tokens is not role, none or an existing file", where=value,
+                       hint="use role, none, or a JSON or YAML file {student token: teacher token}")  # fmt: skip
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            content = json.loads(text, object_pairs_hook=_once)  # first, because YAML knows no tabs
+            content = json.loads(text, object_pairs_hook=_unique_dict)  # before YAML, which does not allow tabs
         except json.JSONDecodeError:
             content = yaml.safe_load(text)
             root = yaml.compose(text)
             if isinstance(root, yaml.MappingNode):
-                _once([(key.value, None) for key, _ in root.value])
+                _unique_dict([(key.value, None) for key, _ in root.value])
     except (yaml.YAMLError, ValueError, RecursionError) as wrong:
-        raise XtkError(f"this is no YAML or JSON: {wrong}", where=value) from None
+        raise XtkError(f"this file is neither valid JSON nor YAML: {wrong}", where=value) from None
     if not isinstance(content, dict) or not all(isinstance(part, str) for pair in content.items() for part in pair):
-        raise XtkError("a table of special tokens is {student token: teacher token}", where=value)
+        raise XtkError("this file must be a mapping {student token: teacher token}", where=value)
     return content
 
 
-def _once(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Make a dict of pairs.
+def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Return a dict of pairs.
 
     Raises:
-        XtkError: a key stands there twice.
+        XtkError: a key occurs twice.
     """
     from xtk.errors import XtkError
 
     content = dict(pairs)
     twice = [key for key in content if sum(key == other for other, _ in pairs) > 1] if len(content) < len(pairs) else []
     if twice:
-        raise XtkError(f"{twice[0]!r} stands twice in the table of special tokens", hint="each student token once")
+        raise XtkError(f"{twice[0]!r} occurs twice in --special-tokens", hint="list each student token once")
     return content
 
 
@@ -176,7 +200,7 @@ def _counts_projection(
     *,
     force: bool,
 ) -> Any:
-    """Return the projection of a corpus, found at its path or counted, from where a killed run was."""
+    """Return the projection from co-occurrence counts: the finished one, or a new one that resumes a killed count."""
     import time
 
     import numpy as np
@@ -195,24 +219,24 @@ def _counts_projection(
     nothing = np.zeros(0, np.int32)
     CooccurrenceMethod(
         CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64)), **chosen
-    )  # refuses bad values before it counts
+    )  # checks the options before counting
     if path.exists():
         found = CooccurrenceCounts(nothing, nothing, np.zeros(0, np.int64), *corpus_fingerprint(data))
-        asked = projection_header(student, teacher, "counts", matching, counts=found, **chosen)
-        projection = reuse_projection(path, asked, force=force)
+        header = projection_header(student, teacher, "cooccurrence", matching, counts=found, **chosen)
+        projection = reuse_projection(path, header, force=force)
         if projection is not None:
             remove_counting_state(path)
             return projection
-    told = [time.monotonic(), 0.0]
+    progress = [time.monotonic(), 0.0]  # time of the last note, documents
 
     def advance(documents: int) -> None:
-        told[1] += documents
-        if time.monotonic() - told[0] >= terminal.SECONDS_BETWEEN_LINES:
-            told[0] = time.monotonic()
-            terminal.note(f"counting: {told[1]:,.0f} documents")
+        progress[1] += documents
+        if time.monotonic() - progress[0] >= terminal.SECONDS_BETWEEN_LINES:
+            progress[0] = time.monotonic()
+            terminal.note(f"build-projection: counted {progress[1]:,.0f} documents")
 
     counts = count_corpus_cooccurrences(student, teacher, data, path, advance)
-    projection = build(student, teacher, "counts", special_tokens=matching, counts=counts, **chosen)
+    projection = build(student, teacher, "cooccurrence", special_tokens=matching, counts=counts, **chosen)
     write_projection(projection, path)
     remove_counting_state(path)
     return projection

@@ -1,4 +1,4 @@
-"""A page on which a teacher cache can be looked at: what it keeps, what it weighs, and a document of it."""
+"""The HTML page of `xtk inspect --html`: statistics of a teacher cache and its first documents."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from xtk.artifacts.teacher_cache import TeacherCache
     from xtk.tokens.tokenizer import Tokenizer
 
-MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # that are shown, of each document
+MAX_DOCUMENTS, MAX_TOKENS = 2, 1500  # shown; tokens per document
 MAX_ALTERNATIVES = 6
 HISTOGRAM_BINS = 24
-PLOT_WIDTH, PLOT_HEIGHT = 460, 150  # of a picture, in pixels
+PLOT_WIDTH, PLOT_HEIGHT = 460, 150  # of a histogram, in pixels
 
 CACHE_STYLE = """
 :root { --unlikely: 214 74 60; } @media (prefers-color-scheme: dark) { :root { --unlikely: 235 96 82; } }
 .document { font: 0.95rem/1.75 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
   border: 1px solid var(--line); border-radius: 0.3rem; padding: 0.7rem; }
 .document bdi { padding: 0.1em 0; border-radius: 0.15em; background: rgb(var(--unlikely) / calc(var(--u, 0) * 1%)); }
-bdi[title]:hover { outline: 2px solid var(--bar); } .given { color: var(--faint); }
+bdi[title]:hover { outline: 2px solid var(--bar); } .unscored { color: var(--faint); }
 i { color: var(--faint); font-style: normal; font-size: 0.85em; }
 b { color: var(--faint); font-weight: normal; text-decoration: underline dotted; font-size: 0.85em; }
 """
@@ -38,13 +38,13 @@ b { color: var(--faint); font-weight: normal; text-decoration: underline dotted;
 def cache_page(
     record: dict[str, Any], cache: TeacherCache, positions: PositionStatistics, request: str = ""
 ) -> Iterator[str]:
-    """Write a page that needs nothing but itself.
+    """Yield the HTML of the page.
 
     Args:
-        record: what `xtk inspect --json` prints of the cache.
-        cache: its first documents are shown.
-        positions: what the pictures are of.
-        request: kept in the head of the page, for a later run to compare.
+        record: JSON record of `xtk inspect`.
+        cache: the cache, whose first documents are shown.
+        positions: sampled positions, for the histograms.
+        request: fingerprint of the inputs, stored in the head of the page.
 
     Yields:
         HTML.
@@ -53,8 +53,8 @@ def cache_page(
     yield from cache_sections(record, positions)
     yield "<h2>Documents</h2>\n"
     yield (
-        "<p>The redder a token, the less likely the teacher found it; grey tokens have no signal. Point at one to see "
-        "its probability and the likeliest ids that are kept.</p>\n"
+        "<p>Red tokens have a low teacher probability; grey tokens are not scored. Point at a token to see its "
+        "probability and the most likely stored tokens.</p>\n"
     )
     tokenizer = cache.teacher_tokenizer
     for number in range(min(MAX_DOCUMENTS, len(cache))):
@@ -63,22 +63,23 @@ def cache_page(
 
 
 def cache_sections(record: dict[str, Any], positions: PositionStatistics) -> Iterator[str]:
-    """Yield what a cache keeps and what it weighs, as HTML: a table and pictures.
+    """Yield statistics of a cache as HTML: a table, sizes and histograms.
 
     Args:
-        record: what `xtk inspect --json` prints of the cache.
-        positions: what the pictures are of.
+        record: JSON record of `xtk inspect`.
+        positions: sampled positions, for the histograms.
     """
     statistics = record["statistics"]
     yield from _facts(record)
     yield f"<h2>Bytes</h2>\n{_bytes_bar(statistics)}"
     sampled = f"{len(positions.entropy):,} positions of {statistics['sampled_documents']:,} documents"
-    yield f'<h2>Signal</h2>\n<p>From {sampled} all over the cache.</p>\n<div class="pictures">\n'
-    yield _histogram("Mass of the exact ids", positions.kept_mass, "probability")
+    yield f"<h2>Teacher log-probabilities</h2>\n<p>From {sampled}, evenly spaced.</p>\n"
+    yield '<div class="pictures">\n'
+    yield _histogram("Probability mass of exact tokens", positions.kept_mass, "probability")
     yield _histogram("Entropy", positions.entropy, "nats")
-    yield _histogram("Exact ids", positions.num_exact_ids, "ids a position")
+    yield _histogram("Exact tokens", positions.num_exact_ids, "tokens per position")
     if positions.num_sampled_ids.any():
-        yield _histogram("Drawn ids", positions.num_sampled_ids, "ids a position")
+        yield _histogram("Sampled tokens", positions.num_sampled_ids, "tokens per position")
     yield "</div>\n"
 
 
@@ -119,13 +120,13 @@ def _bytes_bar(statistics: dict[str, Any]) -> str:
 
 
 def _histogram(title: str, values: NDArray[Any], unit: str) -> str:
-    """Return a picture of how often values are how large."""
+    """Return a histogram of values, as HTML."""
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 0.0)
     low = min(low, 0.0) if high - low > 0.5 * abs(high) else low
-    whole = values.dtype.kind == "i" and high - low < HISTOGRAM_BINS
+    one_bin_per_integer = values.dtype.kind == "i" and high - low < HISTOGRAM_BINS
     edges = (
         np.arange(low - 0.5, high + 1)
-        if whole
+        if one_bin_per_integer
         else np.linspace(low, high if high > low else low + 1, HISTOGRAM_BINS + 1)
     )
     counts, edges = np.histogram(values, edges)
@@ -169,7 +170,7 @@ def _scored_document(row: StoredDocument, number: int, tokenizer: Tokenizer) -> 
 def _scored_token(tokenizer: Tokenizer, token: int, row: StoredDocument, position: int | None) -> str:
     inside = _token_html(tokenizer, token)
     if position is None:
-        return f'<bdi class="given">{inside}</bdi>'
+        return f'<bdi class="unscored">{inside}</bdi>'
     scores = row.stored_logprobs
     probability = float(np.exp(scores.observed_logprobs[position]))
     kept = slice(scores.offsets[position], scores.offsets[position + 1])
@@ -197,5 +198,5 @@ def _token_text(tokenizer: Tokenizer, token: int) -> str:
     if token in tokenizer.special_token_names:
         return tokenizer.special_token_names[token]
     if token >= len(tokenizer):
-        return f"id {token}, no token"
+        return f"id {token} (not a token)"
     return repr(tokenizer.vocabulary.bytes_of(token).decode("utf-8", "backslashreplace"))

@@ -15,15 +15,14 @@ def cache_teacher(
     context: typer.Context,
     teacher: Annotated[
         str,
-        typer.Argument(help="The teacher: a model folder, or a hub id. With --merge: a cache.", metavar="TEACHER"),
+        typer.Argument(help="Teacher model: a folder or hub id. With --merge: the first cache.", metavar="TEACHER"),
     ],
     output: shared_options.Output,
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Documents: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
-            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://), or - for a pipe. "
-            "With --merge: more caches.",
+            help="Documents: files, a folder, a quoted glob, a hub dataset, a URL, or - for a pipe. docs/how-"
+            "to/data.md lists the formats; with --merge: more caches.",
             metavar="DATA...",
             show_default=False,
         ),
@@ -32,51 +31,55 @@ def cache_teacher(
         bool,
         typer.Option(
             "--merge",
-            help="All arguments are caches of one teacher with one support; they become one cache, in their order. "
-            "Shards are linked or copied, no row is read.",
+            help="Merge finished caches (TEACHER and DATA) of one teacher and support into one, in their "
+            "order. Shards are linked or copied, not scored again.",
         ),
     ] = False,
     rows: Annotated[
-        str, typer.Option(help="Of --merge: only these rows of all of them, one after the other.", metavar="START:STOP")
+        str,
+        typer.Option(
+            help="With --merge: range of documents to keep, counted over all caches, such as 100:200.",
+            metavar="START:STOP",
+        ),
     ] = "",
     support: Annotated[
         str,
         typer.Option(
-            help="Tokens that are kept at each position, beside the one that stands there. top-k: the likeliest, and a "
-            "sum of the rest; top-p: as many as carry the mass, --top-k at most; sample: draws, unbiased at a few "
-            "bytes, for forward KL only; top-k+sample: the likeliest, and draws from the rest; given: the data's "
-            "given_ids; none. Left out: what --top-k, --top-p or --draws ask for, else top-k+sample (top-k of backends "
-            "that cannot draw).",
-            metavar="[top-k|top-p|sample|top-k+sample|given|none]",
+            help="Tokens whose log-probabilities are stored at each position, besides the observed token. "
+            "Default: the kind that --top-k, --top-p or --num-samples imply, else top-k+sample.",
+            metavar="[top-k|top-p|sample|top-k+sample|candidates|none]",
             show_default=False,
         ),
     ] = "",
     top_k: Annotated[
         str,
         typer.Option(
-            help="Most likely tokens kept, or all; 64 if left out, 16 with samples.",
+            help="Number of most likely tokens stored per position, or all. Default: 64, or 16 together with samples.",
             metavar="N|all",
             show_default=False,
         ),
     ] = "",
     top_p: Annotated[
         float | None,
-        typer.Option(help="Of --support top-p: the mass that is kept; 0.99 if left out.", show_default=False),
+        typer.Option(
+            help="With --support top-p: total probability of the stored tokens. Default: 0.99.", show_default=False
+        ),
     ] = None,
-    draws: Annotated[
+    num_samples: Annotated[
         int | None,
-        typer.Option(help="Draws a position, of the supports that draw; 16 if left out.", show_default=False),
+        typer.Option(
+            help="With --support sample or top-k+sample: sampled tokens per position. Default: 16.", show_default=False
+        ),
     ] = None,
-    draw_sets: Annotated[
-        int, typer.Option(help="Independent sets of draws; training takes another one each epoch.")
+    num_sample_sets: Annotated[
+        int, typer.Option(help="With --support sample or top-k+sample: independent sample sets, used in turn by epoch.")
     ] = 1,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the sampled tokens.")] = 0,
     precision: Annotated[
         str,
         typer.Option(
-            help="Of what is kept. float32: as it is, in plain arrays. Packed, each log-probability is within so many "
-            "nats, likely ones much nearer: fine, 0.13; standard, 0.53 (a two-thousandth of the entropy is lost); "
-            "coarse, 1.06.",
+            help="Precision of stored log-probabilities: float32 is exact, the others are quantized. Maximum "
+            "error in nats: fine 0.13, standard 0.53, coarse 1.06.",
             metavar="[float32|fine|standard|coarse]",
         ),
     ] = "standard",
@@ -87,24 +90,23 @@ def cache_teacher(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the teacher's arithmetic. float32 is exact; bfloat16 takes half the memory.",
+            help="Data type of the teacher's weights and computation; bfloat16 needs half the memory of float32.",
             metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
     backend: Annotated[
         str,
         typer.Option(
-            help="Who runs the teacher: transformers in this process; vLLM in this process; a server of vLLM. "
-            "vLLM gives top-k, top-p and none.",
+            help="Engine that runs the teacher: transformers or vllm (both in this process), or a vLLM server."
+            " Engines other than transformers support top-k, top-p and none only.",
             metavar="[transformers|vllm|server]",
         ),
     ] = "transformers",
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of --backend vllm: an option of its engine, such as tensor_parallel_size=4. Of transformers: an "
-            "argument of from_pretrained, such as device_map=auto; or tp_size=4, which cuts the teacher over as many "
-            "processes.",
+            help="Engine argument, such as tensor_parallel_size=4 (vllm) or device_map=auto (transformers). "
+            "Repeatable; tp_size=4 splits a transformers teacher over 4 processes.",
             metavar="NAME=VALUE",
         ),
     ] = None,
@@ -113,38 +115,46 @@ def cache_teacher(
     long_documents: Annotated[
         str,
         typer.Option(
-            help="Documents longer than the teacher's context: refuse the corpus, truncate, split into pieces, "
-            "or skip them. They are counted and told.",
+            help="Handling of documents longer than the teacher's context: refuse the data, truncate, split or skip.",
             metavar="[refuse|truncate|split|skip]",
         ),
     ] = "refuse",
     max_length: Annotated[
-        int, typer.Option(help="Tokens a document at most, if less than the context; 0: the context.")
+        int,
+        typer.Option(
+            help="Maximum number of tokens per document, up to the teacher's context length; 0: the context length."
+        ),
     ] = 0,
     batch_tokens: Annotated[
-        int, typer.Option(help="Padded tokens in a forward pass: more is faster and takes memory.")
+        int, typer.Option(help="Tokens per forward pass, padding included; more is faster and needs more memory.")
     ] = 8192,
     shard_tokens: Annotated[
-        int, typer.Option(help="Tokens in a shard: a kill loses at most one shard's work.")
+        int,
+        typer.Option(help="Tokens per shard file; an interrupted run loses at most one unfinished shard per process."),
     ] = 65536,
     num_processes: Annotated[
-        int, typer.Option(help="Processes on this machine, a teacher and a device each, that write one cache.", min=1)
+        int,
+        typer.Option(
+            help="Number of processes on this machine, each with its own teacher and device, that write one cache.",
+            min=1,
+        ),
     ] = 1,
-    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    machine_rank: Annotated[
+        int, typer.Option(help="Index of this machine, from 0, when --num-machines is above 1.", min=0)
+    ] = 0,
     num_machines: Annotated[
         int,
         typer.Option(
-            help="Machines that share the folder of -o and run the same command, each for its part of the shards; "
-            "the one that ends last finishes the cache.",
+            help="Number of machines that run the same command, write to one shared folder and divide the shards.",
             min=1,
         ),
     ] = 1,
     trust_remote_code: shared_options.TrustRemoteCode = False,
-    plan: Annotated[
+    estimate: Annotated[
         bool,
         typer.Option(
-            "--plan",
-            help="Cache nothing; tell positions, bytes, time and memory, from a small sample of the documents.",
+            "--estimate",
+            help="Print positions, bytes, time and memory, estimated from a small sample, and write no cache.",
         ),
     ] = False,
     force: shared_options.Force = False,
@@ -152,9 +162,13 @@ def cache_teacher(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Precompute a teacher's log-probabilities; interrupted, the same command goes on.
+    """Store a teacher's log-probabilities for a data set.
 
-    xtk cache-teacher --merge CACHE... -o PATH makes one cache of many.
+    After an interruption, the same command resumes. With --merge, finished caches become one.
+
+    Examples:
+        xtk cache-teacher ./teacher corpus.jsonl --top-k 64 -o cache
+        xtk cache-teacher --merge cache-1 cache-2 -o cache
     """
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
@@ -166,9 +180,9 @@ def cache_teacher(
         _merge(context, [teacher, *(data or [])], output, rows, force=force, as_json=as_json)
         return
     if not data:
-        raise typer.BadParameter("DATA is missing: what the teacher is to read")
+        raise typer.BadParameter("DATA is missing: the documents that the teacher scores")
     if rows:
-        raise typer.BadParameter("--rows goes with --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
+        raise typer.BadParameter("--rows needs --merge: xtk cache-teacher --merge CACHE --rows START:STOP -o PATH")
     if backend not in BACKENDS:
         raise unknown_name_error("backend", backend, BACKENDS)
     corpus = Corpus(data, parse_columns_option(columns, weight=weight_column, route=route_column), max_document_bytes)
@@ -186,11 +200,17 @@ def cache_teacher(
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
     codec_for_precision(precision)
     if long_documents not in LONG_DOCUMENTS:
-        raise unknown_name_error("way with long documents", long_documents, LONG_DOCUMENTS)
+        raise unknown_name_error("value of --long-documents", long_documents, LONG_DOCUMENTS)
     able = load_registered(BACKENDS, backend, "backend").support_kinds
     size = _read_top_k(top_k, folder)
     wanted = make_support(
-        support, top_k=size, top_p=top_p, num_samples=draws, num_sample_sets=draw_sets, seed=seed, available_kinds=able
+        support,
+        top_k=size,
+        top_p=top_p,
+        num_samples=num_samples,
+        num_sample_sets=num_sample_sets,
+        seed=seed,
+        available_kinds=able,
     )
     request = CacheRequest(
         teacher_folder=folder,
@@ -206,36 +226,36 @@ def cache_teacher(
         trust_remote_code=trust_remote_code,
         backend_options=backend_options(backend, engine or [], server or [], concurrency, adapter, num_processes),
     )
-    if plan:
+    if estimate:
         from xtk.teachers.cache_cost_estimate import estimate_cache_cost
 
-        _show_plan(
-            {"path": output, "kind": "teacher-cache-plan", **estimate_cache_cost(request, corpus)}, as_json=as_json
+        _print_estimate(
+            {"path": output, "kind": "teacher-cache-estimate", **estimate_cache_cost(request, corpus)}, as_json=as_json
         )
         return
     figures = cache(
         request, corpus, output, force=force, partition=CachePartition(num_processes, machine_rank, num_machines)
     )
-    if figures is not None:  # a path is printed once it leads to a finished cache
+    if figures is not None:  # None: other machines have not finished yet
         terminal.result_artifact({"path": output, "kind": "teacher-cache", **figures}, as_json=as_json)
 
 
 def _read_top_k(text: str, teacher: Path) -> int | None:
-    """Return how many tokens --top-k keeps; None if it is left out."""
+    """Return the number of tokens of --top-k; None if the option is not used."""
     if text == "all":
         from xtk.tokens.tokenizer import Tokenizer
 
         return Tokenizer(teacher).embedding_rows
     if text and not (text.isascii() and text.removeprefix("-").isdecimal()):
-        raise typer.BadParameter(f"{text!r} is not a number of tokens, or all", param_hint="--top-k")
+        raise typer.BadParameter(f"{text!r} is neither an integer nor all", param_hint="--top-k")
     return int(text) if text else None
 
 
-def _show_plan(plan: dict[str, Any], *, as_json: bool) -> None:
+def _print_estimate(costs: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
-        terminal.result_json(plan)
+        terminal.result_json(costs)
         return
-    for name, value in plan.items():
+    for name, value in costs.items():
         terminal.result_line(f"{name:24} {value:,}" if isinstance(value, int | float) else f"{name:24} {value}")
 
 
@@ -250,9 +270,9 @@ def _merge(context: typer.Context, caches: list[str], output: str, rows: str, *,
     ]
     if given:
         named = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise typer.BadParameter(f"{named}: --merge takes rows as they are; it scores nothing")
+        raise typer.BadParameter(f"--merge scores nothing and excludes {named}")
     if caches.count("-") > 1:
-        raise typer.BadParameter("only one - can be read from the pipe")
+        raise typer.BadParameter("only one argument can be -")
     places = [
         place
         for given_place in caches

@@ -1,4 +1,4 @@
-"""How options are read: in kebab-case or snake_case, from the command line or from a file."""
+"""The command class: snake_case options, `--config FILE`, and help with headings and examples."""
 
 from __future__ import annotations
 
@@ -7,17 +7,52 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from xtk.commands.option_groups import OPTION_GROUPS, add_condition
 from xtk.errors import XtkError
 from xtk.registry import unknown_name_error
 
-MAX_CONFIG_BYTES = 1 << 24  # of a configuration file: a recipe lists each file that a run read
+MAX_CONFIG_BYTES = 1 << 24  # a recipe lists every file that the run has read
 
 
 class ConfigFileCommand(TyperCommand):
-    """A command whose options are also read in snake_case and, if it has one, from `--config FILE`."""
+    """A command whose options are also read in snake_case and, if it has one, from `--config FILE`.
+
+    Its help lists options under the headings of `OPTION_GROUPS`, and ends with examples.
+    """
+
+    def __init__(self, name: str | None, **settings: Any) -> None:
+        super().__init__(name, **settings)
+        self.groups = OPTION_GROUPS.get(name or "", ())
+        conditions = {option: group.condition for group in self.groups for option in group.options}
+        for parameter in self.params:
+            if condition := conditions.get(str(parameter.name)):
+                parameter.help = add_condition(parameter.help, condition)  # type: ignore[attr-defined]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments, then options by heading; those without one come last."""
+        titles = {option: group.title for group in self.groups for option in group.options}
+        order = {option: at for at, option in enumerate(titles)}
+        general = "General" if self.groups else "Options"
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
+        sections |= {group.title: [] for group in self.groups} | {general: []}
+        for parameter in sorted(self.get_params(ctx), key=lambda one: order.get(str(one.name), len(order))):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                sections["Arguments" if is_argument else titles.get(str(parameter.name), general)].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, a command a line."""
+        with formatter.section("Examples"):
+            for line in (self.epilog or "").splitlines():
+                formatter.write(f"  {line}\n")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read a configuration file, if one is named, under the flags."""
+        """Parse arguments; a `--config` file provides defaults for options that are not on the command line."""
         known = {name for parameter in self.params for name in parameter.opts if name.startswith("--")}
         args = [_kebab(argument, known) for argument in args]
         config = _value_of(args, "--config") if "--config" in known else None
@@ -31,17 +66,21 @@ class ConfigFileCommand(TyperCommand):
         with path.open("rb") as stream:
             content = stream.read(MAX_CONFIG_BYTES + 1)
         if len(content) > MAX_CONFIG_BYTES:
-            raise XtkError(f"this configuration file has more than {MAX_CONFIG_BYTES:,} bytes", where=str(path))
+            raise XtkError(f"this --config file exceeds {MAX_CONFIG_BYTES:,} bytes", where=str(path))
         try:
             root = yaml.compose(content.decode())
         except (yaml.YAMLError, RecursionError) as wrong:
-            raise XtkError(f"this is no YAML: {wrong}", where=str(path)) from None
+            raise XtkError(f"this --config file is not valid YAML or JSON: {wrong}", where=str(path)) from None
         except UnicodeDecodeError:
-            raise XtkError("a configuration file is text in UTF-8", where=str(path)) from None
+            raise XtkError("this --config file is not valid UTF-8", where=str(path)) from None
         if root is None:
             return {}
         if not isinstance(root, yaml.MappingNode):
-            raise XtkError("a configuration file holds `option: value` lines", where=str(path))
+            raise XtkError(
+                "this --config file is not a mapping of options",
+                hint="write lines such as max-steps: 500",
+                where=str(path),
+            )
         options = {config_name(parameter): parameter for parameter in self.params}
         options = {name: option for name, option in options.items() if name not in ("config", "help")}
         values: dict[str, Any] = {}
@@ -55,14 +94,14 @@ class ConfigFileCommand(TyperCommand):
                 raise XtkError(wrong_name.what, where=str(path), hint=wrong_name.hint)
             option = options[name]
             if option.name in values:
-                raise XtkError(f"{name} stands twice in this file", where=str(path))
+                raise XtkError(f"{name} occurs twice in this file", where=str(path))
             several = getattr(option, "multiple", False) or option.nargs != 1
             values[option.name] = _value_in_file(value, name, several, f"{path}, line {value.start_mark.line + 1}")
         return values
 
 
 def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
-    """Return what a configuration file has besides options if it is the recipe of a run; nothing if it is not one.
+    """Return the keys of a recipe that are not options; none if the file is not the recipe of a run.
 
     Raises:
         XtkError: it is a recipe of another version.
@@ -77,27 +116,27 @@ def _check_recipe(root: Any, path: Path) -> tuple[str, ...]:
 
 
 def config_name(parameter: Any) -> str:
-    """Return what a parameter is called in a configuration file: its long option, or an argument's name."""
+    """Return the name of a parameter in a configuration file: its long option without dashes, or an argument's name."""
     long = [option for option in parameter.opts if option.startswith("--")]
     return long[0].removeprefix("--") if long else str(parameter.name).replace("_", "-")
 
 
 def _value_in_file(node: Any, name: str, several: bool, where: str) -> Any:
-    """Return a value as it is written, as on the command line: `no` is a word before it is a YAML truth value.
+    """Return a value as text, as on the command line: `no` stays a word instead of a YAML boolean.
 
     Raises:
-        XtkError: it is a list, a mapping or null where one value is asked for.
+        XtkError: it is a list, a mapping or null, but the option takes one value.
     """
     if several and node.id == "sequence":
         return [_value_in_file(part, name, False, where) for part in node.value]
     if node.id != "scalar":
         raise XtkError(
-            f"{name} has {'a list' if node.id == 'sequence' else 'a mapping'} for a value",
+            f"{name} takes one value, but this is {'a list' if node.id == 'sequence' else 'a mapping'}",
             where=where,
             hint=f"{name}: VALUE" + (f", or {name}: [VALUE, ...]" if several else ""),
         )
     if node.tag == "tag:yaml.org,2002:null":
-        raise XtkError(f"{name} has no value", where=where, hint="leave the line out, or write what it is")
+        raise XtkError(f"{name} has no value", where=where, hint="remove the line, or add a value")
     return [node.value] if several else node.value
 
 

@@ -1,4 +1,4 @@
-"""`xtk distill`: a student learns from a teacher cache."""
+"""`xtk distill`: train a student from teacher caches, online teachers or its own rollouts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ def distill(
     student: Annotated[
         str,
         typer.Argument(
-            help="The student: a model folder, or a hub id, or an adapter of peft's to train on; - for a pipe.",
+            help="Student model: a folder, a hub id, or a PEFT adapter to train on; - for a pipe.",
             metavar="STUDENT",
         ),
     ],
     cache: Annotated[
         list[str],
         typer.Argument(
-            help="What cache-teacher wrote, one for each teacher; - for a pipe. Or plain data, for ce alone and for "
-            "--teacher.",
+            help="Teacher caches, or plain data for --teacher, --on-policy or --loss ce alone; - for a pipe.",
             metavar="CACHE...",
         ),
     ],
@@ -42,41 +41,32 @@ def distill(
     projection: Annotated[
         list[str] | None,
         typer.Option(
-            help="What build-projection or prune-projection wrote; - for a pipe. Repeat it for several teachers, in "
-            "any order. auto, or left out: built (multitoken) for a loss that needs one, and kept in XTK_CACHE, or "
-            "~/.cache/xtk.",
+            help="Projection file per teacher, in any order; - for a pipe. Repeatable; auto (default): built "
+            "with multitoken if a loss needs one.",
             metavar="PATH|auto",
         ),
     ] = None,
     loss: Annotated[
         list[str] | None,
         typer.Option(
-            help="A term of the sum, with its options: p-kl, ce:weight=0.5. Repeat it for more. ce: the student's own "
-            "tokens. byte-kl: what both say about the next bytes; needs no projection. p-kl: projected distributions, "
-            "averaged over spans. boundary-kl: only where both sides begin a token. alm: how likely each finds a "
-            "span. policy-gradient: what the student drew, by how likely the teacher finds it, and rewards. uld, gold, "
-            "h-kl: probabilities by rank, as others do. forward-kl, reverse-kl, jsd, "
-            "skew-forward-kl, skew-reverse-kl, tvd: a teacher with the student's tokenizer; for the others an option, "
-            "divergence=jsd,beta=0.5. auto, or left out: what suits each teacher's tokenizer and cache, told as the "
-            "run begins.",
+            help="Loss term with options, such as p-kl or ce:weight=0.5; repeat it for a weighted sum. auto "
+            "(default): one that fits each teacher; docs/reference/losses.md lists all.",
             metavar="NAME[:KEY=VALUE,...]",
         ),
     ] = None,
     teacher: Annotated[
         list[str] | None,
         typer.Option(
-            help="A model that scores plain data while the student trains, without a cache; repeat it for several. "
-            "Its options are those of cache-teacher: MODEL:top_k=64,dtype=bfloat16,batch_tokens=16384; support, top_p, "
-            "draws, seed, precision, backend, server=URL, and engine.tp_size=2 as its --engine tp_size=2; top_k=all: "
-            "the whole vocabulary. self: the student itself, self:weights=ema or base its average or its base model.",
+            help="Model that scores plain data during training, instead of a cache; self: the student. "
+            "Repeatable. Options as in cache-teacher, such as MODEL:top_k=64,dtype=bfloat16.",
             metavar="MODEL[:KEY=VALUE,...]",
         ),
     ] = None,
-    teacher_steps: Annotated[
+    teacher_block_steps: Annotated[
         int,
         typer.Option(
-            help="Of --teacher: steps whose documents it scores at a time, before it leaves the device. More: it comes "
-            "less often, and its signal takes more room in the output's folder; 0: 64, or as many as take 4 GiB.",
+            help="With --teacher: steps scored ahead at a time; 0: 64, or fewer if they exceed 4 GiB. More: "
+            "fewer switches between teacher and student, more disk space in the output folder.",
             min=0,
         ),
     ] = 0,
@@ -84,30 +74,29 @@ def distill(
         bool,
         typer.Option(
             "--offload-student",
-            help="Of --teacher: student and optimizer leave the device while it scores. Less memory, more traffic.",
+            help="With --teacher: move student and optimizer to CPU memory while the teacher scores.",
         ),
     ] = False,
-    balance: Annotated[
+    scale_kd_to: Annotated[
         str,
         typer.Option(
-            help="ce: what is about teachers is scaled to the size of ce, each step anew; steps take a third longer.",
+            help="ce: rescale the distillation losses to the size of the CE loss at every step; a third slower.",
             metavar="[none|ce]",
         ),
     ] = "none",
-    teachers: Annotated[
+    combine_teachers: Annotated[
         str,
         typer.Option(
-            help="How several caches teach together. sum: the losses of all, each with its weight; mixture: one loss, "
-            "from their probabilities mixed; select: the teacher who finds the text likeliest; route: each document "
-            "has the teacher whom its --route-column names, or the only one who read it.",
+            help="Combination of several teachers: sum of losses, mixture of probabilities, select or route. "
+            "select: the teacher that finds the text most probable; route: the one in --route-column.",
             metavar="[sum|mixture|select|route]",
         ),
     ] = "sum",
     teacher_weights: Annotated[
         str,
         typer.Option(
-            help="Numbers, one a cache: 0.7,0.3. Or a score a byte, ce, entropy or max-probability, with alpha and "
-            "per=batch, document or span: ce:alpha=5,per=span weighs by softmax(alpha * score). Default: equal ones.",
+            help="Teacher weights such as 0.7,0.3, or a score: ce, entropy or max-probability. "
+            "ce:alpha=5,per=span weighs by softmax(alpha * score); per: batch, document or span.",
             metavar="W,W...|SCORE[:KEY=VALUE,...]",
         ),
     ] = "",
@@ -117,32 +106,36 @@ def distill(
         bool,
         typer.Option(
             "--on-policy",
-            help="The student writes what it learns from, and --teacher scores that; CACHE is data with prompts. The "
-            "options from here to --stop-if are about this.",
+            help="Train on completions sampled from the student and scored by --teacher; CACHE is data with prompts.",
         ),
     ] = False,
     prompt_template: shared_options.PromptTemplate = "",
     apply_chat_template: shared_options.ApplyChatTemplate = False,
     chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
-    num_generations: Annotated[int, typer.Option(help="Completions of a prompt, all in one step.", min=1)] = 1,
-    max_completion_length: Annotated[int, typer.Option(help="Tokens of a completion at most.", min=1)] = 256,
+    num_generations: Annotated[int, typer.Option(help="Number of completions per prompt, all in one step.", min=1)] = 1,
+    max_completion_length: Annotated[int, typer.Option(help="Maximum number of tokens per completion.", min=1)] = 256,
     temperature: shared_options.Temperature = 1.0,
     top_p: shared_options.TopP = 1.0,
     top_k: shared_options.TopK = 0,
     stop: shared_options.Stop = None,
     steps_per_generation: Annotated[
         int,
-        typer.Option(help="Steps whose completions are written at a time, by the student as it is before them.", min=1),
+        typer.Option(help="Steps per batch of rollouts, all sampled from the same student weights.", min=1),
     ] = 1,
-    num_iterations: Annotated[int, typer.Option(help="How often these steps are taken.", min=1)] = 1,
+    num_iterations: Annotated[
+        int,
+        typer.Option(
+            help="Optimizer passes over each batch of rollouts (mu in GRPO). Above 1: cheaper, less on-policy.", min=1
+        ),
+    ] = 1,
     lmbda: Annotated[
         float,
-        typer.Option(help="Share of steps that take what the student wrote; the others take completions of the data."),
+        typer.Option(help="Fraction of steps on sampled completions; other steps use completions of the data."),
     ] = 1.0,
     reward: shared_options.Rewards = None,
     reward_beta: Annotated[
         float,
-        typer.Option(help="Rollouts count by softmax(reward / beta) among those of their prompt; 0: all alike."),
+        typer.Option(help="Weight a prompt's rollouts by softmax(reward / beta); 0: equal weights."),
     ] = 0.0,
     scale_rewards: shared_options.ScaleRewards = True,
     environment: shared_options.Environment = "",
@@ -150,205 +143,252 @@ def distill(
     rollout_backend: Annotated[
         str,
         typer.Option(
-            help="Who writes for the student: itself, with transformers; vllm, told its weights before each round; a "
-            "server of vllm's, told them too.",
+            help="Generation backend; weights are synced to vllm and server first. transformers: in the "
+            "training process; vllm: a subprocess; server: a vLLM server.",
             metavar="[transformers|vllm|server]",
         ),
     ] = "transformers",
     rollout_engine: Annotated[
         list[str] | None,
-        typer.Option(help="An option of vllm's engine. Repeat it for more.", metavar="NAME=VALUE"),
+        typer.Option(help="Engine argument of --rollout-backend vllm. Repeatable.", metavar="NAME=VALUE"),
     ] = None,
     rollout_server: Annotated[
         list[str] | None,
-        typer.Option(help="Where a server answers. Repeat it for several.", metavar="URL"),
+        typer.Option(help="Server URL of --rollout-backend server. Repeatable.", metavar="URL"),
     ] = None,
     rollout_dtype: Annotated[
-        str, typer.Option(help="In which vllm computes.", metavar="[float32|bfloat16|float16]")
+        str, typer.Option(help="Computation data type of --rollout-backend vllm.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
     rollout_batch_tokens: Annotated[
-        int, typer.Option(help="Tokens that the student reads and writes at a time, padding included.", min=1)
+        int, typer.Option(help="Tokens generated at once by the student, padding included.", min=1)
     ] = 16384,
-    placement: Annotated[
+    devices: Annotated[
         str,
         typer.Option(
-            help="Devices of their own, by their numbers on this machine: rollout=2+3,teacher=1. What is not named "
-            "takes turns with the student on its devices.",
+            help="Separate devices by role, such as rollout=2+3,teacher=1: indices on this machine. Roles left"
+            " out share the student's devices in turn.",
             metavar="ROLE=N[+N...],...",
         ),
     ] = "",
     stop_if: Annotated[
         list[str] | None,
         typer.Option(
-            help="A sign of collapse that ends the run: entropy<0.05, repetition>0.5, truncated>0.9, length, dropped, "
-            "reward, turns. Repeat it for more.",
-            metavar="FIGURE<N|FIGURE>N",
+            help="Rollout metric and limit that end the run, such as entropy<0.05. Repeatable; "
+            "docs/reference/metrics.md lists the metrics.",
+            metavar="METRIC<N|METRIC>N",
         ),
     ] = None,
-    max_steps: Annotated[int, typer.Option(help="Optimisation steps; 0: as --num-train-epochs says.", min=0)] = 0,
-    num_train_epochs: Annotated[float, typer.Option(help="Passes over the cache.")] = 1.0,
-    per_device_train_batch_size: Annotated[int, typer.Option(help="Documents in a forward pass of a process.")] = 8,
-    gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes of a process in a step.")] = 1,
+    max_steps: Annotated[
+        int, typer.Option(help="Number of optimizer steps; 0: given by --num-train-epochs.", min=0)
+    ] = 0,
+    num_train_epochs: Annotated[float, typer.Option(help="Number of passes over the training documents.")] = 1.0,
+    per_device_train_batch_size: Annotated[int, typer.Option(help="Documents per forward pass and process.")] = 8,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Forward passes per optimizer step and process.")
+    ] = 1,
     packing: Annotated[
         bool,
         typer.Option(
             "--packing/--no-packing",
-            help="Documents stand one behind the other in a row, each read by itself, without padding; where the "
-            "student can read them so.",
+            help="Pack documents into rows without padding, if the model supports it; attention is per document.",
         ),
     ] = True,
     max_batch_tokens: Annotated[
         int,
         typer.Option(
-            help="Tokens of a forward pass of a process at most; 0: of so many documents as above. The documents of a "
-            "step stay what they are.",
+            help="Maximum tokens per forward pass and process; 0: by documents only. The documents of an "
+            "optimizer step do not change.",
             min=0,
         ),
     ] = 0,
     parallel: Annotated[
         str,
         typer.Option(
-            help="How processes share the work: fsdp=N, each has a part of the weights; tp=N, of each matrix; cp=N, of "
-            "each row of tokens; dp=N, replicas, which is what is left. fsdp=2,tp=4: eight processes.",
+            help="Processes by kind of parallelism: fsdp=N, tp=N (tensor), cp=N (context), dp=N (data). "
+            "fsdp=2,tp=4 needs 8 processes; dp takes the processes that are left.",
             metavar="NAME=N,...",
         ),
     ] = "",
     fsdp_offload: Annotated[
-        bool, typer.Option("--fsdp-offload", help="Weights and optimizer in the memory of the CPU; with fsdp.")
+        bool, typer.Option("--fsdp-offload", help="With --parallel fsdp=N: keep weights and optimizer in CPU memory.")
     ] = False,
     learning_rate: Annotated[
-        float, typer.Option(help="AdamW learning rate at the end of the warm-up; 0: no weight changes.")
+        float, typer.Option(help="AdamW learning rate at the end of the warm-up; 0: weights do not change.")
     ] = 5e-5,
     lr_scheduler_type: Annotated[
         str,
         typer.Option(
-            help="After the warm-up. warmup_stable_decay: constant until --decay-ratio before the end, so that it can "
-            "be trained longer from a checkpoint before it falls.",
+            help="Learning rate schedule after the warm-up. warmup_stable_decay: constant, then a decay over "
+            "the last --decay-ratio of the steps.",
             metavar="[cosine|linear|constant|cosine_with_min_lr|inverse_sqrt|warmup_stable_decay]",
         ),
     ] = "cosine",
-    warmup_ratio: Annotated[float, typer.Option(help="Share of the steps in which the learning rate rises.")] = 0.05,
-    warmup_steps: Annotated[int, typer.Option(help="So many, instead of a share; 0: the share.", min=0)] = 0,
-    min_lr_rate: Annotated[float, typer.Option(help="Share of the learning rate where cosine_with_min_lr ends.")] = 0.1,
-    decay_ratio: Annotated[float, typer.Option(help="Share of the steps in which warmup_stable_decay falls.")] = 0.1,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's, of matrices; vectors have none.")] = 0.0,
-    max_grad_norm: Annotated[float, typer.Option(help="Gradients are scaled down to this norm; 0: never.")] = 1.0,
+    warmup_ratio: Annotated[
+        float, typer.Option(help="Fraction of the steps with a rising learning rate (warm-up).")
+    ] = 0.05,
+    warmup_steps: Annotated[
+        int, typer.Option(help="Number of warm-up steps, instead of --warmup-ratio; 0: use the ratio.", min=0)
+    ] = 0,
+    min_lr_rate: Annotated[
+        float, typer.Option(help="With --lr-scheduler-type cosine_with_min_lr: final fraction of --learning-rate.")
+    ] = 0.1,
+    decay_ratio: Annotated[
+        float,
+        typer.Option(help="With --lr-scheduler-type warmup_stable_decay: fraction of the steps in the final decay."),
+    ] = 0.1,
+    weight_decay: Annotated[
+        float, typer.Option(help="AdamW weight decay of matrices; biases and norms have none.")
+    ] = 0.0,
+    max_grad_norm: Annotated[float, typer.Option(help="Maximum gradient norm (clipping); 0: no clipping.")] = 1.0,
     ema_decay: Annotated[
         float,
         typer.Option(
-            help="The student is the exponential moving average of the weights, kept in fp32: 0.999 for about the last "
-            "thousand steps. 0: the weights of the last step."
+            help="Decay of an exponential moving average of the weights, saved as the student; 0: none. 0.999 "
+            "averages about the last 1000 steps, in float32."
         ),
     ] = 0.0,
     max_skipped_steps: Annotated[
         int,
         typer.Option(
-            help="Steps in a row that are skipped because their loss or gradient is no number; more end the run.", min=0
+            help="Maximum number of consecutive steps skipped for a non-finite loss or gradient; more end the run.",
+            min=0,
         ),
     ] = 10,
     mixed_precision: Annotated[
-        str, typer.Option(help="no: fp32. bf16: activations in bf16, weights and losses in fp32.", metavar="[no|bf16]")
+        str,
+        typer.Option(
+            help="Mixed precision: no (float32), or bf16 activations with float32 weights and losses.",
+            metavar="[no|bf16]",
+        ),
     ] = "no",
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory for a third more time.")
+        bool,
+        typer.Option(
+            "--gradient-checkpointing",
+            help="Recompute activations in the backward pass: less memory, about a third slower.",
+        ),
     ] = False,
     torch_compile: Annotated[
-        bool, typer.Option("--torch-compile", help="Compile the model's body: a minute at the start, then faster.")
+        bool,
+        typer.Option(
+            "--torch-compile",
+            help="Compile the model with torch.compile: about a minute at the start, then faster steps.",
+        ),
     ] = False,
     attn_implementation: Annotated[
         str,
         typer.Option(
-            help="How attention is computed: sdpa, eager, flash_attention_2, kernels of the hub. Left out: what "
-            "transformers takes.",
+            help="Attention implementation: sdpa, eager, flash_attention_2 or a hub kernel. Default: chosen by"
+            " transformers.",
             metavar="NAME",
         ),
     ] = "",
     dtype: Annotated[
         str,
         typer.Option(
-            help="In which weights are held. bfloat16 takes half of the memory, and loses small updates of weights "
-            "that are trained; frozen ones lose little.",
+            help="Data type of the stored weights; bfloat16 needs half the memory. In bfloat16, small updates "
+            "of trained weights are lost.",
             metavar="[float32|bfloat16]",
         ),
     ] = "float32",
-    lora_r: Annotated[
-        int, typer.Option(help="Train LoRA adapters of this rank, not the model's matrices; 0: the model.", min=0)
+    lora_r: Annotated[int, typer.Option(help="LoRA rank; 0: train the full model.", min=0)] = 0,
+    lora_alpha: Annotated[
+        int, typer.Option(help="LoRA alpha: adapters are scaled by alpha / rank; 0: scaled by 2.", min=0)
     ] = 0,
-    lora_alpha: Annotated[int, typer.Option(help="Adapters are scaled by alpha / r; 0: by 2.", min=0)] = 0,
-    lora_dropout: Annotated[float, typer.Option(help="Of what goes into adapters.")] = 0.0,
+    lora_dropout: Annotated[float, typer.Option(help="Dropout probability of LoRA adapter inputs.")] = 0.0,
     lora_target_modules: Annotated[
-        str, typer.Option(help="Modules with adapters, by the ends of their names: q_proj,v_proj.", metavar="NAME,...")
+        str,
+        typer.Option(
+            help="Modules with LoRA adapters, by the end of their names, such as q_proj,v_proj.", metavar="NAME,..."
+        ),
     ] = "all-linear",
     lora_modules_to_save: Annotated[
-        str, typer.Option(help="Modules trained whole beside the adapters: embed_tokens,lm_head.", metavar="NAME,...")
+        str,
+        typer.Option(
+            help="Modules trained in full besides the LoRA adapters, such as embed_tokens,lm_head.", metavar="NAME,..."
+        ),
     ] = "",
-    use_dora: Annotated[
-        bool, typer.Option("--use-dora", help="DoRA: the lengths of columns are trained beside the adapters.")
-    ] = False,
+    use_dora: Annotated[bool, typer.Option("--use-dora", help="DoRA: LoRA with trained column magnitudes.")] = False,
     load_in_4bit: Annotated[
         bool,
         typer.Option(
-            "--load-in-4bit", help="QLoRA: matrices packed into NF4 by bitsandbytes; the student is an adapter."
+            "--load-in-4bit",
+            help="QLoRA: load the frozen weights in 4-bit NF4 (bitsandbytes); the student is a LoRA adapter.",
         ),
     ] = False,
-    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="The same, packed into int8.")] = False,
+    load_in_8bit: Annotated[
+        bool,
+        typer.Option(
+            "--load-in-8bit", help="Load the frozen weights in int8 (bitsandbytes); the student is a LoRA adapter."
+        ),
+    ] = False,
     freeze: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"Parameters that stay as they are: a part of their names, or a regular expression: embed_tokens, "
-            r"'layers\.[0-9]\.'. Repeat it for more.",
+            help="Parameters that are not trained, by a part of their name or a regular expression. Repeatable.",
             metavar="PATTERN",
         ),
     ] = None,
     resize_vocabulary: Annotated[
         bool,
-        typer.Option("--resize-vocabulary", help="Add rows for tokens that the model has none for, around the mean."),
+        typer.Option(
+            "--resize-vocabulary",
+            help="Add embedding rows for tokens without one, initialized near the mean of the others.",
+        ),
     ] = False,
     long_documents: Annotated[
         str,
         typer.Option(
-            help="Documents longer than the student's context: refuse the run, truncate or skip them.",
+            help="Handling of documents longer than the student's context: refuse the run, truncate or skip.",
             metavar="[refuse|truncate|skip]",
         ),
     ] = "refuse",
     max_length: Annotated[
-        int, typer.Option(help="Tokens a document at most, if less than the context; 0: the context.")
+        int,
+        typer.Option(
+            help="Maximum number of tokens per document, up to the student's context length; 0: the context length."
+        ),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of the order of documents and of dropout.", min=0)] = 42,
+    seed: Annotated[int, typer.Option(help="Random seed of document order and dropout.", min=0)] = 42,
     logging_steps: Annotated[int, typer.Option(help="Steps between two lines of metrics.jsonl.", min=1)] = 10,
-    save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: none.", min=0)] = 500,
-    save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept.", min=1)] = 2,
+    save_steps: Annotated[int, typer.Option(help="Steps between two checkpoints; 0: no checkpoints.", min=0)] = 500,
+    save_total_limit: Annotated[
+        int, typer.Option(help="Maximum number of checkpoints kept; older ones are deleted.", min=1)
+    ] = 2,
     max_seconds: Annotated[
         float,
         typer.Option(
-            help="After so many the run saves a checkpoint and ends with exit code 75; run again it goes on. 0: never.",
+            help="Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same "
+            "command resumes.",
             min=0,
         ),
     ] = 0,
     eval_data: Annotated[
         list[str] | None,
         typer.Option(
-            help="Held-out data: its bits per byte and its ce are logged. Or caches of it, one for each teacher: then "
-            "all losses, and how often the student's likeliest token is the teacher's.",
+            help="Held-out documents, for bits per byte and CE; or their caches, one per teacher. Caches add "
+            "all losses and the top-1 agreement with the teachers.",
             metavar="DATA|CACHE",
         ),
     ] = None,
     eval_tasks: Annotated[
         list[str] | None,
         typer.Option(
-            help="What the student is asked at each evaluation, with options of evaluate: problems and a reward, "
-            "gsm8k_test.jsonl:reward=exact,prompt=question,max_prompts=200; or tasks of lm-evaluation-harness, "
-            "arc_easy,hellaswag:max_prompts=200, mmlu=FOLDER,humaneval_plus=FOLDER. Repeat it for more.",
+            help="Task to evaluate during training: data with a reward, or lm-evaluation-harness tasks. "
+            "Repeatable. Examples: test.jsonl:reward=exact,max_prompts=200 and "
+            "arc_easy,hellaswag:max_prompts=200.",
             metavar="DATA:reward=NAME[,KEY=VALUE,...]|NAME[=FOLDER],...[:KEY=VALUE,...]",
         ),
     ] = None,
-    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: at the end.", min=0)] = 0,
-    eval_on_start: Annotated[bool, typer.Option("--eval-on-start", help="Evaluate before the first step too.")] = False,
+    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations; 0: only at the end.", min=0)] = 0,
+    eval_on_start: Annotated[
+        bool, typer.Option("--eval-on-start", help="Evaluate before the first step, too.")
+    ] = False,
     early_stopping_patience: Annotated[
         int,
         typer.Option(
-            help="Evaluations in a row without fewer bits per byte, after which the run ends; the student is then the "
-            "best one, and not the last. 0: it runs to its end.",
+            help="Evaluations without lower bits per byte after which the run ends; 0: no early stopping. The "
+            "student then has the weights of the best evaluation.",
             min=0,
         ),
     ] = 0,
@@ -356,7 +396,9 @@ def distill(
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     report_to: Annotated[
         list[str] | None,
-        typer.Option(help="Trackers that Accelerate knows: tensorboard, wandb, trackio....", metavar="NAME,..."),
+        typer.Option(
+            help="Experiment trackers of Accelerate, such as tensorboard, wandb or trackio.", metavar="NAME,..."
+        ),
     ] = None,
     dataloader_num_workers: Annotated[
         int,
@@ -367,20 +409,27 @@ def distill(
             max=256,
         ),
     ] = 0,
-    num_processes: Annotated[int, typer.Option(help="Processes on this machine, each with a device.", min=1)] = 1,
+    num_processes: Annotated[
+        int, typer.Option(help="Number of processes on this machine, each with one device.", min=1)
+    ] = 1,
     num_machines: Annotated[
         int,
-        typer.Option(help="Machines that run the same command, each with so many processes, and share folders.", min=1),
+        typer.Option(help="Number of machines that run the same command with shared folders.", min=1),
     ] = 1,
-    machine_rank: Annotated[int, typer.Option(help="Which of --num-machines this one is, from 0.", min=0)] = 0,
+    machine_rank: Annotated[
+        int, typer.Option(help="Index of this machine, from 0, when --num-machines is above 1.", min=0)
+    ] = 0,
     main_process_ip: Annotated[
-        str, typer.Option(help="The address of the first of several machines.", metavar="ADDRESS")
+        str, typer.Option(help="With --num-machines: address of the machine with index 0.", metavar="ADDRESS")
     ] = "",
     main_process_port: Annotated[
-        int, typer.Option(help="A port of it that is free.", min=0, max=65535, metavar="PORT")
+        int,
+        typer.Option(
+            help="With --num-machines: free port on the machine with index 0.", min=0, max=65535, metavar="PORT"
+        ),
     ] = 29500,
     ddp_timeout: Annotated[
-        int, typer.Option(help="Seconds after which a process that waits for another one gives up.", min=1)
+        int, typer.Option(help="Seconds that a process waits for the others before the run fails.", min=1)
     ] = 600,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -388,7 +437,14 @@ def distill(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Train a student from teacher caches, or beside teachers; interrupted, the same command goes on."""
+    """Train a student from teacher caches or online teachers.
+
+    After an interruption, the same command resumes from the last checkpoint.
+
+    Examples:
+        xtk distill ./student cache --loss p-kl --projection projection.safetensors -o run
+        xtk distill ./student prompts.jsonl --on-policy --teacher ./teacher --num-generations 4 -o run
+    """
     given = dict(locals())
     started = time.monotonic()
     from xtk.commands.recipe_rerun import check_rerun, recipe_options
@@ -403,13 +459,13 @@ def distill(
 
     if is_worker():
         terminal.set_main_process(os.environ.get("RANK", "0") == "0")
-    # One that only starts others looks for mistakes before; they tell the rest.
+    # A process that only launches workers checks the inputs; the workers print everything else.
     terminal.set_quiet(quiet or (num_processes * num_machines > 1 and not is_worker()))
     if "-" in (eval_data or []):
-        raise typer.BadParameter("--eval-data is read from files, not from the pipe")
+        raise typer.BadParameter("--eval-data cannot be -; use a file or a cache")
     projections = [path for path in projection or [] if path != "auto"]
     if [student, *cache, *projections].count("-") > 1:
-        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can come through the pipe")
+        raise typer.BadParameter("only one of STUDENT, CACHE and --projection can be -")
     piped = terminal.path_argument("-") if "-" in (student, *cache, *projections) else ""
     places, recipe, reporting = read_configs(given, piped, started)
     machines = Machines(num_machines, machine_rank, main_process_ip, main_process_port)
@@ -434,15 +490,15 @@ def distill(
 def read_configs(
     options: dict[str, Any], piped: str = "", started: float = 0.0
 ) -> tuple[RunPaths, TrainConfig, LoggingConfig]:
-    """Return what the options ask for.
+    """Return paths, training and logging configuration from options.
 
     Args:
-        options: the options, by the names of the parameters of `distill`.
-        piped: what `-` stands for.
-        started: when the command began, by `time.monotonic()`.
+        options: values by parameter name of `distill`.
+        piped: the path that replaces `-`.
+        started: `time.monotonic()` at the start of the command.
 
     Raises:
-        XtkError: a value makes no sense, or there is no such student, teacher or held-out data.
+        XtkError: a value is invalid, or the student, a teacher or the held-out data does not exist.
     """
     from pathlib import Path
 
@@ -462,10 +518,10 @@ def read_configs(
     projections = [path for path in options["projection"] or [] if path != "auto"]
     student, on_policy, eval_data = options["student"], options["on_policy"], options["eval_data"]
     folder, adapter = base_model_and_adapter(resolve_model_folder(named.get(student, student), with_weights=True))
-    devices = parse_devices(options["placement"])
+    devices = parse_devices(options["devices"])
     if devices["rollout"] and not on_policy:
         raise XtkError(
-            "only a student that writes has --placement rollout=...", hint="--on-policy, or teacher=... alone"
+            "--devices rollout=... needs --on-policy", hint="add --on-policy, or name only --devices teacher=..."
         )
     places = RunPaths(
         folder,
@@ -478,7 +534,7 @@ def read_configs(
         online_teachers=tuple(
             parse_online_teacher(
                 one,
-                # What a student writes cannot be refused.
+                # Completions of the student cannot be refused.
                 long_documents="truncate" if on_policy else options["long_documents"],
                 trust_remote_code=options["trust_remote_code"],
                 student=folder,
@@ -510,7 +566,7 @@ def read_configs(
         | {
             "report_to": tuple(name.strip() for names in options["report_to"] or [] for name in names.split(",")),
             "deadline": started + options["max_seconds"] if options["max_seconds"] else math.inf,
-            # What is wrong with them is told now, not after hours.
+            # Read now, so that errors in the data appear before training.
             "eval_documents": tuple(
                 Corpus(eval_data, parse_columns_option(options["columns"]), options["max_document_bytes"])
             )
@@ -523,41 +579,42 @@ def read_configs(
 
 
 def _check_on_policy_options(given: dict[str, Any]) -> None:
-    """Refuse options about the student's writing where it does not write.
+    """Refuse on-policy options without --on-policy.
 
     Raises:
-        XtkError: names them.
+        XtkError: such options are set.
     """
     from xtk.errors import XtkError
 
     parameters = inspect.signature(distill).parameters
     names = list(parameters)
-    of_writing = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
+    on_policy_options = names[names.index("on_policy") + 1 : names.index("stop_if") + 1]
     unread = [
         f"--{'no-' if parameters[name].default is True else ''}{name.replace('_', '-')}"
-        for name in of_writing
-        if name != "placement"  # teachers have devices of their own too
+        for name in on_policy_options
+        if name != "devices"  # also valid for teachers without --on-policy
         and given[name] != parameters[name].default
         and (given[name] or parameters[name].default)
     ]
     if unread and not given["on_policy"]:
         raise XtkError(
-            f"only a student that writes has {', '.join(unread)}",
-            hint="--on-policy beside it, or without; docs/how-to/sweep.md of both in one sweep",
+            f"{', '.join(unread)} {'need' if len(unread) > 1 else 'needs'} --on-policy",
+            hint="add --on-policy, or remove the option; for runs of both kinds in a sweep see docs/how-to/sweep.md",
         )
 
 
 def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devices: tuple[int, ...]) -> OnPolicyConfig:
-    """Return what the options say of the student's writing."""
+    """Return the on-policy configuration from options."""
     from xtk.engines.engine_options import parse_engine_options
     from xtk.rewards.reward_spec import parse_reward
     from xtk.rollouts.generator_interface import SamplingConfig
     from xtk.rollouts.prompts import read_prompt_template, read_template_arguments
     from xtk.training.on_policy_config import OnPolicyConfig, parse_stop_condition
 
-    asked = max((teacher.num_candidates for teacher in teachers), default=0)
+    num_candidates = max((teacher.num_candidates for teacher in teachers), default=0)
     sampling = SamplingConfig(
-        **_fields_from_options(SamplingConfig, given) | {"stop": tuple(given["stop"] or ()), "given": asked}
+        **_fields_from_options(SamplingConfig, given)
+        | {"stop": tuple(given["stop"] or ()), "top_logprobs": num_candidates}
     )
     return OnPolicyConfig(
         **_fields_from_options(OnPolicyConfig, given)
@@ -579,24 +636,24 @@ def _on_policy(given: dict[str, Any], teachers: tuple[OnlineTeacher, ...], devic
 
 
 def _fields_from_options(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that a dataclass has under the same names."""
+    """Return the options that are fields of a dataclass."""
     return {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
 
 
 def _split_names(text: str) -> tuple[str, ...]:
-    """Return the names in a list with commas."""
+    """Return the names of a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _for_workers(arguments: list[str], piped: str) -> list[str]:
-    """Return the command line with what came through the pipe named: the workers' stdin is not this one.
+    """Return the command line for workers, with `-` replaced by the piped path, since workers have another stdin.
 
     Raises:
-        XtkError: the dash is not on the command line, but in the file of options, which workers read themselves.
+        XtkError: the `-` is in the --config file, which workers read themselves.
     """
     from xtk.errors import XtkError
 
     if piped and not {"-", "--projection=-"} & set(arguments):
-        raise XtkError("several processes cannot read a pipe that --config names", hint="give - on the command line")
+        raise XtkError("with several processes, - cannot be in the --config file", hint="use - on the command line")
     named = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

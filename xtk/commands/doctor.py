@@ -1,4 +1,4 @@
-"""`xtk doctor`: what will go wrong, and what it will cost, before a run."""
+"""`xtk doctor`: checks and cost estimates before a run."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ LEVEL_STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bo
 
 
 def doctor(
-    student: Annotated[str, typer.Argument(help="The student: a model folder, or a hub id.", metavar="STUDENT")],
-    teacher: Annotated[str, typer.Argument(help="The teacher: a model folder, or a hub id.", metavar="TEACHER")],
+    student: Annotated[str, typer.Argument(help="Student model: a folder or hub id.", metavar="STUDENT")],
+    teacher: Annotated[str, typer.Argument(help="Teacher model: a folder or hub id.", metavar="TEACHER")],
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A teacher cache, or data as cache-teacher reads it, or both. Without any, only the pair is examined.",
+            help="Teacher cache, documents, or both. Without them, only the two models are checked.",
             metavar="[CACHE] [DATA...]",
             show_default=False,
         ),
@@ -29,44 +29,77 @@ def doctor(
     columns: shared_options.Columns = "",
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Where cache and student would go: its free disk is told.")
+        str,
+        typer.Option(
+            "--output", "-o", help="Planned output path of cache and student; its free disk space is checked."
+        ),
     ] = ".",
-    num_processes: Annotated[int, typer.Option(help="Processes of the run.", min=1)] = 1,
+    num_processes: Annotated[int, typer.Option(help="Planned number of training processes.", min=1)] = 1,
     parallel: Annotated[
-        str, typer.Option(help="How they share the work, as in distill: fsdp=2,tp=4.", metavar="NAME=N,...")
+        str, typer.Option(help="Planned --parallel of distill, such as fsdp=2,tp=4.", metavar="NAME=N,...")
     ] = "",
-    per_device_train_batch_size: Annotated[int, typer.Option(help="As in distill.", min=1)] = 8,
-    gradient_accumulation_steps: Annotated[int, typer.Option(help="As in distill.", min=1)] = 1,
-    max_batch_tokens: Annotated[int, typer.Option(help="As in distill.", min=0)] = 0,
-    max_length: Annotated[int, typer.Option(help="Tokens a document at most, as in both commands.", min=0)] = 0,
+    per_device_train_batch_size: Annotated[
+        int, typer.Option(help="Planned documents per forward pass and process.", min=1)
+    ] = 8,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Planned forward passes per optimizer step and process.", min=1)
+    ] = 1,
+    max_batch_tokens: Annotated[
+        int, typer.Option(help="Planned maximum tokens per forward pass and process; 0: by documents only.", min=0)
+    ] = 0,
+    max_length: Annotated[
+        int,
+        typer.Option(
+            help="Planned maximum tokens per document, of cache-teacher and distill; 0: the context length.", min=0
+        ),
+    ] = 0,
     long_documents: Annotated[
-        str, typer.Option(help="What becomes of longer ones.", metavar="[refuse|truncate|split|skip]")
+        str,
+        typer.Option(
+            help="Planned handling of documents longer than the context.", metavar="[refuse|truncate|split|skip]"
+        ),
     ] = "refuse",
     dtype: Annotated[
-        str, typer.Option(help="In which the student's weights are held.", metavar="[float32|bfloat16]")
+        str, typer.Option(help="Planned data type of the student's stored weights.", metavar="[float32|bfloat16]")
     ] = "float32",
-    mixed_precision: Annotated[str, typer.Option(help="As in distill.", metavar="[no|bf16]")] = "no",
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="As in distill.")] = False,
-    attn_implementation: Annotated[str, typer.Option(help="As in distill.", metavar="NAME")] = "",
-    lora_r: Annotated[int, typer.Option(help="As in distill.", min=0)] = 0,
-    lora_target_modules: Annotated[str, typer.Option(help="As in distill.", metavar="NAME,...")] = "all-linear",
-    ema_decay: Annotated[float, typer.Option(help="As in distill.")] = 0.0,
-    save_total_limit: Annotated[int, typer.Option(help="Checkpoints that are kept, as in distill.", min=1)] = 2,
+    mixed_precision: Annotated[
+        str, typer.Option(help="Planned mixed precision of the training.", metavar="[no|bf16]")
+    ] = "no",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Plan with gradient checkpointing.")
+    ] = False,
+    attn_implementation: Annotated[
+        str, typer.Option(help="Planned attention implementation. Default: chosen by transformers.", metavar="NAME")
+    ] = "",
+    lora_r: Annotated[int, typer.Option(help="Planned LoRA rank; 0: train the full model.", min=0)] = 0,
+    lora_target_modules: Annotated[
+        str, typer.Option(help="Planned modules with LoRA adapters.", metavar="NAME,...")
+    ] = "all-linear",
+    ema_decay: Annotated[
+        float, typer.Option(help="Planned decay of the moving average of the weights; 0: none.")
+    ] = 0.0,
+    save_total_limit: Annotated[int, typer.Option(help="Planned number of checkpoints kept.", min=1)] = 2,
     teacher_dtype: Annotated[
-        str, typer.Option(help="--dtype of cache-teacher.", metavar="[float32|bfloat16|float16]")
+        str, typer.Option(help="Planned data type of the teacher.", metavar="[float32|bfloat16|float16]")
     ] = "float32",
-    batch_tokens: Annotated[int, typer.Option(help="As in cache-teacher.", min=1)] = 8192,
-    top_k: Annotated[int, typer.Option(help="As in cache-teacher; 0: the usual one.", min=0)] = 0,
+    batch_tokens: Annotated[int, typer.Option(help="Planned tokens per forward pass of the teacher.", min=1)] = 8192,
+    top_k: Annotated[
+        int, typer.Option(help="Planned number of stored tokens per position; 0: the default of cache-teacher.", min=0)
+    ] = 0,
     tokens_per_second: Annotated[
-        float, typer.Option(help="Of the teacher, as cache-teacher --plan measures it; 0: nobody knows.", min=0)
+        float, typer.Option(help="Teacher speed, as printed by cache-teacher --estimate; 0: unknown.", min=0)
     ] = 0.0,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Tell what will go wrong with a pair and its data, and what a run will cost; no weights are loaded.
+    """Find problems and costs of a planned run.
 
-    Ends with 1 if something will fail.
+    Loads no weights. Exits with code 1 if the run would fail.
+
+    Examples:
+        xtk doctor ./student ./teacher corpus.jsonl
+        xtk doctor ./student ./teacher cache --num-processes 4 --parallel fsdp=4 --dtype bfloat16
     """
     import dataclasses
     from pathlib import Path
@@ -85,13 +118,13 @@ def doctor(
     for name in (dtype, teacher_dtype):
         load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), name, "dtype")
     if long_documents not in (ways := ("refuse", "truncate", "split", "skip")):
-        raise unknown_name_error("way with long documents", long_documents, ways)
+        raise unknown_name_error("value of --long-documents", long_documents, ways)
     if mixed_precision not in ("no", "bf16"):
-        raise unknown_name_error("mixed precision", mixed_precision, ("no", "bf16"))
+        raise unknown_name_error("value of --mixed-precision", mixed_precision, ("no", "bf16"))
     silence_transformers()
     caches = [place for place in data or [] if is_cache(place)]
     if len(caches) > 1:
-        raise typer.BadParameter("one cache at a time: run it again for the next one")
+        raise typer.BadParameter("doctor takes one cache; run it again for the next one")
     others = [place for place in data or [] if place not in caches]
     own = {field.name: given[field.name] for field in dataclasses.fields(RunPlan) if field.name in given}
     plan = RunPlan(
@@ -136,11 +169,11 @@ def _print_findings(findings: list[Finding]) -> None:
     from rich.text import Text
 
     table = Table(show_lines=False, pad_edge=False)
-    for head in ("", "check", "what", "where", "what next"):
+    for head in ("level", "check", "finding", "where", "next step"):
         table.add_column(head, overflow="fold")
     for one in findings:
-        told = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
-        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, told)]
+        texts = [terminal.printable(text or "") for text in (one.check, one.what, one.where, one.hint)]
+        cells: list[Any] = [Text(one.level, LEVEL_STYLES[one.level]), *map(Text, texts)]
         table.add_row(*cells)
     console = Console(file=terminal.result_stream())
     console.print(table)

@@ -1,4 +1,4 @@
-"""`xtk evaluate`: bits per byte on any text, or answers that are judged, for any causal model."""
+"""`xtk evaluate`: bits per byte, rewards of generated answers, or lm-evaluation-harness tasks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from xtk.evaluation.generated_answers import AnswerScores
 
 
-BITS_MODE, REWARD_MODE, TASKS_MODE = "bits per byte, without --reward and --tasks", "--reward", "--tasks"
-# What is read when, of the options that are not always: each of the others would be passed over without a word.
+BITS_MODE, REWARD_MODE, TASKS_MODE = "bits per byte (without --reward and --tasks)", "--reward", "--tasks"
+# Options that only some modes read. In other modes they are an error instead of being ignored silently.
 OPTIONS_BY_MODE = {
     BITS_MODE: {"teacher", "by_category", "columns", "max_document_bytes", "max_length", "batch_tokens"},
     REWARD_MODE: {
@@ -37,31 +37,30 @@ OPTIONS_BY_MODE = {
 
 def evaluate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="A model folder or hub id; - for a pipe.", metavar="MODEL")],
+    model: Annotated[
+        str,
+        typer.Argument(help="Model to evaluate: a folder or hub id; - reads its path from the pipe.", metavar="MODEL"),
+    ],
     data: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Documents: .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
-            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://). "
-            "Or one teacher cache: its documents, and what its teacher said of them. With --reward: "
-            "problems, as rollout reads prompts. With --tasks there is none.",
+            help="Documents, one teacher cache, or, with --reward, prompts; none with --tasks. docs/how-"
+            "to/data.md lists the formats.",
             metavar="DATA...",
         ),
     ] = None,
     compare_to: Annotated[
         list[str] | None,
         typer.Option(
-            help="Another model, on the same data, side by side; the difference of MODEL to it is told, paired by "
-            "documents (with --reward or --tasks by problems). Repeat it for more.",
+            help="Another model for the same evaluation, with its paired difference to MODEL. Repeatable.",
             metavar="MODEL",
         ),
     ] = None,
     teacher: Annotated[
         str,
         typer.Option(
-            help="A model with which the others are compared: how often both find the same token likeliest, and "
-            "divergences. Its options are those of distill --teacher: MODEL:top_k=64,dtype=bfloat16. It scores the "
-            "data into a cache that is thrown away; DATA may be a cache that is kept.",
+            help="Teacher to compare with, such as MODEL:top_k=64: adds top-1 agreement and divergences. A "
+            "teacher cache as DATA does the same without scoring again.",
             metavar="MODEL[:KEY=VALUE,...]",
         ),
     ] = "",
@@ -69,88 +68,100 @@ def evaluate(
         bool,
         typer.Option(
             "--by-category",
-            help="Bits per byte of digits, white space, punctuation, fenced code and each script, too. They sum to the "
-            "total.",
+            help="Also print bits per byte of digits, spaces, punctuation, code and scripts; they sum to the total.",
         ),
     ] = False,
     reward: Annotated[
         str,
         typer.Option(
-            help="Let the model answer, and judge the answers: exact, boxed, regex, json, tests, with options behind "
-            "a colon. docs/reference/rewards.md lists them. Left out: bits per byte. The options from here to "
-            "--output are about this, some of them about --tasks too.",
+            help="Generate answers and score them: exact, boxed, regex, json, tests or a Python function. "
+            "docs/reference/rewards.md lists the options.",
             metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
         ),
     ] = "",
-    num_generations: Annotated[int, typer.Option(help="Answers to each problem: avg@n, pass@n.", min=1)] = 1,
+    num_generations: Annotated[
+        int, typer.Option(help="Number of answers per problem, for avg@n and pass@n.", min=1)
+    ] = 1,
     temperature: shared_options.Temperature = 0.0,
     top_p: shared_options.TopP = 1.0,
     top_k: shared_options.TopK = 0,
-    max_completion_length: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 512,
+    max_completion_length: Annotated[int, typer.Option(help="Maximum number of tokens per answer.")] = 512,
     stop: Annotated[
         list[str] | None,
-        typer.Option(help="A text that ends an answer once it is written. Again for another.", metavar="TEXT"),
+        typer.Option(help="Stop string that ends an answer. Repeatable.", metavar="TEXT"),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(help="Of the draws. Of the choice of examples for --tasks too, where 0 is what the harness has."),
+        typer.Option(help="Random seed of sampling and few-shot examples; 0: the harness's."),
     ] = 0,
     max_prompts: Annotated[
-        int, typer.Option(help="Only so many problems, of each task, the first ones; 0: all.", min=0)
+        int, typer.Option(help="Maximum number of problems (per task), taken from the start; 0: all.", min=0)
     ] = 0,
     prompt_template: shared_options.PromptTemplate = "",
     apply_chat_template: Annotated[
         bool,
         typer.Option(
             "--apply-chat-template",
-            help="Ask as a user does, in the model's chat template: prompts that are text, and --tasks.",
+            help="Wrap plain-text prompts as user messages in the model's chat template.",
         ),
     ] = False,
     chat_template_kwargs: shared_options.ChatTemplateKwargs = "",
     backend: Annotated[
-        str, typer.Option(help="Who runs the model when it answers, in this process.", metavar="[transformers|vllm]")
+        str, typer.Option(help="Engine that generates, in this process.", metavar="[transformers|vllm]")
     ] = "transformers",
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="Of --backend vllm: an option of its engine.", metavar="NAME=VALUE"),
+        typer.Option(help="Engine argument of --backend vllm. Repeatable.", metavar="NAME=VALUE"),
     ] = None,
     output: Annotated[
         str,
-        typer.Option("--output", "-o", help="Where the answers go, a JSON line each.", metavar="FILE.jsonl"),
+        typer.Option("--output", "-o", help="Output file for the answers, one per line as JSON.", metavar="FILE.jsonl"),
     ] = "",
     tasks: Annotated[
         str,
         typer.Option(
-            help="Tasks of lm-evaluation-harness, by their names, without DATA: mmlu,gsm8k,arc_challenge. mmlu=FOLDER, "
-            "humaneval_plus=FOLDER and mbpp_plus=FOLDER read the hub's files from a local folder; code is run in the "
-            "sandbox. Other tasks that run code are refused.",
+            help="Tasks of lm-evaluation-harness, such as mmlu,gsm8k; they bring their own data. NAME=FOLDER "
+            "reads local files of mmlu, humaneval_plus and mbpp_plus.",
             metavar="NAME[=FOLDER],...",
         ),
     ] = "",
     include_path: Annotated[
-        str, typer.Option(help="Of --tasks: a folder with tasks of yours, YAML as there.", metavar="FOLDER")
+        str,
+        typer.Option(help="Folder with additional task definitions in the harness's YAML format.", metavar="FOLDER"),
     ] = "",
     num_fewshot: Annotated[
         int | None,
-        typer.Option(help="Of --tasks: examples before each problem. Left out: as the task has it.", min=0),
+        typer.Option(help="Number of few-shot examples per problem. Default: that of the task.", min=0),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Of --tasks: requests in a forward pass.", min=1)] = 8,
+    batch_size: Annotated[int, typer.Option(help="Requests per forward pass.", min=1)] = 8,
     columns: shared_options.Columns = "",
     max_document_bytes: shared_options.MaxDocumentBytes = shared_options.MAX_DOCUMENT_BYTES,
     dtype: Annotated[
-        str, typer.Option(help="Of the model's arithmetic; sums are float64.", metavar="[float32|bfloat16|float16]")
+        str,
+        typer.Option(
+            help="Data type of the model's weights and computation; losses are summed in float64.",
+            metavar="[float32|bfloat16|float16]",
+        ),
     ] = "float32",
-    max_length: Annotated[int, typer.Option(help="Tokens read at once, if less than the context; 0: the context.")] = 0,
-    batch_tokens: Annotated[int, typer.Option(help="Padded tokens in a forward pass.")] = 8192,
+    max_length: Annotated[
+        int, typer.Option(help="Maximum number of tokens per window, up to the context length; 0: the context length.")
+    ] = 0,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Tokens per forward pass, padding included; more is faster and needs more memory.")
+    ] = 8192,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Measure the bits that a model needs for a byte of text; how good its answers are (--reward); or tasks (--tasks).
+    """Measure bits per byte, answer rewards or task scores.
 
-    Bits per byte are comparable between tokenizers; a document longer than the context is read in windows that
-    overlap by half.
+    Bits per byte of a text are comparable between tokenizers. Documents longer than the context are scored in windows
+    that overlap by half.
+
+    Examples:
+        xtk evaluate ./student heldout.jsonl --compare-to ./baseline
+        xtk evaluate ./student gsm8k.jsonl --reward exact --num-generations 4
     """
     from xtk.artifacts.corpus import Corpus, parse_columns_option
     from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
@@ -163,16 +174,16 @@ def evaluate(
     data = data or []
     if bool(data) == bool(tasks):
         raise typer.BadParameter(
-            "--tasks have data of their own: no DATA beside them" if tasks else "there is no DATA, and no --tasks"
+            "--tasks bring their own data; remove DATA" if tasks else "DATA is missing; or use --tasks"
         )
     if tasks and reward:
-        raise typer.BadParameter("--tasks have rules of their own: no --reward beside them")
+        raise typer.BadParameter("--tasks have their own metrics; remove --reward")
     _check_mode_options(context, TASKS_MODE if tasks else REWARD_MODE if reward else BITS_MODE)
     if [model, *(compare_to or []), *data].count("-") > 1:
-        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can come through the pipe")
+        raise typer.BadParameter("only one of MODEL, --compare-to and DATA can be -")
     names = [terminal.path_argument(name) for name in (model, *(compare_to or []))]
     if twice := next((name for at, name in enumerate(names) if name in names[:at]), None):
-        raise XtkError("this model is named twice", where=twice)
+        raise XtkError("this model is given twice", where=twice, hint="name each model once")
     folders = {name: base_model_and_adapter(resolve_model_folder(name, with_weights=True)) for name in names}
 
     from xtk.models.causal_lm import DTYPES
@@ -193,25 +204,25 @@ def evaluate(
 
 
 def _check_mode_options(context: typer.Context, mode: str) -> None:
-    """Refuse options that say nothing about what is asked for.
+    """Refuse options that have no effect in this mode.
 
     Raises:
-        BadParameter: names them, and what they are about.
+        BadParameter: such options are set.
     """
     wrong = []
     for parameter in context.command.params:
         modes = [one for one, names in OPTIONS_BY_MODE.items() if parameter.name in names]
         source = context.get_parameter_source(str(parameter.name))
         if modes and mode not in modes and source is not None and source.name != "DEFAULT":
-            wrong.append(f"--{config_name(parameter)} is about {' or '.join(modes)}")
+            wrong.append(f"--{config_name(parameter)} needs {' or '.join(modes)}")
     if wrong:
-        raise typer.BadParameter(f"asked for is {mode}: {'; '.join(wrong)}")
+        raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}")
 
 
 def _answers(
     folders: dict[str, tuple[Path, Path | None]], corpus: Corpus, given: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Let the models answer, one after the other, and tell how good that is."""
+    """Generate answers with each model, score them and print the results."""
     import contextlib
     import json
 
@@ -231,7 +242,7 @@ def _answers(
 
     backend = given["backend"]
     if backend == "server":
-        raise XtkError("models are compared in this process", hint="--backend transformers or vllm")
+        raise XtkError("evaluate does not support --backend server", hint="--backend transformers or --backend vllm")
     writers = load_registered(GENERATORS, backend, "backend")
     sampling = SamplingConfig(
         given["temperature"], given["top_p"], given["top_k"], given["max_completion_length"], tuple(given["stop"] or ())
@@ -279,7 +290,7 @@ def _answers(
 def _print_reward_results(
     results: dict[str, AnswerScores], corpus: Corpus, given: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Print a JSON line a model; or a table."""
+    """Print a JSON line per model, or a table."""
     data = corpus.sources
     first = next(iter(results))
     lines: list[dict[str, Any]] = []
@@ -303,5 +314,5 @@ def _print_reward_results(
          f"{line['problems']:,}", f"{line['mean_length']:.1f}", f"{line['truncated_fraction']:.1%}"]
         for line in lines
     ]  # fmt: skip
-    heads = ["model", *measures, f"{first} is better by", "problems", "tokens", "cut off"]
+    heads = ["model", *measures, f"{first} minus this", "problems", "mean tokens", "truncated"]
     print_table(f"{given['reward']} on {', '.join(data)}", heads, rows)

@@ -1,4 +1,4 @@
-"""`xtk evaluate` without --reward: bits per byte, and how near models are to a teacher, side by side."""
+"""`xtk evaluate` of bits per byte, and of divergences from a teacher."""
 
 from __future__ import annotations
 
@@ -27,53 +27,53 @@ if TYPE_CHECKING:
 
 BITS_METRIC = "bits_per_byte"
 NAN_TEXT = "not a number"
-# What says how far a model is from a teacher: with the teacher's own tokenizer, with any, and where the cache holds no
-# exact part of distributions. Losses, under their names.
+# Losses that measure the distance to a teacher: for models with its tokenizer, for any model, and for caches with
+# support none.
 SAME_TOKENIZER_LOSS, ANY_TOKENIZER_LOSS, OBSERVED_TOKEN_LOSS = "forward-kl", "byte-kl", "alm"
 
 
 @dataclass(frozen=True)
-class _Found:
-    """What was found of one model.
+class _ModelResult:
+    """Results of one model.
 
     Attributes:
-        bits: of the text.
-        teacher_measures: by name, what was found against the teacher; empty without one.
+        bits: bits per byte.
+        teacher_measures: comparison with the teacher, by name; empty without a teacher.
     """
 
     bits: BitsPerByteResult
     teacher_measures: dict[str, Ratio]
 
     def measures(self) -> dict[str, Ratio]:
-        """Return everything that has an error, bits per byte first."""
+        """Return all measures with a standard error, bits per byte first."""
         return {BITS_METRIC: self.bits.per_document, **self.teacher_measures}
 
 
 def evaluate_bits_per_byte(
     folders: dict[str, tuple[Path, Path | None]], data: list[str], options: dict[str, Any], *, as_json: bool
 ) -> None:
-    """Measure models one after the other, and tell them side by side.
+    """Measure each model and print the results in one table.
 
     Args:
-        folders: by its name, where each model lies, and its adapter.
-        data: as it was given.
-        options: the options of the command.
-        as_json: print an object a model.
+        folders: {model name: (folder, adapter folder or None)}.
+        data: the DATA arguments.
+        options: options of the command by parameter name.
+        as_json: print a JSON object per model instead of a table.
     """
     from xtk.evaluation.teacher_comparison import CachedDocuments
 
     cached = [place for place in data if place != "-" and is_cache(place)]
     if cached and (len(data) > 1 or options["teacher"]):
         raise XtkError(
-            "a cache is all of the data, and its teacher the only one", where=cached[0],
-            hint="xtk evaluate MODEL CACHE; or --teacher MODEL with the documents themselves",
+            "a teacher cache excludes other DATA and --teacher", where=cached[0],
+            hint="use xtk evaluate MODEL CACHE, or --teacher MODEL with the documents",
         )  # fmt: skip
     with contextlib.ExitStack() as held:
         documents: Iterable[Document]
         cache: TeacherCache | None = None
         if cached:
             if options["columns"]:
-                raise XtkError("a cache has no columns", where=cached[0], hint="no --columns")
+                raise XtkError("--columns does not apply to a teacher cache", where=cached[0], hint="remove --columns")
             cache = TeacherCache(cached[0])
             documents = CachedDocuments(cache)
         else:
@@ -92,7 +92,7 @@ def evaluate_bits_per_byte(
 
 
 def _score_with_teacher(text: str, corpus: Corpus, place: Path, given: dict[str, Any]) -> TeacherCache:
-    """Have a teacher score the data."""
+    """Score the data with a teacher, and return the cache."""
     from xtk.teachers.cache_building import cache_teacher
     from xtk.teachers.online_teacher import parse_online_teacher
     from xtk.tokens.teacher_logprobs import make_support
@@ -100,7 +100,7 @@ def _score_with_teacher(text: str, corpus: Corpus, place: Path, given: dict[str,
     request = parse_online_teacher(
         text, long_documents="truncate", trust_remote_code=given["trust_remote_code"]
     ).request
-    if request.support.num_samples:  # the default; with the teacher at hand, more exact ids cost nothing that is kept
+    if request.support.num_samples:  # the default; exact ids are better for a cache that is not kept
         request = replace(request, support=make_support("top-k"))
     cache_teacher(request, corpus, place)
     return TeacherCache(place)
@@ -112,7 +112,7 @@ def _measured(
     documents: Iterable[Document],
     cache: TeacherCache | None,
     given: dict[str, Any],
-) -> _Found:
+) -> _ModelResult:
     """Measure one model."""
     from xtk.evaluation.bits_per_byte import evaluate_bits_per_byte
     from xtk.evaluation.teacher_comparison import compare_with_teacher
@@ -125,18 +125,18 @@ def _measured(
     bits = evaluate_bits_per_byte(model, tokenizer, documents, by_category=given["by_category"], **sizes)
     if math.isnan(bits.bits_per_byte):
         terminal.note(
-            f"evaluate: {name} says what is not a number: its weights hold such ones, or --dtype {given['dtype']} "
-            "is too narrow for it"
+            f"evaluate: log-probabilities of {name} are not finite; check its weights, or use a wider --dtype than "
+            f"{given['dtype']}"
         )
     if cache is None:
-        return _Found(bits, {})
+        return _ModelResult(bits, {})
     teacher = DistillationTeacher(str(cache.header["teacher"]["name"]), str(cache.folder.name), cache, tokenizer)
-    meeting = teacher.token_matching(()) if teacher.has_exact_top1 else None
-    return _Found(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), meeting, **sizes))
+    matching = teacher.token_matching(()) if teacher.has_exact_top1 else None
+    return _ModelResult(bits, compare_with_teacher(model, tokenizer, cache, _objectives(teacher), matching, **sizes))
 
 
 def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
-    """Return the losses that say how far a model is from a teacher."""
+    """Return the losses that measure the distance to a teacher."""
     from xtk.losses import LossSpec
     from xtk.losses.loss_term import LossTerm
 
@@ -157,8 +157,8 @@ def _objectives(teacher: DistillationTeacher) -> list[LossTerm]:
     ]
 
 
-def _result_records(results: dict[str, _Found], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
-    """Yield what JSON holds of each model."""
+def _result_records(results: dict[str, _ModelResult], data: Sequence[str], teacher: str) -> Iterable[dict[str, Any]]:
+    """Yield the JSON record of each model."""
     first = next(iter(results.values()))
     for name, found in results.items():
         line: dict[str, Any] = {"model": name, "data": data[0] if len(data) == 1 else list(data)}
@@ -185,11 +185,11 @@ def _result_records(results: dict[str, _Found], data: Sequence[str], teacher: st
         yield line
 
 
-def _measure_with_error(measure: str, ratio: Ratio, beside: Ratio | None) -> dict[str, Any]:
-    """Return a measure with its error, and by how much that of the first model is above it."""
+def _measure_with_error(measure: str, ratio: Ratio, reference: Ratio | None) -> dict[str, Any]:
+    """Return a measure with its standard error, and the first model's difference to it."""
     found: dict[str, Any] = {measure: _nan_to_none(ratio.value), f"{measure}_error": ratio.estimate().finite_error}
-    if beside is not None:
-        gain = beside.difference(ratio)
+    if reference is not None:
+        gain = reference.difference(ratio)
         name = "difference" if measure == BITS_METRIC else f"{measure}_difference"
         found |= {name: _nan_to_none(gain.value), f"{name}_error": gain.finite_error}
     return found
@@ -200,21 +200,21 @@ def _nan_to_none(value: float) -> float | None:
 
 
 def _print_bits_results(
-    results: dict[str, _Found], lines: Sequence[dict[str, Any]], data: Sequence[str], teacher: str
+    results: dict[str, _ModelResult], lines: Sequence[dict[str, Any]], data: Sequence[str], teacher: str
 ) -> None:
-    """Print a line of one model, or a table of several, or of several measures; then one by category."""
+    """Print a line for one model and measure, else a table; then bits per byte by category."""
     first = next(iter(results))
     bits = results[first].bits
-    of_data = f"{bits.bytes:,} bytes, {bits.num_documents:,} documents of {', '.join(data)}"
+    of_data = f"{bits.bytes:,} bytes in {bits.num_documents:,} documents of {', '.join(data)}"
     if len(results) == 1 and not teacher:
-        told = _table_cell(lines[0], BITS_METRIC)
-        terminal.result_line(f"{told} bits per byte  {first}  ({of_data}{_windows(bits)})")
+        value = _table_cell(lines[0], BITS_METRIC)
+        terminal.result_line(f"{value} bits per byte  {first}  ({of_data}{_windows(bits)})")
     else:
         measures = list(dict.fromkeys(measure for found in results.values() for measure in found.measures()))
         heads = ["model"]
         rows = [[name] for name in results]
         for measure in measures:
-            heads += [measure.replace("_", " "), f"{first} minus it"]
+            heads += [measure.replace("_", " "), f"{first} minus this"]
             for row, line in zip(rows, lines, strict=True):
                 gain = "difference" if measure == BITS_METRIC else f"{measure}_difference"
                 row += [_table_cell(line, measure), _table_cell(line, gain, "+")]
@@ -229,7 +229,7 @@ def _print_bits_results(
              *(_table_cell(line["categories"].get(kind, {}), BITS_METRIC) for line in lines)]
             for kind in kinds
         ]  # fmt: skip
-        print_table("bits per byte by category", ["category", "bytes", *results], rows)
+        print_table("bits per byte by category", ["category", "% of bytes", *results], rows)
 
 
 def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
@@ -239,7 +239,7 @@ def _table_cell(line: dict[str, Any], measure: str, sign: str = "") -> str:
 
 
 def _windows(bits: BitsPerByteResult) -> str:
-    """Say how long documents were read; nothing if none was."""
+    """Return the window sizes as text; "" if every document fits the context."""
     if bits.num_windows <= (bits.per_document.sums != 0).sum():
         return ""
-    return f"; windows of {bits.window_tokens:,} tokens, {bits.stride:,} apart"
+    return f"; windows of {bits.window_tokens:,} tokens, stride {bits.stride:,}"

@@ -1,4 +1,4 @@
-"""The part of `xtk evaluate` that asks tasks of lm-evaluation-harness."""
+"""`xtk evaluate --tasks`: tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from xtk.errors import XtkError
 
 
 def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[str, Any], *, as_json: bool) -> None:
-    """Ask models tasks, one after the other, and tell what they score.
+    """Evaluate each model on the tasks, and print the scores.
 
     Args:
         folders: {name: (model, adapter)}.
-        options: the options of the command.
-        as_json: print a JSON line a model; else a table.
+        options: options of the command by parameter name.
+        as_json: print a JSON line per model instead of a table.
     """
     from xtk.artifacts.atomic_files import atomic_write
     from xtk.artifacts.write_locks import only_writer_of_path
@@ -30,7 +30,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
     from xtk.rollouts.prompts import read_template_arguments
 
     tasks, local = parse_tasks(options["tasks"])
-    asking = HarnessConfig(
+    config = HarnessConfig(
         tasks=tasks,
         task_folders=local,
         include_path=options["include_path"],
@@ -42,7 +42,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
         seed=options["seed"],
     )
     path = answers_path(options["output"])
-    harness = Harness(asking)
+    harness = Harness(config)
     results: dict[str, HarnessResults] = {}
     with contextlib.ExitStack() as held:
         stream = None
@@ -62,7 +62,7 @@ def evaluate_tasks(folders: dict[str, tuple[Path, Path | None]], options: dict[s
             del model
         if stream is not None:
             stream.flush()
-    _print_task_results(results, asking.tasks, options, as_json=as_json)
+    _print_task_results(results, config.tasks, options, as_json=as_json)
 
 
 def _print_task_results(
@@ -72,8 +72,8 @@ def _print_task_results(
     lines = {name: found.to_json(results[first] if name != first else None) for name, found in results.items()}
     if as_json:
         for name, line in lines.items():
-            told: dict[str, Any] = {"model": name, "data": list(tasks), "seed": given["seed"]}
-            terminal.result_json(told | {"limit": given["max_prompts"], "results": line})
+            record: dict[str, Any] = {"model": name, "data": list(tasks), "seed": given["seed"]}
+            terminal.result_json(record | {"limit": given["max_prompts"], "results": line})
         return
     rows = []
     for task in results[first].top_level_tasks:
@@ -86,21 +86,22 @@ def _print_task_results(
                     "" if gain is None else format_with_error(gain, scores[f"{metric}_difference_error"], "+"),
                     str(scores.get("num_fewshot", "")), f"{scores['problems']:,}" if "problems" in scores else "",
                 ])  # fmt: skip
-    heads = ["task", "metric", "model", "value", f"{first} is above by", "examples", "problems"]
+    heads = ["task", "metric", "model", "value", f"{first} minus this", "few-shot examples", "problems"]
     print_table(f"lm-evaluation-harness: {', '.join(tasks)}", heads, rows)
 
 
 def answers_path(output: str) -> Path | None:
-    """Return where answers go; None: nowhere.
+    """Return the output file for answers; None if there is none.
 
     Raises:
-        XtkError: there is a file, or it is none of JSON lines.
+        XtkError: the file exists, or its name does not end in .jsonl.
     """
     if not output:
         return None
     path = Path(output)
     check_output_path(path)
     if path.suffix != ".jsonl" or path.exists() or path.is_symlink():
-        told = "there is such a file" if path.exists() or path.is_symlink() else "answers are JSON lines"
-        raise XtkError(told, where=str(path), hint="-o FILE.jsonl, of another name")
+        exists = path.exists() or path.is_symlink()
+        what = "the output file exists already" if exists else "the name of the output file must end in .jsonl"
+        raise XtkError(what, where=str(path), hint="-o ANOTHER.jsonl" if exists else "-o FILE.jsonl")
     return path

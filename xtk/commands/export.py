@@ -1,4 +1,4 @@
-"""`xtk export`: a student as transformers, vLLM and the hub read it."""
+"""`xtk export`: a finished student as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -12,35 +12,44 @@ from xtk.commands import shared_options
 
 def export(
     run: Annotated[
-        str, typer.Argument(help="What xtk distill wrote, or a checkpoint in it; - for a pipe.", metavar="RUN")
+        str,
+        typer.Argument(help="Output folder of xtk distill, or one of its checkpoints; - for a pipe.", metavar="RUN"),
     ],
     output: shared_options.Output,
     checkpoint: Annotated[
         int,
-        typer.Option(help="The step of one of its checkpoints; 0: the finished student.", min=0, metavar="STEP"),
+        typer.Option(help="Step of the checkpoint to export; 0: the finished student.", min=0, metavar="STEP"),
     ] = 0,
     dtype: Annotated[
         str,
-        typer.Option(help="Of the weights; left out: that of the training.", metavar="[float32|bfloat16|float16]"),
+        typer.Option(
+            help="Data type of the exported weights. Default: that of the training.",
+            metavar="[float32|bfloat16|float16]",
+        ),
     ] = "",
-    max_shard_size: Annotated[str, typer.Option(help="Of a file of weights.", metavar="SIZE")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(help="Maximum size of a weight file, such as 5GB.", metavar="SIZE")
+    ] = "5GB",
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
-            help="Results for the card: what xtk evaluate --json printed, or a results file of lm-evaluation-harness. "
-            "Repeat it for more.",
+            help="Results for the model card: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
             metavar="FILE",
         ),
     ] = None,
     gguf: Annotated[
-        str, typer.Option(help="Also write model.gguf, with numbers of this type: f16, bf16, q8_0.", metavar="TYPE")
+        str, typer.Option(help="Also write model.gguf with this weight type: f16, bf16 or q8_0.", metavar="TYPE")
     ] = "",
     gguf_converter: Annotated[
         str,
-        typer.Option(help="llama.cpp's convert_hf_to_gguf.py, where it is not on the path.", metavar="PATH"),
+        typer.Option(help="Path of llama.cpp's convert_hf_to_gguf.py. Default: the one on the PATH.", metavar="PATH"),
     ] = "",
     push_to_hub: Annotated[
-        str, typer.Option(help="Upload it there too, with the token of hf auth login.", metavar="OWNER/NAME")
+        str,
+        typer.Option(
+            help="Hugging Face repository to upload the folder to; uses the token of hf auth login.",
+            metavar="OWNER/NAME",
+        ),
     ] = "",
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -48,9 +57,14 @@ def export(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Write a student's Hugging Face folder: whole weights, tokenizer and template, generation config, model card.
+    """Write a finished student as a Hugging Face model folder.
 
-    Adapters are merged, also those of checkpoints; where the run averages weights, a checkpoint's average is taken.
+    Adapters are merged into the weights. The folder has tokenizer, chat template, generation config and model card. A
+    checkpoint of a run with --ema-decay is exported with its averaged weights.
+
+    Examples:
+        xtk export run -o exported
+        xtk export run --checkpoint 500 --dtype bfloat16 --push-to-hub me/student -o exported
     """
     from pathlib import Path
 
@@ -64,7 +78,9 @@ def export(
     if (of := run_and_step_of_checkpoint(place)) is not None:
         place, step = of
         if checkpoint not in (0, step):
-            raise typer.BadParameter(f"--checkpoint is {checkpoint}, and RUN is the checkpoint of step {step}")
+            raise typer.BadParameter(
+                f"--checkpoint {checkpoint} contradicts RUN, which is the checkpoint of step {step}"
+            )
         checkpoint = step
 
     if push_to_hub:
@@ -72,8 +88,8 @@ def export(
     wanted = ExportConfig(
         place, checkpoint, dtype, max_shard_size, tuple(map(Path, evaluation or ())), gguf, gguf_converter
     )
-    told = write(wanted, Path(output), force=force, trust_remote_code=trust_remote_code)
+    record = write(wanted, Path(output), force=force, trust_remote_code=trust_remote_code)
     if push_to_hub:
         terminal.note(f"export: {upload_to_hub(Path(output), push_to_hub)}")
-    figures = {key: told[key] for key in ("steps", "dtype", "parameters", "shards", "bytes", "eos_token_ids")}
-    terminal.result_artifact({"path": output, "kind": told["kind"], **figures}, as_json=as_json)
+    figures = {key: record[key] for key in ("steps", "dtype", "parameters", "shards", "bytes", "eos_token_ids")}
+    terminal.result_artifact({"path": output, "kind": record["kind"], **figures}, as_json=as_json)

@@ -1,4 +1,4 @@
-"""What the pages that xtk writes have in common: each stands alone, without scripts, and fetches nothing."""
+"""Frame and parts of HTML pages: single files without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xtk.artifacts.output_checks import HEAD_BYTES, check_output_file
 from xtk.errors import XtkError
 
 PAGE_END = "</main>\n</body>\n</html>\n"
-# Readable on white and on black, and told apart by those who see few colours (after Okabe and Ito, 2008).
+# Readable on white and black, and distinguishable with color blindness (after Okabe and Ito, 2008).
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#8a7a00", "#808080")
 
 PAGE_STYLE = """
@@ -40,12 +40,12 @@ svg line { stroke: var(--line); } svg rect { fill: var(--bar); }
 
 
 def page_start(title: str, extra_style: str, request_fingerprint: str | None = None) -> str:
-    """Return how a page begins, up to what stands below its title.
+    """Return the start of a page, up to and including its title.
 
     Args:
         title: plain text.
-        extra_style: of the page, behind what all pages have.
-        request_fingerprint: kept in the head of the page, for a later run to compare; None: nobody compares.
+        extra_style: CSS added to that of all pages.
+        request_fingerprint: stored in the head of the page, for comparison by a later command; None: none.
     """
     kept = "" if request_fingerprint is None else f'<meta name="xtk-request" content="{escape(request_fingerprint)}">\n'
     return (
@@ -56,25 +56,25 @@ def page_start(title: str, extra_style: str, request_fingerprint: str | None = N
 
 
 def stacked_bar(parts: Iterable[tuple[str, float, str]]) -> str:
-    """Return a bar cut into parts, and a key to it.
+    """Return a stacked bar with a legend.
 
     Args:
-        parts: name, share of the whole, and what else the key tells.
+        parts: (name, fraction, additional text of the legend).
     """
     segments, keys = [], []
-    for at, (name, share, told) in enumerate(parts):
+    for at, (name, fraction, detail) in enumerate(parts):
         paint = f"background: {COLORS[at % len(COLORS)]}"
-        words = escape(f"{name} {100 * share:.1f} %" + (f", {told}" if told else ""))
-        segments.append(f'<span style="width: {100 * share:.2f}%; {paint}" title="{words}"></span>')
+        words = escape(f"{name} {100 * fraction:.1f} %" + (f", {detail}" if detail else ""))
+        segments.append(f'<span style="width: {100 * fraction:.2f}%; {paint}" title="{words}"></span>')
         keys.append(f'<span><span class="key" style="{paint}"></span>{words}</span>')
     return f'<div class="bar">{"".join(segments)}</div>\n<p class="keys">{"".join(keys)}</p>\n'
 
 
 def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] = ()) -> None:
-    """Refuse to replace what is not a page of the same request; with `force`, what is no page of xtk's.
+    """Refuse to replace a page made from other inputs; with `force`, only files that are not pages of xtk.
 
     Raises:
-        XtkError: there is a folder, another file, an input or another page.
+        XtkError: the path is a folder, another file, an input, or a page made from other inputs.
     """
     if (
         check_output_file(path, "pages", _is_page, inputs)
@@ -82,7 +82,9 @@ def check_page(path: Path, request: str, *, force: bool, inputs: Iterable[str] =
         and not _has(path, f'"xtk-request" content="{request}"')
     ):
         raise XtkError(
-            "there is a page of another request", where=str(path), hint="another -o, or --force to replace it"
+            "this page was made from other inputs or options",
+            where=str(path),
+            hint="use another -o, or --force to replace it",
         )
 
 
@@ -96,10 +98,10 @@ def _has(path: Path, text: str) -> bool:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page, unless the same one is there."""
+    """Write a page, unless the file has the same content."""
     from xtk.artifacts.atomic_files import atomic_write
 
-    content = page.encode("utf-8", "replace")  # a name may be no UTF-8
+    content = page.encode("utf-8", "replace")  # a name may be invalid UTF-8
     if path.is_file() and path.read_bytes() == content:
         return
     with atomic_write(path, keep_others=True) as temporary:

@@ -1,4 +1,4 @@
-"""`xtk inspect`: what an artifact is, and whether it is whole."""
+"""`xtk inspect`: header, statistics and checksums of an artifact."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ import typer
 from xtk import terminal
 from xtk.commands import shared_options
 
-MAX_LIST_ITEMS = 10  # parts of a list, on a line
+MAX_LIST_ITEMS = 10  # longest list that is printed in full
 
 
 def inspect(
     artifacts: Annotated[
         list[str],
-        typer.Argument(help="Projections, caches, shards, students, tokenizers; - for a pipe.", metavar="ARTIFACT..."),
+        typer.Argument(
+            help="Projections, caches, shards, run folders or tokenizers; - for a pipe.", metavar="ARTIFACT..."
+        ),
     ],
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Read all: checksums of projections and caches, weights of models."),
+        typer.Option(
+            "--verify", help="Read all data: verify the checksums of projections and caches, and the weights of models."
+        ),
     ] = False,
     teacher: Annotated[
         str,
         typer.Option(
-            help="The teacher of a cache: some documents are scored again and compared with what the cache holds.",
+            help="Teacher model of the cache: score some documents again and compare with the stored values.",
             metavar="MODEL",
         ),
     ] = "",
-    sample: Annotated[int, typer.Option(help="Of --teacher: documents that are scored again.", min=1)] = 8,
+    sample: Annotated[int, typer.Option(help="With --teacher: number of documents to score again.", min=1)] = 8,
     html: Annotated[
-        str, typer.Option(help="Also write a page with pictures of a cache and its first documents.", metavar="FILE")
+        str, typer.Option(help="Also write an HTML page about a cache: charts and its first documents.", metavar="FILE")
     ] = "",
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -40,14 +44,19 @@ def inspect(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Print header and statistics of any artifact."""
+    """Print the header and statistics of an artifact.
+
+    Examples:
+        xtk inspect cache --verify
+        xtk inspect cache --teacher ./teacher --sample 16
+    """
     terminal.set_quiet(quiet)
-    look = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
+    options = _InspectOptions(verify, teacher, sample, html, trust_remote_code, force)
     paths = [path for given in artifacts for path in _paths(given)]
     if (teacher or html) and len(paths) > 1:
-        raise typer.BadParameter("--teacher and --html are for one cache")
+        raise typer.BadParameter("--teacher and --html take one teacher cache")
     for path in paths:
-        record = _describe(path, look)
+        record = _describe(path, options)
         if as_json:
             terminal.result_json(record)
         else:
@@ -56,7 +65,7 @@ def inspect(
 
 @dataclass(frozen=True)
 class _InspectOptions:
-    """How closely is looked."""
+    """Options of the command."""
 
     verify: bool
     teacher: str
@@ -70,25 +79,25 @@ def _paths(given: str) -> list[str]:
     return [str(record["path"]) for record in terminal.piped_records()] if given == "-" else [given]
 
 
-def _describe(place: str, look: _InspectOptions) -> dict[str, Any]:
-    """Return path, kind, header and statistics of whatever lies at a path.
+def _describe(place: str, options: _InspectOptions) -> dict[str, Any]:
+    """Return path, kind, header and statistics of the artifact at a path.
 
     Raises:
-        XtkError: nothing that xtk knows.
+        XtkError: there is no artifact, or it is corrupt.
     """
     from xtk.artifacts.storage import is_remote
     from xtk.errors import XtkError, path_exists
 
     if is_remote(place):
-        return _describe_cache(place, look)
+        return _describe_cache(place, options)
     path = Path(place)
     if not path_exists(place):
-        raise XtkError("there is no such artifact", where=place)
+        raise XtkError("no such file or folder", where=place)
     is_cache = path.is_dir() and ((path / "manifest.json").is_file() or any(path.glob("shard-*.arrow")))
     if is_cache:
-        return _describe_cache(place, look)
-    if look.teacher or look.html:
-        raise XtkError("this is no teacher cache, which --teacher and --html are for", where=place)
+        return _describe_cache(place, options)
+    if options.teacher or options.html:
+        raise XtkError("--teacher and --html need a teacher cache", where=place, hint="remove them, or name a cache")
     if path.is_file():
         with path.open("rb") as stream:
             is_arrow = stream.read(6) == b"ARROW1"
@@ -96,10 +105,10 @@ def _describe(place: str, look: _InspectOptions) -> dict[str, Any]:
             return _describe_rollouts(path)
         return _describe_shard(path) if is_arrow else _describe_projection(path)
     if (path / "recipe.json").is_file() or (path / "xtk.json").is_file():
-        return _describe_run(path, verify=look.verify)
+        return _describe_run(path, verify=options.verify)
     if any((path / name).is_file() for name in ("config.json", "tokenizer.json", "tokenizer.model", "tekken.json")):
         return _describe_model(path)
-    raise XtkError("there is nothing here that xtk wrote or reads", where=str(path))
+    raise XtkError("this is not an artifact of xtk, a model or a tokenizer", where=str(path))
 
 
 def _describe_projection(path: Path) -> dict[str, Any]:
@@ -118,59 +127,59 @@ def _describe_projection(path: Path) -> dict[str, Any]:
     return {"path": str(path), "kind": "projection", "header": dict(projection.header), "statistics": statistics}
 
 
-def _describe_cache(place: str, look: _InspectOptions) -> dict[str, Any]:
+def _describe_cache(place: str, options: _InspectOptions) -> dict[str, Any]:
     from xtk.artifacts import cache_statistics
     from xtk.artifacts.storage import open_folder
     from xtk.artifacts.teacher_cache import TeacherCache, check_unfinished_cache
 
-    if look.verify:
+    if options.verify:
         check_unfinished_cache(open_folder(place))
     cache = TeacherCache(place)
     page_request = ""
-    if look.html:
+    if options.html:
         from xtk.artifacts.atomic_files import canonical_json, sha256
         from xtk.commands.html_page import check_page
 
         page_request = sha256(canonical_json([str(place), cache.manifest["checksum"]]))
-        check_page(Path(look.html), page_request, force=look.force)
-    if look.verify:
+        check_page(Path(options.html), page_request, force=options.force)
+    if options.verify:
         cache.verify()
         cache.teacher_tokenizer  # noqa: B018 (its fingerprint is compared)
-        if not look.teacher:
-            terminal.note("inspect: all checksums fit; the teacher scored nothing again (--teacher MODEL)")
+        if not options.teacher:
+            terminal.note("inspect: all checksums match; use --teacher MODEL to score documents again")
     positions = cache_statistics.sample_positions(cache)
     documents = len(cache_statistics.evenly_spaced_indices(cache, cache_statistics.SAMPLE_DOCUMENTS))
-    statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": look.verify or None}
-    if look.teacher:
+    statistics = {**cache_statistics.summarize_cache(cache, positions, documents), "verified": options.verify or None}
+    if options.teacher:
         from xtk.artifacts.model_resolver import base_model_and_adapter, resolve_model_folder
         from xtk.teachers.cache_verification import verify_cache
 
-        folder, adapter = base_model_and_adapter(resolve_model_folder(look.teacher, with_weights=True))
+        folder, adapter = base_model_and_adapter(resolve_model_folder(options.teacher, with_weights=True))
         statistics["scored_again"] = verify_cache(
             cache,
             folder,
-            look.teacher,
-            documents=look.sample,
-            trust_remote_code=look.trust_remote_code,
+            options.teacher,
+            documents=options.sample,
+            trust_remote_code=options.trust_remote_code,
             options={"adapter": adapter} if adapter else {},
         )
     record = {"path": place, "kind": "teacher-cache", "header": cache.header, "statistics": statistics}
-    if look.html:
+    if options.html:
         from xtk.commands.cache_page import cache_page
         from xtk.commands.html_page import write_page
 
-        write_page(Path(look.html), "".join(cache_page(record, cache, positions, page_request)))
+        write_page(Path(options.html), "".join(cache_page(record, cache, positions, page_request)))
     return record
 
 
 def _describe_rollouts(path: Path) -> dict[str, Any]:
-    """Describe a file of rollouts; every line is compared with its checksum in any case."""
+    """Return the description of a file of rollouts, after verifying the checksum of every line."""
     from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
 
     request = read_request_fingerprint(path)
     if request is None:
-        raise XtkError("this file was not written by xtk rollout", where=str(path))
+        raise XtkError("this file is not the output of xtk rollout", where=str(path))
     statistics = {**read_statistics(path).summary(), "bytes": path.stat().st_size, "verified": True}
     return {"path": str(path), "kind": "rollouts", "header": {"request": request}, "statistics": statistics}
 
@@ -191,7 +200,7 @@ def _describe_run(path: Path, *, verify: bool) -> dict[str, Any]:
     content: dict[str, Any] = read_run_manifest(path) if finished else {"kind": "unfinished student"}
     if verify and not finished:
         raise XtkError(
-            "this student is unfinished", where=str(path), hint="run the same xtk distill command again; it goes on"
+            "--verify needs a finished run", where=str(path), hint="run the same xtk distill command again to finish it"
         )
     recipe = content.get("recipe") or (read_recipe(path) if (path / RECIPE_FILE).is_file() else {})
     steps = content.get("steps", content.get("step"))
@@ -217,8 +226,8 @@ def _weights(path: Path) -> dict[str, Any]:
                     for length in tensors.get_slice(name).get_shape():
                         size *= length
                     parameters += size
-        except Exception as wrong:  # safetensors has an exception of its own that is no public name
-            raise CorruptError(f"these weights cannot be read: {wrong}", where=str(file)) from None
+        except Exception as wrong:  # the exception class of safetensors is not public
+            raise CorruptError(f"cannot read the weights: {wrong}", where=str(file)) from None
     return {"parameters": parameters}
 
 
@@ -249,8 +258,8 @@ def _print_description(record: dict[str, Any]) -> None:
     for section in ("header", "statistics"):
         shown = {key: value for key, value in record[section].items() if key != "audit" or audited is None}
         for name, value in _flatten_record(shown):
-            told = "not checked (--verify)" if name == "verified" and value is None else value
-            terminal.result_line(f"  {name:32} {told}")
+            text = "not checked (--verify)" if name == "verified" and value is None else value
+            terminal.result_line(f"  {name:32} {text}")
     for line in audit_lines(audited) if audited else ():
         terminal.result_line(line)
 
@@ -266,7 +275,7 @@ def _flatten_record(content: dict[str, Any], prefix: str = "") -> list[tuple[str
 
 
 def _short_value(value: Any) -> Any:
-    """Return a value as a line shows it: of a long list, the parts of a merged cache, how long it is."""
+    """Return a value as text for one line; for a long list, its length."""
     if isinstance(value, list) and len(value) > MAX_LIST_ITEMS:
-        return f"{len(value):,} of them; --json prints all"
+        return f"{len(value):,} entries (--json prints them)"
     return f"{value:,}" if type(value) is int else value

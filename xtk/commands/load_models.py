@@ -1,4 +1,4 @@
-"""Models that are evaluated, checked before the first one works, and loaded as the options of `xtk evaluate` say."""
+"""Loading and checking the models of `xtk evaluate`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Mapping[str, Any]) -> None:
-    """Refuse models that cannot be loaded before the first one works: that may take hours, and would be lost.
+    """Check all models before the first evaluation, without reading weights.
 
     Args:
-        folders: by its name, where each model lies, and its adapter.
-        options: options: `backend`, `trust_remote_code`.
+        folders: {model name: (folder, adapter folder or None)}.
+        options: options `backend` and `trust_remote_code` of the command.
 
     Raises:
-        XtkError: one is named twice, has no tokenizer, or cannot be loaded as far as can be told without its weights.
+        XtkError: a model is given twice, has no tokenizer, or cannot be loaded.
     """
     from xtk.errors import XtkError
     from xtk.models.causal_lm import check_loadable
@@ -28,25 +28,29 @@ def check_models(folders: Mapping[str, tuple[Path, Path | None]], options: Mappi
     for name, (folder, adapter) in folders.items():
         place = (folder.resolve(), adapter and adapter.resolve())
         if place in names:
-            raise XtkError("this model is named twice", where=", ".join(dict.fromkeys((names[place], name))))
+            raise XtkError(
+                "this model is given twice",
+                where=", ".join(dict.fromkeys((names[place], name))),
+                hint="name each model once",
+            )
         names[place] = name
         tokenizer = Tokenizer(folder, name=name)
-        if options["backend"] == "transformers":  # another one loads other formats too
+        if options["backend"] == "transformers":  # vllm also loads other formats
             check_loadable(folder, tokenizer, trust_remote_code=options["trust_remote_code"], adapter=adapter)
 
 
 def load_model_and_tokenizer(
     name: str, folders: tuple[Path, Path | None], options: Mapping[str, Any]
 ) -> tuple[Any, Tokenizer]:
-    """Return a model of transformers, and its tokenizer.
+    """Return a transformers model and its tokenizer.
 
     Args:
-        name: as it was called.
-        folders: its folder, and that of its adapter.
-        options: options: `dtype`, `trust_remote_code`.
+        name: name of the model, for messages.
+        folders: (folder, adapter folder or None).
+        options: options `dtype` and `trust_remote_code` of the command.
 
     Raises:
-        XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+        XtkError: the model cannot be loaded, or has fewer embedding rows than its tokenizer has tokens.
     """
     from xtk.models.causal_lm import DTYPES, check_embedding_rows, default_device, load_causal_lm
     from xtk.tokens.tokenizer import Tokenizer

@@ -1,4 +1,4 @@
-"""Run again, a command finds its finished projection; another request for the same path is refused."""
+"""Reuse of a finished projection when its command is run again."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from xtk.projection.projection import Projection
 
 
 def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Projection | None:
-    """Return the projection at a path if it is the one that is asked for, None if there is nothing to keep.
+    """Return the projection at a path if it has the requested header; None if there is none, or with `force`.
 
     Raises:
-        XtkError: there is something else at the path.
+        XtkError: the path has another projection or another file.
     """
     if force or not path.exists():
         return None
@@ -22,12 +22,12 @@ def reuse_projection(path: Path, request: dict[str, Any], *, force: bool) -> Pro
         header, found = read_projection_header(path), read_projection(path)
     except XtkError as wrong:
         kind = CorruptError if isinstance(wrong, CorruptError) else XtkError
-        raise kind(wrong.what, where=wrong.where, hint="another -o, or --force to replace it") from None
+        raise kind(wrong.what, where=wrong.where, hint="use another -o, or --force to replace it") from None
     different = [key for key, value in request.items() if header.get(key) != value]
     if different:
         raise XtkError(
-            "there is a projection of another request",
-            where=f"{path} (another {', '.join(different)})",
-            hint="another -o, or --force to replace it",
+            "this projection was made from other inputs or options",
+            where=f"{path} (different {', '.join(different)})",
+            hint="use another -o, or --force to replace it",
         )
     return found

@@ -12,25 +12,26 @@ from xtk.commands import shared_options
 
 def prune_projection(
     projection: Annotated[
-        str, typer.Argument(help="A projection, or - for the one from the pipe.", metavar="PROJECTION")
+        str, typer.Argument(help="Projection file; - reads its path from the pipe.", metavar="PROJECTION")
     ],
     output: shared_options.Output,
-    top_k: Annotated[int, typer.Option(help="Entries a row at most; 0: all.", min=0)] = 0,
-    min_weight: Annotated[float, typer.Option(help="Entries lighter than this go.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Maximum number of teacher tokens per student token; 0: all.", min=0)] = 0,
+    min_weight: Annotated[float, typer.Option(help="Minimum weight of an entry; smaller ones are removed.")] = 0.0,
     mass: Annotated[
-        float, typer.Option(help="The heaviest entries that carry this share of their row stay; 1: all.")
+        float, typer.Option(help="Fraction of each row's weight to keep, largest entries first; 1: all.")
     ] = 1.0,
-    renormalise: Annotated[
+    renormalize: Annotated[
         bool,
         typer.Option(
-            "--renormalise", help="Scale what is left of a row to the mass it had. Else the mass is missing, and shown."
+            "--renormalize",
+            help="Scale each row back to the sum that it had before pruning; without it, removed weight is lost.",
         ),
     ] = False,
     merge: Annotated[
         list[str] | None,
         typer.Option(
-            help="Mix another projection of the same two tokenizers in before pruning; PROJECTION has the rest of the "
-            "weight. May be given again.",
+            help="Another projection of the same tokenizers and its weight in the average, taken before "
+            "pruning. Repeatable; PROJECTION has the remaining weight.",
             metavar="OTHER=WEIGHT",
         ),
     ] = None,
@@ -39,7 +40,12 @@ def prune_projection(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Make a projection smaller, or mix several."""
+    """Make a projection smaller, or average several.
+
+    Examples:
+        xtk prune-projection projection.safetensors --top-k 4 -o pruned.safetensors
+        xtk prune-projection a.safetensors --merge b.safetensors=0.5 -o average.safetensors
+    """
     from pathlib import Path
 
     from xtk.artifacts.output_checks import check_output_file
@@ -55,21 +61,21 @@ def prune_projection(
     source = read_projection(Path(first))
     if others:
         source = merge_projections(source, [(read_projection(Path(name)), weight) for name, weight in others])
-    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalise)
+    pruned = prune(source, top_k=top_k or None, min_weight=min_weight, mass=mass, renormalize=renormalize)
     if reuse_projection(path, dict(pruned.header), force=force) is None:
         write_projection(pruned, path)
     terminal.result_artifact({"path": output, "kind": "projection", **pruned.summary()}, as_json=as_json)
 
 
 def _parse_merge(value: str) -> tuple[str, float]:
-    """Read `--merge OTHER=WEIGHT`."""
+    """Return path and weight of `--merge OTHER=WEIGHT`."""
     from xtk.errors import XtkError
 
-    name, _, told = value.rpartition("=")
+    name, _, number = value.rpartition("=")
     try:
-        weight = float(told)
+        weight = float(number)
     except ValueError:
         name = ""
     if not name:
-        raise XtkError(f"--merge is {value!r}", hint="--merge OTHER=WEIGHT, such as --merge counts.safetensors=0.5")
+        raise XtkError(f"--merge is {value!r}, but must be OTHER=WEIGHT", hint="--merge other.safetensors=0.5")
     return name, weight

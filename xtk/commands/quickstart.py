@@ -1,4 +1,4 @@
-"""`xtk quickstart`: the whole way on a corpus that every Python carries, on a CPU, in minutes."""
+"""`xtk quickstart`: a complete distillation on a CPU, in minutes."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from xtk.commands import shared_options
 
 def quickstart(
     output: shared_options.Output,
-    seeds: Annotated[int, typer.Option(help="Pairs of students; each takes about two minutes more.", min=1)] = 1,
+    seeds: Annotated[
+        int,
+        typer.Option(help="Number of random seeds; each trains two students and takes about two minutes more.", min=1),
+    ] = 1,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Distil a small student across tokenizers, from nothing, and compare it.
+    """Distill a small student across tokenizers on a CPU.
 
-    Trains two tokenizers and a teacher on Python's own documentation, then runs the four commands, which it prints, and
-    ends with a table: held-out bits per byte of the teacher, of a student trained with cross-entropy alone, and of the
-    same student distilled. About five minutes on two CPU cores.
+    Trains two tokenizers and a teacher on Python's documentation and runs four commands, which are printed. Ends with
+    a table of held-out bits per byte: teacher, student trained with cross-entropy only, and distilled student. Takes
+    about five minutes on two CPU cores.
+
+    Examples:
+        xtk quickstart -o quickstart
+        xtk quickstart --seeds 3 --json -o quickstart
     """
     from pathlib import Path
 

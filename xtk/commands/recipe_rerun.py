@@ -1,4 +1,4 @@
-"""Recipes as configuration files: the options that a run keeps, and whether its inputs are unchanged."""
+"""recipe.json: the stored options of a run, and the check of its inputs when it is repeated."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from xtk.artifacts.run_folders import RECIPE_FILE, RECIPE_KEYS, read_recipe, rec
 from xtk.artifacts.storage import is_remote
 from xtk.errors import MismatchError, path_exists
 
-# What is about one execution of a run, not about the run.
+# Options of one execution, which are not part of the run.
 _NOT_KEPT = ("output", "config", "force", "as_json", "quiet", "max_seconds", "machine_rank")
-# Options that change neither the student nor the identity of a run.
+# Options that change neither the student nor the identity of the run.
 _HARMLESS = {
     "logging_steps", "save_steps", "save_total_limit", "report_to", "dataloader_num_workers", "ddp_timeout",
     "eval_on_start", "eval_tasks", "trust_remote_code",
 }  # fmt: skip
-# Options that decide what a run reads, or how that is read.
+# Options that select the inputs of a run or how they are read.
 _OF_INPUTS = {
     "student", "cache", "teacher", "projection", "loss", "columns", "weight_column", "route_column", "on_policy",
-    "prompt_template", "apply_chat_template", "long_documents", "max_length", "eval_data", "teachers",
+    "prompt_template", "apply_chat_template", "long_documents", "max_length", "eval_data", "combine_teachers",
 }  # fmt: skip
 _PATHS = ("student", "cache", "projection", "eval_data")
 _USERS_CODE = re.compile(r"(?P<place>.+\.py)(?P<rest>:.*)", re.DOTALL)
@@ -34,12 +34,12 @@ _SCHEMA = re.compile(r"(?<=[:,]schema=)[^,]+")
 
 
 def recipe_options(options: Mapping[str, Any], piped: str = "", num_processes: int = 0) -> dict[str, Any]:
-    """Return the options of a run as `recipe.json` keeps them: absolute paths, and nothing that is left empty.
+    """Return the options of a run for `recipe.json`: absolute paths, without empty values.
 
     Args:
-        options: the options, by the names of the parameters of `xtk distill`.
-        piped: the path that `-` stands for.
-        num_processes: on each machine; 0: as many as the options state.
+        options: values by parameter name of `xtk distill`.
+        piped: the path that replaces `-`.
+        num_processes: processes per machine; 0: the value in `options`.
     """
     kept = {}
     for name, value in options.items():
@@ -52,7 +52,7 @@ def recipe_options(options: Mapping[str, Any], piped: str = "", num_processes: i
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """Return the value of an option with absolute paths for files and folders that exist."""
+    """Return the value of an option, with absolute paths of existing files and folders."""
     if name in _PATHS:
         return _absolute_path(value)
     if name == "prompt_template":
@@ -70,25 +70,25 @@ def _absolute(name: str, value: Any) -> Any:
 
 
 def _absolute_path(path: str) -> str:
-    """Return an absolute path to what exists; a hub id, a URL and what does not exist as they are."""
+    """Return the absolute path of an existing file or folder; hub ids, URLs and other text unchanged."""
     if is_remote(path):
         return path
-    expanded = os.path.expanduser(path)  # noqa: PTH111 (a user that does not exist is no error here)
-    return os.path.abspath(expanded) if path_exists(expanded) else path  # noqa: PTH100 (links stay)
+    expanded = os.path.expanduser(path)  # noqa: PTH111 (an unknown user is not an error here)
+    return os.path.abspath(expanded) if path_exists(expanded) else path  # noqa: PTH100 (keeps symbolic links)
 
 
 def check_rerun(config: str, options: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Compare a run with the recipe that was passed to `--config`, if it is one.
+    """Compare a run with the recipe that was passed to `--config`, if the file is a recipe.
 
-    Options on the command line win over the recipe, and what follows from them may differ.
+    Options on the command line override the recipe, and may change what follows from them.
 
     Args:
-        config: the file; "": there is none.
-        options: of `recipe_options`, of this run.
-        identity: of this run.
+        config: the `--config` file; "": none.
+        options: result of `recipe_options` for this run.
+        identity: identity of this run.
 
     Raises:
-        Mismatch: names what differs though its options are those of the recipe: inputs that were changed since.
+        MismatchError: an input has changed since the recipe was written, although the options are the same.
     """
     content = _recipe(config)
     if content is None:
@@ -103,20 +103,21 @@ def check_rerun(config: str, options: Mapping[str, Any], identity: Mapping[str, 
     if not differing:
         return
     if changed & _OF_INPUTS:
-        terminal.note(f"distill: not the inputs of {config}: {', '.join(differing)}")
+        terminal.note(f"distill: inputs differ from {config}: {', '.join(differing)}")
         return
-    shown = [f"{name}: {theirs.get(name, 'none')} there, {ours.get(name, 'none')} here" for name in differing[:3]]
+    shown = [
+        f"{name}: {theirs.get(name, 'none')} in the recipe, {ours.get(name, 'none')} now" for name in differing[:3]
+    ]
     raise MismatchError(
-        f"this would not be the run of the recipe: {', '.join(differing)} differ"
-        + ("s" if len(differing) == 1 else ""),
+        f"the inputs have changed since this recipe was written: {', '.join(differing)}",
         where=f"{config} ({'; '.join(shown)})",
-        hint="restore what was changed since; or remove kind, version and identity from a copy of the recipe: the "
-        "rest is options, as in any configuration file",
+        hint="restore the inputs; or, to use the options only, remove kind, version and identity from a copy of the "
+        "recipe",
     )
 
 
 def _recipe(config: str) -> dict[str, Any] | None:
-    """Return the content of a recipe; None of any other file of options, which `--config` has read."""
+    """Return the content of a recipe; None for any other configuration file."""
     try:
         content = json.loads(Path(config).read_text(encoding="utf-8")) if config else None
     except ValueError:
@@ -136,5 +137,5 @@ def _flatten_identity(content: Mapping[str, Any], before: str = "") -> list[tupl
 
 
 def rerun_command(run: Path) -> str:
-    """Return the command that makes a run again, into a folder that the reader names."""
+    """Return the command that repeats a run into a new folder, NEW."""
     return shlex.join(["xtk", "distill", "--config", str(run / RECIPE_FILE), "-o", "NEW"])

@@ -1,4 +1,4 @@
-"""`xtk report`: a page about runs, to look at and to send."""
+"""`xtk report`: an HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from xtk.commands.report_page import ReportedRun
     from xtk.tokens.tokenizer import Tokenizer
 
-ALIGNED_DOCUMENTS = 3  # that are shown span by span
+ALIGNED_DOCUMENTS = 3  # documents shown span by span
 
 
 def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            help="What xtk distill wrote, finished or not; the others are compared with the first. - for a pipe.",
+            help="Output folders of xtk distill, finished or not; the first is the reference. - for a pipe.",
             metavar="RUN...",
         ),
     ],
@@ -31,47 +31,50 @@ def report(
     evaluation: Annotated[
         list[str] | None,
         typer.Option(
-            help="Results for a table: what xtk evaluate --json printed, or a results file of lm-evaluation-harness. "
-            "Repeat it for more.",
+            help="Results to show as a table: output of xtk evaluate --json or lm-evaluation-harness. Repeatable.",
             metavar="FILE",
         ),
     ] = None,
     baseline: Annotated[
         list[str] | None,
         typer.Option(
-            help="A model of these results with which the others are compared, by its name there; left out: the first. "
-            "Repeat it for more: the untrained student, and one that cross-entropy taught.",
+            help="Name of a model in --evaluation that the others are compared with. Default: the first. Repeatable.",
             metavar="MODEL",
         ),
     ] = None,
     samples: Annotated[
         list[str] | None,
         typer.Option(
-            help="What a model wrote, of xtk rollout -o or xtk evaluate --reward -o. Repeat it: the student before and "
-            "after stand side by side, prompt by prompt.",
+            help="Completions to show by prompt: output file of xtk rollout or xtk evaluate --reward. Repeatable.",
             metavar="FILE",
         ),
     ] = None,
     cache: Annotated[
         str,
         typer.Option(
-            help="A teacher cache: what it keeps, how its text aligns with the student's tokens, and the audit of the "
-            "projection between them.",
+            help="Teacher cache to describe: stored mass, alignment with the student's tokens, projection audit.",
             metavar="CACHE",
         ),
     ] = "",
     projection: Annotated[
-        str, typer.Option(help="Its audit is shown; left out: with --cache, that of multitoken.", metavar="PROJECTION")
+        str,
+        typer.Option(
+            help="Projection whose audit is shown. Default with --cache: a multitoken projection.", metavar="PROJECTION"
+        ),
     ] = "",
     force: shared_options.Force = False,
     as_json: shared_options.Json = False,
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Write a page about one run, or several over one another: curves, numbers, recipes, samples.
+    """Write an HTML page about one or several runs.
 
-    The page is one file that fetches nothing and runs no scripts. Of a run that goes on, the same command writes it
-    anew.
+    The page has curves, numbers, options and samples. It is one file without scripts or external resources. Run the
+    same command again to update the page of an unfinished run.
+
+    Examples:
+        xtk report run -o report.html
+        xtk report sweep/* --evaluation results.json --cache cache -o report.html
     """
     import json
     from pathlib import Path
@@ -86,46 +89,46 @@ def report(
 
     terminal.set_quiet(quiet)
     named = [str(one["path"]) for run in runs for one in (terminal.piped_records() if run == "-" else [{"path": run}])]
-    # FOLDER/* of a sweep names the logs of its runs too.
+    # The glob FOLDER/* of a sweep also matches the logs of its runs.
     named = [path for path in named if not (path.endswith(".log") and Path(path).is_file())]
     if not named:
-        raise XtkError("there are logs here, and no run", where=", ".join(runs))
+        raise XtkError("these are logs, not runs", where=", ".join(runs), hint="name output folders of xtk distill")
     evaluations, texts, baselines = (list(some or ()) for some in (evaluation, samples, baseline))
     if baselines and not evaluations:
-        raise typer.BadParameter("--baseline goes with --evaluation")
-    asked = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
-    request = sha256(json.dumps({**asked, "cache": cache, "projection": projection}))
+        raise typer.BadParameter("--baseline needs --evaluation")
+    inputs = {"runs": named, "evaluations": evaluations, "baselines": baselines, "samples": texts}
+    request = sha256(json.dumps({**inputs, "cache": cache, "projection": projection}))
     check_page(Path(output), request, force=force)
-    named = _started_runs(named, told=set(runs))
+    named = _started_runs(named, required=set(runs))
     places = {path: str(Path(path).resolve()) for path in named}
     resolved = [places[path] for path in named]
     if twice := next((path for at, path in enumerate(named) if places[path] in resolved[:at]), None):
-        raise XtkError("this run is named twice", where=twice)
+        raise XtkError("this run is given twice", where=twice, hint="name each run once")
     names = shorten_names(places.values())
     shown = [_read_run(Path(path), names[place]) for path, place in places.items()]
     results = [result for file in evaluations for result in read_results(Path(file))]
-    written = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
-    pictures = [*(_pair(cache, Path(named[0]), projection) if cache or projection else ())]
-    pictures += _cache(cache) if cache else []
+    generated = read_samples([(Path(file), read_json_lines(Path(file))) for file in texts])
+    sections = [*(_alignment_sections(cache, Path(named[0]), projection) if cache or projection else ())]
+    sections += _cache(cache) if cache else []
     style = alignment_page.ALIGNMENT_STYLE + cache_page.CACHE_STYLE + audit_page.AUDIT_STYLE
-    write_page(Path(output), "".join(report_page(shown, results, baselines, written, pictures, style, request)))
-    told = [
+    write_page(Path(output), "".join(report_page(shown, results, baselines, generated, sections, style, request)))
+    records = [
         {"path": run.path, "state": run.state, "command": run.command, "metrics": run.last_values()} for run in shown
     ]
     for run in shown:
-        terminal.note(f"report: {run.name}, trained again: {run.command}")
-    terminal.result_artifact({"path": output, "kind": "report", "runs": told}, as_json=as_json)
+        terminal.note(f"report: to repeat {run.name}: {run.command}")
+    terminal.result_artifact({"path": output, "kind": "report", "runs": records}, as_json=as_json)
 
 
-def _started_runs(named: list[str], told: set[str]) -> list[str]:
-    """Return the folders that hold a run; of several, those of runs that died before they began are left out.
+def _started_runs(named: list[str], required: set[str]) -> list[str]:
+    """Return the folders with a started run; a note names the others.
 
     Args:
-        named: all.
-        told: those that the user named; a sweep also tells of runs that have no folder.
+        named: all paths.
+        required: paths given by the user; a piped sweep also lists runs without a folder.
 
     Raises:
-        XtkError: there is none, or one that the user named does not exist.
+        XtkError: no run has started, or a required folder does not exist.
     """
     from pathlib import Path
 
@@ -135,18 +138,18 @@ def _started_runs(named: list[str], told: set[str]) -> list[str]:
     for path in named:
         if path in begun:
             continue
-        if not begun or (path in told and not Path(path).is_dir()):
-            raise XtkError("this is no run of xtk distill (recipe.json)", where=path)
-        terminal.note(f"report: {path} is left out: there is no run in it (recipe.json)")
+        if not begun or (path in required and not Path(path).is_dir()):
+            raise XtkError("not a run of xtk distill: no recipe.json in this folder", where=path)
+        terminal.note(f"report: left out {path}: no recipe.json in this folder")
     return begun
 
 
 def _read_run(path: Path, name: str) -> ReportedRun:
-    """Read a run, finished or not.
+    """Return a finished or unfinished run.
 
     Raises:
-        XtkError: its recipe is none, or of another version.
-        Damaged: one of its files is no JSON, or was altered.
+        XtkError: its recipe is invalid or of another version.
+        CorruptError: one of its files is not JSON or does not match its checksum.
     """
     from xtk.artifacts.atomic_files import read_json_lines
     from xtk.artifacts.run_folders import RUN_MANIFEST, read_recipe, read_run_manifest, run_fingerprint
@@ -161,13 +164,13 @@ def _read_run(path: Path, name: str) -> ReportedRun:
         content = read_run_manifest(path, ("student",))
         state = f"finished, {content.get('steps', at):,} steps"
         if best := content.get("best"):
-            state += f", the best at {best.get('step'):,}"
+            state += f", best at step {best.get('step'):,}"
     samples = read_json_lines(path / "rollouts.jsonl")
     return ReportedRun(name, str(path), state, run_fingerprint(recipe), recipe, metrics, samples, rerun_command(path))
 
 
 def _cache(place: str) -> list[str]:
-    """Return the pictures of a cache."""
+    """Return the section about a cache, as HTML."""
     from html import escape
 
     from xtk.artifacts import cache_statistics
@@ -185,13 +188,13 @@ def _cache(place: str) -> list[str]:
     return [f"<section>\n<h2>Cache {escape(place)}</h2>\n", *cache_sections(record, positions), "</section>\n"]
 
 
-def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
-    """Yield how the student's tokens and the teacher's meet: their alignment, and the audit of a projection.
+def _alignment_sections(cache: str, run: Path, projection: str) -> Iterator[str]:
+    """Yield sections about the alignment of student and teacher, and the audit of a projection, as HTML.
 
     Args:
-        cache: of the teacher; "": there is none.
-        run: of the student.
-        projection: whose audit is shown; "": that of the pair's multitoken.
+        cache: the teacher cache; "": none.
+        run: folder of the student's run.
+        projection: projection to audit; "": a multitoken projection of the two tokenizers.
     """
     from pathlib import Path
 
@@ -209,7 +212,7 @@ def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
         teacher = opened.teacher_tokenizer
         yield "<section>\n<h2>Alignment</h2>\n"
         if student.fingerprint == teacher.fingerprint:
-            yield "<p>Student and teacher have one tokenizer.</p>\n"
+            yield "<p>Student and teacher have the same tokenizer.</p>\n"
         else:
             statistics = AlignmentStatistics(student, teacher)
             documents = [
@@ -230,7 +233,7 @@ def _pair(cache: str, run: Path, projection: str) -> Iterator[str]:
 
 
 def _run_tokenizer(run: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run, or of its last checkpoint; None if there is none yet."""
+    """Return the tokenizer of a run or of its last checkpoint; None if it has none yet."""
     from contextlib import suppress
 
     from xtk.artifacts.run_folders import list_checkpoints

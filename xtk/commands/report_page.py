@@ -1,4 +1,4 @@
-"""A page about runs: what they are, their curves over one another, their numbers, what their students wrote."""
+"""The HTML page of `xtk report`: runs, metric curves, final values, evaluations, samples and recipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRAINING_METRICS = (
     "learning_rate", "gradient_norm", "tokens_per_second", "peak_memory_gib", "data_wait_fraction",
     "unaligned_fraction", "kd_scale", "teacher_weight/", "teacher_seconds", "generation_seconds", "skipped_steps",
 )  # fmt: skip
-SECTIONS = ("Held-out text", "Losses", "What the student writes", "Training")
+SECTIONS = ("Held-out text", "Losses", "Rollouts", "Training")
 METRIC_UNITS = {
     "eval_bits_per_byte": "bits a byte", "eval_ce": "nats a token", "ce": "nats a token", "peak_memory_gib": "GiB",
     "eval_top1_agreement": "share", "tokens_per_second": "tokens a second",
@@ -48,17 +48,17 @@ summary { cursor: pointer; }
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run, as a page shows it.
+    """A run of the report.
 
     Attributes:
-        name: how the page calls it, unlike the others.
-        path: where it lies, as it was named.
-        state: whether it is finished, and where it stands.
-        fingerprint: of its recipe.
-        recipe: what it does.
-        metrics: its records, by rising steps.
-        samples: what its student wrote, one a round.
-        command: makes it again.
+        name: unique short name.
+        path: its folder, as given.
+        state: finished or unfinished, with the step, as text.
+        fingerprint: fingerprint of its recipe.
+        recipe: its options and inputs.
+        metrics: records of metrics.jsonl, in the order of steps.
+        samples: a completion per batch of rollouts.
+        command: the command that repeats the run.
     """
 
     name: str
@@ -79,7 +79,7 @@ class ReportedRun:
         return {name: value for one in self.metrics for name, value in one.items() if _is_finite_number(value)}
 
     def initial_value(self, metric: str) -> float | None:
-        """Return what a metric of held-out text was before the first step; None if nobody looked."""
+        """Return a held-out metric before the first step; None if it was not evaluated."""
         first = self.metrics[0] if self.metrics else {}
         if first.get("step") or not metric.startswith("eval_") or not _is_finite_number(first.get(metric)):
             return None
@@ -92,8 +92,8 @@ class ReportCell:
 
     Attributes:
         value: the number.
-        standard_error: its standard error; None: nobody told.
-        baselines: (number, name) of those with which it is compared.
+        standard_error: its standard error; None if unknown.
+        baselines: (value, name) of the models or runs to compare with.
     """
 
     value: float
@@ -110,16 +110,16 @@ def report_page(
     style: str,
     request: str,
 ) -> Iterator[str]:
-    """Write a page that needs nothing but itself.
+    """Yield the HTML of the page.
 
     Args:
-        runs: the first one is what others are compared with.
-        results: of evaluations.
-        baselines: models of the evaluations with which the others are compared.
-        samples: by models, for the same prompts.
-        extra_sections: more of it, as HTML.
-        style: of these pictures, on which the page's own stands.
-        request: kept in the head of the page.
+        runs: the runs; the others are compared with the first.
+        results: evaluation results.
+        baselines: names of models in `results` with which the others are compared.
+        samples: completions of several models for the same prompts.
+        extra_sections: further sections, as HTML.
+        style: CSS of the extra sections.
+        request: fingerprint of the inputs, stored in the head of the page.
 
     Yields:
         HTML.
@@ -136,7 +136,7 @@ def report_page(
     yield from samples_page.samples_section(samples, svg_curves.format_number)
     for at, run in enumerate(runs):
         if run.samples:
-            yield f"<section>\n<h2>{_swatch(at)}What {escape(run.name)} wrote</h2>\n"
+            yield f"<section>\n<h2>{_swatch(at)}Completions of {escape(run.name)}</h2>\n"
             yield from samples_page.samples_over_time(run.samples, svg_curves.format_number)
             yield "</section>\n"
     yield from extra_sections
@@ -173,7 +173,7 @@ def _metric_section(metric: str) -> str:
 
 
 def curve_metrics(runs: Sequence[ReportedRun]) -> list[str]:
-    """Return the names of all metrics that are curves, in the order in which runs tell them."""
+    """Return the names of all plotted metrics, in the order in which runs log them."""
     names = dict.fromkeys(name for run in runs for one in run.metrics for name in one
                           if name not in CLOCK_METRICS and not name.endswith("_error"))  # fmt: skip
     found = {name: [value for run in runs for _, value in run.points(name)] for name in names}
@@ -196,7 +196,7 @@ def _curves(runs: Sequence[ReportedRun]) -> Iterator[str]:
 
 
 def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """Yield a table of the last values: what a run has more or less than the first one named, and than before."""
+    """Yield a table of the last values, with differences to the first run and to the untrained student."""
     last = [run.last_values() for run in runs]
     names = [name for name in dict.fromkeys(name for values in last for name in values) if name != "step"]
     if not names:
@@ -216,7 +216,7 @@ def _last_metrics_table(runs: Sequence[ReportedRun]) -> Iterator[str]:
 
 
 def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) -> Iterator[str]:
-    """Yield a table of results: what each model has more or less than those that it is compared with."""
+    """Yield a table of evaluation results, with differences to the baselines."""
     if not results:
         return
     models = list(dict.fromkeys(one.model for one in results))
@@ -246,7 +246,7 @@ def _evaluations(results: Sequence[EvaluationResult], baselines: Sequence[str]) 
 
 
 def _comparison_table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[ReportCell | None]]]) -> str:
-    """Return a table of numbers with what they are more or less than others."""
+    """Return a table of numbers with differences to their baselines."""
     named = "".join(f'<th scope="col" class="number">{escape(head)}</th>' for head in heads)
     parts = [f'<div class="scroll"><table class="compared">\n<tr><th scope="col"></th>{named}</tr>\n']
     for name, cells in rows:
@@ -271,13 +271,13 @@ def _signed(difference: float) -> str:
 
 
 def _recipes(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """Yield what runs were asked for: what differs first."""
+    """Yield the options of the runs; those that differ come first."""
     flat = [dict(_flatten_recipe(run.recipe)) for run in runs]
     names = sorted({name for one in flat for name in one})
     differing = [name for name in names if len({one.get(name, "") for one in flat}) > 1]
-    told = f"{len(differing)} of {len(names)} options differ" if len(runs) > 1 else f"{len(names)} options"
+    summary = f"{len(differing)} of {len(names)} options differ" if len(runs) > 1 else f"{len(names)} options"
     opened_at_once = " open" if differing else ""
-    yield f"<section>\n<h2>Recipes</h2>\n<details{opened_at_once}><summary>{told}</summary>\n"
+    yield f"<section>\n<h2>Recipes</h2>\n<details{opened_at_once}><summary>{summary}</summary>\n"
     yield '<div class="scroll"><table>\n<tr><th scope="col"></th>' + "".join(
         f'<th scope="col">{escape(run.name)}</th>' for run in runs
     )
@@ -288,7 +288,7 @@ def _recipes(runs: Sequence[ReportedRun]) -> Iterator[str]:
         yield f'<tr{kind}><th scope="row">{escape(name)}</th>{cells}</tr>\n'
     again = "\n".join(run.command for run in runs if run.command)
     yield "</table></div>\n</details>\n"
-    yield f"<h3>The same again</h3>\n<pre>{escape(again)}</pre>\n</section>\n" if again else "</section>\n"
+    yield f"<h3>Commands to repeat the runs</h3>\n<pre>{escape(again)}</pre>\n</section>\n" if again else "</section>\n"
 
 
 def _flatten_recipe(content: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:

@@ -6,12 +6,12 @@ from xtk import terminal
 
 
 def format_with_error(value: float, error: float | None, sign: str = "") -> str:
-    """Return a number with its standard error; `sign` is "+" for differences."""
+    """Return a number with its standard error as text; `sign` is "+" for differences."""
     return f"{round(value, 4) + 0.0:{sign}.4f}" + ("" if error is None else f" ± {error:.4f}")
 
 
 def print_table(title: str, column_titles: list[str], rows: list[list[str]]) -> None:
-    """Print a table: drawn on a terminal, columns of plain text elsewhere. Columns without content are left out."""
+    """Print a table: formatted on a terminal, plain text elsewhere. Empty columns are left out."""
     kept = [at for at in range(len(column_titles)) if any(row[at] for row in rows)]
     column_titles, rows = (
         [column_titles[at] for at in kept],

@@ -1,4 +1,4 @@
-"""`xtk rollout`: the student writes, and keeps the tokens as it drew them."""
+"""`xtk rollout`: sample completions from a student, with tokens and log-probabilities."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ COMPLETIONS_PER_BATCH = 256
 
 def rollout(
     student: Annotated[
-        str, typer.Argument(help="The student: a model folder, or a hub id; - for a pipe.", metavar="STUDENT")
+        str,
+        typer.Argument(help="Student model: a folder or hub id; - reads its path from the pipe.", metavar="STUDENT"),
     ],
     prompts: Annotated[
         list[str],
         typer.Argument(
-            help="Data with prompt (text or messages), or messages, of which the last answer is left out, or text: "
-            ".jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, a folder of these or of save_to_disk, "
-            "a glob in quotes, a hub dataset (owner/name[:split]), a URL (hf://, s3://), or - for a pipe.",
+            help="Data with a prompt, messages (the last answer is dropped) or text; - for a pipe. docs/how-"
+            "to/data.md lists the formats.",
             metavar="PROMPTS...",
         ),
     ],
     output: Annotated[
-        str, typer.Option("--output", "-o", help="Where the rollouts go, a JSON line each.", metavar="FILE.jsonl")
+        str, typer.Option("--output", "-o", help="Output file, one rollout per line as JSON.", metavar="FILE.jsonl")
     ],
-    num_generations: Annotated[int, typer.Option(help="Rollouts of each prompt.", min=1)] = 1,
-    max_completion_length: Annotated[
-        int, typer.Option(help="Tokens that the student draws for a rollout at most.")
-    ] = 256,
+    num_generations: Annotated[int, typer.Option(help="Number of rollouts per prompt.", min=1)] = 1,
+    max_completion_length: Annotated[int, typer.Option(help="Maximum number of sampled tokens per rollout.")] = 256,
     temperature: shared_options.Temperature = 1.0,
     top_p: shared_options.TopP = 1.0,
     top_k: shared_options.TopK = 0,
     stop: shared_options.Stop = None,
-    seed: Annotated[int, typer.Option(help="Of the draws: a function of it, the prompt's number and the sample.")] = 0,
-    given: Annotated[
+    seed: Annotated[
+        int, typer.Option(help="Random seed; a rollout depends only on the seed, its prompt's index and its own index.")
+    ] = 0,
+    top_logprobs: Annotated[
         int,
         typer.Option(
-            help="Write given_ids too: so many of the student's likeliest tokens in each place, for cache-teacher "
-            "--support given of a teacher with the same tokenizer. 0: none.",
+            help="Also store the student's K most likely tokens per position, as candidate_ids; 0: none. A "
+            "teacher with the same tokenizer scores them: cache-teacher --support candidates.",
             metavar="K",
         ),
     ] = 0,
@@ -69,14 +69,15 @@ def rollout(
     backend: Annotated[
         str,
         typer.Option(
-            help="Who runs the student: transformers in this process; vLLM in this process; a server of vLLM.",
+            help="Engine that generates: transformers or vllm (both in this process), or a vLLM server.",
             metavar="[transformers|vllm|server]",
         ),
     ] = "transformers",
     engine: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of --backend vllm: an option of its engine, such as gpu_memory_utilization=0.5.", metavar="NAME=VALUE"
+            help="With --backend vllm: engine argument, such as gpu_memory_utilization=0.5. Repeatable.",
+            metavar="NAME=VALUE",
         ),
     ] = None,
     server: shared_options.Server = None,
@@ -84,11 +85,12 @@ def rollout(
     dtype: Annotated[
         str,
         typer.Option(
-            help="Of the student's arithmetic. bfloat16 takes half the memory.", metavar="[float32|bfloat16|float16]"
+            help="Data type of the student's weights and computation; bfloat16 needs half the memory of float32.",
+            metavar="[float32|bfloat16|float16]",
         ),
     ] = "float32",
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of prompts and completions that are held at a time, padding among them.")
+        int, typer.Option(help="Tokens of prompts and completions generated at once, padding included.")
     ] = 8192,
     trust_remote_code: shared_options.TrustRemoteCode = False,
     force: shared_options.Force = False,
@@ -96,9 +98,14 @@ def rollout(
     quiet: shared_options.Quiet = False,
     config: shared_options.Config = "",
 ) -> None:
-    """Write what a student makes of prompts, with the tokens and log-probabilities that it drew.
+    """Sample completions of prompts from a student.
 
-    xtk rollout STUDENT PROMPTS -o r.jsonl | xtk cache-teacher TEACHER - -o cache
+    Each line of the output has a prompt, a completion, the sampled tokens and their log-probabilities. It is data for
+    cache-teacher.
+
+    Examples:
+        xtk rollout ./student prompts.jsonl --num-generations 4 -o rollouts.jsonl
+        xtk rollout ./student prompts.jsonl -o r.jsonl | xtk cache-teacher ./teacher - -o cache
     """
     from xtk.artifacts.atomic_files import file_state
     from xtk.artifacts.corpus import Corpus, parse_columns_option
@@ -111,7 +118,7 @@ def rollout(
     if backend not in GENERATORS:
         raise unknown_name_error("backend", backend, GENERATORS)
     if student == "-" and "-" in prompts:
-        raise typer.BadParameter("only one of STUDENT and PROMPTS can come through the pipe")
+        raise typer.BadParameter("only one of STUDENT and PROMPTS can be -")
     student = terminal.path_argument(student)
     path = _checked_output(output, [student, *prompts])
     corpus = Corpus(
@@ -130,10 +137,10 @@ def rollout(
     from xtk.tokens.tokenizer import Tokenizer
 
     if engine and backend == "transformers":
-        raise typer.BadParameter("--engine is for --backend vllm")
+        raise typer.BadParameter("--engine needs --backend vllm")
     own_options = backend_options(backend, engine or [], server or [], concurrency, adapter)
     load_registered(dict.fromkeys(DTYPES, "xtk.models.causal_lm:DTYPES"), dtype, "dtype")
-    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), given)
+    sampling = SamplingConfig(temperature, top_p, top_k, max_completion_length, tuple(stop or ()), top_logprobs)
     rewards = WeightedRewards([parse_reward(text) for text in reward or []])
     played = load_environment(environment) if environment else None
     template_arguments = read_template_arguments(chat_template_kwargs)
@@ -185,7 +192,7 @@ def rollout(
 
             figures = _write_rollouts(path, before, written(), len(read), corpus.columns, request)
             for name, count in rewards.unscored.items():
-                terminal.note(f"the reward {name} could not judge {count:,} rollouts")
+                terminal.note(f"rollout: {count:,} rollouts have no {name} reward; their data lacks what it needs")
     told = figures.summary()
     terminal.note(
         f"{told['rollouts']:,} rollouts, {told['mean_length']:.1f} tokens each, "
@@ -201,10 +208,10 @@ def rollout(
 
 
 def _checked_output(output: str, inputs: list[str]) -> Path:
-    """Refuse what no file of rollouts goes to.
+    """Return the output path.
 
     Raises:
-        XtkError: the name is none of a data file of JSON lines, or there is something else.
+        XtkError: it does not end in .jsonl, or is a folder, an input or another file.
     """
     from xtk.artifacts.output_checks import check_output_file
     from xtk.errors import XtkError
@@ -212,16 +219,16 @@ def _checked_output(output: str, inputs: list[str]) -> Path:
 
     path = Path(output)
     if path.suffix != ".jsonl":
-        raise XtkError("rollouts are JSON lines, and data is read by its ending", where=output, hint="-o FILE.jsonl")
+        raise XtkError("the name of the output file must end in .jsonl", where=output, hint="-o FILE.jsonl")
     check_output_file(path, "rollouts", lambda found: read_request_fingerprint(found) is not None, inputs)
     return path
 
 
 def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
-    """Return what is told of finished rollouts; None if there are none.
+    """Return the statistics of finished rollouts; None if there are none.
 
     Raises:
-        XtkError: there are those of another request.
+        XtkError: the file has rollouts made from other inputs or options.
     """
     from xtk.errors import XtkError
     from xtk.rollouts.rollout_jsonl import read_request_fingerprint, read_statistics
@@ -230,7 +237,9 @@ def _finished_rollouts(path: Path, request: str) -> RolloutStatistics | None:
         return None
     if read_request_fingerprint(path) != request:
         raise XtkError(
-            "there are rollouts of another request", where=str(path), hint="another -o, or --force to replace them"
+            "these rollouts were made from other inputs or options",
+            where=str(path),
+            hint="use another -o, or --force to replace them",
         )
     return read_statistics(path)
 
@@ -264,16 +273,16 @@ def _write_rollouts(
             progress.advance(1, f"{figures.tokens:,} tokens")
         stream.flush()
         for why, number in figures.dropped.items():
-            terminal.note(f"{number:,} rollouts are {why} and were left out")
+            terminal.note(f"rollout: left out {number:,} rollouts: {why}")
         if not figures.rollouts:
-            raise XtkError("there is no rollout to write", where=str(path), hint="the notes above tell why")
+            raise XtkError("no usable rollout, so nothing was written", where=str(path), hint="see the notes above")
     return figures
 
 
 def _student_identity(
     folder: Path, adapter: Path | None, backend: str, servers: list[str], tokenizer: Any
 ) -> list[Any]:
-    """Return what a student is told apart by."""
+    """Return what identifies a student: weights or servers, tokenizer and chat template."""
     from xtk.artifacts.model_resolver import weights_fingerprint
 
     weights = servers if backend == "server" else [weights_fingerprint(place) for place in (folder, adapter) if place]
@@ -283,15 +292,15 @@ def _student_identity(
 def _prompts_fingerprint(prompts: list[Prompt]) -> str:
     from xtk.rollouts.rollout_jsonl import document_fields
 
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for prompt in prompts:
         found = [dict(prompt.record), document_fields(prompt.document)]
-        whole.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
-    return whole.hexdigest()
+        digest.update(json.dumps(found, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def _file_of(place: str) -> str:
-    """Return the fingerprint of the user's own code that an option names; "" where it names none."""
+    """Return the fingerprint of the Python file that an option names; "" if it names none."""
     from xtk.artifacts.atomic_files import sha256_of_file
 
     path = Path(place.partition(".py:")[0] + ".py")

@@ -1,4 +1,4 @@
-"""What models wrote for the same prompts, one below the other."""
+"""Completions of models as HTML: for the same prompts side by side, and during an on-policy run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xtk.commands.alignment_page import text_direction
 from xtk.errors import XtkError
 from xtk.evaluation.result_tables import shorten_names
 
-MAX_PROMPTS, MAX_CHARACTERS = 6, 1200  # that are shown; of each text
+MAX_PROMPTS, MAX_CHARACTERS = 6, 1200  # shown; characters per text
 
 SAMPLES_STYLE = """
 .sample { font: 0.95rem/1.6 ui-monospace, monospace; overflow-wrap: anywhere; white-space: pre-wrap;
@@ -25,15 +25,15 @@ SAMPLES_STYLE = """
 
 @dataclass(frozen=True)
 class GeneratedSample:
-    """A text that a model wrote.
+    """A completion of a prompt.
 
     Attributes:
-        model: which one, unlike the others; the name of the file where it does not say.
-        prompt_number: of the prompt.
-        prompt: what it read; "": nobody says.
-        text: what it wrote.
-        reward: what that is worth; None: nobody judged.
-        is_truncated: whether it had no room for more.
+        model: unique name of the model; the name of the file if the file has none.
+        prompt_number: index of the prompt.
+        prompt: text of the prompt; "" if unknown.
+        text: the completion.
+        reward: its reward; None if it was not scored.
+        is_truncated: whether it reached the maximum length.
     """
 
     model: str
@@ -45,17 +45,17 @@ class GeneratedSample:
 
 
 def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> list[GeneratedSample]:
-    """Read what `xtk rollout` wrote, or `xtk evaluate --reward -o`: the first of the texts for each prompt.
+    """Return the first completion of each prompt from output files of `xtk rollout` or `xtk evaluate --reward`.
 
     Args:
-        files: each with what is in it.
+        files: (path, parsed lines).
 
     Raises:
-        XtkError: one holds nothing of the kind, or is named twice.
+        XtkError: a file has no completions, or is given twice.
     """
     places = [str(path.resolve()).removesuffix(".jsonl") for path, _ in files]
     if twice := next((at for at, place in enumerate(places) if place in places[:at]), None):
-        raise XtkError("this file of samples is named twice", where=str(files[twice][0]))
+        raise XtkError("this --samples file is given twice", where=str(files[twice][0]), hint="name each file once")
     names = shorten_names(places)
     read = {
         names[place]: _read_sample_file(path, lines, names[place])
@@ -74,7 +74,7 @@ def read_samples(files: Sequence[tuple[Path, Sequence[Mapping[str, Any]]]]) -> l
 
 
 def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str) -> list[GeneratedSample]:
-    """Read a file; `name` is that of the model where it does not say."""
+    """Return the completions of a file; `name` is the model's name if the file has none."""
     found: dict[tuple[str, int, str], GeneratedSample] = {}
     for line in lines:
         number, prompt, text = _prompt_and_completion(line)
@@ -88,15 +88,15 @@ def _read_sample_file(path: Path, lines: Sequence[Mapping[str, Any]], name: str)
         found.setdefault(key, GeneratedSample(model, number, prompt, text, worth, finish == "length"))
     if not found:
         raise XtkError(
-            "there are no rollouts and no answers in this file",
+            "this --samples file has no completions",
             where=str(path),
-            hint="xtk rollout MODEL PROMPTS -o FILE.jsonl, or xtk evaluate --reward NAME -o FILE.jsonl",
+            hint="use the output of xtk rollout -o FILE.jsonl or xtk evaluate --reward NAME -o FILE.jsonl",
         )
     return list(found.values())
 
 
 def _prompt_and_completion(line: Mapping[str, Any]) -> tuple[int | None, str, str]:
-    """Return the number of the prompt, the prompt and what was written."""
+    """Return the index of the prompt, the prompt and the completion."""
     if isinstance(line.get("problem"), int):
         return line["problem"], str(line.get("prompt", "")), str(line.get("answer", ""))
     if not isinstance(line.get("prompt_number"), int):
@@ -109,17 +109,17 @@ def _prompt_and_completion(line: Mapping[str, Any]) -> tuple[int | None, str, st
     ]
     begun = next((at for at, part in enumerate(parts) if part[0]), len(parts))
     read = "\n".join(text for _, text, _ in parts[:begun])
-    # What tools and environments said in between is shown with who said it.
-    said = "".join(text if train else f"\n[{role}] {text}\n" for train, text, role in parts[begun:])
-    return line["prompt_number"], read, said
+    # Messages of tools and environments are shown with their roles.
+    completion = "".join(text if train else f"\n[{role}] {text}\n" for train, text, role in parts[begun:])
+    return line["prompt_number"], read, completion
 
 
 def samples_section(generated: Sequence[GeneratedSample], format_number: Any) -> Iterator[str]:
-    """Yield what models wrote for the first prompts, as HTML.
+    """Yield the completions of the first prompts, as HTML.
 
     Args:
-        generated: of all models.
-        format_number: how a number is shown.
+        generated: completions of all models.
+        format_number: function that formats rewards.
     """
     if not generated:
         return
@@ -130,7 +130,7 @@ def samples_section(generated: Sequence[GeneratedSample], format_number: Any) ->
     places = sorted(blocks, key=lambda place: place[0])
     yield "<section>\n<h2>Samples</h2>\n"
     if len(places) > MAX_PROMPTS:
-        yield f"<p>Of {len(places):,} prompts, the first {MAX_PROMPTS}.</p>\n"
+        yield f"<p>The first {MAX_PROMPTS} of {len(places):,} prompts.</p>\n"
     for place in places[:MAX_PROMPTS]:
         (at, prompt), here = place, blocks[place]
         yield f"<h3>Prompt {at:,}</h3>\n" + (_sample_html(prompt, "sample prompt") if prompt else "")
@@ -139,24 +139,24 @@ def samples_section(generated: Sequence[GeneratedSample], format_number: Any) ->
             if model in here:
                 one = here[model]
                 facts = [model, *([] if one.reward is None else [f"reward {format_number(one.reward)}"])]
-                facts += ["cut off"] if one.is_truncated else []
+                facts += ["truncated"] if one.is_truncated else []
                 yield f'<div><p class="facts">{escape(", ".join(facts))}</p>\n{_sample_html(one.text)}</div>\n'
         yield "</div>\n"
     yield "</section>\n"
 
 
-def _prompt_of(one: GeneratedSample, written: Sequence[GeneratedSample]) -> str:
-    """Return what a model read: where it does not say, what all others of this number read, if that is one text."""
-    others = {other.prompt for other in written if other.prompt_number == one.prompt_number and other.prompt}
+def _prompt_of(one: GeneratedSample, samples: Sequence[GeneratedSample]) -> str:
+    """Return the prompt of a completion; if unknown, the prompt that all others of this index share."""
+    others = {other.prompt for other in samples if other.prompt_number == one.prompt_number and other.prompt}
     return one.prompt or (others.pop() if len(others) == 1 else "")
 
 
 def samples_over_time(records: Sequence[Mapping[str, Any]], format_number: Any) -> Iterator[str]:
-    """Yield what a student wrote in an on-policy run, from its first round to its last.
+    """Yield completions of a student during an on-policy run, as HTML.
 
     Args:
-        records: a line a round.
-        format_number: how a number is shown.
+        records: one record per batch of rollouts.
+        format_number: function that formats rewards.
     """
     places = sorted({round(place * (len(records) - 1) / max(MAX_PROMPTS - 1, 1)) for place in range(MAX_PROMPTS)})
     for place in places:

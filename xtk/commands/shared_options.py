@@ -1,4 +1,4 @@
-"""Options that several commands share, spelled once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -6,104 +6,115 @@ from typing import Annotated
 
 import typer
 
-STUDENT_HELP = "The student: a folder with tokenizer.json, or a hub id."
-TEACHER_HELP = "The teacher: a folder with tokenizer.json, or a hub id."
+STUDENT_HELP = "Student tokenizer: a folder with tokenizer.json, or a Hugging Face hub id."
+TEACHER_HELP = "Teacher tokenizer: a folder with tokenizer.json, or a Hugging Face hub id."
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object a line instead of a path.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes; errors stay.")]
+Json = Annotated[bool, typer.Option("--json", help="Print results as JSON, one object per line.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Suppress progress lines and notes; errors are still printed.")
+]
 Force = Annotated[
     bool,
     typer.Option(
-        "--force", help="Replace what xtk wrote for another request at the same path; other files are never removed."
+        "--force",
+        help="Replace an artifact of xtk at the output path that was made with other settings. Other files"
+        " are never removed.",
     ),
 ]
 Config = Annotated[
     str,
     typer.Option(
         "--config",
-        help="A YAML file of these options, values as on the command line; flags win over it.",
+        help="YAML or JSON file with values of these options, such as a run's recipe.json. Options on the "
+        "command line override it.",
         metavar="FILE",
     ),
 ]
-Output = Annotated[str, typer.Option("--output", "-o", help="Where the artifact goes, to the letter.", metavar="PATH")]
+Output = Annotated[str, typer.Option("--output", "-o", help="Output path, used exactly as given.", metavar="PATH")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")
+    bool, typer.Option("--trust-remote-code", help="Execute Python code shipped with the model; read that code first.")
 ]
 Columns = Annotated[
     str,
     typer.Option(
-        help="Names of the data's columns, where they are not those of the fields: text=COLUMN, messages=COLUMN, "
-        "prompt=COLUMN,completion=COLUMN, teacher_prompt=COLUMN, input_ids=COLUMN... docs/how-to/data.md lists them.",
+        help="Data columns by field, such as text=body or prompt=question,completion=answer. docs/how-"
+        "to/data.md lists the fields.",
         metavar="FIELD=COLUMN,...",
     ),
 ]
 MaxDocumentBytes = Annotated[
     int,
     typer.Option(
-        help="Largest document that is read, in bytes as the file has it; one above is refused, not loaded.", min=1
+        help="Maximum size of a document in bytes, as stored in its file; a larger document is an error.", min=1
     ),
 ]
-MAX_DOCUMENT_BYTES = 16_000_000  # of `xtk.artifacts.data_file_readers`, whose import --help does not wait for
+MAX_DOCUMENT_BYTES = 16_000_000  # as in `xtk.artifacts.data_file_readers`, which is slow to import
 WeightColumn = Annotated[
     str,
     typer.Option(
-        help="A column with a number for each document, how much it counts in training: 2 as if it came twice, 0 as if "
-        "it did not come. A cache keeps it.",
+        help="Data column with a training weight per document: 2 counts twice, 0 excludes the document.",
         metavar="NAME",
     ),
 ]
 RouteColumn = Annotated[
     str,
     typer.Option(
-        help="A column with the name of the teacher that teaches a document, for distill --teachers route.",
+        help="Data column with each document's teacher name, read by distill --combine-teachers route.",
         metavar="NAME",
     ),
 ]
 Server = Annotated[
     list[str] | None,
     typer.Option(
-        help="Of --backend server: an address, such as http://localhost:8000/v1; #MODEL behind it. Repeat it for more.",
+        help="With --backend server: server URL such as http://localhost:8000/v1, or URL#MODEL. Repeatable.",
         metavar="URL",
     ),
 ]
-Concurrency = Annotated[int, typer.Option(help="Of --backend server: requests in flight on all servers.", min=1)]
+Concurrency = Annotated[
+    int, typer.Option(help="With --backend server: maximum number of concurrent requests, over all servers.", min=1)
+]
 
-# --- how a model writes
+# --- generation
 
-Temperature = Annotated[float, typer.Option(help="Of the draws; 0 takes the likeliest token.")]
-TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens that carry this mass.")]
-TopK = Annotated[int, typer.Option(help="Draw from so many of the likeliest tokens at most; 0: from all.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0: greedy decoding.")]
+TopP = Annotated[
+    float, typer.Option(help="Nucleus sampling: sample from the fewest tokens with this total probability.")
+]
+TopK = Annotated[int, typer.Option(help="Sample from the K most likely tokens only; 0: from the whole vocabulary.")]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
-        help="A text that ends a turn once it is written; it belongs to it. Repeat it for more.", metavar="TEXT"
+        help="Stop string that ends a completion or turn, and is kept in its text. Repeatable.", metavar="TEXT"
     ),
 ]
 ChatTemplateKwargs = Annotated[
     str,
     typer.Option(
-        help="What the chat template is told beside the messages, such as '{\"enable_thinking\": false}'.",
+        help="Chat template arguments as JSON, such as '{\"enable_thinking\": false}'.",
         metavar="JSON",
     ),
 ]
 PromptTemplate = Annotated[
     str,
     typer.Option(
-        help="What is asked, where a row has no prompt as it is to be put: Jinja with the row's fields, such as "
-        "'{{problem}} Answer in \\boxed{}.', or a file of it.",
+        help="Jinja template that builds the prompt from a data row; text or a .jinja file.",
         metavar="TEXT|FILE.jinja",
     ),
 ]
 ApplyChatTemplate = Annotated[
     bool,
-    typer.Option("--apply-chat-template", help="A prompt that is text is what a user says, in the chat template."),
+    typer.Option(
+        "--apply-chat-template", help="Wrap plain-text prompts as user messages in the model's chat template."
+    ),
 ]
-MaxPrompts = Annotated[int, typer.Option(help="Only so many prompts, the first ones; 0: all.", min=0)]
+MaxPrompts = Annotated[
+    int, typer.Option(help="Maximum number of prompts, taken from the start of the data; 0: all.", min=0)
+]
 Rewards = Annotated[
     list[str] | None,
     typer.Option(
-        help="What a completion is worth: exact, boxed, regex, json, tests or a function of yours, with options behind "
-        "a colon. Repeat it for a sum. docs/reference/rewards.md lists them.",
+        help="Reward of a completion: exact, boxed, regex, json, tests or a Python function. Repeatable: "
+        "weighted sum; docs/reference/rewards.md lists the options.",
         metavar="NAME[:KEY=VALUE,...]|FILE.py:FUNCTION",
     ),
 ]
@@ -111,14 +122,16 @@ ScaleRewards = Annotated[
     bool,
     typer.Option(
         "--scale-rewards/--no-scale-rewards",
-        help="Advantages are divided by the deviation of a prompt's rewards, as in GRPO.",
+        help="Divide advantages by the prompt's standard deviation of rewards, as in GRPO.",
     ),
 ]
 Environment = Annotated[
     str,
     typer.Option(
-        help="A Python class that answers the student's turns (a tool, a game). Its file is run.",
+        help="Python class that replies to the student (a tool, a game); its file is run.",
         metavar="FILE.py:CLASS",
     ),
 ]
-MaxTurns = Annotated[int, typer.Option(help="Of --environment: turns of the student at most.", min=1)]
+MaxTurns = Annotated[
+    int, typer.Option(help="Maximum number of student turns per rollout in the environment (--environment).", min=1)
+]

@@ -1,4 +1,4 @@
-"""Curves of several runs as SVG, a colour for each run."""
+"""Metric curves of several runs as SVG."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from html import escape
 
 from xtk.commands.html_page import COLORS
 
-PLOT_WIDTH, PLOT_HEIGHT = 440, 190  # of what is drawn in, in pixels
-MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 66, 10, 10, 26  # around it
+PLOT_WIDTH, PLOT_HEIGHT = 440, 190  # plot area, in pixels
+MARGIN_LEFT, MARGIN_RIGHT, MARGIN_TOP, MARGIN_BOTTOM = 66, 10, 10, 26  # around the plot area
 DASHES = ("none", "6 3", "2 3", "8 3 2 3")
-# Stretches of a long curve of which the lowest and the highest point are drawn: no spike is lost.
+# Long curves are drawn as the lowest and highest point of this many intervals, so that spikes stay visible.
 THINNED_INTERVALS = 250
 APPROXIMATE_TICKS = 4
 
@@ -24,9 +24,9 @@ class MetricCurve:
     """A metric of a run.
 
     Attributes:
-        run: how the run is called.
-        color_index: of the run, which has a colour by it.
-        points: (step, value), steps rising.
+        run: name of the run.
+        color_index: index of the run, which selects its color.
+        points: (step, value) in the order of steps.
     """
 
     run: str
@@ -35,24 +35,24 @@ class MetricCurve:
 
 
 def curve_color(number: int) -> str:
-    """Return the colour of a run."""
+    """Return the color of a run."""
     return COLORS[number % len(COLORS)]
 
 
 def curve_dash(number: int) -> str:
-    """Return how the line of a run is broken: where colours come again, otherwise."""
+    """Return the dash pattern of a run's line, which distinguishes runs of the same color."""
     return DASHES[number // len(COLORS) % len(DASHES)]
 
 
 def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> str:
-    """Return the curves of one metric over one another, as HTML."""
+    """Return one plot with the curves of a metric, as HTML."""
     shown = [MetricCurve(curve.run, curve.color_index, thin_points(curve.points)) for curve in curves]
     xs = [x for curve in shown for x, _ in curve.points]
     ys = [y for curve in shown for _, y in curve.points]
     across, up = _scale(xs), _scale(ys)
     lines = "".join(_line(curve, across, up) for curve in shown)
-    told = ", ".join(f"{curve.run} {format_number(curve.points[-1][1])}" for curve in shown)
-    label = escape(f"{metric} by step; last: {told}")
+    last_values = ", ".join(f"{curve.run} {format_number(curve.points[-1][1])}" for curve in shown)
+    label = escape(f"{metric} by step; last: {last_values}")
     small = f" <small>{escape(unit)}</small>" if unit else ""
     return (
         f'<figure data-metric="{escape(metric)}">\n<figcaption>{escape(metric)}{small}</figcaption>\n'
@@ -63,12 +63,12 @@ def curves_figure(metric: str, unit: str, curves: Sequence[MetricCurve]) -> str:
 
 
 def thin_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the lowest and the highest point of each stretch of a long curve, and its ends; a short one as it is."""
+    """Return lowest and highest point of each interval of a long curve, and its ends; all points of a short one."""
     if len(points) <= 2 * THINNED_INTERVALS:
         return list(points)
     kept = {0, len(points) - 1}
-    for stretch in range(THINNED_INTERVALS):
-        places = range(len(points) * stretch // THINNED_INTERVALS, len(points) * (stretch + 1) // THINNED_INTERVALS)
+    for interval in range(THINNED_INTERVALS):
+        places = range(len(points) * interval // THINNED_INTERVALS, len(points) * (interval + 1) // THINNED_INTERVALS)
         kept |= {min(places, key=lambda at: points[at][1]), max(places, key=lambda at: points[at][1])}
     return [points[at] for at in sorted(kept)]
 
@@ -108,17 +108,17 @@ def _grid(across: tuple[float, float], up: tuple[float, float]) -> str:
 
 
 def _scale(values: Iterable[float]) -> tuple[float, float]:
-    """Return a range with some room that holds values and is not empty."""
+    """Return a non-empty range that contains the values with a margin."""
     values = list(values)
     low, high = min(values), max(values)
     if low == high == 0:
         return -0.03, 1.0
-    room = 0.03 * (high - low) or 0.5 * abs(high) or 1.0
-    return low - room, high + room
+    margin = 0.03 * (high - low) or 0.5 * abs(high) or 1.0
+    return low - margin, high + margin
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Return round numbers inside a range, about as many as `TICKS`: multiples of 1, 2 or 5 times a power of ten."""
+    """Return about `APPROXIMATE_TICKS` round numbers in a range: multiples of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / APPROXIMATE_TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
@@ -127,7 +127,7 @@ def round_ticks(low: float, high: float) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Return a number as people read it: four digits, thousands with commas."""
+    """Return a number as text: four significant digits, thousands with commas."""
     if value == int(value) and abs(value) < 1e12:
         return f"{int(value):,}"
     if 1e4 <= abs(value) < 1e12:

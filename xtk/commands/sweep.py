@@ -1,4 +1,4 @@
-"""`xtk sweep`: a plain list of `xtk distill` runs, one after the other."""
+"""`xtk sweep`: several runs of `xtk distill`, one after another."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def sweep(
         typer.Option(
             "--output",
             "-o",
-            help="The folder of the runs: each is FOLDER/NAME, its log FOLDER/NAME.log.",
+            help="Folder of the sweep: each run is FOLDER/NAME, its log FOLDER/NAME.log.",
             metavar="FOLDER",
         ),
     ],
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            help="What all runs have: arguments and options of xtk distill, --config among them; - for a pipe.",
+            help="Arguments and options of xtk distill that all runs share; - for a pipe.",
             metavar="[STUDENT] [CACHE...] [DISTILL OPTION...]",
             show_default=False,
         ),
@@ -44,43 +44,45 @@ def sweep(
     vary: Annotated[
         list[str] | None,
         typer.Option(
-            help="An option of distill, or student or cache, and its values, words as of a shell: 'seed=0 1 2', "
-            "\"loss=byte-kl 'ce alm'\" (a run with two losses), 'packing=true false'. Each is added to what all runs "
-            "have. Repeat it: another option, for every combination; or the same one, for more values.",
+            help="Option of distill with its values, such as 'seed=0 1 2'; quote values of several words. "
+            "Repeat it for all combinations: --vary \"loss=alm 'ce byte-kl'\" --vary 'seed=0 1'.",
             metavar="NAME=VALUE...",
         ),
     ] = None,
     runs: Annotated[
         str,
         typer.Option(
-            help="A list: on each line the arguments that a run has beside those of all, # for comments; - for a pipe. "
-            "-o NAME in a line names the run.",
+            help="File with one run per line: its additional arguments of distill; - for a pipe. -o NAME on a "
+            "line names the run; # starts a comment.",
             metavar="FILE",
         ),
     ] = "",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the commands, for sh or parallel, and run nothing.")
+        bool, typer.Option("--dry-run", help="Print the distill commands, for sh or GNU parallel, and run none.")
     ] = False,
     max_seconds: Annotated[
         float,
         typer.Option(
-            help="After so many the run that is at work saves a checkpoint and the sweep ends with exit code 75; run "
-            "again it goes on. 0: never.",
+            help="Time limit in seconds: then save a checkpoint and exit with code 75; 0: none. The same "
+            "command resumes.",
             min=0,
         ),
     ] = 0,
     force: shared_options.Force = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run instead of the table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object per run instead of the table.")
+    ] = False,
     quiet: shared_options.Quiet = False,
 ) -> None:
-    """Train many students, or one in many ways: every run is an `xtk distill`.
+    """Run distill with several settings, one after another.
 
-    \b
-      xtk sweep STUDENT CACHE --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
+    All runs are checked before the first one starts. A failed run does not end the sweep. The same command resumes: it
+    repeats failed and unfinished runs only, and prints a table of results at the end.
 
-    What is wrong with any of them is told before the first begins. A run that fails does not end the others. The same
-    command goes on where it was stopped or killed, repeats what failed and nothing else, and ends with a table.
-    """  # noqa: D301
+    Examples:
+        xtk sweep ./student cache --vary 'loss=byte-kl alm' --vary 'seed=0 1 2' --max-steps 500 -o sweep
+        xtk sweep ./student cache --runs runs.txt --dry-run -o sweep
+    """
     started = time.monotonic()
     from xtk.artifacts.output_checks import check_output_folder
     from xtk.artifacts.write_locks import exclusive_write_lock
@@ -93,7 +95,7 @@ def sweep(
     folder, common = Path(output), list(arguments or [])
     piped = {"-", "--projection=-"} & set(common)
     if piped and runs == "-":
-        raise typer.BadParameter("only one of --runs and the arguments of all can come through the pipe")
+        raise typer.BadParameter("only one of --runs and the shared arguments can be -")
     if piped:
         common = replace_piped_arguments(common, terminal.path_argument("-"))
     planned = plan_runs(common, _read_run_list(runs), vary or [], folder)
@@ -105,35 +107,33 @@ def sweep(
         return
     check_output_folder(folder, "a sweep")
     if (folder / "recipe.json").is_file():
-        raise XtkError(
-            "this folder is a run of xtk distill", where=output, hint="another -o, for the runs of the sweep"
-        )
+        raise XtkError("this folder is a run of xtk distill, not a sweep", where=output, hint="use another -o")
     from xtk.training.graceful_stop import exit_resumable_on_signal
 
     exit_resumable_on_signal()
     with exclusive_write_lock(folder, "sweep"):
         failed = _run_all(planned, folder, started + max_seconds if max_seconds else None, force=force)
     varies = varying_options(planned)
-    told = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
+    records = [run_record(run, one, failed.get(run.name, 0)) for run, one in zip(planned, varies, strict=True)]
     if as_json:
-        add_seed_means(told)
-        for one in told:
+        add_seed_means(records)
+        for one in records:
             terminal.result_json(one)
     else:
-        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(told))
+        print_table(f"{len(planned) - len(failed)} of {len(planned)} runs in {output}", *sweep_table(records))
     if failed:
         raise XtkError(
             f"{len(failed)} of {len(planned)} runs failed",
             where=", ".join(failed),
-            hint="run the same command again: it goes on with these alone",
+            hint="see their logs, then run the same command again to repeat only these",
         )
 
 
 def _read_run_list(runs: str) -> list[tuple[str, str]]:
-    """Return where each line of a list stands, and what it says; comments and empty lines are none.
+    """Return (place, text) of each line of a --runs file, without comments and empty lines.
 
     Raises:
-        XtkError: this is no text, or there is no line.
+        XtkError: the file is not UTF-8, or has no such line.
     """
     from xtk.errors import XtkError
 
@@ -142,22 +142,24 @@ def _read_run_list(runs: str) -> list[tuple[str, str]]:
     try:
         lines = terminal.piped_lines() if runs == "-" else Path(runs).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError:
-        raise XtkError("a list of runs is text in UTF-8", where=runs) from None
+        raise XtkError("the --runs file is not valid UTF-8", where=runs) from None
     place = "stdin" if runs == "-" else runs
     found = [(f"{place}, line {number}", line) for number, line in enumerate(lines, 1)]
     found = [(where, line) for where, line in found if line.strip() and not line.lstrip().startswith("#")]
     if not found:
-        raise XtkError("there is no run in this list", where=place, hint="the arguments of xtk distill, a line a run")
+        raise XtkError(
+            "the --runs file has no runs", where=place, hint="write arguments of xtk distill, one run per line"
+        )
     return found
 
 
 def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None, *, force: bool) -> dict[str, int]:
-    """Check all runs, and take those that are not finished to their ends; return the exit codes of those that failed.
+    """Check all runs, run the unfinished ones, and return the exit codes of failed runs by name.
 
     Raises:
-        XtkError: one of them cannot begin.
-        Stopped: a signal or a time limit ended it.
-        KeyboardInterrupt: Ctrl-C did.
+        XtkError: a run cannot start.
+        ResumableStop: a signal or the time limit stopped the sweep.
+        KeyboardInterrupt: Ctrl-C was pressed.
     """
     from xtk.commands.sweep_plan import find_finished_run
     from xtk.commands.sweep_table import LOG_PREFIX, check_log, run_log_path
@@ -167,31 +169,31 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
         check_log(run_log_path(run))
     found = {run.name: find_finished_run(run, force=force) for run in planned}
     left = [run for run in planned if found[run.name][0] is None]
-    terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} of them finished")
+    terminal.note(f"sweep: {len(planned):,} runs, {len(planned) - len(left):,} already finished")
     failed: dict[str, int] = {}
     folder.mkdir(parents=True, exist_ok=True)
-    with SignalForwarder() as hands_on:
+    with SignalForwarder() as forwarder:
         for number, run in enumerate(left, len(planned) - len(left) + 1):
             command = ["distill", *run.arguments]
             if deadline is not None:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
-                    raise _stopped(run, "--max-seconds are over")
+                    raise _stopped(run, "--max-seconds is over")
                 command += ["--max-seconds", f"{seconds:.3f}"]
             if found[run.name][1]:
                 command.append("--force")
             log, begun = run_log_path(run), time.monotonic()
-            terminal.note(f"sweep: {number:,} of {len(planned):,}: {run.name}, told in {log}")
+            terminal.note(f"sweep: run {number:,} of {len(planned):,}: {run.name}, log: {log}")
             with log.open("a", encoding="utf-8", errors="surrogateescape") as stream:
                 stream.write(f"{LOG_PREFIX}{shlex.join(['xtk', *command])}\n")
             size = log.stat().st_size
-            code = hands_on.run_command([sys.executable, "-m", "xtk", *command], log)
-            if hands_on.received_signal and (code or run is not left[-1]):
-                if hands_on.received_signal == signal.SIGINT:
+            code = forwarder.run_command([sys.executable, "-m", "xtk", *command], log)
+            if forwarder.received_signal and (code or run is not left[-1]):
+                if forwarder.received_signal == signal.SIGINT:
                     raise KeyboardInterrupt
-                raise _stopped(run, signal.Signals(hands_on.received_signal).name)
+                raise _stopped(run, signal.Signals(forwarder.received_signal).name)
             if code == os.EX_TEMPFAIL:
-                raise _stopped(run, "it was asked to" if deadline is None else "--max-seconds are over")
+                raise _stopped(run, "the run was stopped by a signal" if deadline is None else "--max-seconds is over")
             if code:
                 failed[run.name] = code
                 terminal.error(_failure(run, code, log, size))
@@ -203,18 +205,18 @@ def _run_all(planned: Sequence[PlannedRun], folder: Path, deadline: float | None
 def _stopped(run: PlannedRun, why: str) -> Exception:
     from xtk.errors import ResumableStop
 
-    return ResumableStop(f"stopped at {run.name}: {why}", where=str(run.folder.parent),
-                   hint="run the same command again: it goes on from there")  # fmt: skip
+    return ResumableStop(f"the sweep was stopped in run {run.name}: {why}", where=str(run.folder.parent),
+                   hint="run the same command again to resume")  # fmt: skip
 
 
 def _failure(run: PlannedRun, code: int, log: Path, size: int) -> Any:
-    """Return what a failed run has said last: its error, or the end of its log.
+    """Return the error of a failed run, with the error or the last lines of its log.
 
     Args:
-        run: the one.
+        run: the failed run.
         code: its exit code, or minus the number of a signal.
-        log: where it wrote.
-        size: of the log when the run began.
+        log: its log file.
+        size: bytes of the log before the run.
     """
     from xtk.errors import XtkError
 

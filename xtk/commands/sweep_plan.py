@@ -1,4 +1,4 @@
-"""The runs of a sweep: which command lines of `xtk distill` it stands for, what they are called, what is wrong."""
+"""Planning of a sweep: the command lines and names of its runs, and checks before the first one starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xtk.commands.distill import distill, read_configs
 from xtk.errors import XtkError
 from xtk.registry import unknown_name_error
 
-# What the sweep says itself.
+# Set by the sweep itself.
 FIXED_OPTIONS = ("output", "help", "json", "quiet", "force", "max-seconds")
 _UNSAFE = re.compile(r"[^\w.+=-]+", re.ASCII)
 MAX_NAME_LENGTH = 150
@@ -30,11 +30,11 @@ class PlannedRun:
     """One run of a sweep.
 
     Attributes:
-        name: of its folder in that of the sweep.
-        folder: where it goes.
-        arguments: of `xtk distill`, with `-o`.
-        distill_options: the same as its options, by the names of the parameters of the command.
-        source: "FILE, line N: ", where it is from a list; how errors of it begin.
+        name: name of its folder inside the folder of the sweep.
+        folder: its output folder.
+        arguments: arguments of `xtk distill`, with `-o`.
+        distill_options: the parsed options, by parameter name of `xtk distill`.
+        source: "FILE, line N: " for a run of a --runs file, the prefix of its errors; "" otherwise.
     """
 
     name: str
@@ -45,15 +45,15 @@ class PlannedRun:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What was given, but for the folder."""
+        """The options without the output folder."""
         return {name: value for name, value in self.distill_options.items() if name != "output"}
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one line, or one value, adds to a command line: words in front of it, words behind it, and to its name.
+    """What a line of --runs or a value of --vary adds to a run: arguments before and after the shared ones, and a name.
 
-    A line has a `where`: its file and number.
+    A line also has a `source`: its file and number.
     """
 
     name: str = ""
@@ -64,7 +64,7 @@ class _Part:
 
 @functools.cache
 def _command() -> Any:
-    """Return the command line of `xtk distill`, which gives what it read instead of training."""
+    """Return the command line of `xtk distill`; it returns the parsed options instead of training."""
 
     @functools.wraps(distill)
     def read(**given: Any) -> dict[str, Any]:
@@ -76,27 +76,30 @@ def _command() -> Any:
 
 
 def _distill_options() -> dict[str, Any]:
-    """Return the parameters of `xtk distill`, by what a configuration file calls them."""
+    """Return the parameters of `xtk distill` by their names in configuration files."""
     return {config_name(parameter): parameter for parameter in _command().params}
 
 
 def plan_runs(
     arguments: Sequence[str], lines: Sequence[tuple[str, str]], vary: Sequence[str], folder: Path
 ) -> list[PlannedRun]:
-    """Return the runs of a sweep: each line with each value of what varies, the last one the fastest.
+    """Return the runs of a sweep: all combinations of lines and varied values; the last option varies fastest.
 
     Args:
-        arguments: of `xtk distill`, of all runs.
-        lines: (where it stands, arguments of a run more).
-        vary: `NAME=VALUE VALUE`, an option and its values; one that is named again gets more values.
-        folder: of the sweep.
+        arguments: arguments of `xtk distill` for all runs.
+        lines: (place, additional arguments of a run).
+        vary: `NAME=VALUE VALUE`, an option and its values; a repeated option gets more values.
+        folder: folder of the sweep.
 
     Raises:
-        XtkError: nothing varies, there is no such option, or two runs are one or have one name.
-        typer.BadParameter: `xtk distill` would not take the options of a run.
+        XtkError: nothing varies, an option is unknown, or two runs are equal or have the same name.
+        typer.BadParameter: `xtk distill` refuses the options of a run.
     """
     if not lines and not vary:
-        raise XtkError("nothing varies", hint="--vary 'seed=0 1 2', or --runs FILE with the arguments of a run a line")
+        raise XtkError(
+            "--vary or --runs is missing",
+            hint="--vary 'seed=0 1 2', or --runs FILE with the arguments of one run per line",
+        )
     parts = [[_of_line(where, line) for where, line in lines]] if lines else []
     parts += [_of_option(name, values) for name, values in _read_vary(vary).items()]
     runs: dict[str, PlannedRun] = {}
@@ -107,30 +110,30 @@ def plan_runs(
         words = [*front, *arguments, *(word for part in chosen for word in part.words_after), "-o", str(folder / name)]
         if name in runs:
             raise XtkError(
-                f"two runs are called {name}",
+                f"two runs have the name {name}",
                 where=f"{runs[name].source}{shlex.join(runs[name].arguments[:-2])} and {place}{shlex.join(words[:-2])}",
-                hint="each value once; a line of --runs names its run by -o NAME",
+                hint="give each value once; in a --runs file, -o NAME names a run",
             )
         runs[name] = run = PlannedRun(name, folder / name, tuple(words), _parse_run(f"{place}{name}", words), place)
         same = next((one for one in runs.values() if one is not run and one.options == run.options), None)
         if same is not None:
             raise XtkError(
-                f"{same.name} and {name} are one and the same run",
+                f"the runs {same.name} and {name} have the same options",
                 where=f"{place}{shlex.join(words[:-2])}",
-                hint="what varies is added to what all runs have: leave it out there",
+                hint="remove varied options from the shared arguments",
             )
     return list(runs.values())
 
 
 def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Return the options of a run as `xtk distill` reads them.
+    """Return the options of a run as parsed by `xtk distill`.
 
     Args:
-        name: how errors call it.
+        name: name of the run in errors.
         words: its command line.
 
     Raises:
-        typer.BadParameter: it does not.
+        typer.BadParameter: `xtk distill` refuses them.
     """
     try:
         given = _command().main(args=list(words), prog_name="xtk distill", standalone_mode=False)
@@ -141,32 +144,34 @@ def _parse_run(name: str, words: Sequence[str]) -> dict[str, Any]:
             raise
         raise typer.BadParameter(f"{name}: {wrong.format_message()}") from None
     if not isinstance(given, dict):
-        raise typer.BadParameter(f"{name}: this asks for no run")
+        raise typer.BadParameter(f"{name}: --help cannot be an argument of a run; remove it")
     if "-" in (given["student"], *given["cache"], *(given["projection"] or []), *(given["eval_data"] or [])):
-        raise typer.BadParameter(f"{name}: a pipe is for what all runs have, on the command line of the sweep")
+        raise typer.BadParameter(f"{name}: - can only be in the arguments that all runs share")
     if given["num_machines"] > 1:
-        raise typer.BadParameter("a sweep is of one machine; --dry-run prints the commands to run on several")
+        raise typer.BadParameter(
+            "a sweep runs on one machine; remove --num-machines, or use --dry-run to print the commands for several"
+        )
     return given
 
 
 def name_run_in_error(name: str, error: XtkError) -> XtkError:
-    """Return an error that says of which run it is, by its name."""
-    told = XtkError(f"{name}: {error.what}", where=error.where, hint=error.hint)
-    told.exit_code = error.exit_code
-    return told
+    """Return an error with the name of its run as a prefix."""
+    named = XtkError(f"{name}: {error.what}", where=error.where, hint=error.hint)
+    named.exit_code = error.exit_code
+    return named
 
 
 def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each option that varies."""
+    """Return the values of each varied option."""
     known = [name for name in _distill_options() if name not in FIXED_OPTIONS]
     found: dict[str, list[str]] = {}
     for text in vary:
         key, equals, values = text.partition("=")
         name = key.strip().replace("_", "-")
         if not equals:
-            raise typer.BadParameter(f"--vary {text}: it is NAME=VALUE, or 'NAME=VALUE VALUE ...'")
+            raise typer.BadParameter(f"--vary {text}: must be NAME=VALUE or 'NAME=VALUE VALUE ...'")
         if name not in known:
-            raise unknown_name_error("option of distill that can vary", key, known)
+            raise unknown_name_error("option of --vary", key, known)
         words = _split_words(values, f"--vary {text}")
         if not words:
             raise typer.BadParameter(f"--vary {text}: {name} has no value")
@@ -175,19 +180,18 @@ def _read_vary(vary: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _split_words(text: str, where: str, *, comments: bool = False) -> list[str]:
-    """Return the words of a text, as a shell has them."""
+    """Return a text split into words as in a shell."""
     try:
         return shlex.split(text, comments=comments)
     except ValueError as wrong:
-        raise XtkError(f"this cannot be cut into words: {str(wrong).lower()}", where=where) from None
+        raise XtkError(f"this cannot be split into words: {str(wrong).lower()}", where=where) from None
 
 
 def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
-    """Return what each value of an option adds to a command line.
+    """Return what each value of an option adds to a run.
 
     Raises:
-        typer.BadParameter: one of them is several values, and the option has one; or one of a flag is neither true nor
-            false.
+        typer.BadParameter: the value of a flag is neither true nor false.
     """
     option = _distill_options()[name]
     several = getattr(option, "multiple", False) or option.nargs == -1
@@ -197,7 +201,7 @@ def _of_option(name: str, values: Sequence[str]) -> list[_Part]:
         front: tuple[str, ...] = ()
         if getattr(option, "is_flag", False):
             if value not in ("true", "false"):
-                raise typer.BadParameter(f"--vary {name}={value}: it is true or false")
+                raise typer.BadParameter(f"--vary {name}={value}: the value must be true or false")
             words = option.opts[:1] if value == "true" else option.secondary_opts[:1]
         elif option.param_type_name != "argument":
             words = [part for word in words for part in _as_option(name, word)]
@@ -212,8 +216,8 @@ def _as_option(name: str, value: str) -> list[str]:
 
 
 def _of_line(where: str, line: str) -> _Part:
-    """Return what a line of `--runs` adds to a command line; its name is told by `-o`, or made of all of it."""
-    words, name, told = _split_words(line, where, comments=True), "", []
+    """Return what a line of `--runs` adds to a run; the run's name comes from `-o`, or from all arguments."""
+    words, name, name_parts = _split_words(line, where, comments=True), "", []
     if words[:2] == ["xtk", "distill"]:  # as --dry-run prints it
         del words[:2]
     options, kept, at = _distill_options(), [], 0
@@ -228,19 +232,19 @@ def _of_line(where: str, line: str) -> _Part:
             if config_name(option) == "output":
                 name, at = ",".join(map(_safe, Path(value).name.split(","))).lstrip(".-"), at + taken
                 continue
-            told.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
+            name_parts.append(f"{config_name(option)}={_safe(_last(value))}" if value else config_name(option))
         else:
-            told.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
+            name_parts.append(_safe(_last(words[at])) if not long else _safe(words[at][2:]))
         kept += words[at : at + taken]
         at += taken
-    name = name or ",".join(told).lstrip(".-")
+    name = name or ",".join(name_parts).lstrip(".-")
     if not name:
-        raise XtkError("this line has no arguments", where=where)
+        raise XtkError("this line has no arguments that name the run", where=where, hint="add arguments, or -o NAME")
     return _Part(name, words_after=tuple(kept), source=where)
 
 
 def _shortened(values: Sequence[str]) -> list[str]:
-    """Return values as parts of names of folders, each another one: the ends of paths, where they tell them apart."""
+    """Return values as distinct parts of folder names: the last parts of paths, if these are distinct."""
     for short in (lambda value: _safe("+".join(map(_last, value.split()))), _safe):
         found = [short(value) for value in values]
         if all(found) and len(set(found)) == len(set(values)):
@@ -253,7 +257,7 @@ def _last(path: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return a text of letters that neither a shell nor a file system takes for something else."""
+    """Return a text without characters that are special in shells or file systems."""
     return _UNSAFE.sub("-", text.strip("/")).rstrip("-")
 
 
@@ -266,7 +270,7 @@ def _hash(text: str) -> str:
 
 
 def varying_options(runs: Iterable[PlannedRun]) -> list[dict[str, str]]:
-    """Return the options of each run that are not the same in all, as tables show them."""
+    """Return, for each run, the options that differ between runs, as text."""
     shown = [{name: _format_option(value) for name, value in run.options.items()} for run in runs]
     names = [name for name in shown[0] if len({one[name] for one in shown}) > 1]
     return [{name.replace("_", "-"): one[name] for name in names} for one in shown]
@@ -281,18 +285,17 @@ def _format_option(value: Any) -> str:
 
 
 def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] | None, bool]:
-    """Open all that a run reads, and look for the run in its folder.
+    """Check the inputs of a run, and return whether it is finished already.
 
     Args:
-        run: that is asked for.
-        force: a run of another recipe in its folder is to be replaced.
+        run: the planned run.
+        force: replace a run with another recipe in its folder.
 
     Returns:
-        What the finished run wrote to `xtk.json`, None if there is something left to train; and whether what is in its
-        folder is to be replaced.
+        The content of `xtk.json` of the finished run, None if it is not finished; and whether to replace the folder.
 
     Raises:
-        XtkError: inputs do not fit each other, or the folder holds other things, or a run of another recipe.
+        XtkError: inputs do not match, or the folder has other files or a run with another recipe.
     """
     from xtk.commands.recipe_rerun import check_rerun, recipe_options
     from xtk.tokens.tokenizer import Tokenizer
@@ -317,6 +320,6 @@ def find_finished_run(run: PlannedRun, *, force: bool) -> tuple[dict[str, Any] |
 
 
 def replace_piped_arguments(arguments: Sequence[str], piped: str) -> list[str]:
-    """Return arguments in which what came through the pipe is named: runs have no pipe."""
+    """Return arguments with `-` replaced by the piped path, since runs have no pipe."""
     named: Mapping[str, str] = {"-": piped, "--projection=-": f"--projection={piped}"}
     return [named.get(argument, argument) for argument in arguments]

@@ -1,4 +1,4 @@
-"""What the runs of a sweep came to: a record of each, and one table, with means over seeds."""
+"""Results of a sweep: a record per run, and a table with means over seeds."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from xtk.commands.sweep_plan import PlannedRun, name_run_in_error
 from xtk.errors import CorruptError
 
 SEED_OPTION = "seed"
-LOG_PREFIX = "$ "  # then the command of the run
-# Of the metrics of a run, those that are shown, and how.
+LOG_PREFIX = "$ "  # precedes the command of the run in its log
+# Metrics shown in the table, and their column titles.
 COLUMN_TITLES = {
     "steps": "steps",
     "loss": "loss",
@@ -29,12 +29,12 @@ INTEGER_METRICS = ("steps", "tokens_per_second", "training_seconds")
 
 
 def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> dict[str, Any]:
-    """Return what is told of a run.
+    """Return the JSON record of a run.
 
     Args:
-        run: that was planned.
-        varies: its options that others have otherwise.
-        exit_code: 0: it is finished.
+        run: the planned run.
+        varies: its options that differ between runs.
+        exit_code: exit code of `xtk distill`; 0: finished.
     """
     from xtk.artifacts.run_folders import METRICS_FILE, read_run_manifest
     from xtk.training.metrics_file import read_metrics
@@ -49,30 +49,32 @@ def run_record(run: PlannedRun, varies: Mapping[str, str], exit_code: int) -> di
         return {**told, "state": "failed", "exit_code": exit_code, "log": str(run_log_path(run))}
     content = read_run_manifest(run.folder)
     metrics = dict(content.get("metrics", {}))
-    if "best" in content:  # which is the student
+    if "best" in content:  # the best evaluation is the student
         metrics["eval_bits_per_byte"] = content["best"]["eval_bits_per_byte"]
     try:
         lines = read_metrics(run.folder / METRICS_FILE)
-    except CorruptError as wrong:  # the student is there: its speed alone is not known
+    except CorruptError as wrong:  # the student is complete; only its speed is unknown
         terminal.error(name_run_in_error(run.name, wrong))
         lines = []
     metrics |= {"steps": content["steps"], "training_seconds": total_seconds(lines) if lines else math.nan}
     rates = [one["tokens_per_second"] for one in lines if "tokens_per_second" in one]
-    metrics["tokens_per_second"] = statistics.median(rates or [math.nan])  # the first has compiling in it
+    metrics["tokens_per_second"] = statistics.median(
+        rates or [math.nan]
+    )  # the median, since the first one includes compilation
     figures = {name: metrics[name] for name in COLUMN_TITLES if math.isfinite(metrics.get(name, math.nan))}
     return {**told, "state": "finished", **figures, "metrics": content["metrics"]}
 
 
 def run_log_path(run: PlannedRun) -> Path:
-    """Return where a run writes what it has to say."""
+    """Return the path of a run's log."""
     return run.folder.with_name(f"{run.name}.log")
 
 
 def check_log(path: Path) -> None:
-    """Refuse to write a run's messages to a file that is not a log of a sweep.
+    """Refuse to overwrite a file that is not the log of a sweep.
 
     Raises:
-        XtkError: there is another file.
+        XtkError: the path is another file.
     """
     from xtk.artifacts.output_checks import check_output_file
 
@@ -93,7 +95,7 @@ def total_seconds(metrics: Sequence[Mapping[str, Any]]) -> float:
 
 
 def add_seed_means(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the records of runs in groups of which only the seed is another one.
+    """Return the records grouped by options other than the seed.
 
     Those of a group of more than one run get `seed_means`: of each figure the mean and its standard error, None of a
     single run.
@@ -139,7 +141,7 @@ def sweep_table(records: Sequence[dict[str, Any]]) -> tuple[list[str], list[list
 
 
 def _figure(value: Any, name: str) -> str:
-    """Return a number, or a mean with its standard error, as the table shows it."""
+    """Return a number, or a mean with its standard error, as text."""
     if value is None:
         return ""
     shown = ",.0f" if name in INTEGER_METRICS else ".4f"

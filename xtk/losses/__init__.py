@@ -42,7 +42,7 @@ COMPARISON_SPACES = {
 # What a loss requires of a teacher; `SUPPORTS` lists what a cache can contain.
 TEACHER_REQUIREMENTS = {
     "nothing": "nothing",
-    "realised": "log-probabilities of the observed tokens: any support, including `none`",
+    "observed": "log-probabilities of the observed tokens: any support, including `none`",
     "distribution": "a distribution: any support but `none`; nonlinear losses ignore sampled tokens, so not `sample`",
     "ranks": "the exact most likely tokens: support `top-k`, `top-p`, or `top-k+sample` without its samples",
 }

@@ -26,7 +26,7 @@ class ALM:
     comparison_space = "spans"
     averaged_over = "spans"
     unit = "nats"
-    requires = "realised"
+    requires = "observed"
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is not positive and finite."""

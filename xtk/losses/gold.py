@@ -28,9 +28,9 @@ class GOLD:
     TRL's GOLD with its "bayesian" merge.
     """
 
-    common: float | None = None
-    uncommon: float | None = None
-    cap: int = DEFAULT_MAX_RANKS
+    paired_weight: float | None = None
+    ranked_weight: float | None = None
+    max_ranks: int = DEFAULT_MAX_RANKS
     published: bool = False
 
     comparison_space = "pairs"
@@ -40,15 +40,15 @@ class GOLD:
 
     def __post_init__(self) -> None:
         """Refuse negative or non-finite weights, and a negative number of ranks."""
-        for name, weight in (("common", self.common), ("uncommon", self.uncommon)):
+        for name, weight in (("paired_weight", self.paired_weight), ("ranked_weight", self.ranked_weight)):
             if weight is not None and not 0 <= weight < float("inf"):
                 raise XtkError(
                     f"{name} of the losses gold and h-kl must be at least 0 and finite, not {weight}",
                     hint=f"use --loss gold:{name}=1",
                 )
-        if self.cap < 0:
+        if self.max_ranks < 0:
             raise XtkError(
-                f"max_ranks of the losses gold and h-kl must be at least 0, not {self.cap}",
+                f"max_ranks of the losses gold and h-kl must be at least 0, not {self.max_ranks}",
                 hint=f"use --loss gold:max_ranks={DEFAULT_MAX_RANKS}; 0 compares only paired tokens",
             )
 
@@ -62,10 +62,10 @@ class GOLD:
         assert isinstance(comparison_space, ProjectionColumns)
         pairs = comparison_space.pairs
         common, uncommon = self.default_weights(pairs)
-        common = common if self.common is None else self.common
-        uncommon = uncommon if self.uncommon is None else self.uncommon
+        common = common if self.paired_weight is None else self.paired_weight
+        uncommon = uncommon if self.ranked_weight is None else self.ranked_weight
         cells, tails = paired_and_ranked_cells(
-            example, span_ranges(example), pairs.student_of_teacher, self.cap, uncommon
+            example, span_ranges(example), pairs.student_of_teacher, self.max_ranks, uncommon
         )
         assert cells.sorted_probs is not None
         ranks = replace(

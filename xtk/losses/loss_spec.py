@@ -94,7 +94,7 @@ def parse_losses(texts: Sequence[str]) -> list[LossSpec]:
             )
         pairs = [option.partition("=")[::2] for option in filter(None, options.split(","))]
         weights = [value for key, value in pairs if key == "weight"]
-        others = {key.replace("_", "-"): value for key, value in pairs if key != "weight"}
+        others = {key.replace("-", "_"): value for key, value in pairs if key != "weight"}
         weight = parse_weight(weights[-1], name, "loss") if weights else 1.0
         loss = LossSpec(name, weight, tuple(sorted(others.items())))
         if others:

@@ -20,7 +20,7 @@ from xtk.losses.loss_cells import (
 )
 from xtk.registry import unknown_name_error
 
-OBSERVED_ADVANTAGE = "realised"
+OBSERVED_ADVANTAGE = "observed"
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class PolicyGradient:
     clip: float = 5.0
     epsilon: float = 0.2
     epsilon_high: float | None = None
-    teacher: float = 1.0
-    reward: float = 1.0
+    teacher_weight: float = 1.0
+    reward_weight: float = 1.0
     advantage: str = OBSERVED_ADVANTAGE
 
     comparison_space = "spans"
     averaged_over = "spans that the student sampled"
     unit = "nats, a surrogate"
-    requires = "realised"
+    requires = "observed"
 
     def __post_init__(self) -> None:
         """Refuse options out of range, and advantages with an expected gradient of 0."""
@@ -67,13 +67,13 @@ class PolicyGradient:
                 f"epsilon_high of the loss policy-gradient must be above 0 and finite, not {self._upper_epsilon}",
                 hint="use --loss policy-gradient:epsilon_high=0.28",
             )
-        for name, factor in (("teacher", self.teacher), ("reward", self.reward)):
+        for name, factor in (("teacher_weight", self.teacher_weight), ("reward_weight", self.reward_weight)):
             if not 0 <= factor < float("inf"):
                 raise XtkError(
                     f"{name} of the loss policy-gradient must be at least 0 and finite, not {factor}",
                     hint=f"use --loss policy-gradient:{name}=1",
                 )
-        if self.teacher == self.reward == 0:
+        if self.teacher_weight == self.reward_weight == 0:
             raise XtkError(
                 "teacher_weight and reward_weight of the loss policy-gradient are both 0: nothing would be learned",
                 hint="set at least one of them above 0",
@@ -107,8 +107,8 @@ class PolicyGradient:
         sampled = np.isfinite(old_sums)
         old_sums, ranges = old_sums[sampled], ItemRanges(*(part[sampled] for part in vars(ranges).values()))
         teacher_sums = range_sums(teacher_logprobs.observed_logprobs, ranges.position_start, ranges.position_stop)
-        advantages = self.teacher * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
-        advantages += self.reward * rewards[ranges.row_start].astype(np.float64)
+        advantages = self.teacher_weight * np.clip(teacher_sums - old_sums, -self.clip, self.clip)
+        advantages += self.reward_weight * rewards[ranges.row_start].astype(np.float64)
         return replace(
             observed_token_cells(example, ranges, np.ones(len(old_sums))),
             surrogate=ClippedSurrogate(old_sums, advantages, 1 - self.epsilon, 1 + self._upper_epsilon),

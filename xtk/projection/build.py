@@ -19,10 +19,10 @@ from xtk.tokens.tokenizer import Tokenizer
 
 METHODS = {
     "exact": "xtk.projection.methods.exact_match:ExactMatchMethod",
-    "first": "xtk.projection.methods.first_token:FirstTokenMethod",
+    "first-token": "xtk.projection.methods.first_token:FirstTokenMethod",
     "multitoken": "xtk.projection.methods.multitoken:MultitokenMethod",
-    "cells": "xtk.projection.methods.partition:PartitionMethod",
-    "counts": "xtk.projection.methods.cooccurrence:CooccurrenceMethod",
+    "partition": "xtk.projection.methods.partition:PartitionMethod",
+    "cooccurrence": "xtk.projection.methods.cooccurrence:CooccurrenceMethod",
     "embedding": "xtk.projection.methods.embedding_similarity:EmbeddingSimilarityMethod",
 }
 

@@ -20,7 +20,7 @@ _REBUILD = "build it again with xtk build-projection"
 def format_tokenizer(side: Mapping[str, Any]) -> str:
     """Return the name of a tokenizer in messages: fingerprint, embedding rows and special tokens."""
     roles = ", ".join(f"{role} {token}" for role, token in sorted(side.get("special_tokens", {}).items()))
-    return f"{str(side.get('tokenizer'))[:15]} ({side.get('width', 0):,} rows; {roles or 'no special tokens'})"
+    return f"{str(side.get('tokenizer'))[:15]} ({side.get('embedding_rows', 0):,} rows; {roles or 'no special tokens'})"
 
 
 # A weight above this makes a token pair; X-Token, arXiv 2605.21699.

@@ -45,7 +45,7 @@ def prune_projection(
         raise XtkError(f"--min-weight is {min_weight}; must be between 0 and 1")
     if not 0 < mass <= 1:
         raise XtkError(f"--mass is {mass}; must be above 0 and at most 1")
-    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalise": renormalize}
+    step = {"top_k": top_k, "min_weight": float(min_weight), "mass": float(mass), "renormalize": renormalize}
     earlier = list(projection.header.get("prunings", []))
     if step in earlier[-1:]:
         return projection
@@ -74,11 +74,11 @@ def _order_by_weight(projection: Projection) -> tuple[NDArray[np.int64], NDArray
     return rank, before
 
 
-def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalise: bool) -> Projection:
+def _keep_entries(projection: Projection, keep: NDArray[np.bool_], renormalize: bool) -> Projection:
     rows = projection.entry_rows[keep]
     weights = projection.weights[keep]
     counts = np.bincount(rows, minlength=projection.student_width)
-    if renormalise:
+    if renormalize:
         left = np.bincount(rows, weights.astype(np.float64), minlength=projection.student_width)
         scale = projection.row_masses / np.maximum(left, 1e-30)
         weights = np.minimum(weights * scale[rows], 1).astype(np.float32)

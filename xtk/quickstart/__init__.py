@@ -1,1 +1,1 @@
-"""Floor 6: the main demonstration, which runs the commands as a user types them."""
+"""Floor 6: the quickstart, a demonstration that runs the commands of a user."""

@@ -1,4 +1,4 @@
-"""The whole way: corpus, models, teacher, projection, cache, students, table, picture."""
+"""The quickstart: corpus, models, teacher, projection, cache, students, evaluation and report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from xtk.artifacts.output_checks import check_output_folder, foreign_files_error
 from xtk.errors import XtkError
 from xtk.quickstart.python_docs_corpus import python_documents, train_test_split
 
-# Found by experiment: docs/explanation/decisions.md. The student sees 15 % of what the teacher saw.
+# Found by experiment: docs/explanation/decisions.md. The student is trained on 15 % of the teacher's documents.
 STUDENT_FRACTION = 0.15
 TEACHER_SEED = 1234
 TEACHER_TRAINING_OPTIONS = "--max-steps 1500 --per-device-train-batch-size 2 --learning-rate 3e-3"
@@ -27,45 +27,45 @@ STUDENT_TRAINING_OPTIONS = "--max-steps 800 --per-device-train-batch-size 2 --le
 SHARED_TRAINING_OPTIONS = "--warmup-ratio 0.1 --weight-decay 0.1 --save-steps 200 --save-total-limit 1"
 DISTILL_LOSS_OPTIONS = "--loss ce --loss p-kl:weight=2"
 GENERATION_OPTIONS = "--max-completion-length 48 --temperature 0.7"
-NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # of held-out documents, for the student to go on from
-MARKER_FILE = "quickstart.json"  # written first: a folder without it is not a quickstart's
+NUM_PROMPTS, PROMPT_CHARACTERS = 5, 120  # held-out documents whose beginnings are prompts
+MARKER_FILE = "quickstart.json"  # written first; identifies the folder of a quickstart
 RESULTS_FILE, CURVES_FILE, REPORT_FILE = "results.json", "curves.png", "report.html"
 
 
 def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
-    """Run the demonstration in a folder; what an interrupted run has finished is kept.
+    """Run the demonstration in a folder; an interrupted one resumes.
 
     Args:
-        folder: where everything goes.
-        num_seeds: pairs of students: seed i gives both of them their first weights and the order of documents.
+        folder: output folder.
+        num_seeds: number of seeds; a seed sets initial weights and document order of two students.
 
     Returns:
-        `evaluate_bits_per_byte` on held-out text: `teacher`, `ce` and `distilled`, the latter two with a number a seed.
+        Bits per byte on held-out text: `teacher`, `ce` and `distilled`; the latter two have a value per seed.
 
     Raises:
-        XtkError: the folder holds other things, or one of the commands failed.
+        XtkError: the folder has other files, or a command failed.
     """
     if num_seeds < 1:
-        raise XtkError(f"--seeds is {num_seeds}; it is 1 or more")
+        raise XtkError(f"--seeds is {num_seeds}, but must be at least 1")
     started = time.monotonic()
     _prepare(folder, num_seeds)
     at = shlex.quote(str(folder))
-    _print_note("The teacher is trained on all of it, the slowest step:")
+    _print_note("Train the teacher on all documents (the slowest step):")
     common = f"{SHARED_TRAINING_OPTIONS} --eval-data {at}/test.jsonl"
     teacher = _run_printed_command(
         f"xtk distill {at}/teacher-untrained {at}/train.jsonl --loss ce {TEACHER_TRAINING_OPTIONS} {common} -o "
         f"{at}/teacher"
     )
-    _print_note("The four commands. Which of the student's tokens land on which of the teacher's:")
+    _print_note("Map the student's tokens to the teacher's:")
     _run_printed_command(f"xtk build-projection {at}/student-0 {at}/teacher -o {at}/projection")
     _run_printed_command(f"xtk prune-projection {at}/projection --top-k 4 -o {at}/projection-4")
-    _print_note("What the teacher says about the student's part of the corpus, once:")
+    _print_note("Store the teacher's log-probabilities for the student's documents:")
     _run_printed_command(f"xtk cache-teacher {at}/teacher {at}/part.jsonl -o {at}/cache")
     figures: dict[str, Any] = {"teacher": _bits(teacher), "ce": [], "distilled": []}
     for seed in range(num_seeds):
         training = f"{STUDENT_TRAINING_OPTIONS} {common} --eval-steps 200 --seed {seed}"
         start = f"xtk distill {at}/student-{seed} {at}/cache"
-        _print_note(f"Student {seed}, taught by the text alone, then by the teacher too:")
+        _print_note(f"Train student {seed} with cross-entropy only, then with the teacher:")
         alone = _run_printed_command(f"{start} --loss ce {training} -o {at}/ce-{seed}")
         taught = _run_printed_command(
             f"{start} --projection {at}/projection-4 {DISTILL_LOSS_OPTIONS} {training} -o {at}/distilled-{seed}"
@@ -79,29 +79,29 @@ def run_quickstart(folder: Path, num_seeds: int) -> dict[str, Any]:
     page = _report(folder, num_seeds)
     terminal.note(markdown_table(figures))
     terminal.note(
-        f"\n{folder}/{CURVES_FILE} shows the curves, {page} all numbers. "
-        f"All of it took {terminal.format_duration(time.monotonic() - started)}."
+        f"\nCurves: {folder}/{CURVES_FILE}. All numbers: {page}. "
+        f"Total time: {terminal.format_duration(time.monotonic() - started)}."
     )
     return figures
 
 
 def _report(folder: Path, seeds: int) -> Path:
-    """Compare the first seed's student before, taught by the text, and distilled; write a page about all runs."""
+    """Compare the untrained, cross-entropy and distilled students of the first seed; write a page about all runs."""
     at = shlex.quote(str(folder))
-    _print_note("The first student before, after the text alone, and after the teacher, on text that none has seen:")
+    _print_note("Evaluate the untrained, cross-entropy and distilled student on held-out text:")
     models = {"untrained": "student-0", "ce": "ce-0", "distilled": "distilled-0"}
     evaluation, samples = folder / "evaluation.jsonl", folder / "samples"
     compared = f"--compare-to {at}/ce-0 --compare-to {at}/student-0"
-    told = _run_printed_command(
+    printed = _run_printed_command(
         f"xtk evaluate {at}/distilled-0 {at}/test.jsonl {compared} --json > {at}/{evaluation.name}"
     )
-    evaluation.write_text(told, encoding="utf-8")
+    evaluation.write_text(printed, encoding="utf-8")
     samples.mkdir(exist_ok=True)
     for name, model in models.items():
         _run_printed_command(
             f"xtk rollout {at}/{model} {at}/prompts.jsonl {GENERATION_OPTIONS} -o {at}/samples/{name}.jsonl"
         )
-    _print_note("All that has been written down, on a page:")
+    _print_note("Write a report about all runs:")
     runs = " ".join(f"{at}/{kind}-{seed}" for kind in ("ce", "distilled") for seed in range(seeds))
     shown = " ".join(f"--samples {at}/samples/{name}.jsonl" for name in models)
     baselines = f"--baseline {at}/student-0 --baseline {at}/ce-0"
@@ -110,10 +110,10 @@ def _report(folder: Path, seeds: int) -> Path:
 
 
 def markdown_table(figures: dict[str, Any]) -> str:
-    """Return the result as a table in Markdown."""
+    """Return the results as a Markdown table."""
     rows = [("teacher, trained on all documents", [figures["teacher"]])]
-    rows.append((f"student, cross-entropy alone, on {STUDENT_FRACTION:.0%} of them", figures["ce"]))
-    rows.append(("the same student, distilled, same steps and data", figures["distilled"]))
+    rows.append((f"student, cross-entropy only, trained on {STUDENT_FRACTION:.0%} of them", figures["ce"]))
+    rows.append(("the same student, distilled, same steps and documents", figures["distilled"]))
     width = max(len(name) for name, _ in rows)
     lines = [f"| {'':{width}} | bits per byte on held-out text |", f"| {'-' * width} | --- |"]
     lines += [f"| {name:{width}} | {', '.join(f'{value:.3f}' for value in values)} |" for name, values in rows]
@@ -121,7 +121,7 @@ def markdown_table(figures: dict[str, Any]) -> str:
 
 
 def _prepare(folder: Path, seeds: int) -> None:
-    """Write corpus, tokenizers and untrained models, whole or not at all."""
+    """Write corpus, tokenizers and untrained models; each file is complete or absent."""
     check_output_folder(folder, "a quickstart")
     if (there := list_folder(folder)) and not (folder / MARKER_FILE).is_file():
         raise foreign_files_error(there, str(folder))
@@ -130,8 +130,8 @@ def _prepare(folder: Path, seeds: int) -> None:
     training, held_out = train_test_split(python_documents())
     part = training[: int(len(training) * STUDENT_FRACTION)]
     _print_note(
-        f"{len(training):,} documents of Python's own documentation to train on, of which the student sees "
-        f"{len(part):,}; {len(held_out):,} held out."
+        f"{len(training):,} training documents from Python's documentation, {len(part):,} of them for the student; "
+        f"{len(held_out):,} held-out documents."
     )
     from xtk.models.causal_lm import silence_transformers
     from xtk.quickstart.tiny_models import make_student, make_teacher
@@ -164,7 +164,7 @@ def _print_note(text: str) -> None:
 
 
 def _run_printed_command(command: str) -> str:
-    """Print a command, run it as it stands, and return what it printed; what stands behind > is for readers."""
+    """Print a command, run it without its `> FILE`, and return its output."""
     terminal.note(f"$ {command}")
     words = shlex.split(command)
     words = words[: words.index(">")] if ">" in words else words
@@ -181,9 +181,9 @@ def _run_printed_command(command: str) -> str:
         raise KeyboardInterrupt
     if done.returncode:
         raise XtkError(
-            f"a command of the quickstart ended with exit code {done.returncode}",
+            f"a command of the quickstart failed with exit code {done.returncode}",
             where=command,
-            hint="its own message is above",
+            hint="see its error above, then run the same quickstart again to resume",
         )
     return done.stdout.strip()
 

@@ -1,4 +1,4 @@
-"""Real prose that every Python installation carries: its own documentation."""
+"""Corpus of the quickstart: the documentation inside of every Python installation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-# Modules at the top of the standard library are taken as they are; of its packages, these.
+# Packages of the standard library that are read, besides its top-level modules.
 PACKAGES = (
     "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "email", "encodings", "html", "http",
     "importlib", "json", "logging", "multiprocessing", "re", "sqlite3", "tkinter", "tomllib", "unittest", "urllib",
@@ -26,18 +26,18 @@ EXCLUDED_FOLDERS = (
     "__pycache__",
 )
 MIN_DOCSTRING_CHARACTERS = 80
-MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200  # characters of a document
+MIN_DOCUMENT_CHARACTERS, MAX_DOCUMENT_CHARACTERS = 300, 1200
 HELD_OUT_FRACTION = 0.05
 
 
 def python_documents() -> list[tuple[str, str]]:
-    """Return (source, text) of the language's help topics and the docstrings of its library, no passage twice."""
+    """Return (source, text) of help topics and library docstrings, without repeated passages."""
     seen: set[str] = set()
     return [(source, text) for source, passages in _sources() for text in _merge_passages(_fresh(passages, seen))]
 
 
 def train_test_split(texts: list[tuple[str, str]], seed: int = 0) -> tuple[list[str], list[str]]:
-    """Return (training, held-out) texts, shuffled; all of a source are on one side, so that nothing leaks."""
+    """Return (training, held-out) texts, shuffled; a source is in one of them only, against leakage."""
     training = [text for source, text in texts if _source_fraction(source, seed) >= HELD_OUT_FRACTION]
     held_out = [text for source, text in texts if _source_fraction(source, seed) < HELD_OUT_FRACTION]
     random.Random(seed).shuffle(training)
@@ -74,7 +74,7 @@ def _docstrings(file: Path) -> list[str]:
 
 
 def _fresh(passages: list[str], seen: set[str]) -> Iterator[str]:
-    """Yield passages that were not seen before, the longest cut at line ends."""
+    """Yield passages that were not seen before; long ones are split at line ends."""
     for passage in passages:
         text = passage.rstrip()
         if not text.strip() or (len(text) > 40 and text.strip() in seen):
@@ -89,7 +89,7 @@ def _fresh(passages: list[str], seen: set[str]) -> Iterator[str]:
 
 
 def _merge_passages(passages: Iterator[str]) -> Iterator[str]:
-    """Yield documents of SHORTEST to LONGEST characters; what is left at the end of a source may be shorter."""
+    """Yield documents of 300 to 1,200 characters; the last one of a source may be shorter."""
     held: list[str] = []
     for passage in passages:
         size = sum(map(len, held))

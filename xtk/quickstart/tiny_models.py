@@ -1,4 +1,4 @@
-"""Two tokenizers that differ as Llama-3's and Qwen's do, and small models with random weights."""
+"""Small random models, with tokenizers that differ like those of Llama-3 and Qwen."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-# The pre-tokenizers of Llama-3 and Qwen differ in one place: how many digits make a word.
+# The pre-tokenizers of Llama-3 and Qwen differ in one place: the digits per word.
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 STUDENT_VOCABULARY_SIZE, TEACHER_VOCABULARY_SIZE = 4000, 3000
-# Small models trained for minutes learn faster from larger weights than the usual 0.02.
+# Small models trained for minutes learn faster with larger initial weights than the usual 0.02.
 INITIALIZER_RANGE = 0.06
 CONTEXT_LENGTH = 1024
 
 
 def make_student(folder: Path, texts: list[str], seed: int) -> None:
-    """Write a Llama of 0.9 million random weights, whose tokenizer takes numbers in groups of three."""
+    """Write a Llama model with 0.9 million random weights and a tokenizer that splits numbers into groups of three."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = _train_tokenizer("{1,3}", STUDENT_VOCABULARY_SIZE, ["<|begin_of_text|>", "<|end_of_text|>"], texts)
@@ -32,7 +32,7 @@ def make_student(folder: Path, texts: list[str], seed: int) -> None:
 
 
 def make_teacher(folder: Path, texts: list[str], seed: int) -> None:
-    """Write a Qwen3 of 1.2 million random weights, whose tokenizer takes digits one by one."""
+    """Write a Qwen3 model with 1.2 million random weights and a tokenizer that splits numbers into digits."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     tokenizer = _train_tokenizer("", TEACHER_VOCABULARY_SIZE, ["<|endoftext|>"], texts)

@@ -13,7 +13,7 @@ from xtk.errors import XtkError
 from xtk.rewards.answer_parsing import answer_after_hashes, last_boxed_content, normalize_answer, parse_number
 from xtk.rewards.math_equality import MathComparer
 
-COMPARISONS = ("symbols", "strings")
+COMPARISONS = ("math", "strings")
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class BoxedReward:
     """
 
     column: str = "answer"
-    compare: str = "symbols"
+    compare: str = "math"
     seconds: float = 5.0
     _symbols: MathComparer | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -37,7 +37,7 @@ class BoxedReward:
                 f"--reward boxed has no comparison {self.compare!r}",
                 hint=f"use compare=VALUE, one of: {', '.join(COMPARISONS)}",
             )
-        if self.compare == "symbols":
+        if self.compare == "math":
             if importlib.util.find_spec("math_verify") is None:
                 raise XtkError(
                     "--reward boxed needs the package math-verify",

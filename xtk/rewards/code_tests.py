@@ -33,7 +33,7 @@ class CodeTestsReward:
     partial: bool = False
     seconds: float = 10.0
     megabytes: int = 1024
-    weaker: bool = False
+    allow_weak_isolation: bool = False
     _sandbox: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class CodeTestsReward:
             return math.nan
         if self._sandbox is None:
             limits = SandboxLimits(seconds=self.seconds, memory=self.megabytes << 20)
-            object.__setattr__(self, "_sandbox", Sandbox(limits, self.weaker))
+            object.__setattr__(self, "_sandbox", Sandbox(limits, self.allow_weak_isolation))
         entry_point = _text_field(row, "entry_point")
         before = _text_field(row, "prompt") if entry_point else ""
         helpers = _runnable_prefix(before)

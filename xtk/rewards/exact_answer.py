@@ -21,7 +21,7 @@ class ExactReward:
     """
 
     column: str = "answer"
-    anywhere: bool = False
+    last_number_fallback: bool = False
 
     def __call__(self, completion: str, prompt: str, row: Mapping[str, Any]) -> float:
         """Return 1 or 0; nan if the row has no reference."""
@@ -30,7 +30,7 @@ class ExactReward:
         text = str(row[self.column])
         reference = answer_after_hashes(text) or text.strip()
         answer = answer_after_hashes(completion)
-        if answer is None and self.anywhere:
+        if answer is None and self.last_number_fallback:
             answer = last_number_text(completion)
         if not reference:
             return math.nan

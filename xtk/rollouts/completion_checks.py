@@ -62,7 +62,7 @@ def check_temperature(sampling: SamplingConfig) -> None:
 def num_requested_top_ids(sampling: SamplingConfig, tokenizer: Tokenizer, vocab_size: int) -> int:
     """Return how many top ids to request at each position."""
     spare = min(EXTRA_TOP_IDS, max(0, vocab_size - len(tokenizer)))
-    return min(sampling.given, len(tokenizer)) + spare if sampling.given else 0
+    return min(sampling.top_logprobs, len(tokenizer)) + spare if sampling.top_logprobs else 0
 
 
 def checked_completion(
@@ -104,7 +104,11 @@ def checked_completion(
         ids, logprobs, likeliest_ids, hit_stop_string = ids[:count], logprobs[:count], likeliest_ids[:count], True
     ended = int(ids[-1]) in tokenizer.end_ids
     finish = "stop" if ended else "stop-string" if hit_stop_string else "length"
-    top_ids = valid_top_ids(likeliest_ids, min(sampling.given, len(tokenizer)), tokenizer) if sampling.given else None
+    top_ids = (
+        valid_top_ids(likeliest_ids, min(sampling.top_logprobs, len(tokenizer)), tokenizer)
+        if sampling.top_logprobs
+        else None
+    )
     return Completion(ids, np.minimum(logprobs, 0), finish, top_ids)
 
 

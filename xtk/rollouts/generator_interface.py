@@ -27,7 +27,7 @@ class SamplingConfig:
         top_k: samples from the k most likely tokens; 0: no limit.
         max_completion_length: maximum tokens of a completion.
         stop: stop strings; the completion includes them.
-        given: number of most likely token ids to return at each position.
+        top_logprobs: number of most likely token ids to return at each position.
     """
 
     temperature: float = 1.0
@@ -35,7 +35,7 @@ class SamplingConfig:
     top_k: int = 0
     max_completion_length: int = 256
     stop: tuple[str, ...] = ()
-    given: int = 0
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < math.inf:
@@ -44,8 +44,8 @@ class SamplingConfig:
             raise XtkError(f"--top-p is {self.top_p}; must be above 0 and at most 1")
         if self.top_k < 0:
             raise XtkError(f"--top-k is {self.top_k}; must be at least 0")
-        if self.given < 0:
-            raise XtkError(f"--top-logprobs is {self.given}; must be at least 0")
+        if self.top_logprobs < 0:
+            raise XtkError(f"--top-logprobs is {self.top_logprobs}; must be at least 0")
         if self.max_completion_length < 1:
             raise XtkError(f"--max-completion-length is {self.max_completion_length}; must be at least 1")
         if not all(self.stop):

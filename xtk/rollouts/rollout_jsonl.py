@@ -32,7 +32,7 @@ def rollout_record(rollout: Rollout, prompt: Prompt, columns: Mapping[str, str],
     taken = {*RECORD_FIELDS, *(columns[name] for name in RECORD_FIELDS if name in columns)}
     record = {key: value for key, value in prompt.record.items() if key not in taken}
     if rollout.top_ids is not None:
-        record["given_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
+        record["candidate_ids"] = [sorted(ids) for ids in rollout.top_ids.tolist()]
     line = {
         **record,
         **document_fields(document),

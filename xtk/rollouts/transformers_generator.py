@@ -243,8 +243,8 @@ class _SampledBatch:
         step = min(len(self._logprobs), self._seeds.shape[1] - 1)
         chosen = sample_tokens(known, self._seeds[:, step], self._sampling)[:, None]
         self._logprobs.append(logprobs.gather(1, chosen)[:, 0])
-        if self._sampling.given:
-            self._top_ids.append(known.topk(min(self._sampling.given, known.shape[1])).indices)
+        if self._sampling.top_logprobs:
+            self._top_ids.append(known.topk(min(self._sampling.top_logprobs, known.shape[1])).indices)
         return torch.zeros_like(scores).scatter_(1, chosen, 1.0)
 
     def is_finished(self, input_ids: Tensor, scores: Any) -> Tensor:

@@ -296,14 +296,14 @@ def _score_documents(
 
 
 def _candidate_ids(work: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
-    """Return the ids that the data names at each trained token, for `--support given`."""
-    if work.request.support.kind != "given":
+    """Return the ids that the data names at each trained token, for `--support candidates`."""
+    if work.request.support.kind != "candidates":
         return None
     if any(document.candidate_ids is None for document, _ in pieces):
         raise XtkError(
             "a document names no ids",
             where=work.corpus.name,
-            hint="--support given takes them from a column: a list of ids for each trained token, in given_ids",
+            hint="--support candidates reads a column candidate_ids: a list of ids for each trained token",
         )
     return [
         document.candidate_ids.to_padded(int(tokens.train_mask.sum()))

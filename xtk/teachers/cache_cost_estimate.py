@@ -1,4 +1,4 @@
-"""What a cache will cost, from a small sample of its documents: `cache-teacher --plan`."""
+"""What a cache will cost, from a small sample of its documents: `cache-teacher --estimate`."""
 
 from __future__ import annotations
 

@@ -45,7 +45,14 @@ from xtk.tokens.tokenizer import Tokenizer
 DEFAULT_NUM_CANDIDATES = 32
 SHARD_TOKENS = 16384  # a shard is what one process scores at once: small, so that all have some of a block
 ENGINE_PREFIX = "engine."
-NUMERIC_OPTIONS = {"top_k": int, "top_p": float, "draws": int, "seed": int, "batch_tokens": int, "concurrency": int}
+NUMERIC_OPTIONS = {
+    "top_k": int,
+    "top_p": float,
+    "num_samples": int,
+    "seed": int,
+    "batch_tokens": int,
+    "concurrency": int,
+}
 TEXT_OPTIONS = ("support", "precision", "dtype", "backend", "server", "weights")
 SELF_TEACHER = "self"
 # Which weights of the student teach it.
@@ -64,7 +71,7 @@ class OnlineTeacher:
     Args:
         request: its model and options; of `seed`, those of the first epoch.
         tokenizer: its own.
-        num_candidates: of the support `given`, about how many tokens it is asked at each place where a student wrote.
+        num_candidates: of the support `candidates`: how many tokens it scores at each sampled position, about.
         student_weights: of the student, if it is its own teacher: a key of `OWN`. "": it is a model of its own.
         devices: of its own, on this machine; none: it takes turns with the student on its devices.
 
@@ -80,7 +87,7 @@ class OnlineTeacher:
                  devices: Sequence[int] = ()) -> None:  # fmt: skip
         check_cache_request(request)
         self.student_weights, self.devices = student_weights, devices
-        self.num_candidates = num_candidates if request.support.kind == "given" else 0
+        self.num_candidates = num_candidates if request.support.kind == "candidates" else 0
         self.request, self.teacher_tokenizer = request, tokenizer
         self.header: dict[str, Any] = {}
         self._sharding = sharding_options(request)
@@ -267,7 +274,7 @@ def parse_online_teacher(
         str(given.get("support", "")),
         top_k=top_k,
         top_p=given.get("top_p"),
-        num_samples=given.get("draws"),
+        num_samples=given.get("num_samples"),
         seed=given.get("seed", 0),
         available_kinds=load_registered(BACKENDS, backend, "backend").support_kinds,
     )
@@ -352,7 +359,7 @@ def read_corpus_for_all(
                 raise XtkError(
                     "the data holds tokens of one teacher, and there are several tokenizers",
                     where=corpus.name,
-                    hint="text or messages instead of input_ids and given_ids",
+                    hint="text or messages instead of input_ids and candidate_ids",
                 )
         fingerprint = CorpusFingerprint()
         for document in documents:

@@ -44,7 +44,7 @@ def check_support_kind(request: BackendConfig) -> None:
     if kind in SUPPORTED_KINDS:
         return
     needs = {
-        "given": "the log-probabilities of ids that the data names, which vLLM gives on some GPUs alone",
+        "candidates": "the log-probabilities of ids that the data names, which vLLM gives on some GPUs alone",
         "sample": "the whole distribution, to draw from it",
         "top-k+sample": "the whole distribution, to draw from it",
     }.get(kind, "more than the likeliest tokens")

@@ -16,7 +16,7 @@ SUPPORTS = {
     "top-p": "the most likely tokens up to mass P, at most K, plus the sum of the remainder",
     "sample": "samples from the full distribution: unbiased with few bytes, for forward KL only",
     "top-k+sample": "the K most likely tokens, plus samples from the remainder: unbiased, with less noise",
-    "given": "the candidate ids in the data (candidate_ids), plus the sum of the remainder",
+    "candidates": "the candidate ids in the data (candidate_ids), plus the sum of the remainder",
     "none": "the observed token only: enough for losses on observed tokens",
 }
 DEFAULT_SUPPORT = "top-k+sample"

@@ -12,7 +12,7 @@ from xtk.tokens.tokenizer import Tokenizer
 
 CONTEXT, PADDING = 512, 40
 LONG = 330  # tokens; vLLM keeps whole blocks of 128 of what it read
-SAMPLED = SamplingConfig(temperature=0.8, top_p=0.97, top_k=200, max_completion_length=24, given=3)
+SAMPLED = SamplingConfig(temperature=0.8, top_p=0.97, top_k=200, max_completion_length=24, top_logprobs=3)
 GREEDY = SamplingConfig(temperature=0, max_completion_length=9, stop=("s", "an"))
 
 

@@ -62,7 +62,7 @@ def test_what_a_server_does_not_do_is_told_and_what_fails_is_asked_again(server,
     with pytest.raises(XtkError, match="load new weights from a folder only"):
         writer.update_weights([])
     with pytest.raises(XtkError, match="max-logprobs"):
-        writer.generate(asks_of(), SamplingConfig(given=30))
+        writer.generate(asks_of(), SamplingConfig(top_logprobs=30))
     with pytest.raises(MismatchError, match="another tokenizer"):
         ServerGenerator(
             GeneratorConfig(pair.student, "student", Tokenizer(pair.student), options={"servers": [server.url]})

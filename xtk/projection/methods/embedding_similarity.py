@@ -33,7 +33,7 @@ class EmbeddingSimilarityMethod:
     Attributes:
         student_embedding: float32 [V, H].
         teacher_embedding: float32 [U, G]; G need not be H.
-        neighbours: teacher tokens per row.
+        num_neighbors: teacher tokens per row.
         temperature: temperature of the softmax.
         student_weights: fingerprint of the model that the embedding is from.
         teacher_weights: likewise.
@@ -41,7 +41,7 @@ class EmbeddingSimilarityMethod:
 
     student_embedding: NDArray[np.float32] = field(repr=False)
     teacher_embedding: NDArray[np.float32] = field(repr=False)
-    neighbours: int = DEFAULT_NEIGHBORS
+    num_neighbors: int = DEFAULT_NEIGHBORS
     temperature: float = DEFAULT_TEMPERATURE
     student_weights: str = ""
     teacher_weights: str = ""
@@ -49,14 +49,14 @@ class EmbeddingSimilarityMethod:
     stores_cells = False
 
     def __post_init__(self) -> None:
-        if self.neighbours < 1:
-            raise XtkError(f"--num-neighbors is {self.neighbours}; must be at least 1")
+        if self.num_neighbors < 1:
+            raise XtkError(f"--num-neighbors is {self.num_neighbors}; must be at least 1")
         if not self.temperature > 0:
             raise XtkError(f"--temperature is {self.temperature}; must be above 0")
 
     def header_options(self) -> dict[str, Any]:
         """Return the options for the header."""
-        names = ("neighbours", "temperature", "student_weights", "teacher_weights")
+        names = ("num_neighbors", "temperature", "student_weights", "teacher_weights")
         return {name: getattr(self, name) for name in names}
 
     def build_entries(self, pair: VocabularyPair) -> SparseEntries:
@@ -107,7 +107,7 @@ class EmbeddingSimilarityMethod:
         self, rows: NDArray[np.float32], targets: NDArray[np.float32]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return indices [n, k] of the nearest targets, ascending, and their weights."""
-        count = min(self.neighbours, len(targets))
+        count = min(self.num_neighbors, len(targets))
         cosines = rows @ targets.T
         places = np.sort(np.argpartition(-cosines, count - 1, axis=1)[:, :count], axis=1)
         near = np.take_along_axis(cosines, places, axis=1).astype(np.float64)

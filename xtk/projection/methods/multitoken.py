@@ -20,21 +20,21 @@ class MultitokenMethod:
     """X-Token, arXiv 2605.21699: equal bytes first; others are mapped to their tokens in the teacher's tokenization.
 
     Attributes:
-        max_pieces: a student token that needs more teacher tokens has no entries.
+        max_tokens_per_entry: a student token that needs more teacher tokens has no entries.
         decay: weight of each teacher token relative to the previous one; 0: all on the first.
         reverse_pass: also tokenize the teacher's tokens with the student's tokenizer, and add their weights to the rows
             of these student tokens. Rows of tokens with equal bytes stay unchanged.
     """
 
-    max_pieces: int = DEFAULT_MAX_TOKENS
+    max_tokens_per_entry: int = DEFAULT_MAX_TOKENS
     decay: float = DEFAULT_DECAY
     reverse_pass: bool = False
 
     stores_cells = False
 
     def __post_init__(self) -> None:
-        if self.max_pieces < 1:
-            raise XtkError(f"--max-tokens-per-entry is {self.max_pieces}; must be at least 1")
+        if self.max_tokens_per_entry < 1:
+            raise XtkError(f"--max-tokens-per-entry is {self.max_tokens_per_entry}; must be at least 1")
         if not 0 <= self.decay <= 1:
             raise XtkError(f"--decay is {self.decay}; must be between 0 and 1")
 
@@ -52,7 +52,7 @@ class MultitokenMethod:
 
     def _spread(self, spelled: TokenSpellings) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.float32]]:
         """Return entries as (index of the spelling, teacher token, weight)."""
-        short = spelled.lengths <= self.max_pieces
+        short = spelled.lengths <= self.max_tokens_per_entry
         at = np.repeat(np.arange(len(spelled.token_ids)), spelled.lengths)
         place = np.arange(len(spelled.spelling_ids)) - spelled.offsets[at]
         raw = np.power(float(self.decay), place)

@@ -1,0 +1,191 @@
+"""Help, errors and pages are in the terms of the field, and class names are unique."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from xtk.cli import app
+from xtk.commands.option_groups import OPTION_GROUPS
+
+ROOT = Path(__file__).parent.parent
+MAX_SENTENCE, MAX_SENTENCES = 100, 2
+
+# Words of an earlier dialect, in which programs, models, files and tensors speak, and numbers are counted as "so many".
+DIALECT = re.compile(
+    r"""\b(
+    told | tells? | heard | hears? | hearing | spoken | speaks? | speaker | says? | said | saying
+    | asks? | asked | asking | nobody | somebody | anew | likeliest | to\ the\ letter | of\ its\ own | of\ their\ own
+    | stands?\ there | stood\ there | (?<!there\ )(?:is|are)\ no\ (?!longer|more|such)\w+
+    | beside | behind | so\ many | altered | draws? | drew | drawn | drawing | realised
+    | (?:one|all|each|some|none|many|most|both|two|several)\ of\ them | who | whom | room | rounds?
+    )\b""",
+    re.IGNORECASE | re.VERBOSE,
+)
+# Natural uses in pages: (file below the root, text around the word).
+NATURAL: set[tuple[str, str]] = set()
+MAX_NATURAL = 20
+
+# Calls whose text a user reads.
+ERRORS = {"BadParameter", "UsageError", "ResumableStop", "Finding"}
+NOTES = {"note", "result_line", "Progress", "warn"}
+
+
+def commands() -> dict[str, typer.core.TyperCommand]:
+    return typer.main.get_command(app).commands
+
+
+def options() -> Iterator[tuple[str, str, str]]:
+    """(command, parameter, help)."""
+    for name, command in commands().items():
+        for parameter in command.params:
+            text = getattr(parameter, "help", None)
+            if text:
+                yield name, "/".join(parameter.opts), text
+
+
+def sentences(text: str) -> list[str]:
+    """The sentences of a help text; the marks `Repeatable.` and `[default: 4]` are none."""
+    text = re.sub(r" Repeatable\.| \[default: [^\]]*\]", "", text)
+    return re.split(r"(?<=[.!?])\s+", text.strip())
+
+
+@pytest.mark.parametrize(("command", "option", "text"), options(), ids=lambda value: str(value)[:40])
+def test_a_help_text_is_one_phrase_or_two_short_ones(command, option, text):
+    parts = sentences(text)
+    assert len(parts) <= MAX_SENTENCES, parts
+    assert max(map(len, parts)) <= MAX_SENTENCE, [(len(part), part) for part in parts]
+    assert not re.match(r"(of|in|on|for|at|by|as|where|what|who|how|which|that)\b", text, re.IGNORECASE), text
+
+
+def test_every_option_of_a_grouped_command_is_under_one_heading():
+    general = {"output", "config", "force", "as_json", "quiet", "help"}
+    for name, groups in OPTION_GROUPS.items():
+        listed = [option for group in groups for option in group.options]
+        known = {str(one.name) for one in commands()[name].params if one.param_type_name == "option"}
+        assert len(listed) == len(set(listed)), name
+        assert set(listed) <= known, set(listed) - known
+        assert known - set(listed) <= general, known - set(listed)
+
+
+def test_every_command_ends_its_help_with_two_examples_of_itself():
+    for name, command in commands().items():
+        lines = (command.epilog or "").splitlines()
+        assert len(lines) == 2, name
+        for line in lines:
+            assert f"xtk {name} " in line
+            assert len(line) <= 100
+
+
+def test_examples_are_accepted_by_their_commands():
+    import shlex
+
+    for command in commands().values():
+        for line in command.epilog.splitlines():
+            for words in " ".join(shlex.split(line)).split(" | "):
+                _, name, *_ = words.split()
+                known = {spelling for one in commands()[name].params for spelling in (*one.opts, *one.secondary_opts)}
+                known |= {spelling for one in commands()["distill"].params for spelling in one.opts}  # of sweep
+                used = {word.partition("=")[0] for word in words.split() if re.match(r"--?[a-z]", word)}
+                assert used <= known, used - known
+
+
+def test_help_has_no_dialect():
+    texts = [(f"xtk {name}", command.help or "") for name, command in commands().items()]
+    texts += [(f"xtk {name} {option}", text) for name, option, text in options()]
+    found = [f"{place}: {hit[0]!r} in {text!r}" for place, text in texts for hit in DIALECT.finditer(text)]
+    assert not found, "\n".join(found)
+
+
+def text_of(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """The string literals inside an expression, those of an f-string joined, without dict keys and subscripts."""
+    if isinstance(node, ast.Constant):
+        if isinstance(node.value, str):
+            yield node.lineno, node.value
+    elif isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        yield node.lineno, "".join(map(str, parts))
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                yield from text_of(part.value)
+    elif isinstance(node, ast.Subscript):
+        yield from text_of(node.value)
+    elif isinstance(node, ast.Compare) or _is_lookup(node):
+        return
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from text_of(child)
+
+
+def _is_lookup(node: ast.AST) -> bool:
+    """Whether a call takes a key out of a mapping."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get"
+
+
+def printed_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of everything in a file that is raised as an error or printed as a note, progress or result."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name.endswith(("Error", "_error")) or name in ERRORS | NOTES:
+                for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+                    yield from text_of(argument)
+        # Sentences that are put together before they are raised or printed.
+        elif isinstance(node, ast.Assign) and any(
+            isinstance(target, ast.Name)
+            and target.id in ("what", "why", "hint", "message", "reason", "warning", "where")
+            for target in node.targets
+        ):
+            yield from text_of(node.value)
+
+
+def test_errors_and_notes_have_no_dialect():
+    found = {
+        f"{path.relative_to(ROOT)}:{line}: {hit[0]!r} in {text!r}"
+        for path in sorted((ROOT / "xtk").rglob("*.py"))
+        for line, text in printed_texts(path)
+        for hit in DIALECT.finditer(text)
+    }
+    assert not found, f"{len(found)} sentences:\n" + "\n".join(sorted(found))
+
+
+def page_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of a page, without code."""
+    fenced = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.lstrip().startswith(("```", "~~~")):
+            fenced = not fenced
+        elif not fenced:
+            yield number, re.sub(r"`[^`]*`", "``", line)
+
+
+def test_pages_have_no_dialect_but_for_natural_uses():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found, used = [], set()
+    for page in pages:
+        name = str(page.relative_to(ROOT))
+        for line, text in page_texts(page):
+            for hit in DIALECT.finditer(text):
+                natural = {(name, around) for file, around in NATURAL if file == name and around in text}
+                used |= natural
+                if not natural:
+                    found.append(f"{name}:{line}: {hit[0]!r} in {text.strip()!r}")
+    assert not found, f"{len(found)} places:\n" + "\n".join(found)
+    assert used == NATURAL, "no longer in the pages"
+    assert len(NATURAL) < MAX_NATURAL
+
+
+def test_class_names_are_unique():
+    names = Counter(
+        node.name
+        for path in (ROOT / "xtk").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert not [name for name, count in names.items() if count > 1]
