@@ -163,7 +163,7 @@ def test_an_unknown_key_in_a_file_is_told_with_the_nearest_known_one(run, pair, 
         ("top-k: {a: 3}", "top-k takes one value, but this is a mapping"),
         ("top-k:", "top-k has no value"),
         ("top-k: ~", "top-k has no value"),
-        ("top-k: 3\ntop_k: 4", "top-k stands twice"),
+        ("top-k: 3\ntop_k: 4", "top-k occurs twice"),
         ("as_json: true", "no option called 'as_json'"),
         ("- top-k", "not a mapping of options"),
         ("top-k: {", "not valid YAML"),
@@ -180,7 +180,7 @@ def test_a_file_that_says_nothing_clear_is_refused(run, pair, corpus, tmp_path, 
 
 def test_a_file_without_an_end_is_refused(run, pair, corpus, tmp_path):
     done = run("cache-teacher", pair.teacher, corpus, "--config", "/dev/zero", "-o", "c", cwd=tmp_path, code=1)
-    assert "this configuration file has more than 16,777,216 bytes" in done.stderr
+    assert "this --config file exceeds 16,777,216 bytes" in done.stderr
 
 
 def test_the_known_options_of_a_file_are_those_of_the_command_line(run, pair, corpus, tmp_path):

@@ -40,7 +40,7 @@ def test_another_corpus_or_smoothing_is_another_request(run, pair, corpus, tmp_p
     options = ("--method", "cooccurrence", "-o", "p")
     build(run, pair, *options, "--corpus", corpus, cwd=tmp_path)
     done = build(run, pair, *options, "--corpus", corpus, "--smoothing", 3, cwd=tmp_path, code=1)
-    assert "another options" in done.stderr
+    assert "different options" in done.stderr
     (tmp_path / "other.jsonl").write_text('{"text": "something else 201"}\n')
     done = build(run, pair, *options, "--corpus", "other.jsonl", cwd=tmp_path, code=1)
     assert "--force" in done.stderr

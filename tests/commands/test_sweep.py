@@ -148,15 +148,15 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
 @pytest.mark.parametrize(
     ("code", "told", "more"),
     [
-        (1, "no option of distill that can vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
+        (1, "no option of --vary called 'sede'; did you mean seed?", ["--vary", "sede=0"]),
         (2, "seed=1.5: Invalid value for '--seed'", ["--vary", "seed=0 1.5"]),
         (2, "seed=0: No such option: --max-stepps", ["--vary", "seed=0", "--max-stepps", 3]),
         (2, "the value must be true or false", ["--vary", "packing=true no"]),
         (2, "seed has no value", ["--vary", "seed="]),
-        (1, "two runs are called seed=0", ["--vary", "seed=0 0"]),
-        (1, "use-dora=true and use-dora=false are one and the same", ["--use-dora", "--vary", "use-dora=true false"]),
+        (1, "two runs have the name seed=0", ["--vary", "seed=0 0"]),
+        (1, "use-dora=true and use-dora=false have the same options", ["--use-dora", "--vary", "use-dora=true false"]),
         (1, "no closing quotation", ["--vary", "seed='0"]),
-        (1, "nothing varies", []),
+        (1, "--vary or --runs is missing", []),
         (1, "loss=cee: no loss called 'cee'; did you mean ce?", ["--vary", "loss=ce cee"]),
         (1, "learning-rate=-1: --learning-rate is -1", ["--vary", "learning-rate=1e-3 -1"]),
         (1, "cache=nowhere: there is no teacher cache", ["--vary", "cache=nowhere"]),
@@ -264,7 +264,7 @@ def test_a_mistake_in_a_list_is_told_with_its_line(tmp_path):
     assert "list, line 1: late: " in done.stderr
     (tmp_path / "list").write_text("base cache --seed 0 -o same\n\nother cache -o same\n")
     done = run_xtk("sweep", "-o", "out", "--dry-run", "--runs", "list", cwd=tmp_path, code=1)
-    assert "two runs are called same" in done.stderr
+    assert "two runs have the name same" in done.stderr
     assert "list, line 1: base" in done.stderr
     assert "list, line 3: other" in done.stderr
 
