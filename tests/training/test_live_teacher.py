@@ -250,7 +250,7 @@ def test_several_teachers_say_what_their_caches_say(pair, corpus, tmp_path, way)
     teachers = [live(model, option) for model, option in zip((pair.teacher, third), options, strict=True)]
     caches = [cached(teacher, corpus, tmp_path / f"cache-{at}") for at, teacher in enumerate(teachers)]
     from_caches = inputs_of(pair.student, caches, recipe_of(["byte-kl"], combine_teachers=way))
-    inputs = live_inputs(pair.student, corpus, teachers, teachers=way)
+    inputs = live_inputs(pair.student, corpus, teachers, combine_teachers=way)
     assert [objective.name for objective in inputs.objectives] == [one.name for one in from_caches.objectives]
     assert inputs.teachers == from_caches.teachers
     expected = [from_caches.source.teacher_outputs(number) for number in range(len(from_caches.source))]
