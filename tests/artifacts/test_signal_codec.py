@@ -208,7 +208,9 @@ def test_the_plain_twin_reads_the_same_bits(case):
             for number, drawn in enumerate(position.draws):
                 place = at * options["num_sample_sets"] + number
                 names = slice(back.sample_offsets[place], back.sample_offsets[place + 1])
-                assert drawn == dict(zip(back.sample_ids[names].tolist(), back.sample_counts[names].tolist(), strict=True))
+                assert drawn == dict(
+                    zip(back.sample_ids[names].tolist(), back.sample_counts[names].tolist(), strict=True)
+                )
 
 
 @given(shards, st.integers(0, 5) | st.none())
@@ -250,8 +252,14 @@ def test_altered_bytes_are_noticed_or_read_as_something_else(case, random):
     for (row, scores), token_bytes, signal_bytes in zip(rows, tokens, signals, strict=True):
         for content, read in (
             (token_bytes, lambda some, row=row: codec.unpack_tokens(some, len(row))),
-            (signal_bytes, lambda some, row=row, scores=scores: codec.unpack_stored_logprobs(some, row.ids, scores.positions)),
-            (signal_bytes, lambda some, row=row, scores=scores: codec.unpack_teacher_logprobs(some, row.ids, scores.positions, 0)),
+            (
+                signal_bytes,
+                lambda some, row=row, scores=scores: codec.unpack_stored_logprobs(some, row.ids, scores.positions),
+            ),
+            (
+                signal_bytes,
+                lambda some, row=row, scores=scores: codec.unpack_teacher_logprobs(some, row.ids, scores.positions, 0),
+            ),
         ):
             try:
                 read(altered(content, random))
@@ -343,7 +351,7 @@ def test_the_whole_vocabulary_of_real_width():
 
 def test_scores_without_the_token_that_stands_there_are_refused():
     scores = one_position([-0.1, -3.0], 0, tail=0.05)
-    with pytest.raises(ValueError, match="stands there"):
+    with pytest.raises(ValueError, match="the observed token must be exactly once"):
         back_of(scores, 2, width=3)
 
 

@@ -244,12 +244,12 @@ def test_a_page_is_replaced_when_its_runs_go_on_and_nothing_else_is(runs, tmp_pa
     (tmp_path / "another.json").write_text(json.dumps([{**RESULTS[0], "bits_per_byte": 1.625}]))
     for told, *arguments in (
         ("page of another request", runs[1], "-o", "page.html"),
-        ("there is another file", runs[1], "--force", "-o", "notes"),
+        ("the output path is an existing file", runs[1], "--force", "-o", "notes"),
         ("metrics.jsonl, line 1", run, "-o", "new"),
-        ("no run of xtk distill", tmp_path, "-o", "new"),
+        ("this is not a run of xtk distill", tmp_path, "-o", "new"),
         ("this run is named twice", runs[0], runs[0], "-o", "new"),
         ("this run is named twice", runs[0], f"{runs[0].parent}/../{runs[0].parent.name}/first/", "-o", "new"),
-        ("no run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
+        ("this is not a run of xtk distill", runs[0], tmp_path / "typo", "-o", "new"),
         ("no rollouts and no answers", runs[0], "--samples", runs[1] / "metrics.jsonl", "-o", "new"),
         ("did you mean before", runs[0], "--evaluation", "results.json", "--baseline", "bfore", "-o", "new"),
         (

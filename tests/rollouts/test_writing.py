@@ -95,9 +95,9 @@ def test_prompts_are_prompts_messages_before_the_last_answer_or_texts(tmp_path):
     assert prompts[1].document.conversation.tools == ({"name": "add"},)
     (named,) = prompts_of(tmp_path, {"q": "Q", "text": "t", "w": 2.5}, columns={"prompt": "q", "weight": "w"})
     assert (named.document.text, named.document.weight) == ("Q", 2.5)
-    with pytest.raises(XtkError, match="no prompt, nor messages, nor text"):
+    with pytest.raises(XtkError, match="no column prompt, messages or text"):
         prompts_of(tmp_path, {"completion": "x"})
-    with pytest.raises(XtkError, match="no message to answer"):
+    with pytest.raises(XtkError, match="no message to respond to"):
         prompts_of(tmp_path, {"messages": talk[1:]})
 
 
@@ -258,10 +258,16 @@ def test_turns_end_where_the_context_or_the_length_does(tokenizer, tmp_path):
     free = written(None, 100)
     assert (free.num_turns, free.finish_reason) == (4, "turns")
     sizes = np.diff(free.document.sampled_tokens.sampled_runs()).ravel()
-    for context, length in ((int(free.document.sampled_tokens.sampled_runs()[2, 0]), 100), (None, int(sizes[:2].sum()))):
+    for context, length in (
+        (int(free.document.sampled_tokens.sampled_runs()[2, 0]), 100),
+        (None, int(sizes[:2].sum())),
+    ):
         short = written(context, length)
         assert (short.num_turns, short.finish_reason) == (2, "length")
-        assert short.document.sampled_tokens.ids.tolist() == free.document.sampled_tokens.ids[: len(short.document.sampled_tokens.ids)].tolist()
+        assert (
+            short.document.sampled_tokens.ids.tolist()
+            == free.document.sampled_tokens.ids[: len(short.document.sampled_tokens.ids)].tolist()
+        )
         assert len(short.document.sampled_tokens.sampled_runs()) == 2
 
 

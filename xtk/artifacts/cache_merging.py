@@ -260,7 +260,7 @@ def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
     stop = int(match[2] or total) if match else total
     if not 0 <= start < stop <= total:
         raise XtkError(
-            f"--rows {rows or ':'} is not a non-empty range within the {total:,} documents of the input caches",
+            f"--rows is {rows or ':'}; must be a non-empty range of the {total:,} documents of the input caches",
             hint=f"use --rows START:STOP with 0 <= START < STOP <= {total}",
         )
     return start, stop

@@ -131,7 +131,7 @@ def _open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
 
 
 class _XzReader(io.RawIOBase):
-    """The content of an .xz file of one or several streams. Python's lzma ignores what follows the first stream."""
+    """Decompressed content of an .xz file with one or more streams; Python's lzma ignores all but the first."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -143,7 +143,7 @@ class _XzReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
-            if self._decompressor.eof:  # padding between streams is zeros
+            if self._decompressor.eof:  # streams may be padded with zeros
                 self._input = self._decompressor.unused_data.lstrip(b"\0")
                 while not self._input and (block := self._raw.read(io.DEFAULT_BUFFER_SIZE)):
                     self._input = block.lstrip(b"\0")
@@ -153,7 +153,7 @@ class _XzReader(io.RawIOBase):
             elif self._decompressor.needs_input and not self._input:
                 self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
                 if not self._input:
-                    raise EOFError("the file is cut short")
+                    raise EOFError("the file is truncated")
             found = self._decompressor.decompress(self._input, len(buffer))
             self._input = b""
             if found:

@@ -99,7 +99,7 @@ def _wrong_ids(scores: StoredLogprobs, row: ScoredDocument, width: int | None) -
     if _out_of_range(scores.ids, width):
         return "the teacher returned token ids outside of its vocabulary"
     if not _are_ascending(scores.ids, scores.offsets):
-        return "the teacher returned token ids that are not in increasing order"
+        return "the teacher returned token ids that are not strictly increasing"
     at = np.flatnonzero(scores.ids == observed_ids[owner])
     if not np.array_equal(owner[at], np.arange(len(scores))):
         return "the teacher returned no log-probability of the observed token"
@@ -114,7 +114,7 @@ def _wrong_samples(scores: StoredLogprobs, width: int | None, support: Support |
     if _out_of_range(scores.sample_ids, width):
         return "the teacher sampled token ids outside of its vocabulary"
     if not _are_ascending(scores.sample_ids, scores.sample_offsets):
-        return "the teacher returned sampled ids that are not in increasing order"
+        return "the teacher returned sampled ids that are not strictly increasing"
     if (scores.sample_counts < 1).any():
         return "the teacher returned sampled ids with a count below 1"
     if support is None or not support.num_sample_sets:
