@@ -159,7 +159,7 @@ def test_two_sweeps_of_one_folder_at_once_are_refused(swept):
         (1, "nothing varies", []),
         (1, "loss=cee: no loss called 'cee'; did you mean ce?", ["--vary", "loss=ce cee"]),
         (1, "learning-rate=-1: --learning-rate is -1", ["--vary", "learning-rate=1e-3 -1"]),
-        (1, "cache=nowhere: there is no teacher cache in this folder", ["--vary", "cache=nowhere"]),
+        (1, "cache=nowhere: there is no teacher cache", ["--vary", "cache=nowhere"]),
         (1, "is for a teacher", ["--vary", "loss=ce forward-kl"]),
         (1, "--parallel fsdp=2", ["--vary", "parallel=dp=1 fsdp=2"]),
         (1, "there is no run in this list", ["--runs", os.devnull]),

@@ -89,10 +89,14 @@ def assert_says(scores, document, expected, support, tolerance, given=None) -> N
             first, stop = scores.sample_offsets[at * support.num_sample_sets + number :][:2]
             drawn = scores.sample_ids[first:stop]
             assert drawn.tolist() == sorted(set(drawn.tolist()) - set(ids.tolist()))
-            assert scores.sample_counts[first:stop].sum() == (support.num_samples if len(ids) < len(expected[at]) else 0)
+            assert scores.sample_counts[first:stop].sum() == (
+                support.num_samples if len(ids) < len(expected[at]) else 0
+            )
             # Systematic draws: never a whole time more or less than in the mean.
             mean = support.num_samples * np.exp(expected[at][drawn]) / max(1e-30, 1 - np.exp(expected[at][ids]).sum())
-            assert (np.abs(scores.sample_counts[first:stop] - mean) < 1 + 1e-3 * mean + support.num_samples * tolerance).all()
+            assert (
+                np.abs(scores.sample_counts[first:stop] - mean) < 1 + 1e-3 * mean + support.num_samples * tolerance
+            ).all()
     if len(scores):
         realised = document.ids[scores.positions].astype(np.int64)
         np.testing.assert_allclose(

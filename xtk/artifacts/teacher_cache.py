@@ -395,7 +395,7 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
                 hint="run the same xtk cache-teacher command again to continue it",
             ) from None
         raise XtkError(
-            "there is no teacher cache in this folder",
+            "there is no teacher cache",
             where=folder.name,
             hint="check the path, or create one: xtk cache-teacher TEACHER DATA -o FOLDER",
         ) from None
