@@ -126,7 +126,7 @@ def test_a_value_that_cannot_be_is_named_with_its_place(run, forged, change, tol
 def test_counts_of_a_manifest_are_compared_with_the_shard_before_it_is_read(run, pair, forged, name, tmp_path):
     forge(forged, lambda manifest: manifest["shards"][0].update({name: manifest["shards"][0][name] + 1}))
     done = run("distill", pair.teacher, forged, "--loss", "ce", "--max-steps", 1, "-o", tmp_path / "out", code=None)
-    refused(done, f"{name} of a shard that has", "shard-00000.arrow")
+    refused(done, f" {name}, and the manifest states ", "shard-00000.arrow")
 
 
 def test_a_manifest_that_is_nested_ten_thousand_deep_is_a_sentence(run, forged):
@@ -177,6 +177,6 @@ def test_a_finished_cache_that_is_found_again_says_what_was_compared(run, pair, 
 @pytest.mark.parametrize("rows", [0, 5])
 def test_counts_of_shards_add_up_to_those_of_the_cache(run, forged, tmp_path, rows):
     forge(forged, lambda manifest: manifest["shards"][0].update(rows=rows))
-    told = "shards[0].rows" if rows == 0 else "its shards have"
+    told = "shards[0].rows" if rows == 0 else "the shards have"
     refused(run("cache-teacher", "--merge", forged, "-o", tmp_path / "out", code=None), told)
     assert not (tmp_path / "out" / "manifest.json").exists()

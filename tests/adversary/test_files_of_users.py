@@ -169,7 +169,7 @@ def test_the_repair_that_is_named_repairs_a_cache_of_one_shard(run, pair, corpus
     content = bytearray(whole[shard.name])
     content[len(content) // 2] ^= 1
     shard.write_bytes(content[:5000] if damage == "truncated" else content)
-    assert f"remove {shard}, and run the same" in run("inspect", cache, "--verify", code=1).stderr
+    assert f"remove {shard} and run the same" in run("inspect", cache, "--verify", code=1).stderr
     shard.unlink()
     run(*command)
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole

@@ -125,7 +125,9 @@ BAD = {
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
         "two different log-probabilities",
     ),
-    "a draw too many": (lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"),
+    "a draw too many": (
+        lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
+    ),
     "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
     "a draw of what is exact": (drawn_what_is_exact, "also among the exact ids"),
     "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
@@ -138,7 +140,9 @@ BAD = {
     "a position too few": (
         lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score exactly the trained tokens"
     ),
-    "an entropy too few": (lambda scores: changed(scores, entropy=scores.entropy[:-1]), "whose length is not the number"),
+    "an entropy too few": (
+        lambda scores: changed(scores, entropy=scores.entropy[:-1]), "whose length is not the number"
+    ),
 }  # fmt: skip
 
 

@@ -202,7 +202,7 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
         (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
         (["--engine", "tp_size=none"], "tp_size is 'none'"),
         (["--engine", "tp_size=2", "--num-processes", 2], "cannot be combined"),
-        (["--engine", "tp_size=2"], "they cannot be dealt to tp_size=2"),
+        (["--engine", "tp_size=2"], "which is not divisible by tp_size=2"),
         (["--engine", "nonsense=1"], "nonsense"),
     ],
 )
