@@ -138,7 +138,7 @@ def check_output_folder(path: Path, what: str, inputs: Iterable[str | Path] = ()
     for name in inputs:
         if path_exists(str(name)) and here in ((there := _resolve_path(Path(name))), *there.parents):
             raise XtkError(
-                "the output folder is, or contains, this input",
+                "the output is one of the inputs, or a folder that contains one",
                 where=str(name),
                 hint="use another output path (-o)",
             )
