@@ -44,14 +44,14 @@ def test_a_run_that_goes_on_removes_no_file_that_xtk_did_not_write(run, pair, co
     kept = {path.name for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"mine"}
     assert kept == {Path(name).name for name in mine}
     assert "is renamed to checkpoint-1.kept-1 and stays" in stderr
-    assert "holds files that xtk did not write (note.txt)" in stderr
+    assert "contains files that xtk did not write (note.txt)" in stderr
 
 
 def test_counts_of_the_user_are_not_removed(run, pair, corpus, tmp_path):
     mine = tmp_path / "q.xtk-cooccurrence-state"
     mine.write_text("mine")
     command = ["build-projection", pair.student, pair.teacher, "--method", "cooccurrence", "--corpus", corpus]
-    assert "there is another file" in run(*command, "-o", tmp_path / "q", code=1).stderr
+    assert "the output path is an existing file" in run(*command, "-o", tmp_path / "q", code=1).stderr
     assert mine.read_text() == "mine"
     assert not (tmp_path / "q").exists()
 
@@ -67,7 +67,10 @@ def test_force_refuses_files_of_the_user_that_are_called_as_those_of_other_runs(
     run(*command, "--force")  # what the tracker wrote is the run's
     (tmp_path / "out" / name).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / "out" / name).write_text("mine")
-    assert f"this folder holds other things ({name.partition('/1/')[0]}" in run(*command, "--force", code=1).stderr
+    assert (
+        f"this folder contains files that xtk did not write ({name.partition('/1/')[0]}"
+        in run(*command, "--force", code=1).stderr
+    )
     assert (tmp_path / "out" / name).read_text() == "mine"
     assert (tmp_path / "out" / "xtk.json").exists()
 
@@ -82,7 +85,7 @@ def test_a_run_that_ends_keeps_files_of_the_user_that_are_called_as_those_of_a_s
     stderr = run(*command).stderr
     for name in ("README.md", "config.json"):
         assert (out / f"{name}.kept-1").read_text() == f"mine: {name}"
-        assert f"{out / name} was not written by xtk; it is renamed to {name}.kept-1 and stays" in stderr
+        assert f"{out / name} was not written by xtk; kept as {name}.kept-1" in stderr
     run("inspect", out, "--verify")
     left = {path.name: path.read_bytes() for path in out.iterdir() if path.is_file() and "kept" not in path.name}
     (out / "xtk.json").unlink()  # as a run that was killed just before its end
@@ -97,7 +100,7 @@ def test_force_refuses_files_that_the_manifest_of_a_cache_does_not_list(run, pai
     command = ["cache-teacher", pair.teacher, corpus, "--top-k", 4, "-o", tmp_path / "cache"]
     run(*command)
     (tmp_path / "cache" / name).write_text("mine")
-    assert f"this folder holds other things ({name})" in run(*command, "--force", code=1).stderr
+    assert f"this folder contains files that xtk did not write ({name})" in run(*command, "--force", code=1).stderr
     assert (tmp_path / "cache" / name).read_text() == "mine"
     run("inspect", tmp_path / "cache", "--verify")
 
@@ -168,7 +171,7 @@ def test_the_repair_that_is_named_repairs_a_cache_of_one_shard(run, pair, corpus
     content = bytearray(whole[shard.name])
     content[len(content) // 2] ^= 1
     shard.write_bytes(content[:5000] if damage == "truncated" else content)
-    assert f"remove {shard}, and run the same" in run("inspect", cache, "--verify", code=1).stderr
+    assert f"remove {shard} and run the same" in run("inspect", cache, "--verify", code=1).stderr
     shard.unlink()
     run(*command)
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == whole
@@ -188,7 +191,10 @@ def test_a_tokenizer_of_the_user_stays_though_a_file_calls_its_folder_an_unfinis
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(pair.student / name, folder)
     (folder / ".xtk-unfinished").write_text("{}")
-    assert "this folder holds other things" in run("cache-teacher", pair.teacher, corpus, "-o", folder, code=1).stderr
+    assert (
+        "this folder contains files that xtk did not write"
+        in run("cache-teacher", pair.teacher, corpus, "-o", folder, code=1).stderr
+    )
     assert (folder / "tokenizer.json").read_bytes() == (pair.student / "tokenizer.json").read_bytes()
 
 

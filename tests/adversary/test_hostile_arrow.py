@@ -69,7 +69,7 @@ def test_data_with_absurd_offsets_is_refused_by_the_command(run, pair, tmp_path,
     path.write_bytes(content)
     assert size >= 4 * 51
     done = run("cache-teacher", pair.teacher, path, "-o", tmp_path / "cache", code=1)
-    assert "this data cannot be read to its end" in done.stderr
+    assert "this data file cannot be read completely" in done.stderr
     assert str(path) in done.stderr
 
 
@@ -84,13 +84,13 @@ def tokens_with(row: ScoredDocument, **changed: object) -> ScoredDocument:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("token", "the token id 300000000, and the teacher's vocabulary has"),
-        ("negative token", "the token id -5"),
-        ("entry", "the token id 300000000"),
-        ("ends", "positions of tokens or bytes outside of the document"),
-        ("text_runs", "positions of tokens or bytes outside of the document"),
-        ("segment_end_tokens", "positions of tokens or bytes outside of the document"),
-        ("positions", "ranges of trained tokens outside of the document"),
+        ("token", "token id 300000000 is outside of the teacher's vocabulary"),
+        ("negative token", "token id -5"),
+        ("entry", "token id 300000000"),
+        ("ends", "token or byte positions lie outside of the document"),
+        ("text_runs", "token or byte positions lie outside of the document"),
+        ("segment_end_tokens", "token or byte positions lie outside of the document"),
+        ("positions", "trained tokens lie outside of the document"),
     ],
 )
 def test_absurd_numbers_in_a_shard_with_right_checksums_are_refused(caches, tmp_path, what, told):
@@ -135,7 +135,7 @@ def test_a_vocabulary_order_that_is_no_order_of_ids_is_refused(ids):
         writer.write_batch(batch)
     forged = bytes(sink.getvalue())
     VocabularyOrder.from_file_content(vocabulary_order_file_name(content), content, "order")
-    with pytest.raises(CorruptError, match="is not an order of all token ids"):
+    with pytest.raises(CorruptError, match="does not list every token id exactly once"):
         VocabularyOrder.from_file_content(vocabulary_order_file_name(forged), forged, "order")
     for size in (0, 9, len(content) // 2):
         with pytest.raises(CorruptError, match="is not a valid Arrow file"):

@@ -29,16 +29,16 @@ ATTACKS = {
     ),
     "half deep": ("a.jsonl", ('{"text": "a", "x": ' + "[" * 900 + "]" * 900 + "}").encode(), "line 1", "nested"),
     "deep array": ("a.json", f'[{{"text": "a"}},\n{{"text": {DEEP}}}]'.encode(), "line 2", "nested"),
-    "open array": ("a.json", b'[{"text": "a"}', "a.json", "this JSON array has no end"),
-    "array of text": ("a.json", b'[{"text": "a"} {"text": "b"}]', "line 1", "no comma between two documents"),
+    "open array": ("a.json", b'[{"text": "a"}', "a.json", "the closing ] of this JSON array is missing"),
+    "array of text": ("a.json", b'[{"text": "a"} {"text": "b"}]', "line 1", "a comma is missing between two documents"),
     "latin-1": ("a.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "a.jsonl", "byte 0xe9 at offset 27"),
     "latin-1 text": ("a.txt", b"caf\xe9", "a.txt", "byte 0xe9 at offset 3"),
     "latin-1 in an array": ("a.json", b'[{"text": "caf\xe9"}]', "a.json", "byte 0xe9 at offset 14"),
-    "utf-16": ("a.txt", "Anna".encode("utf-16"), "a.txt", "this text is UTF-16, and data is UTF-8"),
-    "utf-16 lines": ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl", "this text is UTF-16"),
-    "utf-32": ("a.csv", "text\na\n".encode("utf-32"), "a.csv", "this text is UTF-32"),
-    "csv fields": ("a.csv", b'text,id\n"a",1\nb\n', "line 3", "this row has 1 fields, and the header has 2"),
-    "csv quotes": ("a.csv", b'text,id\n"a,1\nb,2\n', "line 2", "this row is not CSV"),
+    "utf-16": ("a.txt", "Anna".encode("utf-16"), "a.txt", "this file is encoded in UTF-16; data must be UTF-8"),
+    "utf-16 lines": ("a.jsonl", '{"text": "a"}'.encode("utf-16"), "a.jsonl", "this file is encoded in UTF-16"),
+    "utf-32": ("a.csv", "text\na\n".encode("utf-32"), "a.csv", "this file is encoded in UTF-32"),
+    "csv fields": ("a.csv", b'text,id\n"a",1\nb\n', "line 3", "this row has 1 fields; must have 2, like the header"),
+    "csv quotes": ("a.csv", b'text,id\n"a,1\nb,2\n', "line 2", "this row is not valid CSV"),
     "csv header": ("a.csv", b"text,text\na,b\n", "a.csv", "two columns called 'text'"),
 }  # fmt: skip
 
@@ -141,7 +141,7 @@ def test_without_network_the_hub_ends_in_a_sentence(run, pair, tmp_path, source)
     # A fresh process: the hub's client reads its variables when it is imported.
     out = tmp_path / "cache"
     done = run("cache-teacher", pair.teacher, source, "-o", out, code=None, env=surroundings, fresh=True)
-    refused(done, "the hub does not give it")
+    refused(done, "loading it from the Hugging Face hub failed")
     assert time.monotonic() - started < 40  # under load; seconds on a machine that does nothing else
 
 
@@ -156,5 +156,5 @@ def test_a_hub_that_never_answers_ends_in_a_sentence_within_20_seconds(run, pair
     imports = time.monotonic() - started
     started = time.monotonic()
     done = run(*command, code=None, env=surroundings, fresh=True)
-    refused(done, "the hub does not give it", "owner/")
+    refused(done, "loading it from the Hugging Face hub failed", "owner/")
     assert time.monotonic() - started < 18 + imports

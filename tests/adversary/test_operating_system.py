@@ -60,7 +60,7 @@ def test_a_read_only_disk_is_told_before_any_work(pair, corpus, mounted, command
     sides = (pair.teacher,) if data else (pair.student, pair.teacher)
     code, out, err = ended(start([command, *sides, *data, "-o", mounted / "out"]))
     assert (code, out) == (1, "")
-    assert "cannot be written to" in err or "read-only" in err
+    assert "no permission to write" in err or "read-only" in err
 
 
 @pytest.mark.parametrize("limit", [3_000, 20_000])

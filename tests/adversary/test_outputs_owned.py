@@ -74,7 +74,7 @@ def test_a_folder_of_the_users_tokenizer_is_not_an_artifact(run, pair, commands,
         (out / name).write_bytes((pair.student / name).read_bytes())
     before = snapshot(tmp_path)
     done = run(*with_output(command, commands[command], out, force), code=None)
-    refused(done, "this folder holds other things (tokenizer.json, tokenizer_config.json)", "mine")
+    refused(done, "this folder contains files that xtk did not write (tokenizer.json, tokenizer_config.json)", "mine")
     assert snapshot(tmp_path) == before
 
 
@@ -110,7 +110,9 @@ def test_a_file_that_is_no_artifact_is_not_replaced(run, commands, cache, tmp_pa
     out = tmp_path / ("mine.jsonl" if command == "rollout" else "mine")
     for content in (b"notes\n", (cache / "manifest.json").read_bytes(), b'{"text": "data"}\n'):
         out.write_bytes(content)
-        refused(run(*with_output(command, commands[command], out, force), code=None), "there is another file")
+        refused(
+            run(*with_output(command, commands[command], out, force), code=None), "the output path is an existing file"
+        )
         assert out.read_bytes() == content
 
 
@@ -122,7 +124,7 @@ def test_a_page_of_inspect_replaces_pages_alone(run, cache, tmp_path, name, forc
     if name == "notes":
         page.write_text("mine")
     before = snapshot(tmp_path)
-    refused(run("inspect", own, "--html", page, *force, code=None), "there is another file", str(page))
+    refused(run("inspect", own, "--html", page, *force, code=None), "the output path is an existing file", str(page))
     assert snapshot(tmp_path) == before
 
 
@@ -141,8 +143,8 @@ def test_an_output_that_cannot_be_made_is_refused_before_any_work(run, commands,
     ending = ".jsonl" if command == "rollout" else ""
     for path, told in (
         (tmp_path / "file" / "below" / f"out{ending}", "is a file, not a folder"),
-        (tmp_path / ("x" * 300 + ending), "too long for the name of a file"),
-        (tmp_path / f"link{ending}", "a link that leads nowhere"),
+        (tmp_path / ("x" * 300 + ending), "this name is too long"),
+        (tmp_path / f"link{ending}", "a broken symbolic link"),
     ):
         if path.name.startswith("link"):
             path.symlink_to(tmp_path / "nowhere")
@@ -180,7 +182,7 @@ def test_a_device_is_no_output(run, commands):
 
 def test_a_log_of_the_users_own_gets_no_line_of_a_sweep(run, commands, tmp_path):
     (tmp_path / "seed=0.log").write_text("mine")
-    refused(run(*commands["sweep"], "-o", tmp_path, code=None), "there is another file", "seed=0.log")
+    refused(run(*commands["sweep"], "-o", tmp_path, code=None), "the output path is an existing file", "seed=0.log")
     assert (tmp_path / "seed=0.log").read_text() == "mine"
 
 
@@ -205,7 +207,11 @@ def test_an_unfinished_cache_without_a_shard_states_its_request(run, pair, corpu
     header = json.loads((cache / "manifest.json").read_text())["header"]
     (out / ".xtk-unfinished").write_text(json.dumps({"format": "xtk-teacher-cache", "header": header}))
     other = ("cache-teacher", pair.teacher, corpus, "--top-k", 3, "-o", out)
-    refused(run(*other, code=None), "there is a cache of another request", "options.top_k: 16 there, 3 asked for")
+    refused(
+        run(*other, code=None),
+        "the output folder contains a cache with different inputs or options",
+        "options.top_k: 16 there, 3 in this command",
+    )
     run(*other, "--force")
 
 

@@ -69,7 +69,7 @@ def test_logits_that_are_far_too_large_are_the_teachers_fault(pair, corpus, tmp_
     loud = changed(pair.student, tmp_path / "loud", scaled_head(1e6))
     told = "--precision standard stores -32,768 and above"
     done = run_xtk("cache-teacher", loud, corpus, "-o", tmp_path / "cache", code=1)
-    assert "the teacher gives an observed token a log-probability of -" in done.stderr
+    assert "the teacher's log-probability of an observed token is -" in done.stderr
     assert told in done.stderr
     assert "altered" not in done.stderr
     assert not (tmp_path / "cache" / "xtk.json").exists()

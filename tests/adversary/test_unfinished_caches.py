@@ -98,7 +98,7 @@ def test_a_shard_of_another_length_is_refused(raw, tmp_path, change, capsys):
     assert writer.missing_shards() == [1]
     told = capsys.readouterr().err
     assert f"{shard}: this shard " in told
-    assert "is written again" in told
+    assert "writing this shard again" in told
 
 
 def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, tmp_path, capsys):
@@ -114,9 +114,8 @@ def test_shards_that_were_swapped_or_copied_over_each_other_are_refused(packed, 
     rows = [entry["documents"] for entry in cache.manifest["shards"]]
     first, second = sum(rows[:1]), sum(rows[:2])
     assert (
-        f"{place / shard_file_name(2)}: this file has the rows {first} to {second} of shard 1, and its place is that "
-        f"of the "
-        f"rows {second} to {second + rows[2]} of shard 2; the shard is written again"
+        f"{place / shard_file_name(2)}: this file contains documents {first} to {second} of shard 1, not "
+        f"documents {second} to {second + rows[2]} of shard 2; writing this shard again"
     ) in capsys.readouterr().err
 
 
@@ -133,7 +132,7 @@ def test_the_next_run_writes_damaged_shards_again_and_ends_equal(run, pair, pack
     done = resume(run, pair, packed, place)
     for number in (0, 1):
         assert f"{place / shard_file_name(number)}: this" in done.stderr
-    assert done.stderr.count("is written again") == 2
+    assert done.stderr.count("writing this shard again") == 2
     assert contents(place) == contents(packed)
     run("inspect", place, "--verify")
 
@@ -145,8 +144,8 @@ def test_a_shard_of_another_request_is_refused_and_nothing_is_removed(run, pair,
     before = contents(place)
     done = resume(run, pair, packed, place, code=1)
     (place / ".xtk-unfinished").unlink()
-    assert "there is a cache of another request" in done.stderr
-    assert f"{place / shard_file_name(1)} (options.seed: 1 there, 0 asked for)" in done.stderr
+    assert "the output folder contains a cache with different inputs or options" in done.stderr
+    assert f"{place / shard_file_name(1)} (options.seed: 1 there, 0 in this command)" in done.stderr
     assert contents(place) == before
 
 
@@ -188,7 +187,7 @@ def test_inspecting_an_unfinished_cache_names_its_damaged_shard(run, packed, tmp
     assert "this teacher cache is unfinished" in run("inspect", place, "--verify", code=1).stderr
     shutil.copy(place / shard_file_name(0), place / shard_file_name(2))
     done = run("inspect", place, "--verify", code=1)
-    assert "this file has the rows of shard 0" in done.stderr
+    assert "this file contains shard 0" in done.stderr
     assert str(place / shard_file_name(2)) in done.stderr
     (place / shard_file_name(1)).write_bytes(b"")
     assert "this shard is empty" in run("inspect", place, "--verify", code=1).stderr
@@ -209,7 +208,7 @@ def test_a_damaged_shard_of_another_machine_is_named_and_that_machine_writes_it_
     with pytest.raises(CorruptError, match="does not match its checksum") as caught:
         write(1)
     assert caught.value.where == str(damaged)
-    assert "on the machine that wrote it" in caught.value.hint
+    assert "on the machine that wrote this shard" in caught.value.hint
     assert not (place / "manifest.json").exists()
     assert write(0)
     assert damaged.read_bytes() == content

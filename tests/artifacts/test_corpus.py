@@ -148,8 +148,8 @@ def failure_of(sources: list[object], columns: dict[str, str] | None = None) -> 
     ("line", "what"),
     [
         ('{"text": "unfinished', "this line is not JSON"),
-        ('["a list"]', "a document is a JSON object"),
-        ('"Anna"', "a document is a JSON object"),
+        ('["a list"]', "this document is not a JSON object"),
+        ('"Anna"', "this document is not a JSON object"),
     ],
 )
 def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path, line, what):
@@ -162,31 +162,31 @@ def test_a_line_that_is_no_record_is_named_by_its_number(tmp_path, line, what):
 def test_data_without_a_text_names_the_columns_that_it_has(tmp_path):
     (tmp_path / "a.jsonl").write_text(lines_of([{"question": "2 + 2 =", "answer": " 4"}]))
     failure = failure_of([tmp_path / "a.jsonl"])
-    assert "it has question, answer" in failure.what
+    assert "its columns: question, answer" in failure.what
     assert failure.where == f"{tmp_path}/a.jsonl, document 0"
     assert "--columns" in failure.hint
-    assert "it has question, answer" in failure_of([tmp_path / "a.jsonl"], {"text": "body"}).what
-    assert "it has question, answer" in failure_of([tmp_path / "a.jsonl"], {"prompt": "question"}).what
+    assert "its columns: question, answer" in failure_of([tmp_path / "a.jsonl"], {"text": "body"}).what
+    assert "its columns: question, answer" in failure_of([tmp_path / "a.jsonl"], {"prompt": "question"}).what
 
 
 def test_a_text_that_is_a_number_or_nothing_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": 12}')
-    assert failure_of([tmp_path / "a.jsonl"]).what == "text is int, not text"
+    assert failure_of([tmp_path / "a.jsonl"]).what == "text must be text, not int"
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "completion": null}')
-    assert failure_of([tmp_path / "a.jsonl"]).what == "completion is NoneType, not text"
+    assert failure_of([tmp_path / "a.jsonl"]).what == "completion must be text, not NoneType"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_a_corpus_without_a_document_is_refused(tmp_path, name):
     (tmp_path / name).write_text("")
     failure = failure_of([tmp_path / name])
-    assert failure.what == "there is no document in this corpus"
+    assert failure.what == "this data contains no documents"
     assert failure.where == str(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "*.parquet", "no/such/folder/"])
 def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name):
-    with pytest.raises(XtkError, match="there is no such data") as caught:
+    with pytest.raises(XtkError, match="this data does not exist") as caught:
         Corpus([f"{tmp_path}/{name}"])
     assert caught.value.where == f"{tmp_path}/{name}"
     assert caught.value.hint
@@ -195,13 +195,13 @@ def test_data_that_is_not_there_is_named_before_anything_is_read(tmp_path, name)
 def test_an_unknown_ending_is_answered_with_the_known_ones(tmp_path):
     (tmp_path / "a.xlsx").write_text("text\nAnna\n")
     failure = failure_of([tmp_path / "a.xlsx"])
-    assert failure.what == "data ending in .xlsx cannot be read"
+    assert failure.what == "data files that end in .xlsx are not supported"
     assert ".parquet" in failure.hint
 
 
 def test_a_folder_without_data_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("nothing here")
-    assert failure_of([tmp_path]).what == "this folder holds no data files"
+    assert failure_of([tmp_path]).what == "this folder contains no data files"
 
 
 @pytest.mark.parametrize("write", [as_parquet, as_arrow_file, as_datasets_saves_it, as_jsonl_gz])
@@ -359,8 +359,8 @@ def test_messages_and_tools_that_are_json_in_a_column_are_decoded(tmp_path):
     ("record", "what"),
     [
         ({"messages": "hello"}, "not JSON"),
-        ({"messages": '{"role": "user"}'}, "no list"),
-        ({"messages": CHAT, "tools": {"type": "function"}}, "tools is dict"),
+        ({"messages": '{"role": "user"}'}, "messages must be a list of messages"),
+        ({"messages": CHAT, "tools": {"type": "function"}}, "tools must be a list of tool descriptions, not dict"),
         ({"messages": CHAT, "tools": "[{"}, "tools is a string"),
     ],
 )

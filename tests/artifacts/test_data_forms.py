@@ -44,7 +44,7 @@ def test_objects_over_several_lines_are_documents(tmp_path):
     (tmp_path / "a.json").write_text("\n".join(json.dumps(record, indent=1) for record in RECORDS))
     assert texts_of(tmp_path / "a.json") == TEXTS
     (tmp_path / "a.json").write_text("[]")
-    assert failure_of(tmp_path / "a.json").what == "there is no document in this corpus"
+    assert failure_of(tmp_path / "a.json").what == "this data contains no documents"
 
 
 @pytest.mark.parametrize("shift", range(4))
@@ -99,9 +99,9 @@ def test_folders_that_datasets_saves_are_read_in_their_order(tmp_path):
     assert texts_of(tmp_path / "both") == TEXTS[:2]
     assert texts_of(f"{tmp_path}/both:test") == TEXTS[2:]
     failure = failure_of(f"{tmp_path}/both:tset")
-    assert failure.what == "this data set has no split 'tset'; did you mean test?"
+    assert failure.what == "this dataset has no split 'tset'; did you mean test?"
     assert "train, test" in failure.hint
-    assert "one split" in failure_of(f"{tmp_path}/one:test").what
+    assert "was saved without splits" in failure_of(f"{tmp_path}/one:test").what
 
 
 def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
@@ -110,7 +110,7 @@ def test_a_folder_that_names_files_elsewhere_is_refused(tmp_path):
     state = json.loads((tmp_path / "one" / "state.json").read_text())
     state["_data_files"][0]["filename"] = "../elsewhere.arrow"
     (tmp_path / "one" / "state.json").write_text(json.dumps(state))
-    assert "cannot be a file of this artifact" in failure_of(tmp_path / "one").what
+    assert "is not an allowed file name" in failure_of(tmp_path / "one").what
 
 
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
@@ -122,7 +122,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path, form):
     else:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
-    assert failure_of(path).what == "this file has two columns called 'text'"
+    assert failure_of(path).what == "this file has two columns named 'text'"
 
 
 @pytest.mark.parametrize("write", ["jsonl", "json", "csv", "txt", "parquet"])
@@ -153,7 +153,7 @@ def test_zstd_is_read_without_another_package_and_a_cut_file_is_named(tmp_path):
     (tmp_path / "data.jsonl.zst").write_bytes(frame + frame)
     assert [one.text for one in Corpus([str(tmp_path / "data.jsonl.zst")])] == ["Anna"] * 6
     (tmp_path / "cut.jsonl.zst").write_bytes(frame[:-5])
-    with pytest.raises(XtkError, match="cannot be read to its end"):
+    with pytest.raises(XtkError, match="cannot be read completely"):
         list(Corpus([str(tmp_path / "cut.jsonl.zst")]))
 
 
@@ -167,4 +167,4 @@ def test_xz_files_of_several_streams_are_read_whole_or_refused(tmp_path, padding
     damaged = bytes([streams[1][0] ^ 1]) + streams[1][1:]
     for content in (streams[0] + padding + damaged, streams[0] + padding + b"garbage", streams[0] + streams[1][:-9]):
         path.write_bytes(content)
-        assert "cannot be read to its end" in failure_of(path).what
+        assert "cannot be read completely" in failure_of(path).what

@@ -147,7 +147,7 @@ def test_again_the_finished_merge_is_found_and_another_refused(caches, tmp_path)
     assert merge_caches([caches["a"], caches["b"]], place) == figures
     assert (tmp_path / "out/manifest.json").stat().st_mtime_ns == stamp
     for other, stretch in (([caches["b"], caches["a"]], ""), ([caches["a"]], ""), ([caches["a"], caches["b"]], ":5")):
-        with pytest.raises(XtkError, match="there is a cache of another request"):
+        with pytest.raises(XtkError, match="the output folder contains a cache with different inputs or options"):
             merge_caches(other, place, rows=stretch)
     assert files_of(tmp_path / "out") == before
     merge_caches([caches["b"], caches["a"]], place, force=True)
@@ -169,7 +169,7 @@ def test_a_merge_that_was_killed_is_done_again_and_ends_equal(caches, tmp_path):
 def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, rows, tmp_path):
     writer = CacheWriter(open_folder(tmp_path / "out"), header_of("d"), [3, 1])
     writer.write_shard(0, rows[:3])
-    with pytest.raises(XtkError, match="there is an unfinished cache of another request"):
+    with pytest.raises(XtkError, match="the output folder contains an unfinished cache with different inputs"):
         merge_caches([caches["a"]], str(tmp_path / "out"))
     assert sorted(files_of(tmp_path / "out")) == [".xtk-unfinished", "shard-00000.arrow"]
 
@@ -177,10 +177,10 @@ def test_the_unfinished_cache_of_another_request_is_not_written_over(caches, row
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"teacher": {"weights": "sha256:other"}}, "teacher.weights is sha256:two and sha256:other"),
+        ({"teacher": {"weights": "sha256:other"}}, "teacher.weights: sha256:two and sha256:other"),
         ({"teacher": {"tokenizer": "sha256:other"}}, "teacher.tokenizer"),
-        ({"options": {"top_k": 5}}, "options.top_k is 4 and 5"),
-        ({"codec": {"num_sample_sets": 1}}, "codec.num_sample_sets is 2 and 1"),
+        ({"options": {"top_k": 5}}, "options.top_k: 4 and 5"),
+        ({"codec": {"num_sample_sets": 1}}, "codec.num_sample_sets: 2 and 1"),
     ],
 )
 def test_what_is_not_of_one_kind_is_refused_naming_both_and_the_difference(caches, rows, tmp_path, changed, told):
@@ -188,7 +188,7 @@ def test_what_is_not_of_one_kind_is_refused_naming_both_and_the_difference(cache
     header = header_of("d", **changed)
     manifest = TeacherCache(other).manifest
     write_cache_manifest(open_folder(other), {**{key: manifest[key] for key in ("files", "shards")}, "header": header})
-    with pytest.raises(MismatchError, match="these caches cannot be one") as caught:
+    with pytest.raises(MismatchError, match="these caches cannot be merged") as caught:
         merge_caches([caches["a"], other], str(tmp_path / "out"))
     assert caught.value.where.startswith(f"{caches['a']} and {other}: ")
     assert told in caught.value.where
@@ -202,7 +202,7 @@ def test_a_teacher_that_was_moved_is_the_same_teacher(caches, rows, tmp_path):
 
 def test_documents_that_come_twice_are_told(caches, tmp_path, capsys):
     merge_caches([caches["a"], caches["b"], caches["a"]], str(tmp_path / "twice"))
-    assert "part 3 and part 1 of what is merged are of the same data" in capsys.readouterr().err
+    assert "inputs 1 and 3 overlap" in capsys.readouterr().err
     merge_caches([caches["a"]], str(tmp_path / "one"), rows=":2")
     merge_caches([caches["a"]], str(tmp_path / "two"), rows="2:")
     merge_caches([str(tmp_path / "one"), str(tmp_path / "two")], str(tmp_path / "once"))
@@ -231,7 +231,7 @@ def test_a_row_that_was_altered_is_not_taken_into_a_stretch_as_if_it_were_whole(
     raw = (folder / "shard-00000.arrow").read_bytes()
     at = raw.index(b"all of it")
     (folder / "shard-00000.arrow").write_bytes(raw[:at] + b"A" + raw[at + 1 :])
-    with pytest.raises(XtkError, match="a row of this cache does not match") as caught:
+    with pytest.raises(XtkError, match="a document of this cache does not match") as caught:
         merge_caches([str(folder)], str(tmp_path / "out"), rows="0:3")
     assert caught.value.where.endswith("shard-00000.arrow, row 0")
 

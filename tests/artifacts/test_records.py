@@ -87,10 +87,10 @@ def test_a_prompt_of_the_teacher_is_text_or_messages():
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"text": "a", "teacher_prompt": 5}, "teacher_prompt is int"),
-        ({"text": "a", "teacher_prompt": CHAT}, "the document is not a conversation"),
-        ({"input_ids": [1], "teacher_prompt": "a"}, "used unchanged"),
-        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message must be an object"),
+        ({"text": "a", "teacher_prompt": 5}, "teacher_prompt must be text or a list of messages, not int"),
+        ({"text": "a", "teacher_prompt": CHAT}, "the document is no conversation"),
+        ({"input_ids": [1], "teacher_prompt": "a"}, "as they are"),
+        ({"messages": CHAT, "teacher_prompt": ["a"]}, "a message is an object"),
     ],
 )
 def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
@@ -99,7 +99,7 @@ def test_a_prompt_of_the_teacher_that_is_none_is_refused(record, what):
 
 def test_a_column_that_was_asked_for_and_is_not_there_is_missed():
     failure = failure_of({"text": "a", "hints": "b"}, teacher_prompt="hint")
-    assert failure.what == "a document has no hint; it has text, hints; did you mean hints?"
+    assert failure.what == "this document has no column hint; its columns: text, hints; did you mean hints?"
     assert "labels" in failure_of({"input_ids": [1]}, labels="labels").what
 
 
@@ -160,18 +160,18 @@ def test_tokens_come_from_parquet_as_from_json(tmp_path):
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ({"input_ids": "5 6"}, "input_ids is no list of whole numbers"),
-        ({"input_ids": [5, None]}, "input_ids is no list of whole numbers"),
-        ({"input_ids": [5.0]}, "input_ids is no list of whole numbers"),
-        ({"input_ids": [2**40]}, "is not a token id"),
-        ({"input_ids": [2**80]}, "is not a token id"),
-        ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries, and input_ids has 2"),
-        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels are 6 at place 0, where input_ids are 5"),
-        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask holds other numbers than 0 and 1"),
-        ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask is no list of whole numbers"),
+        ({"input_ids": "5 6"}, "input_ids must be a list of integers"),
+        ({"input_ids": [5, None]}, "input_ids must be a list of integers"),
+        ({"input_ids": [5.0]}, "input_ids must be a list of integers"),
+        ({"input_ids": [2**40]}, "is no id of a token"),
+        ({"input_ids": [2**80]}, "contains a number that is not a token id"),
+        ({"input_ids": [5, 6], "labels": [-100]}, "labels has 1 entries; must have 2, like input_ids"),
+        ({"input_ids": [5, 6], "labels": [6, -100]}, "labels[0] is 6, but input_ids[0] is 5"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "loss_mask must contain only 0 and 1"),
+        ({"input_ids": [5, 6], "loss_mask": [0.5, 1]}, "loss_mask must be a list of integers"),
         ({"input_ids": [5, 6], "attention_mask": [1]}, "attention_mask has 1 entries"),
         ({"input_ids": [5, 6], "candidate_ids": [1]}, "candidate_ids must be a list of lists"),
-        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids must be a flat list of integers"),
+        ({"input_ids": [5, 6], "candidate_ids": [["a"]]}, "candidate_ids are no list of whole numbers"),
     ],
 )
 def test_tokens_and_masks_that_are_none_are_refused(record, what):
@@ -193,7 +193,7 @@ def test_tokens_beside_a_text_are_read_when_it_is_said_which():
 
 def test_a_document_of_nothing_names_what_it_could_have():
     failure = failure_of({"tokens": [5]})
-    assert "nor input_ids; it has tokens" in failure.what
+    assert "or input_ids; its columns: tokens" in failure.what
     assert "input_ids=COLUMN" in failure.hint
 
 
@@ -218,27 +218,27 @@ def test_weights_and_routes_are_read_from_the_columns_that_are_asked_for_and_no_
     assert parse_columns_option("text=body", weight="quality", route="") == {"text": "body", "weight": "quality"}
     with pytest.raises(XtkError) as told:
         parse_columns_option("weight=quality")
-    assert told.value.hint == "weight is an option: --weight-column COLUMN"
+    assert told.value.hint == "use --weight-column COLUMN"
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "2", None, True, [1]])
 def test_a_weight_that_is_none_is_refused(weight):
     failure = failure_of({"text": "a", "quality": weight}, weight="quality")
-    assert failure.what == f"quality is {weight!r}; the weight of a document is a number from 0 to 1e12"
+    assert failure.what == f"quality is {weight!r}; must be a number from 0 to 1e12"
 
 
 def test_a_weight_that_is_missing_is_named_with_its_file_and_row(tmp_path):
     (tmp_path / "data.jsonl").write_text('{"text": "a", "quality": 1}\n{"text": "b"}\n')
     with pytest.raises(XtkError) as told:
         list(Corpus([str(tmp_path / "data.jsonl")], {"weight": "quality"}))
-    assert told.value.what == "a document has no quality; it has text"
+    assert told.value.what == "this document has no column quality; its columns: text"
     assert told.value.where == f"{tmp_path / 'data.jsonl'}, document 1"
-    assert told.value.hint == "every document needs one"
+    assert told.value.hint == "add this column to every document, or name another one with --weight-column"
 
 
 def test_a_route_is_a_name():
     failure = failure_of({"text": "a", "by": 3}, route="by")
-    assert failure.what == "by is 3, and a route is the name of a teacher"
+    assert failure.what == "by is 3; must be the name of a teacher"
 
 
 # Fingerprints.

@@ -196,15 +196,15 @@ def test_a_store_that_is_gone_is_told_and_nothing_is_lost(at_s3, rows, store, tm
 
 
 def test_a_missing_bucket_key_or_package_is_told_before_anything_is_done(store, monkeypatch):
-    with pytest.raises(XtkError, match="there is no bucket nowhere"):
+    with pytest.raises(XtkError, match="the bucket nowhere does not exist"):
         RemoteFolder("s3://nowhere/cache").file_sizes()
     with pytest.raises(XtkError, match="cannot be reached") as caught:
         open_folder("gopher://somewhere/cache")
     assert caught.value.where == "gopher://somewhere/cache"
     monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(XtkError, match="the package for gs:// is not installed") as caught:
+    with pytest.raises(XtkError, match="gs:// needs the Python package gcsfs") as caught:
         open_folder("gs://bucket/cache")
-    assert caught.value.hint == "pip install gcsfs"
+    assert caught.value.hint == "run pip install gcsfs"
 
 
 def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):
@@ -213,7 +213,7 @@ def test_a_forced_cache_goes_whole_and_what_is_not_ours_stays(place, rows):
     assert stored(place) == {}
     with RemoteFolder(place).write("thesis.tex") as temporary:
         temporary.write_text("precious")
-    with pytest.raises(XtkError, match="other things"):
+    with pytest.raises(XtkError, match="files that xtk did not write"):
         remove_cache(RemoteFolder(place))
     assert stored(place) == {"thesis.tex": b"precious"}
 

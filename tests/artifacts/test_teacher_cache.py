@@ -237,7 +237,7 @@ def test_a_shard_of_another_size_is_named_when_the_cache_is_opened(cache, change
     path = cache / "shard-00002.arrow"
     raw = path.read_bytes()
     path.write_bytes(raw[:change] if change < 0 else raw + b"\0")
-    with pytest.raises(CorruptError, match=f"has {len(raw) + change} bytes; {len(raw)} were written") as caught:
+    with pytest.raises(CorruptError, match=f"has {len(raw) + change} bytes; must have {len(raw)}") as caught:
         TeacherCache(cache)
     assert caught.value.where.endswith("shard-00002.arrow")
 
@@ -308,9 +308,11 @@ def test_a_cache_of_another_request_is_refused_naming_what_differs(cache, rows, 
         lambda: CacheWriter(LocalFolder(cache), wanted, SIZES),
         lambda: CacheWriter(LocalFolder(unfinished), wanted, SIZES),
     ):
-        with pytest.raises(XtkError, match="there is a cache of another request") as caught:
+        with pytest.raises(
+            XtkError, match="the output folder contains a cache with different inputs or options"
+        ) as caught:
             request()
-        assert f"{section}.{key}: {HEADER[section][key]} there, {value} asked for" in caught.value.where
+        assert f"{section}.{key}: {HEADER[section][key]} there, {value} in this command" in caught.value.where
 
 
 def test_a_damaged_shard_of_an_unfinished_cache_is_named_and_written_again(cache, rows, tmp_path, capsys):
@@ -332,14 +334,14 @@ def test_a_folder_with_other_things_is_neither_written_to_nor_removed(cache):
         lambda: CacheWriter(LocalFolder(cache), HEADER, SIZES),
         lambda: remove_cache(LocalFolder(cache)),
     ):
-        with pytest.raises(XtkError, match=r"this folder holds other things \(thesis.tex\)"):
+        with pytest.raises(XtkError, match=r"this folder contains files that xtk did not write \(thesis.tex\)"):
             request()
     assert len(files_of(cache)) == len(SIZES) + 2
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(XtkError, match="a cache is a folder"):
+    with pytest.raises(XtkError, match="a cache must be a folder"):
         CacheWriter(LocalFolder(tmp_path / "cache"), HEADER, [1])
 
 

@@ -119,7 +119,9 @@ def test_statistics_of_a_pipe_and_of_a_text(run, pair, data):
         assert piped[key] == whole[key]
     alone = json.loads(run("align", pair.student, pair.teacher, "Anna has 123", "--stats", "--json", "-q").stdout)
     assert (alone["documents"], alone["bytes"]) == (1, 12)
-    refused(run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before it")
+    refused(
+        run("align", pair.student, pair.teacher, "-", "--stats", stdin="", code=None), "the command before the pipe"
+    )
 
 
 def test_the_table_is_plain_text_elsewhere_than_on_a_terminal(run, pair, data):
@@ -209,8 +211,8 @@ def test_the_page_obeys_o_and_replaces_nothing_else(run, pair, data, tmp_path):
     run(*arguments, "--limit", 2, "--force", cwd=tmp_path)
     assert path.read_bytes() != before[0]
     path.write_text("my notes")
-    refused(run(*arguments, cwd=tmp_path, code=None), "another file", "another -o")
-    refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "folder of this name")
+    refused(run(*arguments, cwd=tmp_path, code=None), "an existing file", "use another output path (-o)")
+    refused(run(*arguments[:-1], tmp_path / "sub", cwd=tmp_path, code=None), "this path is a folder")
     assert path.read_text() == "my notes"
 
 

@@ -143,14 +143,14 @@ def test_a_cache_that_lost_its_tokenizer(run, pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").unlink()
     done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "the teacher's tokenizer is not in its cache", str(broken), "--projection")
+    refused(done, "the teacher's tokenizer cannot be loaded from the cache", str(broken), "--projection")
 
 
 def test_a_cache_with_the_tokenizer_of_another_teacher(run, pair, cache, tmp_path):
     broken = copy(cache, tmp_path / "broken")
     (broken / "tokenizer.json").write_bytes((pair.student / "tokenizer.json").read_bytes())
     done = run("distill", pair.student, broken, "--loss", "p-kl", "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "not the one it was made with", str(broken))
+    refused(done, "does not match its checksum in the manifest", str(broken))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
@@ -335,7 +335,7 @@ def test_a_full_disk_leaves_nothing_half_and_the_work_goes_on(run, pair, corpus,
     assert all(name.startswith(("shard-", "tokenizer", "chat_template", ".xtk-unfinished")) for name in names)
     subprocess.run(["mount", "-o", "remount,size=50m", str(small_disk)], check=True)
     done = run(*arguments)
-    assert "going on" in done.stderr
+    assert "continuing, " in done.stderr
     run(*arguments[:-1], tmp_path / "c")
     assert same_files(small_disk / "c", tmp_path / "c")
 
@@ -433,13 +433,21 @@ def test_a_run_that_is_not_finished_is_no_model_yet(run, pair, corpus, tmp_path)
 
 
 def test_models_and_runs_are_no_data(run, pair, corpus, tmp_path):
-    refused(run("evaluate", pair.student, corpus, pair.teacher, code=None), "a model, not data", str(pair.teacher))
-    refused(run("cache-teacher", pair.teacher, pair.student, "-o", "c", cwd=tmp_path, code=None), "a model, not data")
+    refused(
+        run("evaluate", pair.student, corpus, pair.teacher, code=None), "a model folder, not data", str(pair.teacher)
+    )
+    refused(
+        run("cache-teacher", pair.teacher, pair.student, "-o", "c", cwd=tmp_path, code=None), "a model folder, not data"
+    )
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.json").write_text("{}")
-    refused(run("evaluate", pair.student, "run", cwd=tmp_path, code=None), "a run, not data", "where: run")
+    refused(
+        run("evaluate", pair.student, "run", cwd=tmp_path, code=None),
+        "a run folder of xtk distill, not data",
+        "where: run",
+    )
 
 
 def test_a_folder_is_no_projection(run, pair, cache, tmp_path):
     done = run("distill", pair.student, cache, "--projection", tmp_path, "-o", "out", cwd=tmp_path, code=None)
-    refused(done, "a projection is a file", str(tmp_path), "build-projection")
+    refused(done, "a projection must be a file", str(tmp_path), "build-projection")

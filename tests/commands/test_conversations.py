@@ -93,7 +93,7 @@ def test_a_conversation_that_is_too_long_is_cut_or_skipped_never_split(run, chat
     )
     arguments = ("cache-teacher", chatting / "teacher", tmp_path / "long.jsonl", "--top-k", 4, "--long-documents")
     refused = run(*arguments, "split", "-o", tmp_path / "s", code=1)
-    assert "not split" in refused.stderr
+    assert "cannot be split" in refused.stderr
     run(*arguments, "truncate", "-o", tmp_path / "t")
     row = TeacherCache(tmp_path / "t").read_document(0)
     assert len(row.tokens) == 256

@@ -16,7 +16,7 @@ def test_a_misspelt_command_is_answered_with_the_nearest_one(run):
 def test_a_misspelt_column_is_named_with_the_nearest_one(run, pair, tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"body": "Anna", "id": 1}) + "\n")
     done = run("align", pair.student, pair.teacher, tmp_path / "a.jsonl", "--columns", "text=bdy", code=1)
-    assert "a document has no bdy; it has body, id; did you mean body?" in done.stderr
+    assert "this document has no column bdy; its columns: body, id; did you mean body?" in done.stderr
 
 
 @pytest.mark.parametrize("loss", ["p-kl", "auto"])

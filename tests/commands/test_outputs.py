@@ -23,7 +23,7 @@ def test_what_xtk_did_not_write_is_never_replaced(run, pair, corpus, projection,
             ("align", pair.student, pair.teacher, "text", "--html"),
         ):
             done = run(*arguments, "-o", "mine", *force, cwd=tmp_path, code=None)
-            refused(done, "there is another file", "mine", "another -o")
+            refused(done, "the output path is an existing file", "mine", "use another output path (-o)")
         assert (tmp_path / "mine").read_bytes() == content
 
 

@@ -96,7 +96,7 @@ def test_a_table_of_special_tokens_is_read_as_json_and_yaml(run, pair, tmp_path,
 def test_embeddings_need_weights(run, pair, families, tmp_path):
     done = run("build-projection", families["student"], pair.teacher, "--method", "embedding", "-o", "p",
                cwd=tmp_path, code=1)  # fmt: skip
-    assert "no weights in this folder" in done.stderr
+    assert "this folder contains no weights" in done.stderr
 
 
 def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_path):
@@ -118,7 +118,7 @@ def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_p
         (("--merge", "p"), "--merge OTHER=WEIGHT"),
         (("--merge", "P=2"), "--merge is 2.0"),
         (("--merge", "P=nan"), "--merge is nan"),
-        (("--merge", "absent=0.5"), "no such projection"),
+        (("--merge", "absent=0.5"), "this projection file does not exist"),
         (("--mass", "0"), "--mass is 0"),
         (("--mass", "nan"), "--mass is nan"),
         (("--merge", "OTHER=0.5"), "different teachers"),

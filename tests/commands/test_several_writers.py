@@ -108,7 +108,7 @@ def test_machines_write_their_own_shards_and_the_last_one_finishes(pair, corpus,
     shards = sorted(path.name for path in cache.glob("shard-*"))
     assert write(pair, corpus, folder, 1, 3) is None
     assert sorted(path.name for path in folder.glob("shard-*.arrow")) == shards[1::3]
-    assert "still to come from others" in capsys.readouterr().err
+    assert "shards of other machines are missing" in capsys.readouterr().err
     assert write(pair, corpus, folder, 0, 3) is None
     # What a machine that was lost had half written.
     (folder / f".xtk-tmp-7@0123abcd-89abcdef-{shards[2]}").write_bytes(b"half")
@@ -132,8 +132,11 @@ def test_two_machines_that_finish_at_once_write_the_same(pair, corpus, cache, tm
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--machine-rank", 2, "--num-machines", 2), "--machine-rank is 2 of --num-machines 2"),
-        (("--num-machines", 2, "--force"), "--force would remove what other machines write"),
+        (
+            ("--machine-rank", 2, "--num-machines", 2),
+            "--machine-rank is 2; must be at least 0 and below --num-machines (2)",
+        ),
+        (("--num-machines", 2, "--force"), "--force cannot be combined with --num-machines"),
     ],
 )
 def test_shares_that_make_no_sense(run, pair, corpus, tmp_path, options, words):
@@ -213,7 +216,7 @@ def test_a_flipped_byte_in_the_tokenizer_is_found_by_inspect_and_by_who_reads_it
     flipped(broken / "tokenizer.json", 1000)
     done = run("inspect", "--verify", broken, code=1)
     assert str(broken / "tokenizer.json") in done.stderr
-    with pytest.raises(XtkError, match="not the one it was made with"):
+    with pytest.raises(XtkError, match="does not match its checksum in the manifest"):
         _ = TeacherCache(broken).teacher_tokenizer
 
 

@@ -119,7 +119,7 @@ def test_damaged_metrics_of_a_finished_run_are_told_and_its_student_stands_in_th
     first, *others = path.read_text().splitlines(keepends=True)
     path.write_text(first[: len(first) // 2] + "\n" + "".join(others))
     done = run_xtk(*command, "--json", cwd=tmp_path / "copy")
-    assert "seed=0: this line is no JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
+    assert "seed=0: this line is not a JSON object\n  where: all/seed=0/metrics.jsonl, line 1" in done.stderr
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert [("training_seconds" in one, "loss" in one, one["state"]) for one in told] == [
         (False, True, "finished"), (True, True, "finished")

@@ -101,7 +101,7 @@ def test_the_embedding_of_a_folder_is_the_model_s(tmp_path, dtype):
 
 
 def test_folders_without_an_embedding_are_refused_by_name(tmp_path):
-    with pytest.raises(XtkError, match="no weights in this folder"):
+    with pytest.raises(XtkError, match="this folder contains no weights"):
         read_input_embedding(tmp_path)
     from safetensors.numpy import save_file
 

@@ -95,9 +95,9 @@ def test_prompts_are_prompts_messages_before_the_last_answer_or_texts(tmp_path):
     assert prompts[1].document.conversation.tools == ({"name": "add"},)
     (named,) = prompts_of(tmp_path, {"q": "Q", "text": "t", "w": 2.5}, columns={"prompt": "q", "weight": "w"})
     assert (named.document.text, named.document.weight) == ("Q", 2.5)
-    with pytest.raises(XtkError, match="no prompt, nor messages, nor text"):
+    with pytest.raises(XtkError, match="no column prompt, messages or text"):
         prompts_of(tmp_path, {"completion": "x"})
-    with pytest.raises(XtkError, match="no message to answer"):
+    with pytest.raises(XtkError, match="no message to respond to"):
         prompts_of(tmp_path, {"messages": talk[1:]})
 
 

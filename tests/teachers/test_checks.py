@@ -104,41 +104,45 @@ def heavier(scores: StoredLogprobs) -> StoredLogprobs:
 
 
 BAD = {
-    "a NaN among log-probabilities": (with_value("logprobs", np.nan), "no numbers"),
-    "a NaN of the realised token": (with_value("observed_logprobs", np.nan), "no numbers"),
-    "an endless entropy": (with_value("entropy", np.inf), "no numbers"),
+    "a NaN among log-probabilities": (with_value("logprobs", np.nan), "NaN"),
+    "a NaN of the realised token": (with_value("observed_logprobs", np.nan), "NaN"),
+    "an endless entropy": (with_value("entropy", np.inf), "not finite"),
     "an entropy below 0": (with_value("entropy", -1.0), "entropy below 0"),
-    "a NaN for the rest": (with_value("remainder_mass", np.nan), "no numbers"),
+    "a NaN for the rest": (with_value("remainder_mass", np.nan), "NaN"),
     "an endless log-probability": (with_value("logprobs", np.inf), "above 0"),
     "a log-probability above 0": (with_value("observed_logprobs", 0.5), "above 0"),
     "a mass above 1": (heavier, "do not sum to 1"),
     "a rest that is not the rest": (with_value("remainder_mass", 1.5), "do not sum to 1"),
     "a rest below 0": (with_value("remainder_mass", -0.005), "do not sum to 1"),
-    "an id below 0": (with_value("ids", -1, 0), "does not have"),
-    "an id past the vocabulary": (with_value("ids", U, 0), "does not have"),
-    "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "draws ids that its vocabulary"),
-    "ids that fall": (swapped("ids", "offsets"), "not in their order"),
-    "an id twice": (twice, "twice"),
-    "drawn ids that fall": (swapped("sample_ids", "sample_offsets"), "drawn ids twice, or not in their order"),
-    "no realised id": (without_the_realised_id, "leaves out the token"),
+    "an id below 0": (with_value("ids", -1, 0), "outside of its vocabulary"),
+    "an id past the vocabulary": (with_value("ids", U, 0), "outside of its vocabulary"),
+    "a drawn id past the vocabulary": (with_value("sample_ids", U, 0), "sampled token ids outside of its vocabulary"),
+    "ids that fall": (swapped("ids", "offsets"), "not strictly increasing"),
+    "an id twice": (twice, "not strictly increasing"),
+    "drawn ids that fall": (swapped("sample_ids", "sample_offsets"), "sampled ids that are not strictly increasing"),
+    "no realised id": (without_the_realised_id, "no log-probability of the observed token"),
     "two numbers for the realised id": (
         lambda scores: with_value("observed_logprobs", scores.observed_logprobs[AT] - 0.5)(scores),
-        "two log-probabilities",
+        "two different log-probabilities",
     ),
-    "a draw too many": (lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "than 5 draws"),
-    "a count of none": (with_value("sample_counts", 0, 0), "less than once"),
-    "a draw of what is exact": (drawn_what_is_exact, "exact already"),
-    "an offset that falls": (with_value("offsets", 0, 2), "offsets do not fit"),
+    "a draw too many": (
+        lambda scores: with_value("sample_counts", scores.sample_counts[0] + 1, 0)(scores), "not return 5 samples"
+    ),
+    "a count of none": (with_value("sample_counts", 0, 0), "a count below 1"),
+    "a draw of what is exact": (drawn_what_is_exact, "also among the exact ids"),
+    "an offset that falls": (with_value("offsets", 0, 2), "offsets that do not match"),
     "offsets that end too early": (
-        lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets do not fit"
+        lambda scores: with_value("offsets", scores.offsets[-1] - 1, -1)(scores), "offsets that do not match"
     ),
     "offsets of fewer sets": (
-        lambda scores: changed(scores, sample_offsets=scores.sample_offsets[:-1]), "offsets do not fit"
+        lambda scores: changed(scores, sample_offsets=scores.sample_offsets[:-1]), "offsets that do not match"
     ),
     "a position too few": (
-        lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score all of the trained tokens"
+        lambda scores: changed(scores, positions=scores.positions[:-1]), "did not score exactly the trained tokens"
     ),
-    "an entropy too few": (lambda scores: changed(scores, entropy=scores.entropy[:-1]), "more or fewer numbers"),
+    "an entropy too few": (
+        lambda scores: changed(scores, entropy=scores.entropy[:-1]), "whose length is not the number"
+    ),
 }  # fmt: skip
 
 
@@ -175,7 +179,7 @@ def test_an_answer_for_fewer_documents_is_refused(pair, texts, tmp_path, monkeyp
 
     monkeypatch.setitem(BACKENDS, "silent", f"{__name__}:Silent")
     monkeypatch.setitem(globals(), "Silent", Silent)
-    with pytest.raises(XtkError, match="asked for 1 documents and answered for 0"):
+    with pytest.raises(XtkError, match="returned scores of 0 documents instead of 1"):
         fill(pair, texts, tmp_path / "c", "silent")
     assert not list((tmp_path / "c").glob("shard-*"))
 

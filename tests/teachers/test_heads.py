@@ -74,17 +74,17 @@ def test_nothing_is_said_of_a_document_without_trained_tokens():
 @pytest.mark.parametrize(
     ("ids", "logprobs", "realised", "said"),
     [
-        ([[0, 1]], [[-1.0, float("nan")]], [-2.0], "no numbers"),
-        ([[0, 1]], [[-1.0, -2.0]], [float("nan")], "no numbers"),
-        ([[0, 1]], [[-1.0, -2.0]], [-float("inf")], "no numbers"),
-        ([[0, 1]], [[-1.0, -2.0]], [float("inf")], "no numbers"),
-        ([[0, 1]], [[-0.1, -0.2]], [-2.0], "add up to"),
-        ([[0, 1]], [[-0.1, -3.0]], [-0.1], "add up to"),
-        ([[0, 1]], [[float("inf"), -3.0]], [-3.0], "add up to"),
+        ([[0, 1]], [[-1.0, float("nan")]], [-2.0], "NaN or infinite"),
+        ([[0, 1]], [[-1.0, -2.0]], [float("nan")], "NaN or infinite"),
+        ([[0, 1]], [[-1.0, -2.0]], [-float("inf")], "NaN or infinite"),
+        ([[0, 1]], [[-1.0, -2.0]], [float("inf")], "NaN or infinite"),
+        ([[0, 1]], [[-0.1, -0.2]], [-2.0], "sum to"),
+        ([[0, 1]], [[-0.1, -3.0]], [-0.1], "sum to"),
+        ([[0, 1]], [[float("inf"), -3.0]], [-3.0], "sum to"),
         ([[1, 1]], [[-1.0, -1.0]], [-2.0], "twice"),
-        ([[0, 4]], [[-1.0, -2.0]], [-3.0], "names token 4"),
-        ([[0, -1]], [[-1.0, -2.0]], [-3.0], "names token"),
-        ([[0, 1], [0, 1]], [[-1.0, -2.0], [-1.0, -2.0]], [-3.0, -3.0], "1 distributions were asked for and 2 came"),
+        ([[0, 4]], [[-1.0, -2.0]], [-3.0], "token id 4"),
+        ([[0, -1]], [[-1.0, -2.0]], [-3.0], "token id"),
+        ([[0, 1], [0, 1]], [[-1.0, -2.0], [-1.0, -2.0]], [-3.0, -3.0], "returned 2 distributions for 1 tokens"),
     ],
 )
 def test_what_no_distribution_says_is_refused(ids, logprobs, realised, said):

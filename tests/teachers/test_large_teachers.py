@@ -135,7 +135,10 @@ def test_an_adapter_is_a_teacher_by_its_own_folder(run, pair, corpus, adapter, t
 def test_an_adapter_whose_model_is_gone_or_unsaid_is_told(run, corpus, adapter, tmp_path):
     broken = Path(shutil.copytree(adapter / "adapter", tmp_path / "broken"))
     described = json.loads((broken / "adapter_config.json").read_text())
-    for base, words in ((str(tmp_path / "gone"), "there is no such model folder"), (None, "does not say which model")):
+    for base, words in (
+        (str(tmp_path / "gone"), "this model folder does not exist"),
+        (None, "does not name its base model"),
+    ):
         (broken / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": base}))
         done = run("cache-teacher", broken, corpus, "-o", tmp_path / "c", code=1)
         assert words in done.stderr
@@ -186,7 +189,7 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
     _, said = writer.communicate(timeout=60)
     assert writer.returncode == 1
     assert "was killed by SIGKILL" in said
-    assert "process 1 of a teacher cut in 2" in said
+    assert "tensor-parallel process 1 of 2 of the teacher" in said
     assert "Traceback" not in said
     subprocess.run([*map(str, command)], check=True, capture_output=True, timeout=300)
     TeacherCache(tmp_path / "c").verify()
@@ -198,8 +201,8 @@ def test_when_a_part_of_a_cut_teacher_dies_all_end_and_the_work_goes_on(even, co
         (["--engine", "dtype=float16"], "--engine dtype is not allowed: xtk sets this argument"),
         (["--engine", "tp_plan=auto"], "use --engine tp_size=N"),
         (["--engine", "tp_size=none"], "tp_size is 'none'"),
-        (["--engine", "tp_size=2", "--num-processes", 2], "do not go together"),
-        (["--engine", "tp_size=2"], "they cannot be dealt to tp_size=2"),
+        (["--engine", "tp_size=2", "--num-processes", 2], "cannot be combined"),
+        (["--engine", "tp_size=2"], "which is not divisible by tp_size=2"),
         (["--engine", "nonsense=1"], "nonsense"),
     ],
 )

@@ -100,7 +100,7 @@ def test_documents_longer_than_the_servers_context_are_told_with_the_way_out(pai
     texts = Corpus([str(corpus)], {})
     with (
         served(answer_as_vllm, str(pair.teacher), ["teacher"], {"says": 20}) as short,
-        pytest.raises(XtkError, match="is run with a context of 20") as caught,
+        pytest.raises(XtkError, match="runs with a context of 20") as caught,
     ):
         cache_teacher(request_of(pair, "server", short.url), texts, tmp_path / "cache")
     assert "--max-length 20" in str(caught.value)

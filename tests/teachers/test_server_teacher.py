@@ -209,7 +209,7 @@ def test_what_is_no_address_is_refused(pair, text):
 
 
 def test_no_address_is_refused(pair):
-    with pytest.raises(XtkError, match="needs the address"):
+    with pytest.raises(XtkError, match="needs --server"):
         ServerTeacher(request_of(pair.teacher, []))
 
 
@@ -222,7 +222,7 @@ def test_an_address_without_a_path_is_completed(pair, model):
     [
         (Support("sample", num_samples=4, num_sample_sets=1), "whole distribution"),
         (Support("top-k+sample", top_k=4, num_samples=4, num_sample_sets=1), "whole distribution"),
-        (Support("candidates"), "ids that the data names"),
+        (Support("candidates"), "the candidate ids in the data"),
     ],
 )
 def test_a_support_that_needs_more_than_the_head_is_refused(pair, model, support, said):
@@ -269,7 +269,7 @@ def test_a_server_that_cuts_texts_elsewhere_has_the_same_tokens(pair, tmp_path, 
 def test_a_server_that_does_not_tell_ids_is_noted(pair, capsys):
     with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"no_ids": True}) as silent:
         ServerTeacher(request_of(pair.teacher, [silent.url]))
-    assert "whether its tokenizer is ours is unknown" in capsys.readouterr().err
+    assert "its tokenizer cannot be checked" in capsys.readouterr().err
 
 
 def test_two_servers_of_different_weights_are_refused(pair, model, tmp_path):
@@ -328,7 +328,7 @@ def test_a_password_in_an_address_is_not_told(pair, model):
 def test_a_server_that_tells_nothing_of_prompts_is_refused(pair):
     with (
         served(answer_as_vllm, str(pair.teacher), ["teacher"], {"plain": True}) as plain,
-        pytest.raises(XtkError, match="only servers of vLLM tell them"),
+        pytest.raises(XtkError, match="which only vLLM servers return"),
     ):
         ServerTeacher(request_of(pair.teacher, [plain.url]))
 
@@ -337,6 +337,6 @@ def test_a_server_that_tells_what_it_may_generate_is_refused(pair, documents):
     with served(answer_as_vllm, str(pair.teacher), ["teacher"], {"processed": True}) as processed:
         teacher = ServerTeacher(request_of(pair.teacher, [processed.url]))
         teacher.score([document for document in documents if len(document) < 256])
-        with pytest.raises(XtkError, match="what it may generate") as caught:
+        with pytest.raises(XtkError, match="after sampling restrictions") as caught:
             teacher.score([document for document in documents if len(document) == 256])
         assert "--logprobs-mode raw_logprobs" in str(caught.value)

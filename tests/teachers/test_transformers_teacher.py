@@ -263,6 +263,6 @@ def test_a_teacher_without_numbers_never_gets_into_a_cache(pair, tmp_path):
     for text, tokens, scores in zip(texts, documents, opened(tmp_path, top(4)).score(documents), strict=False):
         if len(scores):
             bad += 1
-            with pytest.raises(XtkError, match="log-probabilities that are no numbers"):
+            with pytest.raises(XtkError, match="log-probabilities that are NaN"):
                 check_scored_document(ScoredDocument(text, tokens, scores), "here")
     assert bad

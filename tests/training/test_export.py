@@ -193,10 +193,10 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
     there = sorted(path.name for path in tmp_path.iterdir())
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     for told, run, options in (
-        ("no run of xtk distill", pair.student, {}),
-        ("this run is not finished.*or use --checkpoint 2", unfinished, {}),
-        ("no JSON object.*metrics.jsonl, line 1", damaged, {}),
-        ("one of 2", tied, {"checkpoint": 7}),
+        ("this is not a run of xtk distill", pair.student, {}),
+        ("this run is not finished.*--checkpoint 2, or", unfinished, {}),
+        ("not a JSON object.*metrics.jsonl, line 1", damaged, {}),
+        ("there are 2", tied, {"checkpoint": 7}),
         ("did you mean bfloat16", tied, {"dtype": "bfloat"}),
         ("--max-shard-size 'huge' is not a size", tied, {"max_shard_size": "huge"}),
         ("not finite .* in float16.*--dtype bfloat16", large, {"dtype": "float16"}),
@@ -214,7 +214,11 @@ def test_bad_input_is_told_and_leaves_nothing_behind(tied, pair, tmp_path, monke
         export_student(ExportConfig(tied), Path(), force=False)
     (tmp_path / "here").rmdir()
     monkeypatch.chdir(tmp_path)
-    for told, output in (("other things", "mine"), ("a file of this name", "empty.json"), ("another -o", tied / "x")):
+    for told, output in (
+        ("files that xtk did not write", "mine"),
+        ("this path is a file", "empty.json"),
+        ("another output path", tied / "x"),
+    ):
         with pytest.raises(XtkError) as refused:
             export_student(ExportConfig(tied), tmp_path / output, force=True)
         assert told in str(refused.value)

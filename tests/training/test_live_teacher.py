@@ -285,7 +285,7 @@ def test_each_document_is_read_by_the_teacher_whom_it_names(pair, second, tmp_pa
 def test_documents_are_cut_to_what_all_teachers_read(pair, second, tmp_path):
     texts = [*material.sentences(6, seed=8), " ".join(material.sentences(6, seed=9))]
     data = material.write_jsonl(tmp_path / "long.jsonl", texts)
-    with pytest.raises(XtkError, match="longer than the 40 tokens that the teacher reads"):
+    with pytest.raises(XtkError, match="longer than the 40 tokens of the teacher's context"):
         live_inputs(pair.student, data, [live(pair.teacher), live(second)])
     read = tokenize_documents(Tokenizer(second), list(map(Document.from_text, texts)))
     short = [text for text, tokens in zip(texts, read, strict=True) if len(tokens) <= 40]
@@ -331,12 +331,12 @@ def test_a_teacher_cut_over_two_processes_says_the_same(pair, corpus, tmp_path):
     ("options", "told"),
     [
         ("top=4", "no option of a teacher called 'top'"),
-        ("top_k=many", "top_k is 'many', and no number"),
-        ("top_k=0", "--top-k is 0; must be at least 1"),
+        ("top_k=many", "top_k is 'many'; must be an integer"),
+        ("top_k=0", "a support holds at least one id"),
         ("top_k=4,top-k=5", "given twice"),
         ("backend=jax", "no backend called 'jax'"),
-        ("backend=vllm,support=sample", "does not give the support sample"),
-        ("server=http://localhost:1/v1", "--server is for --backend server"),
+        ("backend=vllm,support=sample", "does not support --support sample"),
+        ("server=http://localhost:1/v1", "--server needs --backend server"),
         ("dtype=float8", "no dtype called 'float8'"),
         ("precision=rough", "no precision called 'rough'"),
     ],
@@ -363,5 +363,5 @@ def test_what_cannot_be_is_refused_with_the_reason(pair, corpus, cache, tmp_path
         live_inputs(pair.student, corpus, [live(pair.teacher, "support=none")])
     ids = tmp_path / "ids.jsonl"
     ids.write_text(json.dumps({"input_ids": [5, 6, 7]}) + "\n")
-    with pytest.raises(XtkError, match="tokens of one teacher, and there are several tokenizers"):
+    with pytest.raises(XtkError, match="token ids of one tokenizer, but the teachers have different tokenizers"):
         live_inputs(pair.student, ids, [teacher, live(pair.student)])

@@ -312,7 +312,7 @@ def test_a_teacher_on_devices_of_its_own_says_the_same(pair, prompts, tmp_path):
     options = ["--loss", "byte-kl", "--max-steps", 2, "--save-steps", 0]
     run(pair, prompts, tmp_path / "with", *options)
     done = run(pair, prompts, tmp_path / "apart", *options, "--devices", "teacher=0")
-    assert "in a process of its own, on devices 0" in done.stderr
+    assert "in a subprocess on devices 0" in done.stderr
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("with", "apart"))
     assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in other], rel=1e-6)
     for wrong in ("teachr=0", "teacher=x", "teacher=0,rollout=0", "teacher=0,teacher=1"):

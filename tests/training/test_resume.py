@@ -101,7 +101,7 @@ def test_another_recipe_at_the_same_path_is_refused_unless_forced(arguments, who
 def test_a_folder_of_other_things_is_not_touched_even_when_forced(arguments, tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
     refused = run_xtk(*arguments, tmp_path, "--force", code=1)
-    assert "this folder holds other things" in refused.stderr
+    assert "this folder contains files that xtk did not write" in refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 

@@ -1,1 +1,1 @@
-"""Floor 3: what is written to disk, whole or not at all, and read back."""
+"""Files that xtk reads and writes: caches, projections, data, models, output folders. Layer 3 of the imports."""

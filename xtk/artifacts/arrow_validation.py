@@ -1,4 +1,4 @@
-"""Arrow IPC data from outside: parsed, and validated in full before any value of it is used."""
+"""Reading and validation of Arrow IPC files from untrusted sources."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
     """Return the one record batch of an Arrow IPC file, validated, and its custom metadata.
 
     Args:
-        content: of the file: bytes or a pyarrow buffer; the batch refers to its memory.
+        content: bytes or pyarrow buffer of the file; the batch refers to this memory.
         where: the file, for the error.
-        full: validate every offset and string, which reads all of the file; else only that all buffers are as large
-            as the columns state, and the caller checks offsets.
+        full: validate every offset and string, which reads the whole file. If false, only buffer sizes are checked,
+            and the caller has to check offsets.
 
     Raises:
-        Damaged: it is not such a file.
+        CorruptError: not a valid Arrow file with exactly one record batch.
     """
     try:
         file = pa.ipc.open_file(pa.BufferReader(content))
         if file.num_record_batches != 1:
             raise CorruptError(
-                f"this Arrow file has {file.num_record_batches} record batches instead of 1", where=where
+                f"this Arrow file must have 1 record batch; it has {file.num_record_batches}", where=where
             )
         found = file.get_batch_with_custom_metadata(0)
         found.batch.validate(full=full)
@@ -50,19 +50,19 @@ def read_single_batch(content: Any, where: str, *, full: bool) -> tuple[pa.Recor
 
 
 def check_columns(batch: pa.RecordBatch, schema: pa.Schema, where: str, nullable: frozenset[str] = frozenset()) -> None:
-    """Compare the columns of a batch with a schema.
+    """Check that a batch has the columns of a schema.
 
     Args:
         batch: validated.
-        schema: the columns that it should have, in order; metadata is not compared.
+        schema: the expected columns, in order; metadata is not compared.
         where: the file, for the error.
         nullable: columns that may contain nulls.
 
     Raises:
-        Damaged: it has other columns or types, or a null in another column.
+        CorruptError: names or types of columns differ, or a column that is not nullable contains nulls.
     """
     if not batch.schema.remove_metadata().equals(schema.remove_metadata()):
-        raise CorruptError("this Arrow file does not have the columns of its kind", where=where)
+        raise CorruptError("this Arrow file has unexpected columns or column types", where=where)
     for field, column in zip(schema, batch.columns, strict=True):
         if field.name not in nullable and _has_nulls(column):
             raise CorruptError(f"the column {field.name} contains nulls", where=where)

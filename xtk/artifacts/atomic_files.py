@@ -1,4 +1,4 @@
-"""Writing so that a file exists whole or not at all."""
+"""Atomic writing of files, JSON files, checksums and temporary names."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from xtk.errors import CorruptError, XtkError
 from xtk.safe_json import parse_json
 
 TEMPORARY_PREFIX = ".xtk-tmp-"
-MAX_JSON_BYTES = 1 << 28  # of a recipe, or of what a run or an index of weights states
-MAX_JSON_LINES_BYTES = 1 << 34  # of metrics and rollouts
+MAX_JSON_BYTES = 1 << 28  # recipes, run files and weight indexes
+MAX_JSON_LINES_BYTES = 1 << 34  # metrics and rollouts
 
 
 def canonical_json(content: Any) -> str:
-    """Return JSON that is the same for the same content."""
+    """Return canonical JSON: equal content gives equal text."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def sha256(content: bytes | str) -> str:
     """Return "sha256:..." of bytes or text."""
-    # Paths that are not UTF-8 are text with halves of character pairs.
+    # Python represents paths that are not UTF-8 as text with lone surrogates.
     raw = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     return "sha256:" + hashlib.sha256(raw).hexdigest()
 
@@ -51,19 +51,24 @@ def sha256_of_file(path: Path) -> str:
 def atomic_write(
     path: Path, *, keep_others: bool = False, before: FileState = UNKNOWN_STATE, clean: bool = True
 ) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; it is synced and renamed when the block succeeds, and removed when not.
+    """Yield a temporary path in the folder of `path`; it is synced and renamed if the block succeeds, else removed.
 
     Args:
-        path: of the file.
-        keep_others: keep a file that another program wrote at `path` in the meantime.
-        before: what was at `path` when it was checked (`file_state`), by default what is there now.
-        clean: remove what killed writers of this file left, for which the folder is listed.
+        path: the file to write.
+        keep_others: if another program wrote `path` in the meantime, keep that file and raise.
+        before: state of `path` when it was checked (`file_state`); default: its current state.
+        clean: list the folder and remove temporary files that killed writers of this file left.
 
     Raises:
-        XtkError: there is a folder, or, with `keep_others`, a file that was not there; it names where the result is.
+        XtkError: `path` is a folder, or, with `keep_others`, another program wrote it; the error names the file that
+            has the result.
     """
     if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
+        raise XtkError(
+            "the output must be a file, but this path is a folder",
+            where=str(path),
+            hint="use another output path, or remove the folder",
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     if clean:
         remove_stale_temporary_files(path.parent, path.name)
@@ -88,7 +93,7 @@ def atomic_write(
 
 
 def _may_replace(temporary: Path, path: Path, before: FileState) -> bool:
-    """Say whether a path is as it was before; one that was free is taken at once, where the disk has hard links."""
+    """Return whether a path is unchanged since `before`; a free path is claimed with a hard link where possible."""
     if before is not None:
         return file_state(path) == before
     try:
@@ -101,18 +106,18 @@ def _may_replace(temporary: Path, path: Path, before: FileState) -> bool:
 
 
 def next_free_path(path: Path, separator: str) -> Path:
-    """Return the path with the first number after its name that no file has."""
+    """Return the first free path of NAME<separator>1, NAME<separator>2, and so on."""
     names = (path.with_name(f"{path.name}{separator}{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
 
 
 def has_same_content(one: Path, other: Path) -> bool:
-    """Return whether the second is a regular file, no link, with the bytes of the first."""
+    """Return whether `other` is a regular file, not a link, with the same bytes as `one`."""
     return other.is_file() and not other.is_symlink() and filecmp.cmp(one, other, shallow=False)
 
 
 def file_state(path: Path) -> FileState:
-    """Return device, inode, size and modification time of a file; None if there is none."""
+    """Return device, inode, size and modification time of a file; None if it does not exist."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -121,7 +126,7 @@ def file_state(path: Path) -> FileState:
 
 
 def set_default_permissions(*paths: Path) -> None:
-    """Give files of a folder the permissions that a new file has there; safetensors 0.8 writes for the owner alone."""
+    """Give files the default permissions of their folder; safetensors 0.8 makes them readable by the owner only."""
     if not paths:
         return
     usual = paths[0].parent / temporary_name("mode")
@@ -132,13 +137,13 @@ def set_default_permissions(*paths: Path) -> None:
         path.chmod(mode)
 
 
-_named_here: set[str] = set()  # temporary names that this process gave
-# What YAML 1.1 does not read as JSON does, and what UTF-8 cannot hold: written as escapes.
+_named_here: set[str] = set()  # temporary names that this process created
+# Characters that YAML 1.1 reads differently from JSON or that UTF-8 cannot encode; written as escapes.
 _ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write readable JSON, whole; as YAML it reads the same."""
+    """Write indented JSON atomically; a YAML parser reads the same content."""
     with atomic_write(path) as temporary:
         text = json.dumps(content, sort_keys=True, indent=1, ensure_ascii=False)
         text = _ESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
@@ -149,12 +154,12 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
     """Return the JSON object that a file contains.
 
     Args:
-        content: of the file.
+        content: bytes of the file.
         where: the file, for errors.
-        hint: what to do about a damaged one.
+        hint: next step for errors.
 
     Raises:
-        Damaged: it is not JSON, not UTF-8, nested too deep, or not an object.
+        CorruptError: not JSON, not UTF-8, nested too deep, or not an object.
     """
     try:
         found = parse_json(content.decode("utf-8"), what="this file", where=where)
@@ -163,30 +168,30 @@ def parse_json_object(content: bytes, where: str, hint: str | None = None) -> di
     except XtkError as wrong:
         raise CorruptError(wrong.what, where=where, hint=hint) from None
     if not isinstance(found, dict):
-        raise CorruptError("this file holds no JSON object", where=where, hint=hint)
+        raise CorruptError("this file must contain a JSON object", where=where, hint=hint)
     return found
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a regular file of an artifact; links and devices are not followed.
+    """Return the JSON object in a regular file; links and devices are refused.
 
     Raises:
-        Damaged: it is none, or larger than `limit` bytes.
+        CorruptError: not a regular file, not a JSON object, or larger than `max_bytes`.
     """
     return parse_json_object(read_regular_file(path.parent, path.name, max_bytes), str(path))
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, a line each; none if there is no file. A last line may be cut short by a kill.
+    """Return the JSON objects of a JSON Lines file, [] if it does not exist; an incomplete last line is skipped.
 
     Raises:
-        Damaged: another line is no JSON object, or this is not a regular file.
+        CorruptError: a line before the last is not a JSON object, or this is not a regular file.
     """
     try:
         content = read_regular_file(path.parent, path.name, MAX_JSON_LINES_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    # Not splitlines, which would cut at U+2028 too, which texts may hold.
+    # Not splitlines: it also splits at U+2028, which texts may contain.
     lines = content.decode("utf-8", "replace").rstrip("\n").split("\n")
     found = []
     for number, line in enumerate(lines):
@@ -194,14 +199,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
             found.append(dict(json.loads(line)))
         except (ValueError, TypeError, RecursionError):
             if number + 1 < len(lines):
-                raise CorruptError("this line is no JSON object", where=f"{path}, line {number + 1}") from None
+                raise CorruptError("this line is not a JSON object", where=f"{path}, line {number + 1}") from None
     return found
 
 
 def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:
-    """Remove what killed writers left in a folder, of one file or of all.
+    """Remove temporary files of killed writers from a folder, for one file name or for all.
 
-    Those of other living processes stay, and those of other machines, of which nobody here knows whether they live.
+    Temporary files of running processes stay, and those of other machines, whose processes cannot be checked.
     """
     for path in folder.glob(f"{TEMPORARY_PREFIX}*" if name is None else f"{TEMPORARY_PREFIX}*-{glob.escape(name)}"):
         if is_stale_temporary_file(path.name):
@@ -210,18 +215,15 @@ def remove_stale_temporary_files(folder: Path, name: str | None = None) -> None:
 
 
 def temporary_name(name: str) -> str:
-    """Return a name for a file while it is written."""
-    # Threads, and machines that share a folder, write at once: the process alone is no name.
+    """Return a unique temporary name for a file while it is written."""
+    # Threads and machines that share a folder write at the same time: the process id alone is not unique.
     temporary = f"{TEMPORARY_PREFIX}{os.getpid()}@{_host_hash()}-{secrets.token_hex(4)}-{name}"
     _named_here.add(temporary)
     return temporary
 
 
 def is_stale_temporary_file(name: str) -> bool:
-    """Say whether a name is that of a file whose writer, on this machine, has ended.
-
-    A container may give the number of a killed process to the next one.
-    """
+    """Return whether this is a temporary file of xtk whose writer ran on this machine and has ended."""
     if not name.startswith(TEMPORARY_PREFIX):
         return False
     process, _, host = name.removeprefix(TEMPORARY_PREFIX).partition("-")[0].partition("@")
@@ -229,11 +231,12 @@ def is_stale_temporary_file(name: str) -> bool:
         return False
     if not process.isdigit():
         return True
+    # A container may reuse the process id of a killed process: compare names for our own id.
     return name not in _named_here if int(process) == os.getpid() else not Path(f"/proc/{process}").exists()
 
 
 def _host_hash() -> str:
-    """Return a short name of this machine, of letters that any file system takes."""
+    """Return a short hash of this machine's host name."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 

@@ -1,4 +1,4 @@
-"""What the manifest of a teacher cache may state: its schema, and the names of the files of a cache."""
+"""Schema of the manifest of a teacher cache, and names of the files of a cache."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from xtk.tokens.tokenizer_validation import MAX_TOKENS
 
 FORMAT, VERSION = "xtk-teacher-cache", 6
 MANIFEST = "manifest.json"
-# The teacher's tokenizer lies in its cache: what needs to know how the teacher spells is built from the cache alone.
+# A cache contains the teacher's tokenizer, so that projections can be built from the cache alone.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 SHARD_NAME = re.compile(r"shard-\d{5,9}\.arrow")
 VOCABULARY_ORDER_NAME = re.compile(r"vocabulary-order-[0-9a-f]+\.arrow")
-# Keys of a codec's options under which a header names files in the folder of the shards.
+# Keys of a header's "codec" section whose values name files in the cache folder.
 CODEC_FILE_KEYS = ("vocabulary_order",)
 MAX_MANIFEST_BYTES = 1 << 30  # two million shards
 MAX_TOKEN_ID = 2**31 - 1
@@ -39,12 +39,12 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def shard_file_name(number: int) -> str:
-    """Return the name of a shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.arrow"
 
 
 def _check_byte_ranges(value: Any, place: str) -> None:
-    """Accept the byte ranges of texts, tokens and signals."""
+    """Accept the byte ranges of texts, tokens and log-probabilities."""
     if type(value) is not list or len(value) != 3 or not all(map(_is_range, value)):
         raise SchemaViolation(place, value, "three ranges [start, stop]")
 
@@ -129,22 +129,22 @@ _MANIFEST_SCHEMA = json_object(
 
 
 def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dict[str, Any]:
-    """Check what a manifest states, whoever wrote it: types, ranges, and that no name leads out of the cache.
+    """Return a manifest after checking types, ranges, and that no file name leads out of the cache.
 
     Args:
         manifest: its JSON.
         where: the file, for errors.
-        hint: what to do about a damaged manifest.
+        hint: next step for errors.
 
     Returns:
-        It, with objects that name a missing key.
+        The manifest, with objects that raise CorruptError for a missing key.
 
     Raises:
-        Damaged: names the first value that cannot be.
+        CorruptError: names the first invalid value.
     """
     check_schema(manifest, _MANIFEST_SCHEMA, where, hint)
     if not manifest["shards"]:
-        raise CorruptError("this cache has no shard", where=where, hint=hint)
+        raise CorruptError("this manifest lists no shards", where=where, hint=hint)
     files = manifest.get("files", {})
     for name in files:
         check_file_name(name, (*TOKENIZER_FILES, VOCABULARY_ORDER_NAME), where=where)
@@ -155,22 +155,24 @@ def check_cache_manifest(manifest: dict[str, Any], where: str, hint: str) -> dic
                 header["codec"].get(key) is not None
                 and check_file_name(header["codec"][key], (VOCABULARY_ORDER_NAME,), where=where) not in files
             ):
-                raise CorruptError(f"this file states no checksum of {header['codec'][key]}", where=where, hint=hint)
+                raise CorruptError(f"this manifest has no checksum for {header['codec'][key]}", where=where, hint=hint)
     for at, shard in enumerate(manifest["shards"]):
         check_file_name(shard["file"], (shard_file_name(at),), where=where)
         if shard.get("source_header", 0) >= len(headers):
             raise CorruptError(
-                f"shards[{at}].source_header is {shard['source_header']}; there are {len(headers)}",
+                f"shards[{at}].source_header is {shard['source_header']}; must be below {len(headers)}",
                 where=where,
                 hint=hint,
             )
         if max(stop for _, stop in shard["payload_ranges"]) > shard["bytes"]:
-            raise CorruptError(f"shards[{at}].payload_ranges ends after the file's last byte", where=where, hint=hint)
+            raise CorruptError(
+                f"shards[{at}].payload_ranges ends after the last byte of the shard", where=where, hint=hint
+            )
     documents = sum(shard["documents"] for shard in manifest["shards"])
     if documents != manifest["header"].get("data", {}).get("documents", documents):
         raise CorruptError(
-            f"its shards have {documents:,} documents, and header.data.documents is "
-            f"{manifest['header']['data']['documents']:,}",
+            f"header.data.documents is {manifest['header']['data']['documents']:,}; "
+            f"the shards have {documents:,} documents",
             where=where,
             hint=hint,
         )

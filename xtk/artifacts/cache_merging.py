@@ -1,7 +1,4 @@
-"""Many caches of one teacher as one cache, and stretches of them: manifests are read, shards are linked or copied.
-
-docs/reference/artifacts.md describes what comes out.
-"""
+"""Merging of teacher caches, and copying of ranges of documents, by linking or copying shards."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ from xtk.artifacts.teacher_cache import (
 )
 from xtk.errors import CorruptError, MismatchError, XtkError
 
-# They choose which text is read, and in which batches and files: a row's signal is the same.
+# These options select the text, batches and files; the log-probabilities of a document do not depend on them.
 OPTIONS_THAT_MAY_DIFFER = frozenset({"shard_tokens", "batch_tokens", "long_documents", "max_length"})
 MANIFEST_THREADS = 16
 _ROW_RANGE = re.compile(r"(\d*):(\d*)")
@@ -45,13 +42,13 @@ _ROW_RANGE = re.compile(r"(\d*):(\d*)")
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Rows `[start, stop)` of a shard of an input, which become a shard of the output.
+    """Documents `[start, stop)` of a shard of an input cache; they become one shard of the output.
 
     Attributes:
-        source: the input.
-        manifest_entry: what its manifest tells of the shard.
-        start, stop: among the shard's rows.
-        header_index: which of the output's headers is the shard's.
+        source: the input cache.
+        manifest_entry: the shard's entry in the manifest of the input.
+        start, stop: document numbers within the shard.
+        header_index: index of the shard's header in the output's `source_headers`.
     """
 
     source: TeacherCache
@@ -62,25 +59,25 @@ class ShardSlice:
 
     @property
     def is_full_shard(self) -> bool:
-        """Whether the file can be taken as it is."""
+        """Whether the slice is the whole shard, so that the file can be linked or copied unchanged."""
         return self.stop - self.start == int(self.manifest_entry["documents"])
 
 
 def merge_caches(locations: Sequence[str], output: str, *, rows: str = "", force: bool = False) -> dict[str, int]:
-    """Make one cache of several, in their order, or of a stretch of their rows. No row is packed anew.
+    """Write the concatenation of several caches, or a range of its documents, as one cache; nothing is encoded again.
 
     Args:
-        locations: finished caches.
-        output: where the cache goes.
-        rows: "START:STOP" of the rows of all of them, one after the other; either may be left out. "": all.
-        force: replace whatever cache is there.
+        locations: finished caches, in order.
+        output: path or URL of the new cache.
+        rows: "START:STOP", document numbers in the concatenation of all inputs; either may be omitted. "": all.
+        force: replace an existing cache at `output`.
 
     Returns:
-        `documents`, `positions`, `tokens`, `bytes`.
+        The totals `documents`, `positions`, `tokens`, `bytes`.
 
     Raises:
-        Mismatch: the caches are of different teachers, or hold different signals.
-        XtkError: one is unfinished, there are no such rows, or another cache is at the output.
+        MismatchError: the caches have different teachers, supports, dtypes or codecs.
+        XtkError: a cache is unfinished, the range is invalid, or `output` contains another cache.
     """
     _refuse_output_among(locations, output)
     if not is_remote(output):
@@ -115,7 +112,7 @@ def _open_caches(places: Sequence[str]) -> list[TeacherCache]:
 def _plan_slices(
     sources: Sequence[TeacherCache], start: int, stop: int
 ) -> tuple[list[dict[str, Any]], list[ShardSlice]]:
-    """Return the headers that shards of the output have, and where each shard is from."""
+    """Return the distinct source headers of the output, and the slice that each output shard is made of."""
     parts: list[dict[str, Any]] = []
     known: dict[str, int] = {}
     taken = []
@@ -137,7 +134,7 @@ def _plan_slices(
 
 
 def _write_slices(folder: StorageFolder, taken: Sequence[ShardSlice]) -> list[dict[str, Any]]:
-    """Link, copy or cut the shards; return what the manifest tells of them."""
+    """Link, copy or slice the shards; return their manifest entries."""
     entries: list[dict[str, Any]] = [{}] * len(taken)
     whole: dict[int, dict[str, str]] = {}
     with terminal.Progress("cache-teacher", len(taken), "shards") as progress:
@@ -166,7 +163,7 @@ def _write_partial_shard(folder: StorageFolder, piece: ShardSlice, file: str) ->
 def _copy_shared_files(
     folder: StorageFolder, sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]]
 ) -> dict[str, str]:
-    """Bring the tokenizer, and what the headers name; return the checksum of each file."""
+    """Copy the tokenizer and the codec files of the headers; return the checksum of each file."""
     checksums = {
         file: sources[0].manifest["files"][file] for file in TOKENIZER_FILES if file in sources[0].manifest["files"]
     }
@@ -185,7 +182,7 @@ def _copy_shared_files(
 def _merged_header(
     sources: Sequence[TeacherCache], parts: Sequence[dict[str, Any]], start: int, stop: int
 ) -> dict[str, Any]:
-    """Return the header of the output: what all parts say alike, and the stretches of data, one after the other."""
+    """Return the header of the output: the options that all inputs share, and the list of data ranges."""
     first = parts[0]
     stretches = []
     at = 0
@@ -205,7 +202,7 @@ def _merged_header(
 
 
 def _data_ranges(source: TeacherCache) -> list[dict[str, Any]]:
-    """Return the data of a cache: one stretch, or those that it was merged of."""
+    """Return the data ranges of a cache: one, or one for each merged range."""
     header = source.header
     if "sources" in header["data"]:
         return list(header["data"]["sources"])
@@ -222,23 +219,24 @@ def _common_entries(sections: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_incompatible(sources: Sequence[TeacherCache]) -> None:
-    """Refuse caches that cannot be one: of other teachers, other supports, other codecs."""
+    """Refuse caches with different teachers, supports, dtypes or codecs."""
     first = _scoring_options(source_headers(sources[0].manifest)[0])
     for source in sources:
         for part in source_headers(source.manifest):
             other = _scoring_options(part)
             if other != first:
                 names = sorted(key for key in {*first, *other} if first.get(key) != other.get(key))
-                differences = "; ".join(f"{key} is {first.get(key)} and {other.get(key)}" for key in names[:3])
+                differences = "; ".join(f"{key}: {first.get(key)} and {other.get(key)}" for key in names[:3])
                 raise MismatchError(
-                    "these caches cannot be one: they do not hold the same teacher's word in the same form",
+                    "these caches cannot be merged: they differ in teacher, support, dtype or codec",
                     where=f"{sources[0].folder.name} and {source.folder.name}: {differences}",
-                    hint="caches of one teacher, support, dtype and codec; the data may differ",
+                    hint="merge only caches with the same teacher and the same options of cache-teacher; "
+                    "the data may differ",
                 )
 
 
 def _scoring_options(header: dict[str, Any]) -> dict[str, Any]:
-    """Return all of a header on which the signal of a row depends, flat: `options.top_k` and so on."""
+    """Return the header fields that determine a document's log-probabilities, flat: `options.top_k` and so on."""
     leave = {"data": None, "teacher": {"name"}, "options": OPTIONS_THAT_MAY_DIFFER, "codec": frozenset(CODEC_FILE_KEYS)}
     flat = {}
     for section, content in header.items():
@@ -255,11 +253,16 @@ def _scoring_options(header: dict[str, Any]) -> dict[str, Any]:
 def _parse_row_range(rows: str, total: int) -> tuple[int, int]:
     match = _ROW_RANGE.fullmatch(rows) if rows else None
     if rows and match is None:
-        raise XtkError(f"--rows is {rows!r}; it is START:STOP", hint="--rows 100:200, --rows :200, --rows 100:")
+        raise XtkError(
+            f"--rows is {rows!r}; must be START:STOP", hint="use, for example, --rows 100:200, --rows :200, --rows 100:"
+        )
     start = int(match[1] or 0) if match else 0
     stop = int(match[2] or total) if match else total
     if not 0 <= start < stop <= total:
-        raise XtkError(f"--rows is {rows or ':'}; there are {total:,} rows, and at least one is to be taken")
+        raise XtkError(
+            f"--rows is {rows or ':'}; must be a non-empty range of the {total:,} documents of the input caches",
+            hint=f"use --rows START:STOP with 0 <= START < STOP <= {total}",
+        )
     return start, stop
 
 
@@ -268,13 +271,13 @@ def _refuse_output_among(places: Sequence[str], output: str) -> None:
         return place.rstrip("/") if is_remote(place) else str(Path(place).resolve())
 
     if key(output) in map(key, places):
-        raise XtkError("the output is one of the inputs", where=output, hint="another -o")
+        raise XtkError("the output is one of the inputs", where=output, hint="use another output path (-o)")
 
 
 def _refuse_other_unfinished_cache(
     folder: StorageFolder, taken: Sequence[ShardSlice], parts: Sequence[dict[str, Any]]
 ) -> None:
-    """Refuse a folder with the unfinished cache of another request; what an earlier run brought is brought again."""
+    """Refuse a folder with an unfinished cache of another request; shards of this request are written again."""
     refuse_foreign_cache_folder(folder)
     folder.remove_stale_temporary_files()
     held = {file: size for file, size in folder.file_sizes().items() if SHARD_NAME.fullmatch(file)}
@@ -286,20 +289,20 @@ def _refuse_other_unfinished_cache(
     if not strange and held:
         first = min(held)
         number = list(wanted).index(first)
-        with contextlib.suppress(CorruptError):  # it is brought again, whatever it is
+        with contextlib.suppress(CorruptError):  # a corrupt shard is rewritten
             found = open_verified_shard(folder.local_path(first), folder.path_of(first)).header
             if _header_identity(found) != _header_identity(parts[taken[number].header_index]):
                 strange = [first]
     if strange:
         raise XtkError(
-            "there is an unfinished cache of another request",
+            "the output folder contains an unfinished cache with different inputs or options",
             where=folder.path_of(min(strange)),
-            hint="another -o, or --force to replace it",
+            hint="use another output path (-o), or add --force to replace this cache",
         )
 
 
 def _report_duplicates(stretches: Sequence[dict[str, Any]]) -> None:
-    """Tell which documents come twice: stretches of the same data that overlap."""
+    """Print a note for overlapping ranges of the same data: their documents occur twice."""
     by_data: dict[str, list[tuple[int, int, int]]] = {}
     for number, stretch in enumerate(stretches, start=1):
         by_data.setdefault(stretch["fingerprint"], []).append((stretch["first"], stretch["stop"], number))
@@ -308,7 +311,7 @@ def _report_duplicates(stretches: Sequence[dict[str, Any]]) -> None:
         for (_, stop, one), (first, _, other) in itertools.pairwise(same):
             if first < stop:
                 terminal.note(
-                    f"cache-teacher: part {max(one, other)} and part {min(one, other)} of what is merged are of the "
-                    f"same data: {min(stop, same[-1][1]) - first:,} or more of its documents come twice"
+                    f"cache-teacher: inputs {min(one, other)} and {max(one, other)} overlap: at least "
+                    f"{min(stop, same[-1][1]) - first:,} documents of the same data occur twice"
                 )
                 break

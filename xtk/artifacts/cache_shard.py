@@ -1,4 +1,4 @@
-"""A shard: one Arrow file of a teacher cache, one row per document. docs/reference/artifacts.md describes it."""
+"""Shards of a teacher cache: Arrow files with one row per document; see docs/reference/artifacts.md."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ SHARD_SCHEMA = pa.schema(
         ("checksum", pa.uint64()),
     ]
 )
-# Only in caches whose header lists them: `header["data"]["optional_columns"]`.
+# Present only if `header["data"]["optional_columns"]` lists them.
 OPTIONAL_COLUMNS = {"weight": pa.float64(), "route": pa.string(), "sampled_tokens": pa.binary()}
 LIST_COLUMNS = ("trained_ranges", "byte_ranges", "segment_end_tokens")
 BLOB_COLUMNS = ("tokens", "teacher_logprobs")
 BYTE_COLUMNS = ("conversation", *BLOB_COLUMNS)
 PAYLOAD_PARTS = ("text", *BLOB_COLUMNS)  # in this order in `payload_ranges`
-# The custom metadata of the record batch, canonical JSON, begins so. In JSON a string cannot contain it unescaped, so
-# its first occurrence in a file is the checksum, whatever the header or the texts contain.
+# The custom metadata of the record batch, canonical JSON, begins with this. A JSON string cannot contain it unescaped,
+# so that its first occurrence in a file is the checksum, whatever the header or the texts contain.
 CHECKSUM_PREFIX = b'{"checksum":"xxh3_128:'
 CHECKSUM_DIGITS = 32
-MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number in a shard is damage, and would allocate gigabytes
+MAX_DOCUMENT_TOKENS = 1 << 24  # a larger number means a corrupt shard, and would allocate gigabytes
 OLD_KL_COLUMN, NEW_KL_COLUMN = b"codec_kl", b"quantization_kl"  # of versions up to 4, and of later ones
 UNNUMBERED_VERSION = 5  # the last version whose shards do not contain their version
-NUM_SEGMENT_PARTS = 5  # flags, sizes of roles, roles, sizes of texts, texts: what a checksum begins with
+NUM_SEGMENT_PARTS = 5  # train flags, sizes of roles, roles, sizes of texts, texts: the first parts of a checksum
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """One document on its way into a cache.
+    """One document with the teacher's tokens and log-probabilities, to be written into a cache.
 
     Attributes:
-        document: its text and which of it is trained.
-        tokens: what the teacher read.
-        stored_logprobs: what the teacher said at the trained tokens.
+        document: text, and which parts are trained.
+        tokens: the teacher's tokens.
+        stored_logprobs: the teacher's log-probabilities at the trained tokens.
     """
 
     document: Document
@@ -84,12 +84,12 @@ class ScoredDocument:
 
 @dataclass(frozen=True)
 class ShardPosition:
-    """Where a shard belongs in the cache that it was written for.
+    """Position of a shard in the cache that it was written for.
 
     Attributes:
-        shard: its number, from 0.
-        first_document: how many documents the shards before it have.
-        documents: how many documents it has.
+        shard: number of the shard, from 0.
+        first_document: number of documents in the shards before it.
+        documents: number of documents in it.
     """
 
     shard: int
@@ -104,14 +104,14 @@ def write_shard(
     documents: Sequence[ScoredDocument],
     vocabulary_order: VocabularyOrder | None = None,
 ) -> None:
-    """Write a shard, with a checksum over the whole file and its place in the cache.
+    """Write a shard, with its position in the cache and a checksum of the whole file.
 
     Args:
         path: a new file.
-        header: identity of teacher, data and options; `header["codec"]` says how it is packed.
+        header: identity of teacher, data and options; `header["codec"]` selects the codec.
         position: in the cache.
         documents: its documents.
-        vocabulary_order: of the cache, for codecs that need them.
+        vocabulary_order: of the cache, if the codec needs it.
     """
     codec: type[Codec] = load_registered(CODECS, header["codec"]["name"], "codec")
     tables, tokens, signals = codec.pack(
@@ -171,12 +171,12 @@ def _write_sealed(path: Path, batch: pa.RecordBatch, place: ShardPosition) -> No
         with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
             at = content.find(CHECKSUM_PREFIX) + len(CHECKSUM_PREFIX)
             found = _checksum_around(content, at)
-        stream.seek(at)  # not through the map: a full disk is an error there, and a signal here
+        stream.seek(at)  # not through the map, where a full disk raises SIGBUS instead of an error
         stream.write(found.encode())
 
 
 def _checksum_around(content: mmap.mmap, at: int) -> str:
-    """Return the digits of the checksum of a file, which stand at `at` and are not part of what it covers."""
+    """Return the checksum of a file without the bytes of the stored checksum, which begins at `at`."""
     with memoryview(content) as view:
         hashed = xxhash.xxh3_128(view[:at])
         hashed.update(view[at + CHECKSUM_DIGITS :])
@@ -184,18 +184,18 @@ def _checksum_around(content: mmap.mmap, at: int) -> str:
 
 
 def check_file_checksum(path: Path, where: str) -> None:
-    """Compare every byte of a shard with the checksum that it carries, before anything in it is parsed.
+    """Check every byte of a shard against the checksum in the file, before anything in it is parsed.
 
-    A finished cache does not need this: its manifest has checksums that leave out the rows, so that reading one row
-    reads no other.
+    Finished caches do not need this: their manifest has checksums without the documents, and each document has its
+    own, so that reading one document does not read the others.
 
     Args:
-        path: of the shard, on this machine.
+        path: local path of the shard.
         where: its name, for the error.
 
     Raises:
-        Damaged: a byte is not the one that was written, or is missing, or there are more.
-        XtkError: it is a shard of an older version.
+        CorruptError: the checksum does not match.
+        XtkError: an older version of the format.
     """
     with path.open("rb") as stream:
         if not os.fstat(stream.fileno()).st_size:  # cannot be mapped
@@ -220,7 +220,7 @@ def _version_error(version: object, where: str) -> XtkError:
 
 
 def shard_schema(header: dict[str, Any]) -> pa.Schema:
-    """Return the columns of the shards of a header, without metadata."""
+    """Return the schema of shards with this header, without metadata."""
     *fields, last = SHARD_SCHEMA
     return pa.schema([*fields, *(pa.field(name, OPTIONAL_COLUMNS[name]) for name in optional_columns(header)), last])
 
@@ -233,20 +233,20 @@ def _optional_value(document: Document, name: str) -> Any:
 
 
 def optional_columns(header: dict[str, Any]) -> list[str]:
-    """Return which of `OPTIONAL_COLUMNS` the shards of a header have."""
+    """Return the `OPTIONAL_COLUMNS` of shards with this header."""
     return list(header.get("data", {}).get("optional_columns", []))
 
 
 class CacheShard:
-    """An open shard, memory-mapped.
+    """An open, memory-mapped shard.
 
     Args:
-        path: where it lies on this machine.
-        name: how messages call it.
-        find_ranks: gives the ranks that its header names; left out, they are read from beside it.
+        path: local path.
+        name: name in error messages; default: the path.
+        load_order: loads the vocabulary order that the header names; default: from the folder of the shard.
 
     Raises:
-        Damaged: it is no shard, or cut short.
+        CorruptError: not a shard, or truncated.
     """
 
     def __init__(self, path: Path, name: str = "", load_order: VocabularyOrderLoader | None = None) -> None:
@@ -256,9 +256,9 @@ class CacheShard:
             with pa.memory_map(str(path)) as source:
                 self._buffer = source.read_buffer()
         except (pa.ArrowException, ValueError, OSError) as wrong:
-            raise CorruptError(f"a shard of this cache cannot be read: {wrong}", where=self.name) from None
+            raise CorruptError(f"this shard cannot be read: {wrong}", where=self.name) from None
         self._batch, seal = read_single_batch(self._buffer, self.name, full=False)
-        with self._corruption_as_error("its header is not that of a shard"):
+        with self._corruption_as_error("its header is not valid"):
             metadata = self._batch.schema.metadata or {}
             self.header: dict[str, Any] = dict(json.loads(metadata[b"xtk"]))
             self._options = dict(self.header["codec"])
@@ -270,7 +270,7 @@ class CacheShard:
             self.position = ShardPosition(*(int(stated[name]) for name in ("shard", "first_document", "documents")))
             schema = shard_schema(self.header)
         check_columns(self._batch, schema, self.name, frozenset({"conversation"}))
-        with self._corruption_as_error("offsets lead out of its columns"):
+        with self._corruption_as_error("offsets point outside of its columns"):
             self._columns = _ShardColumns(self._batch)
         self._checksums = self._batch.column("checksum").to_numpy()
 
@@ -279,12 +279,12 @@ class CacheShard:
 
     @property
     def num_bytes(self) -> int:
-        """Its bytes."""
+        """Size of the file."""
         return len(self._buffer)
 
     @cached_property
     def codec(self) -> Codec:
-        """What unpacks its tokens and signals."""
+        """The codec that decodes its tokens and log-probabilities."""
         with self._corruption_as_error("its codec tables cannot be read"):
             options = self._options
             kind: type[Codec] = load_registered(CODECS, options["name"], "codec")
@@ -293,13 +293,13 @@ class CacheShard:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The size of the teacher's vocabulary: all token ids are below."""
-        with self._corruption_as_error("its header does not state the width of the teacher's vocabulary"):
+        """Size of the teacher's vocabulary; all token ids are smaller."""
+        with self._corruption_as_error("its header has no valid size of the teacher's vocabulary"):
             return int(self.header.get("teacher", {}).get("embedding_rows", np.iinfo(np.int32).max))
 
     @contextlib.contextmanager
     def _corruption_as_error(self, what: str, row: int | None = None) -> Iterator[None]:
-        """Turn whatever damaged content leads to into one sentence that names the shard."""
+        """Convert exceptions from corrupt content into a CorruptError that names the shard and the row."""
         where = self.name if row is None else f"{self.name}, row {row}"
         try:
             yield
@@ -311,7 +311,7 @@ class CacheShard:
             raise CorruptError(f"this shard is corrupt: {what} ({type(wrong).__name__})", where=where) from None
 
     def counts(self) -> dict[str, int]:
-        """Return the numbers of documents, positions, tokens and entries."""
+        """Return the total numbers of documents, trained positions, tokens and entries."""
         columns = self._columns
         return {
             "documents": len(self),
@@ -321,19 +321,19 @@ class CacheShard:
         }
 
     def entropy_sums(self) -> dict[str, float]:
-        """Return sums over its positions, nats: of the entropies, and of the divergence that its codec adds."""
+        """Return the sums over all positions, in nats, of the entropy and of the KL divergence of the quantization."""
         sums = {
             name: self._batch.column(name).to_numpy().sum(dtype=np.float64) for name in ("entropy", "quantization_kl")
         }
         return {name: float(f"{found:.6g}") for name, found in sums.items()}
 
     def bytes_by_section(self) -> dict[str, int]:
-        """Return the bytes of each part of PAYLOAD, and of everything else under "other"."""
+        """Return the bytes of each of PAYLOAD_PARTS, and of everything else."""
         sizes = [stop - start for start, stop in self.payload_ranges()]
         return {**dict(zip(PAYLOAD_PARTS, sizes, strict=True)), "other": len(self._buffer) - sum(sizes)}
 
     def payload_ranges(self) -> list[tuple[int, int]]:
-        """Return the byte ranges `[start, stop)` of texts, tokens and signals in the file."""
+        """Return the byte ranges `[start, stop)` of texts, tokens and log-probabilities in the file."""
         texts = self._batch.column("segments").values.field("text").buffers()[2]
         buffers = [texts, *(self._batch.column(name).buffers()[2] for name in BLOB_COLUMNS)]
         base = self._buffer.address
@@ -341,14 +341,14 @@ class CacheShard:
                 for held in buffers]  # fmt: skip
 
     def frame_checksum(self) -> str:
-        """Return "sha256:..." of all bytes outside of the payload, the checksums of rows among them."""
+        """Return "sha256:..." of all bytes outside of the payload; these include the checksums of the documents."""
         return frame_checksum(self._buffer, self.payload_ranges())
 
     def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
-        """Return one document whose checksum matches.
+        """Return one document after comparing its checksum.
 
         Raises:
-            Damaged: names shard and row.
+            CorruptError: the checksum does not match; names shard and row.
         """
         self._check_size()
         if not self.is_intact(number):
@@ -356,14 +356,14 @@ class CacheShard:
         return StoredDocument(self, number, sample_set)
 
     def _check_size(self) -> None:
-        """Refuse a file that was cut short after it was mapped.
+        """Refuse a file that was truncated after it was mapped.
 
-        Touching a page of the map that the file no longer has ends the process with SIGBUS, which Python cannot
-        catch: a file that shrinks between this check and the read still ends it. A file that was removed or replaced
-        is no danger, since the map keeps the old one.
+        Reading a mapped page that the file no longer has kills the process with SIGBUS, which Python cannot catch; a
+        file that shrinks between this check and the read still does so. A removed or replaced file is safe: the map
+        keeps the old one.
 
         Raises:
-            Damaged: names the shard.
+            CorruptError: names the shard.
         """
         try:
             size = os.stat(self._path).st_size  # noqa: PTH116 (called for every row)
@@ -371,26 +371,26 @@ class CacheShard:
             return
         if size < len(self._buffer):
             raise CorruptError(
-                f"this shard has {size} bytes now and had {len(self._buffer)} when it was opened: "
-                "another program truncated it",
+                f"another program truncated this shard: it has {size} bytes now and had {len(self._buffer)} when it "
+                "was opened",
                 where=self.name,
             )
 
     def is_intact(self, number: int) -> bool:
-        """Say whether a row is what was written."""
+        """Return whether a document matches its checksum."""
         try:
             return self._columns.checksum(number) == int(self._checksums[number])
-        except (ValueError, IndexError, OverflowError):  # offsets that lead nowhere
+        except (ValueError, IndexError, OverflowError):  # corrupt offsets
             return False
 
     def write_slice(self, path: Path, start: int, stop: int) -> None:
-        """Write the rows `[start, stop)` as a separate shard: their bytes and checksums stay as they are.
+        """Write the documents `[start, stop)` as a separate shard; their bytes and checksums do not change.
 
-        Its place is that of the rows in the cache that they were written for, so that the bytes do not depend on
-        where the new shard goes.
+        The new shard states the position of the documents in the original cache, so that its bytes do not depend on
+        its position in the output.
 
         Raises:
-            Damaged: names shard and row.
+            CorruptError: a checksum does not match; names shard and row.
         """
         for number in range(start, stop):
             if not self.is_intact(number):
@@ -399,40 +399,40 @@ class CacheShard:
         _write_sealed(path, self._batch.slice(start, stop - start), place)
 
     def damaged_documents(self) -> Iterator[int]:
-        """Yield the rows that are not what was written."""
+        """Yield the numbers of the documents that do not match their checksums."""
         return (number for number in range(len(self)) if not self.is_intact(number))
 
     def text_sizes(self) -> NDArray[np.int64]:
-        """Return int64 [rows], how many bytes each text has."""
+        """Return int64 [documents], the UTF-8 bytes of each text."""
         return self._columns.text_sizes()
 
     def is_conversation(self) -> NDArray[np.bool_]:
-        """Return bool [rows], which of them are conversations."""
+        """Return bool [documents], whether each is a conversation."""
         found: NDArray[np.bool_] = self._batch.column("conversation").is_valid().to_numpy(zero_copy_only=False)
         return found
 
     def document_weights(self) -> NDArray[np.float64]:
-        """Return float64 [rows], how much each document counts."""
+        """Return float64 [documents], the loss weight of each."""
         return self._columns.weights
 
     def routes(self) -> list[str]:
-        """Return [rows], the name of the teacher that each document names."""
+        """Return [documents], the teacher name of each; "" if it has none."""
         return [self._columns.route(number) for number in range(len(self))]
 
     def fingerprints(self) -> NDArray[np.uint64]:
-        """Return uint64 [rows], hashes of what students read: equal for equal documents, whatever the teacher."""
+        """Return uint64 [documents], hashes of the student's input, which do not depend on the teacher."""
         return np.array([self._columns.fingerprint(number) for number in range(len(self))], np.uint64)
 
 
 def _checksum_error(name: str, row: int) -> CorruptError:
-    return CorruptError("a row of this cache does not match its checksum", where=f"{name}, row {row}")
+    return CorruptError("a document of this cache does not match its checksum", where=f"{name}, row {row}")
 
 
 def read_vocabulary_order(path: Path, file: str) -> VocabularyOrder:
-    """Return the vocabulary order in the folder of a shard.
+    """Return the vocabulary order in a file in the folder of a shard.
 
     Raises:
-        Damaged: it is missing or corrupt.
+        CorruptError: the file is missing or corrupt.
     """
     place = path.parent / file
     try:
@@ -444,11 +444,15 @@ def read_vocabulary_order(path: Path, file: str) -> VocabularyOrder:
             str(place),
         )
     except FileNotFoundError:
-        raise CorruptError("the vocabulary order file of this shard is missing", where=str(place)) from None
+        raise CorruptError(
+            "the vocabulary order file of this cache is missing",
+            where=str(place),
+            hint="copy the whole cache folder again",
+        ) from None
 
 
 def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
-    """Return "sha256:..." of the bytes of a shard that lie outside of some ranges."""
+    """Return "sha256:..." of the bytes of a shard outside of the payload ranges."""
     view, hashed, at = memoryview(content), hashlib.sha256(), 0
     for start, stop in sorted((start, stop) for start, stop in payload if stop > start):
         hashed.update(view[at:start])
@@ -458,14 +462,14 @@ def frame_checksum(content: Any, payload: Sequence[tuple[int, int]]) -> str:
 
 
 class StoredDocument:
-    """One document of a cache; what is not asked for is not unpacked."""
+    """One document of a cache; each part is decoded when it is first used."""
 
     def __init__(self, shard: CacheShard, number: int, sample_set: int | None) -> None:
         self._shard, self._columns, self._number, self._sample_set = shard, shard._columns, number, sample_set
 
     @cached_property
     def document(self) -> Document:
-        """Its text and which of it is trained."""
+        """The text, and which parts are trained."""
         with self._shard._corruption_as_error("its document cannot be read", self._number):
             segments = self._columns.segments(self._number)
             written = str(self._columns.blob("conversation", self._number), "utf-8")
@@ -480,24 +484,24 @@ class StoredDocument:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T, how many tokens the teacher read."""
+        """T, the number of the teacher's tokens."""
         length = int(self._columns.num_tokens[self._number])
         if not 0 <= length <= MAX_DOCUMENT_TOKENS:
-            raise self._corruption_error(f"a document of {length} tokens")
+            raise self._corruption_error(f"a document has {length} tokens")
         return length
 
     @cached_property
     def trained_positions(self) -> NDArray[np.int32]:
-        """int32 [P], the trained tokens."""
+        """int32 [P], indices of the trained tokens."""
         edges = self._columns.list_values("trained_ranges", self._number)
         starts, stops = edges[::2].astype(np.int64), edges[1::2].astype(np.int64)
         if len(starts) != len(stops) or (
             len(edges)
             and not (edges[0] >= 0 and stops[-1] <= self.num_tokens and (np.diff(edges.astype(np.int64)) > 0).all())
         ):
-            raise self._corruption_error("ranges of trained tokens outside of the document")
+            raise self._corruption_error("trained tokens lie outside of the document")
         if int((stops - starts).sum()) != int(self._columns.num_positions[self._number]):
-            raise self._corruption_error("ranges of trained tokens that are not as many as stated")
+            raise self._corruption_error("the number of trained tokens is wrong")
         runs = [
             np.arange(start, stop, dtype=np.int32) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)
         ]
@@ -505,7 +509,7 @@ class StoredDocument:
 
     @cached_property
     def tokens(self) -> TokenSequence:
-        """What the teacher read."""
+        """The teacher's tokens."""
         length, number = self.num_tokens, self._number
         with self._shard._corruption_as_error("its tokens cannot be read", number):
             ids, ends = self._shard.codec.unpack_tokens(self._columns.blob("tokens", number), length)
@@ -519,14 +523,14 @@ class StoredDocument:
             and _all_between(pieces[:, 2], 0, size)
             and _all_between(closers, -1, length - 1)
         ):
-            raise self._corruption_error("positions of tokens or bytes outside of the document")
+            raise self._corruption_error("token or byte positions lie outside of the document")
         trained = np.zeros(length, np.bool_)
         trained[self.trained_positions] = True
         return TokenSequence(ids, ends, trained, pieces, closers)
 
     @cached_property
     def teacher_logprobs(self) -> TeacherLogprobs:
-        """What the teacher said, with one set of draws or none."""
+        """The teacher's log-probabilities, with one sample set or none."""
         ids, positions = self.tokens.ids, self.trained_positions
         with self._shard._corruption_as_error("its log-probabilities cannot be read", self._number):
             packed = self._columns.blob("teacher_logprobs", self._number)
@@ -536,7 +540,7 @@ class StoredDocument:
 
     @cached_property
     def stored_logprobs(self) -> StoredLogprobs:
-        """Everything that was kept of what the teacher said."""
+        """All stored log-probabilities of the teacher."""
         ids, positions = self.tokens.ids, self.trained_positions
         with self._shard._corruption_as_error("its log-probabilities cannot be read", self._number):
             packed = self._columns.blob("teacher_logprobs", self._number)
@@ -549,10 +553,10 @@ class StoredDocument:
         width = self._shard.vocab_size
         if not _all_between(ids, 0, width - 1):
             wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
-            raise self._corruption_error(f"the token id {wrong}, and the teacher's vocabulary has {width:,} ids")
+            raise self._corruption_error(f"token id {wrong} is outside of the teacher's vocabulary of {width:,} ids")
 
     def _corruption_error(self, what: str) -> CorruptError:
-        return CorruptError(f"this shard is corrupt: it states {what}", where=f"{self._shard.name}, row {self._number}")
+        return CorruptError(f"this shard is corrupt: {what}", where=f"{self._shard.name}, row {self._number}")
 
 
 def _all_between(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
@@ -560,7 +564,7 @@ def _all_between(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
 
 
 class _ShardColumns:
-    """The columns of a shard as flat arrays over its memory."""
+    """The columns of a shard as flat arrays without copies."""
 
     def __init__(self, batch: pa.RecordBatch) -> None:
         segments = batch.column("segments")
@@ -588,7 +592,7 @@ class _ShardColumns:
         ]:
             _check_offsets(at, size)
         edges = [first, role_ends[first], text_ends[first], *(column.offsets.to_numpy() for column in lists)]
-        # [rows, 2 x 9]: where each part of a row begins and ends.
+        # [rows, 2 x 9]: start and end of each part of a row.
         self._bounds = np.column_stack(
             [part for at in [*edges, *(at for at, _ in blobs)] for part in (at[:-1], at[1:])]
         )
@@ -597,7 +601,7 @@ class _ShardColumns:
         numbers = [self.num_tokens, self.num_positions, self.num_entries, self.complete, sizes[:, 0], *sizes[:, 3:].T]
         self._numbers = _byte_view(np.column_stack(numbers).astype("<i4"))
         self._size_of_numbers = 4 * len(numbers)
-        # What a checksum is of, in its order, and in bytes [rows, 2 x 11] which of it a row has.
+        # The parts that a checksum covers, in order, and the byte range of each row in them [rows, 2 x 11].
         counted, lists = self._bounds.astype(np.int64), [_byte_view(values) for values in self._lists.values()]
         flags, roles, texts, *rest = np.split(counted, 9, axis=1)
         self._hashed = [self._trains, role_sizes, self._roles, text_sizes, self._texts, *lists, *self._blobs.values()]
@@ -649,7 +653,7 @@ class _ShardColumns:
         return self._blobs[name][self._bounds[number, at] : self._bounds[number, at + 1]]
 
     def checksum(self, number: int) -> int:
-        """Return xxh3_64 of a row: its numbers, then its strings and lists, each with their lengths before."""
+        """Return xxh3_64 of a row: its numbers and sizes, then its strings and lists."""
         hashed = xxhash.xxh3_64(self._numbers[number * self._size_of_numbers : (number + 1) * self._size_of_numbers])
         self._hash_parts(hashed, number, len(self._hashed))
         if self._has_weights:
@@ -659,7 +663,7 @@ class _ShardColumns:
         return int(hashed.intdigest())
 
     def fingerprint(self, number: int) -> int:
-        """Return xxh3_64 of the segments, of whether the text ends, and of the conversation."""
+        """Return xxh3_64 of `complete`, segments, conversation and sampled tokens."""
         hashed = xxhash.xxh3_64(b"\1" if self.complete[number] else b"\0")
         self._hash_parts(hashed, number, NUM_SEGMENT_PARTS)
         hashed.update(self.blob("conversation", number))
@@ -667,7 +671,7 @@ class _ShardColumns:
         return int(hashed.intdigest())
 
     def _hash_parts(self, hashed: Any, number: int, count: int) -> None:
-        """Hash the first parts of a row."""
+        """Hash the first `count` parts of a row."""
         bounds = self._hashed_bounds[number].tolist()
         for part, start, stop in zip(self._hashed[:count], bounds[::2], bounds[1::2], strict=False):
             if start < stop:
@@ -679,10 +683,10 @@ def _byte_view(array: NDArray[Any]) -> memoryview:
 
 
 def _check_offsets(offsets: NDArray[np.int32], size: int) -> None:
-    """Refuse offsets that fall, or lead out of the `size` values that they are of.
+    """Check offsets into `size` values.
 
     Raises:
-        ValueError: they do.
+        ValueError: they decrease, or point outside of the values.
     """
     if offsets[0] < 0 or offsets[-1] > size or (offsets[1:] < offsets[:-1]).any():
         raise ValueError("offsets")
@@ -705,12 +709,14 @@ def _list_array(parts: list[NDArray[np.int32]]) -> pa.ListArray:
 
 def _binary_array(parts: list[bytes]) -> pa.Array:
     if sum(map(len, parts)) > np.iinfo(np.int32).max:
-        raise XtkError("a shard holds more than 2 GiB in one column", hint="a smaller --shard-tokens")
+        raise XtkError(
+            "a shard has more than 2 GiB in one column, which Arrow cannot store", hint="use a smaller --shard-tokens"
+        )
     return pa.array(parts, pa.binary())
 
 
 def _to_ranges(positions: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return rising numbers as ranges, `[start, stop)` one after the other."""
+    """Return int32 [ranges, 2], the ranges `[start, stop)` that cover some increasing numbers."""
     if not len(positions):
         return np.zeros(0, np.int32)
     breaks = np.flatnonzero(np.diff(positions) != 1)
@@ -720,12 +726,12 @@ def _to_ranges(positions: NDArray[np.int32]) -> NDArray[np.int32]:
 
 
 def _conversation_to_json(document: Document) -> str | None:
-    """Return the messages of a conversation without their contents, which are the document's segments."""
+    """Return the messages and tools of a conversation as JSON, without the contents, which are the segments."""
     conversation = document.conversation
     if conversation is None:
         return None
     bare = [{key: value for key, value in message.items() if key != "content"} for message in conversation.messages]
-    # In the order of the data: templates print tools and calls as they come.
+    # Keys keep the order of the data: templates print tools and calls in this order.
     return json.dumps({"messages": bare, "tools": conversation.tools}, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""What a cache holds, in numbers: bytes from its manifest, the signal from rows spread all over it."""
+"""Statistics of a teacher cache: sizes from its manifest, log-probability statistics from a sample of documents."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from xtk.artifacts.teacher_cache import TeacherCache, cache_totals, source_heade
 from xtk.registry import load_registered
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 
-INFORMATION_KEYS = ("entropy", "quantization_kl")  # of a shard, sums over its positions
+INFORMATION_KEYS = ("entropy", "quantization_kl")  # of a shard: sums over its positions, nats
 SAMPLE_DOCUMENTS = 200
 
 
 @dataclass(frozen=True)
 class PositionStatistics:
-    """The positions of some rows, one after the other.
+    """Statistics of the N trained positions of some documents, concatenated.
 
     Attributes:
         entropy: float32 [N], nats.
-        kept_mass: float32 [N], the probability of the exact ids.
-        observed_logprobs: float32 [N], log-probabilities.
-        num_exact_ids: int64 [N], how many ids are exact.
-        num_sampled_ids: int64 [N], how many ids a set of draws holds, in the mean; 0 where nothing is drawn.
-        observed_outside_top: bool [N], whether the token that stands there is none of the likeliest; None where nobody
-            can tell.
-        observed_ids: int32 [N], the tokens that stand there.
+        kept_mass: float32 [N], total probability of the ids with exact log-probabilities.
+        observed_logprobs: float32 [N], log-probabilities of the observed tokens, nats.
+        num_exact_ids: int64 [N], number of ids with exact log-probabilities.
+        num_sampled_ids: float64 [N], distinct ids in a sample set, averaged over sets; 0 without samples.
+        observed_outside_top: bool [N], whether the observed token is outside of the top-k or top-p set; None if the
+            support does not tell.
+        observed_ids: int32 [N], the observed tokens.
     """
 
     entropy: NDArray[np.float32]
@@ -43,18 +43,13 @@ class PositionStatistics:
 
 
 def evenly_spaced_indices(cache: TeacherCache, count: int) -> list[int]:
-    """Return the numbers of at most `count` documents, all over a cache."""
+    """Return the numbers of at most `count` documents, evenly spaced over a cache."""
     numbers = np.linspace(0, len(cache) - 1, num=min(len(cache), count)).astype(int)
     return [int(number) for number in np.unique(numbers)]
 
 
 def sample_positions(cache: TeacherCache, count: int = SAMPLE_DOCUMENTS) -> PositionStatistics:
-    """Read the positions of documents all over a cache.
-
-    Args:
-        cache: which one.
-        count: documents at most.
-    """
+    """Return statistics of the positions of at most `count` documents, evenly spaced over a cache."""
     rows = [cache.read_document(number) for number in evenly_spaced_indices(cache, count)]
     scores = [row.stored_logprobs for row in rows]
     outside = [_observed_outside_top(row, cache.header["options"]) for row in scores]
@@ -82,14 +77,14 @@ def _mean_sampled_ids(scores: StoredLogprobs) -> NDArray[np.float64]:
 
 
 def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any]) -> NDArray[np.bool_] | None:
-    """Say where the token that stands there is kept in addition to the likeliest; None if that cannot be told."""
+    """Return where the observed token is stored in addition to the top tokens; None if the support does not tell."""
     support = options.get("support")
     if support in ("top-k", "top-k+sample"):
         more: NDArray[np.bool_] = np.diff(scores.offsets) > int(options["top_k"])
         return more
     if support != "top-p":
         return None
-    # It is added when the others carry the mass, or are as many as are allowed, without it, and all are likelier.
+    # The observed token was added if the other ids reach top_p or top_k without it and are all at least as likely.
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     kept = np.bincount(owner, np.exp(scores.logprobs.astype(np.float64)), minlength=len(scores))
     others = kept - np.exp(scores.observed_logprobs.astype(np.float64))
@@ -101,7 +96,7 @@ def _observed_outside_top(scores: StoredLogprobs, options: dict[str, Any]) -> ND
 
 
 def bytes_by_section(manifest: dict[str, Any]) -> dict[str, int]:
-    """Return the bytes of text, tokens, signal and everything else, of all shards; none is opened."""
+    """Return the bytes of text, tokens, log-probabilities and everything else of all shards, from the manifest."""
     sums = dict.fromkeys((*PAYLOAD_PARTS, "other"), 0)
     for shard in manifest["shards"]:
         sizes = [stop - start for start, stop in shard["payload_ranges"]]
@@ -112,12 +107,12 @@ def bytes_by_section(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 def summarize_cache(cache: TeacherCache, positions: PositionStatistics, documents: int) -> dict[str, Any]:
-    """Return what `xtk inspect` prints of a cache.
+    """Return the statistics of a cache that `xtk inspect` prints.
 
     Args:
-        cache: which one.
-        positions: what `sampled` gave.
-        documents: of how many documents.
+        cache: the cache.
+        positions: returned by `sample_positions`.
+        documents: number of documents that `positions` was computed from.
     """
     figures = cache_totals(cache.manifest)
     by_section = bytes_by_section(cache.manifest)
@@ -153,10 +148,10 @@ def summarize_cache(cache: TeacherCache, positions: PositionStatistics, document
 
 
 def max_stored_error(options: dict[str, Any]) -> float:
-    """Return by how much a log-probability above -32 can be off in a cache, nats.
+    """Return the maximum quantization error of stored log-probabilities above -32, nats.
 
     Args:
-        options: the header's codec.
+        options: the "codec" section of the cache header.
     """
     codec: type[Codec] = load_registered(CODECS, options["name"], "codec")
     return codec.max_logprob_error(options)
@@ -167,5 +162,5 @@ def _three_digits(value: float) -> float:
 
 
 def rounded_mean(values: NDArray[Any]) -> float | None:
-    """Return the mean of some numbers, or None of none."""
+    """Return the mean, rounded to 6 decimals; None for an empty array."""
     return round(float(values.mean()), 6) if len(values) else None

@@ -1,4 +1,4 @@
-"""Counting a corpus for `--method cooccurrence` so that a killed run goes on where it was."""
+"""Resumable cooccurrence counting of a corpus, for `build-projection --method cooccurrence`."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ def count_corpus_cooccurrences(
     path: Path,
     advance: Callable[[int], None] = lambda documents: None,
 ) -> CooccurrenceCounts:
-    """Count a corpus, and keep the counts so far beside the projection, whole, every half minute.
+    """Return the cooccurrence counts of a corpus; intermediate counts are saved every 30 seconds.
 
-    After a kill the documents that were counted are read again (for the fingerprint: another corpus begins anew)
-    and not tokenised again. Counts are sums, so the result is the same wherever it was interrupted.
+    A run that continues reads the counted documents again, to compare fingerprints (with another corpus it starts
+    over), but does not tokenize them again. Counts are sums, so that the result does not depend on interruptions.
 
     Args:
         student: its tokens are the rows.
         teacher: its tokens are the columns.
         corpus: documents, readable twice.
-        path: where the projection is to be.
-        advance: told how many more documents are counted.
+        path: output path of the projection; intermediate counts are saved next to it.
+        advance: called with the number of newly counted documents.
 
     Returns:
-        The counts. The unfinished file stays until `remove_counting_state`.
+        The counts. The file of intermediate counts stays until `remove_counting_state`.
 
     Raises:
-        XtkError: the file of the counts so far is the user's.
+        XtkError: another file has the name of the intermediate counts.
     """
     state = counting_state_path(path)
-    check_output_file(state, "counts", _is_state)
+    check_output_file(state, "saved cooccurrence counts", _is_state)
     wanted = {
         "format": FORMAT,
         "version": VERSION,
@@ -78,12 +78,12 @@ def count_corpus_cooccurrences(
 
 
 def counting_state_path(path: Path) -> Path:
-    """Return where the counts so far of a projection lie."""
+    """Return the path of the intermediate counts of a projection."""
     return path.parent / (path.name + STATE_SUFFIX)
 
 
 def remove_counting_state(path: Path) -> None:
-    """Remove the counts so far, and what a writer left that was killed, once the projection is written."""
+    """Remove the intermediate counts of a written projection, and temporary files of killed writers."""
     state = counting_state_path(path)
     if state.is_file() and _is_state(state):
         state.unlink()
@@ -91,20 +91,20 @@ def remove_counting_state(path: Path) -> None:
 
 
 def _is_state(path: Path) -> bool:
-    """Say whether a file begins as counts of xtk's do, whole or damaged further on."""
+    """Return whether a file begins like intermediate counts of xtk."""
     with path.open("rb") as stream:
         return FORMAT.encode() in stream.read(4096)
 
 
 def corpus_fingerprint(corpus: Iterable[Document]) -> tuple[int, str]:
-    """Return how many documents a corpus has, and its fingerprint."""
+    """Return the number of documents of a corpus, and its fingerprint."""
     reader = _FingerprintedTexts(corpus, 0)
     count = sum(1 for _ in reader.texts())
     return count, reader.fingerprint_at(count)
 
 
 class _FingerprintedTexts:
-    """Hands out texts, and knows the fingerprint of the documents before each batch that was handed out."""
+    """Yields texts, and keeps the fingerprint of all documents up to each of them."""
 
     def __init__(self, corpus: Iterable[Document], skipped: int) -> None:
         self._corpus, self._skipped = corpus, skipped
@@ -117,14 +117,14 @@ class _FingerprintedTexts:
             fingerprint.add(document)
             count += 1
             if count > self._skipped:
-                # Batches are tokenised ahead of what is counted, so the hash at each document is kept until it is.
+                # Batches are tokenized ahead of counting, so the hash after each document is kept until it is counted.
                 self._hashes[count] = str(fingerprint)
-                # Of a conversation, no model reads one content right after the other.
+                # Messages of a conversation are separated, since no model sees them directly adjacent.
                 yield document.text if document.conversation is None else _joined_messages(document)
         self._hashes[count] = str(fingerprint)
 
     def fingerprint_at(self, count: int) -> str:
-        """Return the fingerprint of the first `count` documents; those of fewer are forgotten."""
+        """Return the fingerprint of the first `count` documents, and drop those of fewer documents."""
         found = self._hashes[count]
         self._hashes = {number: digest for number, digest in self._hashes.items() if number >= count}
         return found
@@ -137,32 +137,32 @@ def _joined_messages(document: Document) -> str:
 def _write_state(state: Path, header: dict[str, Any], counter: CooccurrenceCounter) -> None:
     keys, times = counter.sorted_counts()
     checksum = sha256(canonical_json(header).encode() + keys.tobytes() + times.tobytes())
-    told = canonical_json({**header, "checksum": checksum})
+    metadata = canonical_json({**header, "checksum": checksum})
     with atomic_write(state) as temporary:
-        temporary.write_bytes(safetensors.numpy.save({"keys": keys, "times": times}, metadata={"xtk": told}))
+        temporary.write_bytes(safetensors.numpy.save({"keys": keys, "times": times}, metadata={"xtk": metadata}))
 
 
 def _read_state(
     state: Path, wanted: dict[str, Any], corpus: Iterable[Document]
 ) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
-    """Return documents, keys and times of an interrupted run; nothing if it was another's, or is damaged.
+    """Return number of documents, keys and counts of an interrupted run; empty if it does not match or is corrupt.
 
     Args:
-        state: where it lies.
-        wanted: format, version, rules and both sides, all of which have to be the same.
-        corpus: begins with the documents that were counted, or it is another.
+        state: path of the intermediate counts.
+        wanted: expected format, version, algorithm version and tokenizers.
+        corpus: has to begin with the counted documents.
     """
     nothing = 0, np.zeros(0, np.int64), np.zeros(0, np.int64)
-    with contextlib.suppress(Exception):  # whatever is wrong with it: counting anew is right, only slower
+    with contextlib.suppress(Exception):  # any corruption: counting again is correct, only slower
         raw = state.read_bytes()
         size = int.from_bytes(raw[:8], "little")
         header = json.loads(json.loads(raw[8 : 8 + size])["__metadata__"]["xtk"])
         tensors = safetensors.numpy.load(raw)
         keys, times = tensors["keys"], tensors["times"]
-        told = {key: header[key] for key in (*wanted, "documents", "corpus")}
-        checksum = sha256(canonical_json(told).encode() + keys.tobytes() + times.tobytes())
-        if header["checksum"] == checksum and wanted.items() <= told.items():
-            first = itertools.islice(iter(corpus), told["documents"])
-            if corpus_fingerprint(first) == (told["documents"], told["corpus"]):
-                return told["documents"], keys, times
+        stated = {key: header[key] for key in (*wanted, "documents", "corpus")}
+        checksum = sha256(canonical_json(stated).encode() + keys.tobytes() + times.tobytes())
+        if header["checksum"] == checksum and wanted.items() <= stated.items():
+            first = itertools.islice(iter(corpus), stated["documents"])
+            if corpus_fingerprint(first) == (stated["documents"], stated["corpus"]):
+                return stated["documents"], keys, times
     return nothing

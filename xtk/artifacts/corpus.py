@@ -1,4 +1,4 @@
-"""Reading documents: files of several formats, globs, remote paths, hub datasets, a pipe."""
+"""Documents for training and evaluation, from files, globs, remote paths, hub datasets or stdin."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from xtk.artifacts.data_file_readers import (
     read_records,
     read_text,
     saved_dataset_files,
+    unsupported_format_error,
 )
 from xtk.artifacts.dataset_records import OPT_IN_FIELDS, RECORD_FIELDS, Record, record_to_document
 from xtk.artifacts.model_resolver import ADAPTER_CONFIG, check_dataset_reachable, is_run_folder
@@ -37,23 +38,23 @@ _HUB_DATASET = re.compile(r"^(?:hf://(?:datasets/)?)?(?P<name>[\w.-]+/[\w.-]+?)(
 _HUB_FILE = re.compile(r"^hf://datasets/([\w.-]+/[\w.-]+)(?:@[^/]+)?/.+$")
 _URL_PREFIX = re.compile(r"^\w+://")
 DATA_HINT = (
-    "a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for a pipe"
+    "use a file, a folder, a glob in quotes, a URL (hf://, s3://), a hub dataset (owner/name[:split]), or - for stdin"
 )
 
 
 class Corpus:
-    """Documents from one or more sources, readable as often as wanted.
+    """Documents from one or more sources; can be iterated repeatedly.
 
-    A line of `.jsonl`, an object of a JSON array, a row of `.csv`, `.tsv`, `.parquet` or `.arrow` and a whole `.txt`
-    file are one document each; so is a row of a folder of `datasets.save_to_disk`. `-` reads JSON lines, a JSON array
-    or else one text from stdin and keeps them in a temporary file.
+    One document is a line of `.jsonl`, an object of a JSON array, a row of `.csv`, `.tsv`, `.parquet` or `.arrow`, a
+    whole `.txt` file, or a row of a folder of `datasets.save_to_disk`. `-` reads JSON lines, a JSON array or one text
+    from stdin into a temporary file.
 
     Args:
-        sources: paths, globs, remote paths (`s3://`, `hf://`), hub datasets (`owner/name`, `owner/name:split`; their
-            train split if none is named), `-`.
-        columns: {field: column} where data has other names than those of FIELDS; and for each of ASKED that is read.
-        max_document_bytes: a record with more is refused, before all of it is in memory.
-        piped: what came through stdin, where it has been read already.
+        sources: paths, globs, remote paths (`s3://`, `hf://`), hub datasets (`owner/name`, `owner/name:split`; default
+            split: train), `-`.
+        columns: {field: column} for RECORD_FIELDS with another column name, and for each of OPT_IN_FIELDS to read.
+        max_document_bytes: a larger record is refused before it is completely in memory.
+        stdin: content of stdin, if it is already read.
     """
 
     def __init__(
@@ -74,11 +75,11 @@ class Corpus:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The sources, for messages."""
         return ", ".join(self.sources)
 
     def inherited_descriptors(self) -> list[int]:
-        """Return the open files that a child process needs to inherit to read it."""
+        """Return the file descriptors that a child process must inherit to read this corpus."""
         return [] if self._stdin is None else [self._stdin.descriptor]
 
     def __reduce__(self) -> tuple[type[Corpus], tuple[Any, ...]]:
@@ -89,10 +90,10 @@ class Corpus:
             yield record_to_document(record, self.columns, where)
 
     def records(self) -> Iterator[tuple[Record, str]]:
-        """Yield what the data holds, as it is: {column: value}, and which record it is, for messages.
+        """Yield the records, {column: value}, and the source and number of each, for messages.
 
         Raises:
-            XtkError: there is none.
+            XtkError: there are no records.
         """
         count = 0
         for name, read in self._readers:
@@ -101,9 +102,9 @@ class Corpus:
                 count += 1
         if not count:
             raise XtkError(
-                "there is no document in this corpus",
+                "this data contains no documents",
                 where=self.name,
-                hint='one {"text": "..."} a line, in a .jsonl file',
+                hint='write one JSON object per line into a .jsonl file, such as {"text": "..."}',
             )
 
     def _open(self, source: str) -> list[tuple[str, Callable[[], Iterator[Record]]]]:
@@ -125,7 +126,7 @@ class Corpus:
             return [self._file(str(file)) for file in _data_files(Path(name), split)]
         if (dataset := _HUB_DATASET.match(source)) and not Path(dataset["name"]).suffix:
             return [(source, lambda: _read_hub_dataset(dataset["name"], dataset["split"] or ""))]
-        raise XtkError("there is no such data", where=source, hint=DATA_HINT)
+        raise XtkError("this data does not exist", where=source, hint=DATA_HINT)
 
     def _file(self, name: str) -> tuple[str, Callable[[], Iterator[Record]]]:
         _check_extension(name)
@@ -133,7 +134,7 @@ class Corpus:
 
 
 def is_data_path(location: str) -> bool:
-    """Say whether a path is a file of data, or a folder of `datasets.save_to_disk`."""
+    """Return whether a path is a file in a data format, or a folder of `datasets.save_to_disk`."""
     path = Path(location)
     if not path_exists(location):
         return False
@@ -144,11 +145,7 @@ def is_data_path(location: str) -> bool:
 
 def _check_extension(name: str) -> None:
     if file_extension(name) not in FORMATS:
-        raise XtkError(
-            f"data ending in {file_extension(name) or 'nothing'} cannot be read",
-            where=name,
-            hint=f"one of {', '.join(FORMATS)}",
-        )
+        raise unsupported_format_error(name)
 
 
 def _read_hub_file(name: str, dataset: str, reading: RecordReadOptions) -> Iterator[Record]:
@@ -157,12 +154,12 @@ def _read_hub_file(name: str, dataset: str, reading: RecordReadOptions) -> Itera
 
 
 class InMemoryCorpus(Corpus):
-    """Documents that are in memory already.
+    """A corpus of documents in memory.
 
     Args:
-        documents: as they were read.
-        sources: where they are from, for messages.
-        columns: as in `Corpus`; which of `ASKED` were read.
+        documents: the documents.
+        sources: their sources, for messages.
+        columns: as in `Corpus`.
     """
 
     def __init__(self, documents: Sequence[Document], sources: list[str], columns: Mapping[str, str]) -> None:
@@ -177,24 +174,27 @@ class InMemoryCorpus(Corpus):
 
 
 def parse_columns_option(value: str | None, **asked: str) -> dict[str, str]:
-    """Read `--columns prompt=question,completion=answer`.
+    """Return {field: column} for `--columns prompt=question,completion=answer`.
 
     Args:
-        value: as it was given.
-        asked: columns that have an option of their own, by their fields; "": none.
+        value: the value of --columns.
+        asked: columns with a separate option, by field; "": not given.
     """
     pairs = [part.split("=", 1) for part in value.split(",")] if value else []
     names = [pair[0].strip() for pair in pairs]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
-        raise XtkError(f"--columns is {value!r}", hint=f"FIELD=COLUMN,...; fields are {', '.join(RECORD_FIELDS)}")
+        raise XtkError(
+            f"--columns is {value!r}; must be FIELD=COLUMN,...",
+            hint=f"use, for example, --columns prompt=question; the fields are {', '.join(RECORD_FIELDS)}",
+        )
     if named := sorted(set(names) & set(OPT_IN_FIELDS)):
-        raise XtkError(f"--columns is {value!r}", hint=f"{named[0]} is an option: --{named[0]}-column COLUMN")
+        raise XtkError(f"--columns cannot set the field {named[0]}", hint=f"use --{named[0]}-column COLUMN")
     columns = {name: pair[1].strip() for name, pair in zip(names, pairs, strict=True)}
     return {**columns, **{field: column for field, column in asked.items() if column}}
 
 
 class CorpusFingerprint:
-    """The hash of documents in their order, added one by one: of all that is read, and of what of it is trained."""
+    """Incremental hash of documents in order: their whole content, and which parts are trained."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -207,10 +207,10 @@ class CorpusFingerprint:
             self._hash.update(text)
         if document.conversation is not None:
             talk = [document.conversation.messages, document.conversation.tools]
-            self._hash.update(json.dumps(talk).encode())  # in their order: templates print tools as they come
-        for name, told in _extra_content(document).items():
-            self._hash.update(f"\0{name} {len(told)}\n".encode())
-            self._hash.update(told)
+            self._hash.update(json.dumps(talk).encode())  # keys in order: templates print tools in this order
+        for name, content in _extra_content(document).items():
+            self._hash.update(f"\0{name} {len(content)}\n".encode())
+            self._hash.update(content)
         self._hash.update(b"\n")
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class CorpusFingerprint:
 
 
 def _extra_content(document: Document) -> dict[str, bytes]:
-    """Return what a document has beside its segments and messages."""
+    """Return the encoded content of a document in addition to its segments and messages."""
     found = {}
     if document.teacher_prompt is not None:
         found["teacher_prompt"] = json.dumps(document.teacher_prompt).encode()
@@ -244,22 +244,26 @@ def _data_files(path: Path, split: str = "") -> list[Path]:
     _refuse_non_data(path)
     files = sorted(file for file in path.iterdir() if file_extension(file.name) in FORMATS)
     if not files:
-        raise XtkError("this folder holds no data files", where=str(path), hint=f"files ending in {', '.join(FORMATS)}")
+        raise XtkError(
+            "this folder contains no data files",
+            where=str(path),
+            hint=f"use a folder with files that end in {', '.join(FORMATS)}",
+        )
     return files
 
 
 def _refuse_non_data(folder: Path) -> None:
-    """Refuse a folder whose JSON is no data.
+    """Refuse a folder whose JSON files are not data.
 
     Raises:
-        XtkError: it is a run or a model.
+        XtkError: it is a run folder or a model.
     """
     if is_run_folder(folder):
-        raise XtkError("this is a run, not data", where=str(folder), hint=DATA_HINT)
+        raise XtkError("this is a run folder of xtk distill, not data", where=str(folder), hint=DATA_HINT)
     has_weights = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     is_known = any((folder / name).is_file() for name in (ADAPTER_CONFIG, "tokenizer.json"))
     if has_weights or (is_known and not any(folder.glob("shard-*"))):  # caches have tokenizers too
-        raise XtkError("this is a model, not data", where=str(folder), hint=DATA_HINT)
+        raise XtkError("this is a model folder, not data", where=str(folder), hint=DATA_HINT)
 
 
 def _read_hub_dataset(name: str, split: str) -> Iterator[Record]:
@@ -269,11 +273,12 @@ def _read_hub_dataset(name: str, split: str) -> Iterator[Record]:
     try:
         found = datasets.load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
         yield from found
-    except Exception as wrong:  # of the hub's client, of the network's, of each format's reader
+    except Exception as wrong:  # errors of the hub client, the network, and each format's reader
         reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
         raise XtkError(
-            f"this dataset cannot be loaded from the hub: {reason}", where=name,
-            hint=f"check the name and the split ({name}:SPLIT); or files of it: hf download {name} --repo-type dataset",
+            f"this dataset cannot be loaded from the Hugging Face hub: {reason}", where=name,
+            hint=f"check the name and the split ({name}:SPLIT), or download its files: "
+            f"hf download {name} --repo-type dataset",
         ) from None  # fmt: skip
 
 

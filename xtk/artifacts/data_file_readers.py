@@ -1,4 +1,4 @@
-"""Files of data as records: JSON lines, JSON arrays, CSV, Parquet, Arrow, text."""
+"""Readers that yield the records of data files: JSON Lines, JSON arrays, CSV, Parquet, Arrow, text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from xtk.registry import nearest_name
 from xtk.safe_json import check_depth, parse_json
 
 MAX_DOCUMENT_BYTES = 16_000_000
-READ_BYTES = 1 << 18  # bytes that are read at once
+READ_BYTES = 1 << 18  # chunk size
 BATCH_ROWS = 1000
-DEFAULT_SPLIT = "train"  # of a data set that has several, where none is named
+DEFAULT_SPLIT = "train"  # of a dataset with several splits
 _URL_PREFIX = re.compile(r"^\w+://")
-# Of UTF-32 first: it begins as UTF-16 does.
+# UTF-32 first: its mark begins with that of UTF-16.
 _BYTE_ORDER_MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _UTF_8_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _STATE_FILE, _SPLITS_FILE = "state.json", "dataset_dict.json"  # of `datasets.save_to_disk`
@@ -37,11 +37,11 @@ _MAX_STATE_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class RecordReadOptions:
-    """How files are read.
+    """Options for reading data files.
 
     Attributes:
-        columns: {field: column} where a field has another name.
-        max_record_bytes: the most that a record may have, as its file has it.
+        columns: {field: column} for fields with another column name.
+        max_record_bytes: maximum size of a record in its file.
     """
 
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class RecordReadOptions:
         return XtkError(
             f"this document is larger than --max-document-bytes ({self.max_record_bytes:,})",
             where=where,
-            hint="split it; or a larger --max-document-bytes, if memory allows",
+            hint="split it, or use a larger --max-document-bytes",
         )
 
 
@@ -60,44 +60,52 @@ RecordReader = Callable[[str, RecordReadOptions], Iterator[Record]]
 
 
 def read_records(name: str, options: RecordReadOptions) -> Iterator[Record]:
-    """Yield the records of a file, a remote one too.
+    """Yield the records of a local or remote file.
 
     Raises:
-        XtkError: its ending is of no known format, or its content of another one; it is cut short, not UTF-8, or has
-            a record above `reading.max_bytes`.
+        XtkError: the extension is unknown, the content does not match it, the file is truncated or not UTF-8, or a
+            record is larger than `options.max_record_bytes`.
     """
     kind = file_extension(name)
     if kind not in FORMATS:
-        raise XtkError(
-            f"data ending in {kind or 'nothing'} cannot be read", where=name, hint=f"one of {', '.join(FORMATS)}"
-        )
+        raise unsupported_format_error(name)
     return _with_read_errors(name, FORMATS[kind](name, options))
 
 
+def unsupported_format_error(name: str) -> XtkError:
+    """Return the error for a data file whose extension is not one of FORMATS."""
+    kind = file_extension(name)
+    return XtkError(
+        f"data files {f'that end in {kind}' if kind else 'without an extension'} are not supported",
+        where=name,
+        hint=f"use a file that ends in {', '.join(FORMATS)}; .gz, .zst or .xz may follow",
+    )
+
+
 def file_extension(name: str) -> str:
-    """Return the ending that tells the format of a file, past those of compression."""
+    """Return the extension that selects the format of a file, without that of a compression."""
     plain = name.removesuffix(".gz").removesuffix(".zst").removesuffix(".xz")
     return Path(plain).suffix.lower()
 
 
 def _with_read_errors(name: str, records: Iterator[Record]) -> Iterator[Record]:
-    """Pass records on; a file that is cut short or of another format is refused by its name."""
+    """Yield the records; convert errors of the readers into an XtkError that names the file."""
     try:
         yield from records
     except XtkError:
         raise
     except Exception as wrong:
         local = not _URL_PREFIX.match(name)
-        if isinstance(wrong, OSError) and wrong.errno and local:  # the system's: no such file, no permission
+        if isinstance(wrong, OSError) and wrong.errno and local:  # of the operating system: no such file, no permission
             raise
         known = ValueError | EOFError | OSError | OverflowError | MemoryError | zlib.error | lzma.LZMAError | csv.Error
-        # pyarrow is imported only where its formats are read; some of its errors are TypeErrors and KeyErrors.
+        # pyarrow is imported only for its formats; some of its errors are TypeErrors and KeyErrors.
         if local and not isinstance(wrong, known) and type(wrong).__module__ != "pyarrow.lib":
             raise
         reason = next(iter(str(wrong).splitlines()), "") or type(wrong).__name__
-        hint = "look whether it is whole, and whether its ending tells its format"
+        hint = "check that the file is complete and that its extension matches its format"
         raise XtkError(
-            f"this data cannot be read to its end: {reason}",
+            f"this data file cannot be read completely: {reason}",
             where=name,
             hint=hint if local else f"check the network and the address; {hint}",
         ) from None
@@ -108,7 +116,7 @@ def _open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
     import fsspec
 
     if compression == "infer" and name.endswith(".zst"):
-        # pyarrow's: fsspec reads zstd only where the package zstandard is installed, and else passes the bytes on.
+        # With pyarrow: without the package zstandard, fsspec returns the compressed bytes.
         import pyarrow
 
         with fsspec.open(name, "rb") as raw, pyarrow.CompressedInputStream(pyarrow.PythonFile(raw), "zstd") as stream:
@@ -123,7 +131,7 @@ def _open_stream(name: str, compression: str | None = "infer") -> Iterator[Any]:
 
 
 class _XzReader(io.RawIOBase):
-    """The content of an .xz file of one or several streams. Python's lzma ignores what follows the first stream."""
+    """Decompressed content of an .xz file with one or more streams; Python's lzma ignores all but the first."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -135,7 +143,7 @@ class _XzReader(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while True:
-            if self._decompressor.eof:  # padding between streams is zeros
+            if self._decompressor.eof:  # streams may be padded with zeros
                 self._input = self._decompressor.unused_data.lstrip(b"\0")
                 while not self._input and (block := self._raw.read(io.DEFAULT_BUFFER_SIZE)):
                     self._input = block.lstrip(b"\0")
@@ -145,7 +153,7 @@ class _XzReader(io.RawIOBase):
             elif self._decompressor.needs_input and not self._input:
                 self._input = self._raw.read(io.DEFAULT_BUFFER_SIZE)
                 if not self._input:
-                    raise EOFError("the file is cut short")
+                    raise EOFError("the file is truncated")
             found = self._decompressor.decompress(self._input, len(buffer))
             self._input = b""
             if found:
@@ -157,15 +165,15 @@ class _XzReader(io.RawIOBase):
 
 
 def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[tuple[int, str]]:
-    """Yield the lines of a text with their numbers, from 1 on. Lines end at line feeds alone, and keep them.
+    """Yield the line numbers, from 1, and lines of a text. Lines end only at line feeds, which they keep.
 
     Args:
         stream: of bytes.
         name: for messages.
-        options: its limit is that of a line.
+        options: `max_record_bytes` limits each line.
 
     Raises:
-        XtkError: a line above the limit, or bytes that are not UTF-8, with their offset in the text.
+        XtkError: a line is too long, or not UTF-8.
     """
     offset, number, rest = 0, 0, b""
     first = True
@@ -190,10 +198,10 @@ def read_lines(stream: Any, name: str, options: RecordReadOptions) -> Iterator[t
 
 
 def read_text(stream: Any, name: str, options: RecordReadOptions) -> str:
-    """Return a text as it is, but for the mark of UTF-8 in front of it.
+    """Return a whole text without its byte order mark.
 
     Raises:
-        XtkError: as `read_lines`, with a limit for the whole.
+        XtkError: the text is larger than `max_record_bytes`, or not UTF-8.
     """
     parts, size = [], 0
     while chunk := stream.read(READ_BYTES):
@@ -205,11 +213,13 @@ def read_text(stream: Any, name: str, options: RecordReadOptions) -> str:
 
 
 def _strip_byte_order_mark(raw: bytes, name: str) -> tuple[bytes, int]:
-    """Return the beginning of a text without a byte order mark, and how many bytes that mark has."""
+    """Return the beginning of a text without a byte order mark, and the number of bytes of the mark."""
     for mark, encoding in _BYTE_ORDER_MARKS.items():
         if raw.startswith(mark):
             raise XtkError(
-                f"this text is {encoding}, and data is UTF-8", where=name, hint=f"iconv -f {encoding} -t UTF-8"
+                f"this file is encoded in {encoding}; data must be UTF-8",
+                where=name,
+                hint=f"convert it: iconv -f {encoding} -t UTF-8 FILE",
             )
     size = len(_UTF_8_BYTE_ORDER_MARK) if raw.startswith(_UTF_8_BYTE_ORDER_MARK) else 0
     return raw[size:], size
@@ -223,7 +233,7 @@ def _decode_utf8(raw: bytes, offset: int, name: str) -> str:
         raise XtkError(
             f"this text is not UTF-8: byte {raw[wrong.start]:#04x} at offset {at:,}",
             where=name,
-            hint="iconv -f LATIN1 -t UTF-8, with the encoding that it has",
+            hint="convert it from its encoding, for example: iconv -f LATIN1 -t UTF-8 FILE",
         ) from None
 
 
@@ -238,7 +248,7 @@ def _read_text(name: str, reading: RecordReadOptions) -> Iterator[Record]:
 
 
 def _read_json(name: str, reading: RecordReadOptions) -> Iterator[Record]:
-    """Read JSON lines; or objects one after the other, in an array or not, over as many lines as they like."""
+    """Read JSON Lines, a JSON array, or concatenated JSON objects that may span several lines."""
     with _open_stream(name) as stream:
         first = first_nonempty_line(stream)
     with _open_stream(name) as stream:
@@ -246,16 +256,16 @@ def _read_json(name: str, reading: RecordReadOptions) -> Iterator[Record]:
 
 
 def read_json_records(stream: Any, first: str, name: str, options: RecordReadOptions) -> Iterator[Record]:
-    """Yield the records of JSON lines, or of an array.
+    """Yield the records of JSON Lines, of a JSON array, or of concatenated JSON objects.
 
     Args:
         stream: of bytes, at its beginning.
-        first: its first line that is not empty.
+        first: its first non-empty line.
         name: for messages.
-        options: its limit is that of a record.
+        options: `max_record_bytes` limits each record.
 
     Raises:
-        XtkError: it is not JSON, or a record is not an object, or above the limit.
+        XtkError: not JSON, or a record is not an object or too large.
     """
     lines = read_lines(stream, name, options)
     if not is_json_array(first) and not (file_extension(name) == ".json" and _is_incomplete_object(first)):
@@ -269,18 +279,18 @@ def read_json_records(stream: Any, first: str, name: str, options: RecordReadOpt
 
 
 def first_nonempty_line(stream: Any) -> str:
-    """Return the first line of a text that is not empty, or the beginning of a long one."""
+    """Return the first non-empty line of a text, or the first READ_BYTES of a long one."""
     text: str = stream.read(READ_BYTES).removeprefix(_UTF_8_BYTE_ORDER_MARK).decode("utf-8", "replace").lstrip()
     return text.partition("\n")[0]
 
 
 def is_json_array(line: str) -> bool:
-    """Say whether a text that begins with this line is a JSON array of objects, or an empty one."""
+    """Return whether a text that begins with this line is a JSON array of objects or an empty array."""
     return re.match(r"\s*\[\s*([{\]]|$)", line) is not None
 
 
 def _is_incomplete_object(line: str) -> bool:
-    """Say whether an object begins in a line and goes on in the next."""
+    """Return whether a JSON object begins in this line and does not end in it."""
     try:
         json.loads(line)
     except RecursionError:
@@ -291,28 +301,30 @@ def _is_incomplete_object(line: str) -> bool:
 
 
 def parse_json_record(line: str, where: str) -> Record:
-    """Return the object that a line holds.
+    """Return the JSON object in a line.
 
     Raises:
-        XtkError: it is not JSON, nested too deeply, or not an object.
+        XtkError: not JSON, nested too deeply, or not an object.
     """
     return _checked_record(parse_json(line, what="this line", where=where), where)
 
 
 def _checked_record(value: Any, where: str) -> Record:
     if not isinstance(value, dict):
-        raise XtkError('a document is a JSON object such as {"text": "..."}', where=where)
+        raise XtkError(
+            "this document is not a JSON object", where=where, hint='write it as an object such as {"text": "..."}'
+        )
     return value
 
 
 def _decode_chunks(parts: Iterable[bytes], name: str) -> Iterator[str]:
-    """Decode bytes part by part."""
+    """Decode chunks of UTF-8 bytes."""
     offset, rest = 0, b""
     for number, part in enumerate(parts):
         if number == 0:
             part, offset = _strip_byte_order_mark(part, name)
         whole = rest + part
-        # A character that goes on in the next part: up to three bytes, from the last one that begins a character.
+        # A character that continues in the next chunk: up to three bytes, from the last start byte of a character.
         cut = next((at for at in range(1, min(3, len(whole)) + 1) if whole[-at] >= 0xC0), 0)
         text, rest = (whole[:-cut], whole[-cut:]) if cut else (whole, b"")
         yield _decode_utf8(text, offset, name)
@@ -321,14 +333,14 @@ def _decode_chunks(parts: Iterable[bytes], name: str) -> Iterator[str]:
 
 
 class _JsonBuffer:
-    """A text that is read part by part, and taken from its beginning."""
+    """A text that is read in chunks and parsed value by value."""
 
     def __init__(self, parts: Iterator[str]) -> None:
         self._parts, self._text, self._at = parts, "", 0
         self.line = 1
 
     def peek(self) -> str:
-        """Return the next character that is not white space; "" at the end."""
+        """Return the next character that is not whitespace; "" at the end."""
         while True:
             space = _SPACE.match(self._text, self._at)
             assert space is not None
@@ -339,14 +351,14 @@ class _JsonBuffer:
                 return ""
 
     def skip(self) -> None:
-        """Take one character."""
+        """Skip one character."""
         self._at += 1
 
     def read_value(self, where: str, reading: RecordReadOptions) -> Any:
-        """Take a JSON value.
+        """Parse and return the next JSON value.
 
         Raises:
-            XtkError: there is none, or it is nested too deeply, or longer than the limit.
+            XtkError: not JSON, nested too deeply, or larger than the limit.
         """
         while True:
             held = len(self._text) - self._at
@@ -358,7 +370,7 @@ class _JsonBuffer:
                 cut = getattr(wrong, "pos", 0) > len(self._text) - 100 or "Unterminated" in str(wrong)
                 if cut and held > reading.max_record_bytes:
                     raise reading.too_large_error(where) from None
-                # More may mend it: two parts are enough where the mistake is not at the end.
+                # The value may be incomplete: read more, unless the error is not near the end of two chunks.
                 if held > max(reading.max_record_bytes, 2 * READ_BYTES) or not self._read_more():
                     reason = (
                         f"{wrong.msg} (line {self.line}" if isinstance(wrong, json.JSONDecodeError) else f"{wrong} ("
@@ -378,7 +390,7 @@ class _JsonBuffer:
         self._at = stop
 
     def _read_more(self) -> bool:
-        """Read as much again as is held, so that a long value is not tried too often."""
+        """Double the buffered text, so that a long value is parsed only a few times; return False at the end."""
         held = self._text[self._at :]
         parts = list(itertools.islice(self._parts, 1 + len(held) // READ_BYTES))
         self._text, self._at = held + "".join(parts), 0
@@ -390,7 +402,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> Iterator[tuple[Any, str]]:
-    """Yield the values of an array, or of a text of values one after the other, and where each begins."""
+    """Yield the values of an array or of concatenated values, and the file and line where each begins."""
     array = text.peek() == "["
     if array:
         text.skip()
@@ -400,25 +412,35 @@ def _json_values(text: _JsonBuffer, name: str, reading: RecordReadOptions) -> It
         if array and letter == "]":
             text.skip()
             if text.peek():
-                raise XtkError("there is more text after the end of this JSON array", where=where)
+                raise XtkError(
+                    "there is text after the end of this JSON array",
+                    where=where,
+                    hint="remove it, or write one JSON object per line (.jsonl)",
+                )
             return
         if array and not first:
             if letter != ",":
-                raise XtkError("this JSON array has no comma between two documents", where=where)
+                raise XtkError(
+                    "a comma is missing between two documents of this JSON array",
+                    where=where,
+                    hint="add it, or write one JSON object per line (.jsonl)",
+                )
             text.skip()
             text.peek()
             where = f"{name}, line {text.line}"
         yield text.read_value(where, reading), where
         first = False
     if array:
-        raise XtkError("this JSON array has no end", where=name, hint="look whether the file is whole")
+        raise XtkError(
+            "the closing ] of this JSON array is missing", where=name, hint="check that the file is complete"
+        )
 
 
 # CSV.
 
 
 def _read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
-    """Read rows under a header, as RFC 4180 has them: fields in quotes may hold commas, quotes (twice) and newlines."""
+    """Read rows with a header (RFC 4180): quoted fields may contain commas, doubled quotes and newlines."""
     csv.field_size_limit(reading.max_record_bytes)
     texts = {reading.columns.get(name, name) for name in TEXT_FIELDS}
     parsed = {reading.columns.get(name, name) for name in (*RECORD_FIELDS, *OPT_IN_FIELDS)} - texts
@@ -434,7 +456,11 @@ def _read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
             except csv.Error as wrong:
                 if "field limit" in str(wrong):
                     raise reading.too_large_error(f"{name}, line {first}") from None
-                raise XtkError(f"this row is not CSV: {wrong}", where=f"{name}, line {first}") from None
+                raise XtkError(
+                    f"this row is not valid CSV: {wrong}",
+                    where=f"{name}, line {first}",
+                    hint="put fields with a comma, a quote or a newline in double quotes, and double quotes in them",
+                ) from None
             if row is None:
                 return
             if not row:
@@ -444,9 +470,9 @@ def _read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
                 continue
             if len(row) != len(header):
                 raise XtkError(
-                    f"this row has {len(row):,} fields, and the header has {len(header):,}",
+                    f"this row has {len(row):,} fields; must have {len(header):,}, like the header",
                     where=f"{name}, line {first}",
-                    hint="a field with a comma, a quote or a newline stands in double quotes",
+                    hint="put fields with a comma, a quote or a newline in double quotes",
                 )
             record = dict(zip(header, row, strict=True))
             yield {
@@ -460,7 +486,7 @@ def _read_csv(name: str, reading: RecordReadOptions) -> Iterator[Record]:
 
 
 class _LimitedLines:
-    """Lines for the parser of CSV, which takes as many as a row has: counted, and limited by the row."""
+    """Lines for the CSV parser, which may read several per row: counts them and limits the size of a row."""
 
     def __init__(self, lines: Iterator[tuple[int, str]], name: str, reading: RecordReadOptions) -> None:
         self._lines, self._name, self._reading = lines, name, reading
@@ -480,18 +506,20 @@ class _LimitedLines:
 def _check_header(row: list[str], name: str) -> list[str]:
     repeated = sorted(column for column, times in Counter(row).items() if times > 1)
     if repeated:
-        raise XtkError(f"this file has two columns called {repeated[0]!r}", where=name, hint="rename or drop one")
+        raise XtkError(
+            f"this file has two columns named {repeated[0]!r}", where=name, hint="rename or remove one of them"
+        )
     return row
 
 
 def _parse_csv_field(value: str) -> Any:
-    """Return what a field holds that is not text: JSON, or nothing."""
+    """Return the JSON value of a field that is not text; None for an empty field."""
     if not value.strip():
         return None
     try:
         return parse_json(value, what="", where="")
     except XtkError:
-        return value  # the field's own check refuses it
+        return value  # the check of the field refuses it
 
 
 # Arrow.
@@ -516,7 +544,7 @@ def _read_arrow(name: str, reading: RecordReadOptions) -> Iterator[Record]:
 
     with _open_stream(name, None) as stream:
         try:
-            batches: Iterable[Any] = pyarrow.ipc.open_stream(stream)  # what `datasets` writes
+            batches: Iterable[Any] = pyarrow.ipc.open_stream(stream)  # the format of `datasets`
         except pyarrow.ArrowInvalid:
             stream.seek(0)
             table = pyarrow.ipc.open_file(stream)
@@ -541,14 +569,14 @@ def _batch_records(batch: Any, name: str, reading: RecordReadOptions) -> Iterato
 
 
 def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
-    """Return the files of a folder of `datasets.save_to_disk`, in their order; None of another folder.
+    """Return the files of a folder of `datasets.save_to_disk`, in order; None for any other folder.
 
     Args:
-        folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote it.
-        split: which of a DatasetDict; "": `train`.
+        folder: written by `Dataset.save_to_disk` or `DatasetDict.save_to_disk`.
+        split: split of a DatasetDict; "": `train`, or the only one.
 
     Raises:
-        XtkError: there is no such split, or what the folder states is damaged.
+        XtkError: the split does not exist, or a metadata file is corrupt.
     """
     if (folder / _SPLITS_FILE).is_file():
         splits = _read_json_file(folder, _SPLITS_FILE).get("splits")
@@ -557,9 +585,9 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
         if chosen not in names:
             near = nearest_name(chosen, names)
             raise XtkError(
-                f"this data set has no split {chosen or DEFAULT_SPLIT!r}" + (f"; did you mean {near}?" if near else ""),
+                f"this dataset has no split {chosen or DEFAULT_SPLIT!r}" + (f"; did you mean {near}?" if near else ""),
                 where=str(folder),
-                hint=f"{folder}:SPLIT, one of {', '.join(names)}",
+                hint=f"use {folder}:SPLIT, with one of the splits {', '.join(names)}",
             )
         return saved_dataset_files(
             folder / check_file_name(chosen, [re.compile(r"[\w.-]+")], where=str(folder / _SPLITS_FILE)), ""
@@ -567,12 +595,16 @@ def saved_dataset_files(folder: Path, split: str) -> list[Path] | None:
     if not (folder / _STATE_FILE).is_file() or not (folder / "dataset_info.json").is_file():
         return None
     if split:
-        raise XtkError(f"this data set has one split, and is asked for {split!r}", where=str(folder))
+        raise XtkError(
+            f"this dataset was saved without splits, so that {split!r} cannot be selected",
+            where=str(folder),
+            hint=f"use {folder}",
+        )
     state = _read_json_file(folder, _STATE_FILE)
     if state.get("_indices_data_files") or state.get("_indices_files"):
         raise XtkError(
-            "this data set keeps a selection apart from its rows", where=str(folder),
-            hint="dataset.flatten_indices().save_to_disk(...)",
+            "this dataset was saved with an indices mapping (from select, filter or shuffle), which is not supported",
+            where=str(folder), hint="save it again: dataset.flatten_indices().save_to_disk(...)",
         )  # fmt: skip
     listed = state.get("_data_files")
     files = [one.get("filename") if isinstance(one, dict) else one for one in listed if one] if listed else []

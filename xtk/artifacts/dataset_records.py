@@ -1,4 +1,4 @@
-"""A record of a data set as a document: which columns there are, and what each means."""
+"""Conversion of dataset records to documents: the supported columns and their meaning."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RECORD_FIELDS = (
     "input_ids", "attention_mask", "labels", *MASK_FIELDS, "given_ids", "segments",
     "student_ids", "sampled_mask", "student_logprobs", "student_tokenizer", "student_template", "advantage", "complete",
 )  # fmt: skip
-# Text where data has nothing but text (CSV); other fields are JSON there.
+# Fields that are plain text in CSV; other fields are JSON there.
 TEXT_FIELDS = ("text", "prompt", "completion", "teacher_prompt", "student_tokenizer", "student_template", "route")
-OPT_IN_FIELDS = ("weight", "route")  # read from the columns that they are given, and from no other
+OPT_IN_FIELDS = ("weight", "route")  # read only from the column that an option names
 CONTENT_FIELDS = {
     "messages": ("messages",),
     "segments": ("segments",),
@@ -37,29 +37,28 @@ CONTENT_FIELDS = {
     "prompt and completion": ("prompt", "completion"),
     "input_ids": ("input_ids",),
 }
-IGNORE_INDEX = -100  # of labels, since PyTorch's cross-entropy
-MAX_WEIGHT = 1e12  # of a document: sums of more are not finite in float32
+IGNORE_INDEX = -100  # untrained labels, the default of PyTorch's cross-entropy
+MAX_WEIGHT = 1e12  # of a document: sums of larger weights are not finite in float32
 ROLLOUT_CHECKSUM = "rollout_checksum"
 OLD_MASK_FIELD = "student_mask"  # of rollouts of older versions
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
-}  # of the ShareGPT format, which names keys and roles in its own way
+}  # roles of the ShareGPT format
 
 Record = Mapping[str, Any]
 
 
 def record_to_document(record: Record, columns: Mapping[str, str], where: str) -> Document:
-    """Make a document of a record.
+    """Return the document in a record.
 
     Args:
         record: {column: value}.
-        columns: {field: column} where a field has another name.
-        where: which record it is, for messages.
+        columns: {field: column} for fields with another column name.
+        where: source and number of the record, for messages.
 
     Raises:
-        XtkError: it has none of the contents that a document can have, or more than one, or a column that is not
-            what its field is.
+        XtkError: the record has none of CONTENT_FIELDS, or is ambiguous, or a column has a wrong type.
     """
     check_rollout_checksum(record, where)
     row = _RecordReader(record, columns, where)
@@ -80,18 +79,17 @@ def record_to_document(record: Record, columns: Mapping[str, str], where: str) -
 
 
 def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> Document:
-    """Make a document of what a record has for a student to go on from; none of it is trained.
+    """Return the prompt of a record as a document without trained tokens, for generation.
 
-    That is its `prompt`, whatever stands beside it; or its `messages` up to the assistant's last one, if it ends with
-    that, and else all of them; or its `text`.
+    The prompt is the first that exists of: `prompt`; `messages`, without a last message of the assistant; `text`.
 
     Args:
         record: {column: value}.
-        columns: {field: column} where a field has another name.
-        where: which record it is, for messages.
+        columns: {field: column} for fields with another column name.
+        where: source and number of the record, for messages.
 
     Raises:
-        XtkError: it has none of these, or a column is not what its field is.
+        XtkError: the record has none of these, or a column has a wrong type.
     """
     row = _RecordReader(record, columns, where)
     fields = [field for field in ("prompt", "messages", "text") if field in row and row[field] is not None]
@@ -100,9 +98,10 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
         raise row.missing_column_error(asked[0])
     if not asked and not fields:
         raise XtkError(
-            f"a record has no prompt, nor messages, nor text; it has {', '.join(map(str, record)) or 'nothing'}",
+            "this document has no column prompt, messages or text; its columns: "
+            f"{', '.join(map(str, record)) or 'none'}",
             where=where,
-            hint="--columns prompt=COLUMN, or messages=COLUMN, or text=COLUMN",
+            hint="use --columns prompt=COLUMN, messages=COLUMN or text=COLUMN",
         )
     field = (asked or fields)[0]
     try:
@@ -117,18 +116,18 @@ def record_to_prompt(record: Record, columns: Mapping[str, str], where: str) -> 
 
 
 def _without_last_answer(document: Document, conversation: Conversation) -> Document:
-    """Return a conversation without an answer at its end, nothing of it trained."""
+    """Return a conversation without a last message of the assistant, and without trained tokens."""
     messages = list(conversation.messages)
     if messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise ValueError("a conversation holds no message to answer")
+        raise ValueError("this conversation contains no message to respond to")
     segments = tuple(replace(segment, train=False) for segment in document.segments[: len(messages)])
     return Document(segments, conversation=replace(conversation, messages=tuple(messages)))
 
 
 class _RecordReader:
-    """A record, read by the names of fields."""
+    """Access to the columns of a record by field name."""
 
     def __init__(self, record: Record, columns: Mapping[str, str], where: str) -> None:
         self.record, self.columns, self.where = record, columns, where
@@ -144,21 +143,21 @@ class _RecordReader:
         return self.record[self.column_name(field)]
 
     def get(self, field: str) -> Any:
-        """Return what stands in a column; None without one.
+        """Return the value of a field; None without its column.
 
         Raises:
-            XtkError: the column was asked for by its name, and there is none.
+            XtkError: `--columns` names the column, and it does not exist.
         """
         if field in self.columns and field not in self:
             raise self.missing_column_error(field)
         return self.record.get(self.column_name(field))
 
     def missing_column_error(self, field: str) -> XtkError:
-        """Return the error for a column that `--columns` names and that is not there."""
+        """Return the error for a column that `--columns` names and that does not exist."""
         name, known = self.column_name(field), list(map(str, self.record))
         near = nearest_name(name, known)
         return XtkError(
-            f"a document has no {name}; it has {', '.join(known) or 'nothing'}"
+            f"this document has no column {name}; its columns: {', '.join(known) or 'none'}"
             + (f"; did you mean {near}?" if near else ""),
             where=self.where,
             hint=_missing_column_hint(field),
@@ -167,12 +166,14 @@ class _RecordReader:
 
 def _missing_column_hint(field: str) -> str:
     if any(field in fields for fields in CONTENT_FIELDS.values()):
-        return f"--columns {field}=COLUMN, with a column that it has"
-    return "every document needs one" if field in OPT_IN_FIELDS else f"null where there is no {field}"
+        return f"use --columns {field}=COLUMN with one of these columns"
+    if field in OPT_IN_FIELDS:
+        return f"add this column to every document, or name another one with --{field}-column"
+    return f"add this column to every document, with null where there is no {field}"
 
 
 def _content_kind(row: _RecordReader) -> str:
-    """Return which of CONTENTS a record has. Those that were asked for come before those that happen to be there."""
+    """Return the key of CONTENT_FIELDS to read from a record; fields named in `--columns` take precedence."""
     asked = {field for fields in CONTENT_FIELDS.values() for field in fields if field in row.columns}
     found = [name for name, fields in CONTENT_FIELDS.items() if asked.intersection(fields)]
     there = [name for name, fields in CONTENT_FIELDS.items() if all(field in row for field in fields)]
@@ -180,19 +181,19 @@ def _content_kind(row: _RecordReader) -> str:
         found = [name for name in there if any(row[field] is not None for field in CONTENT_FIELDS[name])] or there
     if "input_ids" in found and len(found) > 1:
         raise XtkError(
-            f"a document has {' and '.join(found)}, and either may be what is to be read",
+            f"this document has both {' and '.join(found)}, and only one of them can be read",
             where=row.where,
-            hint="--columns input_ids=input_ids, if they are of the teacher's tokenizer; or --columns "
+            hint="use --columns input_ids=input_ids if they are ids of the teacher's tokenizer, else --columns "
             + ",".join(f"{field}={row.column_name(field)}" for field in CONTENT_FIELDS[found[0]]),
         )
     if found and found[0] not in there:
         raise row.missing_column_error(next(field for field in CONTENT_FIELDS[found[0]] if field not in row))
     if not found:
         raise XtkError(
-            "a document has no text, nor messages, nor prompt and completion, nor input_ids; "
-            f"it has {', '.join(map(str, row.record)) or 'nothing'}",
+            "this document has no column text, messages, prompt and completion, or input_ids; its columns: "
+            f"{', '.join(map(str, row.record)) or 'none'}",
             where=row.where,
-            hint="--columns text=COLUMN, or messages=COLUMN, or prompt=COLUMN,completion=COLUMN, or input_ids=COLUMN",
+            hint="use --columns text=COLUMN, messages=COLUMN, prompt=COLUMN,completion=COLUMN or input_ids=COLUMN",
         )
     return found[0]
 
@@ -201,23 +202,23 @@ def _text_or_conversation(values: list[Any], row: _RecordReader, fields: tuple[s
     if fields == ("messages",) and isinstance(values[0], str):
         values = [_from_json(values[0], row.column_name("messages"), row.where)]
         if not isinstance(values[0], list):
-            raise XtkError(f"{row.column_name('messages')} is no list of messages", where=row.where)
+            raise XtkError(f"{row.column_name('messages')} must be a list of messages", where=row.where)
     if all(isinstance(value, list) for value in values):
         return _conversation(values, row)
     for field, value in zip(fields, values, strict=True):
         if not isinstance(value, str):
-            raise XtkError(f"{row.column_name(field)} is {type(value).__name__}, not text", where=row.where)
+            raise XtkError(f"{row.column_name(field)} must be text, not {type(value).__name__}", where=row.where)
     return Document.from_text(values[0]) if len(values) == 1 else Document.from_completion(*values)
 
 
 def _conversation(parts: list[list[Any]], row: _RecordReader) -> Document:
-    """Make a document of messages: one list of them, or those of a prompt and those of its completion."""
+    """Return a document from one list of messages, or from the messages of a prompt and of its completion."""
     given = len(parts[0]) if len(parts) > 1 else 0
     tools = row.get("tools")
     if isinstance(tools, str):
         tools = _from_json(tools, "tools", row.where) if tools.strip() else None
     if tools is not None and not isinstance(tools, list):
-        raise XtkError(f"tools is {type(tools).__name__}, not a list of descriptions", where=row.where)
+        raise XtkError(f"tools must be a list of tool descriptions, not {type(tools).__name__}", where=row.where)
     messages = [_normalized_message(message) for part in parts for message in part]
     return Document.from_messages(messages, tools=_json_value(tools) or None, num_prompt_messages=given)
 
@@ -229,7 +230,9 @@ def _with_teacher_prompt(document: Document, row: _RecordReader) -> Document:
     if isinstance(prompt, list):
         return document.with_teacher_prompt([_normalized_message(message) for message in prompt])
     if not isinstance(prompt, str):
-        raise ValueError(f"{row.column_name('teacher_prompt')} is {type(prompt).__name__}, not text or messages")
+        raise ValueError(
+            f"{row.column_name('teacher_prompt')} must be text or a list of messages, not {type(prompt).__name__}"
+        )
     return document.with_teacher_prompt(prompt)
 
 
@@ -238,27 +241,29 @@ def _with_candidate_ids(document: Document, row: _RecordReader) -> Document:
     if lists is None:
         return document
     if not isinstance(lists, list) or not all(isinstance(ids, list) for ids in lists):
-        raise ValueError(f"{row.column_name('candidate_ids')} is no list of lists of ids, one for each trained token")
+        raise ValueError(
+            f"{row.column_name('candidate_ids')} must be a list of lists of token ids, one list per trained token"
+        )
     return document.with_candidate_ids(lists)
 
 
 def _segments(parts: Any) -> Iterator[Segment]:
-    """Yield the stretches of a text, some trained and some not."""
+    """Yield the segments of a document from the column `segments`."""
     if not isinstance(parts, list) or not parts:
-        raise ValueError('segments is no list of {"role": ..., "text": ..., "train": true}')
+        raise ValueError('segments must be a non-empty list of objects {"role": ..., "text": ..., "train": true}')
     for part in parts:
         role, text, train = (
             (part.get(key) for key in ("role", "text", "train")) if isinstance(part, dict) else [None] * 3
         )
         if not isinstance(role, str) or not isinstance(text, str) or not isinstance(train, bool):
-            raise ValueError(f'a segment is {{"role": ..., "text": ..., "train": true}}, and one is {part!r}')
+            raise ValueError(f'a segment must be an object {{"role": ..., "text": ..., "train": true}}; got {part!r}')
         yield Segment(replace_surrogates(role), replace_surrogates(text), train)
 
 
 def rollout_checksum(record: Record) -> str:
-    """Return "xxh3:..." of a rollout's record, without the checksum that it holds.
+    """Return "xxh3:..." of a rollout record, without its checksum.
 
-    Keys without a value do not count: a table fills the columns that a row lacks with nulls.
+    Null values are ignored: tables fill missing columns with nulls.
     """
     content = _without_nulls({key: value for key, value in record.items() if key != ROLLOUT_CHECKSUM})
     return f"xxh3:{xxhash.xxh3_64_hexdigest(canonical_json(content).encode('utf-8', 'surrogatepass'))}"
@@ -271,7 +276,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def check_rollout_checksum(record: Record, where: str) -> None:
-    """Compare a rollout's record with the checksum that it holds; one without a checksum is not checked.
+    """Compare a rollout record with its checksum; a record without one is not checked.
 
     Raises:
         XtkError: an older version of xtk wrote it.
@@ -302,9 +307,9 @@ def _with_sampled_tokens(document: Document, row: _RecordReader) -> Document:
     parts = {name: row.get(name) for name in ("sampled_mask", "student_logprobs", "student_tokenizer")}
     for name, value in parts.items():
         if not isinstance(value, str if name == "student_tokenizer" else list):
-            raise ValueError(f"{row.column_name('student_ids')} has no {row.column_name(name)} beside it")
+            raise ValueError(f"{row.column_name('student_ids')} also needs the column {row.column_name(name)}")
     template, advantage = row.get("student_template") or "", row.get("advantage")
-    drawn = SampledTokens.from_lists(
+    sampled_tokens = SampledTokens.from_lists(
         row["student_ids"],
         parts["sampled_mask"],
         parts["student_logprobs"],
@@ -312,28 +317,26 @@ def _with_sampled_tokens(document: Document, row: _RecordReader) -> Document:
         str(template),
         0.0 if advantage is None else float(advantage),
     )
-    return replace(document, sampled_tokens=drawn)
+    return replace(document, sampled_tokens=sampled_tokens)
 
 
 def _with_weight_and_route(document: Document, row: _RecordReader) -> Document:
-    """Return the document with what training is told of it: how much it counts, who teaches it."""
+    """Return the document with its loss weight and teacher name."""
     if "weight" in row.columns:
         weight = row.get("weight")
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
-            raise ValueError(
-                f"{row.column_name('weight')} is {weight!r}; the weight of a document is a number from 0 to 1e12"
-            )
+            raise ValueError(f"{row.column_name('weight')} is {weight!r}; must be a number from 0 to 1e12")
         document = replace(document, weight=float(weight))
     if "route" in row.columns:
         route = row.get("route")
         if not isinstance(route, str):
-            raise ValueError(f"{row.column_name('route')} is {route!r}, and a route is the name of a teacher")
+            raise ValueError(f"{row.column_name('route')} is {route!r}; must be the name of a teacher")
         document = replace(document, teacher_name=replace_surrogates(route))
     return document
 
 
 def _ids_and_trained(row: _RecordReader) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return the ids that are no padding, and which of them are trained: those that no mask takes out."""
+    """Return the ids without padding, and whether each is trained, from labels and masks."""
     ids = _integer_column(row, "input_ids")
     kept, trained = np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_)
     if row.get("attention_mask") is not None:
@@ -345,9 +348,8 @@ def _ids_and_trained(row: _RecordReader) -> tuple[NDArray[np.int64], NDArray[np.
         if len(wrong):
             at = wrong[0]
             raise ValueError(
-                f"{row.column_name('labels')} are {labels[at]} at place {at}, where {row.column_name('input_ids')} "
-                f"are {ids[at]}; "
-                f"labels are the same ids, not shifted, and {IGNORE_INDEX} where nothing is trained"
+                f"{row.column_name('labels')}[{at}] is {labels[at]}, but {row.column_name('input_ids')}[{at}] is "
+                f"{ids[at]}; labels must be the same ids, not shifted, or {IGNORE_INDEX} for untrained tokens"
             )
     for mask in MASK_FIELDS:
         if row.get(mask) is not None:
@@ -358,25 +360,25 @@ def _ids_and_trained(row: _RecordReader) -> tuple[NDArray[np.int64], NDArray[np.
 def _mask_column(row: _RecordReader, field: str, size: int) -> NDArray[np.bool_]:
     values = _integer_column(row, field, size)
     if not np.isin(values, (0, 1)).all():
-        raise ValueError(f"{row.column_name(field)} holds other numbers than 0 and 1")
+        raise ValueError(f"{row.column_name(field)} must contain only 0 and 1")
     return np.asarray(values == 1, np.bool_)
 
 
 def _integer_column(row: _RecordReader, field: str, size: int | None = None) -> NDArray[np.int64]:
-    """Return a column of whole numbers, `size` of them if that is told."""
+    """Return int64 [size], a column of integers; any length without `size`."""
     values, name = row[field], row.column_name(field)
     if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
-        raise ValueError(f"{name} is no list of whole numbers")
+        raise ValueError(f"{name} must be a list of integers")
     if size is not None and len(values) != size:
-        raise ValueError(f"{name} has {len(values):,} entries, and {row.column_name('input_ids')} has {size:,}")
+        raise ValueError(f"{name} has {len(values):,} entries; must have {size:,}, like {row.column_name('input_ids')}")
     try:
         return np.array(values, np.int64)
     except OverflowError:
-        raise ValueError(f"{name} holds a number that is no id of a token") from None
+        raise ValueError(f"{name} contains a number that is not a token id") from None
 
 
 def _from_json(value: str, name: str, where: str) -> Any:
-    """Decode a column: parquet holds no objects of different shapes, so data sets write them as JSON."""
+    """Decode a JSON column: Parquet cannot store objects of different shapes, so datasets store them as JSON."""
     return parse_json(value, what=f"{name} is a string, which", where=where)
 
 
@@ -386,12 +388,12 @@ def _normalized_message(message: Any) -> Any:
     if "from" in message and "value" in message and "role" not in message:
         marks = {key: message[key] for key in TRAIN_FLAG_KEYS if message.get(key) is not None}
         return {"role": SHAREGPT_ROLES.get(message["from"], message["from"]), "content": message["value"], **marks}
-    # Columns fill up what others have.
+    # Tables fill missing keys with nulls.
     return {replace_surrogates(str(key)): _json_value(value) for key, value in message.items() if value is not None}
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: what is neither text nor number (a time, say) becomes its text."""
+    """Return a value that JSON can represent: other types, such as times, become text."""
     if isinstance(value, dict):
         return {replace_surrogates(str(key)): _json_value(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Copies of remote files on this machine: made whole, seen to be of the size that the store tells, used again."""
+"""Local cache of downloaded remote files."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from xtk.artifacts.projection_cache import user_cache_folder
 from xtk.artifacts.safe_file_access import check_file_name
 from xtk.errors import CorruptError, XtkError
 
-# Names that a store lists, of files of caches.
+# Allowed names of remote files.
 FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 LIMIT_VARIABLE = "XTK_REMOTE_CACHE_GB"
 TAG_FOLDER = "tags"
 
 
 class DownloadCache:
-    """The copies of one remote folder: `remote/HASH OF ITS NAME` in the user's cache folder.
+    """Local copies of the files of one remote folder, in `remote/HASH_OF_ITS_NAME` of the user's cache folder.
 
-    `XTK_REMOTE_CACHE_GB` bounds what lies in `remote`, all folders together: what was used longest ago goes first. A
-    file that a process has mapped stays readable to it, and its bytes are free when it is closed.
+    `XTK_REMOTE_CACHE_GB` limits the size of `remote`; the least recently used files are removed first. A removed file
+    stays readable for processes that have mapped it.
 
     Args:
-        name: of the remote folder.
+        name: URL of the remote folder.
 
     Raises:
-        XtkError: nobody knows where the cache folder is, or the limit is no number.
+        XtkError: there is no user cache folder, or XTK_REMOTE_CACHE_GB is invalid.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,7 +44,7 @@ class DownloadCache:
             self._all = user_cache_folder() / "remote"
         except RuntimeError as wrong:
             raise XtkError(
-                f"there is no folder for copies of remote files: {wrong}", hint="XTK_CACHE=FOLDER xtk ..."
+                f"there is no cache folder for downloaded files: {wrong}", hint="set XTK_CACHE=FOLDER"
             ) from None
         self.folder = self._all / sha256(name).removeprefix("sha256:")[:24]
         self._limit = _size_limit()
@@ -52,17 +52,17 @@ class DownloadCache:
         self._cached_tags: dict[str, str] = {}
 
     def get(self, file: str, size: int, version_tag: str, fetch: Callable[[Path], None], where: str) -> Path:
-        """Return the copy of a file, made if there is none of this tag.
+        """Return the local copy of a file; download it unless a copy with this size and tag exists.
 
         Args:
             file: its name.
-            size: its bytes, as the store tells.
-            version_tag: what tells its content from that of other times, as far as the store knows one.
-            fetch: writes its bytes to a path.
-            where: how messages call it.
+            size: its size in bytes in the remote storage.
+            version_tag: identifies the version of the content, such as an ETag; "" if the storage has none.
+            fetch: downloads the file to a path.
+            where: name of the file in messages.
 
         Raises:
-            Damaged: other than `size` bytes came.
+            CorruptError: the download does not have `size` bytes.
         """
         path = self.folder / check_file_name(file, (FILE_NAME,), where=where)
         mark = f"{size} {version_tag}"
@@ -70,12 +70,16 @@ class DownloadCache:
             return path
         self._evict(size)
         marked = self.folder / TAG_FOLDER / file
-        marked.unlink(missing_ok=True)  # never a mark of one content beside another
+        marked.unlink(missing_ok=True)  # a tag must never be combined with another content
         with atomic_write(path) as temporary:
             fetch(temporary)
             came = temporary.stat().st_size
             if came != size:
-                raise CorruptError(f"{came:,} of {size:,} bytes came", where=where, hint="run the same command again")
+                raise CorruptError(
+                    f"the download has {came:,} bytes; must have {size:,}",
+                    where=where,
+                    hint="run the same command again",
+                )
         with atomic_write(marked) as temporary:
             temporary.write_text(mark, encoding="utf-8")
         self._cached_tags[file] = mark
@@ -83,7 +87,7 @@ class DownloadCache:
 
     @contextlib.contextmanager
     def upload_path(self, file: str) -> Iterator[Path]:
-        """Give a path for a file that is to be sent; it goes when the block ends."""
+        """Yield a temporary path for a file to upload; it is removed when the block ends."""
         folder = self.folder / "sent"
         folder.mkdir(parents=True, exist_ok=True)
         remove_stale_temporary_files(folder, file)
@@ -102,7 +106,7 @@ class DownloadCache:
                     return False
                 self._cached_tags[path.name] = mark
             if self._limit is not None:
-                os.utime(path)  # what is used stays longest
+                os.utime(path)  # the least recently used files are removed first
         except OSError:
             return False
         return True
@@ -111,7 +115,7 @@ class DownloadCache:
         if self._limit is None:
             return
         with self._lock:
-            # Counted anew: other processes keep copies here too.
+            # List again: other processes write copies here too.
             held = sorted(
                 (status.st_mtime_ns, status.st_size, path)
                 for path in self._all.glob("*/*")
@@ -135,6 +139,7 @@ def _size_limit() -> int | None:
         limit = -1.0
     if not limit > 0:
         raise XtkError(
-            f"{LIMIT_VARIABLE} is {given}; it is a number of gigabytes", hint=f"{LIMIT_VARIABLE}=200 xtk ..."
+            f"{LIMIT_VARIABLE} is {given}; must be a positive number of gigabytes",
+            hint=f"set, for example, {LIMIT_VARIABLE}=200",
         )
     return int(limit * 1e9)

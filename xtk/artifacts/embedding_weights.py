@@ -1,4 +1,4 @@
-"""The input embedding of a model folder, read without torch."""
+"""Reading of a model's input embedding matrix without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xtk.errors import CorruptError, XtkError
 
-# What families call it, under any prefix ("model.", "language_model.model.", "transformer.", none).
+# Tensor names in different model families, after any prefix ("model.", "language_model.model.", "transformer.", none).
 EMBEDDING_NAMES = (
     "embed_tokens.weight",
     "wte.weight",
@@ -23,45 +23,46 @@ _DTYPES: dict[str, Any] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16
 
 
 def read_input_embedding(folder: Path) -> NDArray[np.float32]:
-    """Read the matrix from tokens to vectors.
-
-    Returns:
-        float32 [V, H].
+    """Return float32 [V, H], the input embedding matrix of a model folder.
 
     Raises:
-        XtkError: the folder holds no weights in safetensors, or no input embedding among them.
+        XtkError: the folder has no safetensors weights, or they contain no input embedding.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise XtkError(
-            "there are no weights in this folder (*.safetensors), and this method compares embeddings",
+            "this folder contains no weights (*.safetensors), which --method embedding needs",
             where=str(folder),
-            hint="another --method needs the tokenizers alone",
+            hint="use a model folder with weights, or another --method, which needs only the tokenizers",
         )
     found = [(file, name, entry) for file in files for name, entry in _tensor_entries(file).items()
              if name.endswith(EMBEDDING_NAMES) and len(entry["shape"]) == 2]  # fmt: skip
     if not found:
         raise XtkError(
-            "there is no input embedding among these weights",
+            "these weights contain no input embedding",
             where=str(folder),
-            hint=f"one of: {', '.join(EMBEDDING_NAMES)}",
+            hint=f"its tensor name must end in one of {', '.join(EMBEDDING_NAMES)}",
         )
-    # Of a model with several (a vision tower's, say), the text's is the one with the most rows.
+    # If a model has several (such as a vision tower), the text embedding has the most rows.
     file, name, entry = max(found, key=lambda each: each[2]["shape"][0])
     if entry["dtype"] not in _DTYPES:
-        raise XtkError(f"embeddings of type {entry['dtype']} cannot be read", where=f"{file}: {name}")
+        raise XtkError(
+            f"embeddings of dtype {entry['dtype']} are not supported",
+            where=f"{file}: {name}",
+            hint=f"convert the weights to one of {', '.join(_DTYPES)}",
+        )
     kind = _DTYPES[entry["dtype"]]
     try:
         raw: Any = np.memmap(file, kind, "r", offset=entry["start"], shape=tuple(entry["shape"]))
     except ValueError:
-        raise CorruptError("these weights are cut short", where=str(file)) from None
+        raise CorruptError("this weight file is truncated", where=str(file), hint="download or copy it again") from None
     if entry["dtype"] == "BF16":  # the upper half of a float32
         raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return np.array(raw, np.float32)
 
 
 def _tensor_entries(file: Path) -> dict[str, dict[str, Any]]:
-    """Return dtype, shape and place of each tensor, from the header."""
+    """Return dtype, shape and byte offset of each tensor, from the header of a safetensors file."""
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -74,4 +75,6 @@ def _tensor_entries(file: Path) -> dict[str, dict[str, Any]]:
             if name != "__metadata__"
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise CorruptError("this file holds no weights, or it is cut short", where=str(file)) from None
+        raise CorruptError(
+            "this is not a complete safetensors file", where=str(file), hint="download or copy it again"
+        ) from None

@@ -1,4 +1,4 @@
-"""Checks of JSON that artifacts contain: types, ranges and names, stated once per kind of file."""
+"""Validators for JSON in artifacts: types, ranges and names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from xtk.errors import CorruptError
 
-# A check takes a value and its place ("shards[3].rows"), and raises Invalid.
+# A validator takes a value and its path ("shards[3].file") and raises SchemaViolation.
 Validator = Callable[[Any, str], None]
-MAX_SAFE_INTEGER = 2**53  # integers above it are not the same in every reader of JSON
+MAX_SAFE_INTEGER = 2**53  # JSON parsers that use doubles round larger integers
 MAX_SHOWN_CHARACTERS = 60
 
 
@@ -25,11 +25,11 @@ class SchemaViolation(ValueError):
 
 
 class CheckedObject(dict[str, Any]):
-    """An object of an artifact; a key that it lacks is damage of its file, wherever the key is read.
+    """A JSON object of an artifact; reading a missing key raises CorruptError with the path of the key.
 
     Args:
         content: the object.
-        place: its place in the file.
+        path: its path in the file, such as "shards[3]".
         where: the file, for the error.
     """
 
@@ -38,10 +38,10 @@ class CheckedObject(dict[str, Any]):
         self._place, self._where = path, where
 
     def __missing__(self, key: str) -> Any:
-        raise CorruptError(f"this file does not state {_child_path(self._place, key)}", where=self._where)
+        raise CorruptError(f"this file lacks the key {_child_path(self._place, key)}", where=self._where)
 
     def __reduce__(self) -> tuple[type[CheckedObject], tuple[dict[str, Any], str, str]]:
-        """Travel to another process."""
+        """Pickle with path and file, for other processes."""
         return CheckedObject, (dict(self), self._place, self._where)
 
 
@@ -49,16 +49,16 @@ def check_schema(content: object, schema: Validator, where: str, hint: str | Non
     """Check the content of a file.
 
     Raises:
-        Damaged: names the first value that the schema does not allow.
+        CorruptError: names the first value that the schema does not allow.
     """
     try:
         schema(content, "")
     except SchemaViolation as wrong:
-        raise CorruptError(f"this file cannot be as xtk wrote it: {wrong}", where=where, hint=hint) from None
+        raise CorruptError(f"this file is not valid: {wrong}", where=where, hint=hint) from None
 
 
 def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:
-    """Accept integers from `low` to `high`."""
+    """Accept integers from `minimum` to `maximum`."""
 
     def checked(value: Any, place: str) -> None:
         if type(value) is not int or not minimum <= value <= maximum:
@@ -68,7 +68,7 @@ def integer(minimum: int = 0, maximum: int = MAX_SAFE_INTEGER) -> Validator:
 
 
 def number(minimum: float = -math.inf, maximum: float = math.inf) -> Validator:
-    """Accept finite numbers from `low` to `high`."""
+    """Accept finite numbers from `minimum` to `maximum`."""
 
     def checked(value: Any, place: str) -> None:
         if type(value) not in (int, float) or not math.isfinite(value) or not minimum <= value <= maximum:
@@ -78,7 +78,7 @@ def number(minimum: float = -math.inf, maximum: float = math.inf) -> Validator:
 
 
 def text(pattern: str = "", max_length: int = 4096) -> Validator:
-    """Accept text, of a pattern if one is given."""
+    """Accept text of at most `max_length` characters that matches `pattern`, if given."""
     matching = re.compile(pattern) if pattern else None
 
     def checked(value: Any, place: str) -> None:
@@ -89,7 +89,7 @@ def text(pattern: str = "", max_length: int = 4096) -> Validator:
 
 
 def one_of(values: Collection[str]) -> Validator:
-    """Accept some texts."""
+    """Accept one of the given strings."""
 
     def checked(value: Any, place: str) -> None:
         if not isinstance(value, str) or value not in values:
@@ -99,7 +99,7 @@ def one_of(values: Collection[str]) -> Validator:
 
 
 def optional(content: Validator) -> Validator:
-    """Accept null too."""
+    """Accept null and what `content` accepts."""
 
     def checked(value: Any, place: str) -> None:
         if value is not None:
@@ -109,7 +109,7 @@ def optional(content: Validator) -> Validator:
 
 
 def list_of(items: Validator, max_length: int = MAX_SAFE_INTEGER) -> Validator:
-    """Accept lists."""
+    """Accept lists whose elements `items` accepts."""
 
     def checked(value: Any, place: str) -> None:
         if not isinstance(value, list) or len(value) > max_length:
@@ -123,7 +123,7 @@ def list_of(items: Validator, max_length: int = MAX_SAFE_INTEGER) -> Validator:
 
 
 def map_of(values: Validator) -> Validator:
-    """Accept objects with any keys."""
+    """Accept objects with any keys whose values `values` accepts."""
 
     def checked(value: Any, place: str) -> None:
         if not isinstance(value, dict):
@@ -135,7 +135,7 @@ def map_of(values: Validator) -> Validator:
 
 
 def any_json(max_depth: int = 6, *, finite: bool = True) -> Validator:
-    """Accept any JSON value that is at most `depth` deep, with finite numbers if asked for."""
+    """Accept any JSON value nested at most `max_depth` deep; with `finite`, only finite numbers."""
 
     def checked(value: Any, place: str, left: int = max_depth) -> None:
         if isinstance(value, dict | list):
@@ -157,12 +157,12 @@ def json_object(
     optional_keys: Mapping[str, Validator] | None = None,
     other_keys: Validator | None = None,
 ) -> Validator:
-    """Accept objects.
+    """Accept objects whose values match the validators of their keys.
 
     Args:
-        required: keys that have to be there.
-        optional_keys: keys that may be there.
-        other_keys: for all other keys; left out: anything plain.
+        required: validators of required keys.
+        optional_keys: validators of optional keys.
+        other_keys: validator of all other keys; default: any JSON.
     """
     optional_keys = {**required, **(optional_keys or {})}
     other_keys = other_keys or any_json()
@@ -172,7 +172,7 @@ def json_object(
             raise SchemaViolation(place, value, "an object")
         for key in required:
             if key not in value:
-                raise SchemaViolation(_child_path(place, key), None, "there")
+                raise SchemaViolation(_child_path(place, key), None, "present")
         for key, one in value.items():
             optional_keys.get(key, other_keys)(one, _child_path(place, key))
 

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a folder on this machine."""
+"""Resolution of model names (local folders, hub ids, adapters) to local folders."""
 
 from __future__ import annotations
 
@@ -24,27 +24,29 @@ HUB_TIMEOUT_SECONDS = 8.0
 
 
 def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
-    """Return the folder of a model: a local one as it is, a hub id (`owner/name`, `@revision`) after download.
+    """Return the local folder of a model; a hub model is downloaded.
 
     Args:
         source: a folder, `owner/name`, `owner/name@revision` or `hf://owner/name`.
-        with_weights: also the weights, else the tokenizer and configuration alone.
+        with_weights: download the weights too, not only tokenizer and configuration.
 
     Raises:
-        XtkError: there is neither such a folder nor such an id, or a run that is not finished.
+        XtkError: neither a folder nor a hub model has this name, or it is an unfinished run.
     """
     try:
         path = Path(source).expanduser()
-    except RuntimeError:  # there is no such user
+    except RuntimeError:  # ~user of an unknown user
         path = Path(source)
     if path_exists(str(path)):
         if path.is_dir():
             _check_run_finished(path)
             return path
-        raise XtkError("a model is a folder, and this is a file", where=source)
+        raise XtkError(
+            "a model must be a folder, but this is a file", where=source, hint="use the folder with config.json"
+        )
     if not _HUB_ID.match(source) or source.startswith(("./", "../", "/")):
         raise XtkError(
-            "there is no such model folder", where=source, hint="a local folder, or a hub id such as owner/name"
+            "this model folder does not exist", where=source, hint="use a local folder, or a hub id such as owner/name"
         )
     from huggingface_hub import snapshot_download
 
@@ -52,37 +54,37 @@ def resolve_model_folder(source: str, *, with_weights: bool) -> Path:
     patterns = _MODEL_FILES if with_weights else _TOKENIZER_FILES
     unreachable = _hub_error(name, "model")
     try:
-        # Without network a copy that was downloaded before is as good.
+        # Without network, use an earlier download.
         local = unreachable is not None
         return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns, local_files_only=local))
-    except Exception as wrong:  # the hub's client has dozens of errors, all of which mean the same here
+    except Exception as wrong:  # the hub client has dozens of error types
         reason = unreachable or next(iter(str(wrong).splitlines()), type(wrong).__name__)
         raise XtkError(
-            f"there is no such folder, and the hub does not give it: {reason}",
+            f"this model is not a local folder, and loading it from the Hugging Face hub failed: {reason}",
             where=source,
-            hint="check the spelling, the network, and whether the model asks for an account (hf auth login)",
+            hint="check the spelling and the network; for a gated or private model, run hf auth login",
         ) from None
 
 
 def check_dataset_reachable(dataset: str) -> None:
-    """Refuse a dataset of the hub (`owner/name`) that cannot be reached, after SECONDS_TO_ANSWER at most.
+    """Refuse a hub dataset (`owner/name`) that cannot be reached, after at most HUB_TIMEOUT_SECONDS.
 
     Raises:
-        XtkError: the hub does not answer, or has no such dataset for this user.
+        XtkError: the hub does not respond, or does not have this dataset for this user.
     """
     reason = _hub_error(dataset, "dataset")
     if reason is not None:
         raise XtkError(
-            f"there is no such file or folder, and the hub does not give it: {reason}",
+            f"this data is not a local file or folder, and loading it from the Hugging Face hub failed: {reason}",
             where=dataset,
-            hint="check the spelling, the network, HF_ENDPOINT, and whether it asks for an account (hf auth login)",
+            hint="check the spelling, the network and HF_ENDPOINT; for a gated or private dataset, run hf auth login",
         )
 
 
 def _hub_error(name: str, kind: str) -> str | None:
-    """Return why the hub does not give a repository; None where it answers, or HF_HUB_OFFLINE asks for copies alone.
+    """Return the reason why a hub repository cannot be reached; None if it can, or if HF_HUB_OFFLINE is set.
 
-    The request has a thread, as looking up an address may take minutes, which no timeout of a client limits.
+    The request runs in a thread, since resolving the address can take minutes, which no client timeout limits.
     """
     from huggingface_hub import HfApi, constants
 
@@ -94,22 +96,22 @@ def _hub_error(name: str, kind: str) -> str | None:
         try:
             HfApi().repo_info(name, repo_type=kind, timeout=HUB_TIMEOUT_SECONDS / 2)
             found.append(None)
-        except Exception as wrong:  # the hub's client has dozens of errors
+        except Exception as wrong:  # the hub client has dozens of error types
             found.append(next(iter(str(wrong).splitlines()), "") or type(wrong).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(HUB_TIMEOUT_SECONDS)
-    return found[0] if found else f"{constants.ENDPOINT} does not answer within {HUB_TIMEOUT_SECONDS:.0f} seconds"
+    return found[0] if found else f"{constants.ENDPOINT} did not respond within {HUB_TIMEOUT_SECONDS:.0f} seconds"
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Say whether a folder is one of `xtk distill`, finished or not."""
+    """Return whether a folder is a run of `xtk distill`, finished or not."""
     return (folder / RECIPE_FILE).is_file()
 
 
 def _check_run_finished(folder: Path) -> None:
-    """Refuse a run that has written no student yet.
+    """Refuse a run that has not written its student yet.
 
     Raises:
         XtkError: names its last checkpoint.
@@ -118,41 +120,47 @@ def _check_run_finished(folder: Path) -> None:
         (folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG, "tokenizer.json")
     ):
         return
-    there = "".join(f"{path}, or " for _, path in list_checkpoints(folder)[-1:])
+    checkpoint = "".join(f"use its last checkpoint {path}, or " for _, path in list_checkpoints(folder)[-1:])
     raise XtkError(
-        "this run is not finished", where=str(folder), hint=f"{there}the same xtk distill command, which goes on"
+        "this run is not finished",
+        where=str(folder),
+        hint=f"{checkpoint}run the same xtk distill command again to finish it",
     )
 
 
 def base_model_and_adapter(folder: Path) -> tuple[Path, Path | None]:
-    """Return the folder of a model, and that of an adapter of it if this is one of peft's.
+    """Return the folder of the base model, and the adapter folder if `folder` is a PEFT adapter.
 
     Args:
-        folder: of a model or of an adapter.
+        folder: a model or an adapter.
 
     Raises:
-        XtkError: an adapter does not say, or nobody has, the model that it belongs to.
+        XtkError: the adapter does not name its base model, or this model does not exist.
     """
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return folder, None
     base = str(read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path") or "")
     if not base:
-        raise XtkError("this adapter does not say which model it belongs to", where=str(folder / ADAPTER_CONFIG))
+        raise XtkError(
+            "this adapter does not name its base model",
+            where=str(folder / ADAPTER_CONFIG),
+            hint="set base_model_name_or_path in this file to a model folder or a hub id",
+        )
     try:
         return resolve_model_folder(base, with_weights=True), folder
     except XtkError as wrong:
-        where = f"{base}, the model to which the adapter in {folder} belongs"
+        where = f"{base}, the base model of the adapter in {folder}"
         raise XtkError(wrong.what, where=where, hint=wrong.hint) from None
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return "sha256:..." that names the weights in a folder.
+    """Return "sha256:..." that identifies the weights in a folder.
 
-    Reads the configuration, the names and sizes of the weight files and 64 blocks of 64 KiB spread over each
-    (the whole of small files): training changes every block, and a hash of hundreds of gigabytes would take minutes.
+    Hashes the configuration, the names and sizes of the weight files and 64 evenly spaced blocks of 64 KiB of each
+    (all of small files): training changes every block, and hashing hundreds of gigabytes would take minutes.
 
     Raises:
-        Damaged: there is a pipe or a device in place of a file.
+        CorruptError: a weight file is a pipe or a device.
     """
     digest = hashlib.sha256()
     for content in (
@@ -160,13 +168,15 @@ def weights_fingerprint(folder: Path) -> str:
         read_json(folder / ADAPTER_CONFIG) if (folder / ADAPTER_CONFIG).is_file() else {},
     ):
         if content:
-            for name in ("transformers_version", "base_model_name_or_path"):  # a path, of the same weights
+            for name in ("transformers_version", "base_model_name_or_path"):  # do not depend on the weights
                 content.pop(name, None)
             digest.update(json.dumps(content, sort_keys=True).encode())
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     for file in files:
-        if not file.is_file():  # a pipe would be waited for
-            raise CorruptError("this is not a regular file", where=str(file))
+        if not file.is_file():  # reading a pipe would block
+            raise CorruptError(
+                "this is not a regular file", where=str(file), hint="replace it with a copy of the weight file"
+            )
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         with file.open("rb") as stream:

@@ -1,4 +1,4 @@
-"""One rule for outputs: what xtk did not write for the same request stays; `--force` replaces what xtk wrote."""
+"""Checks of output paths: files that xtk did not write are never replaced; `--force` replaces only xtk's own."""
 
 from __future__ import annotations
 
@@ -11,63 +11,79 @@ from xtk.artifacts.atomic_files import TEMPORARY_PREFIX
 from xtk.artifacts.write_locks import LOCK_PREFIX
 from xtk.errors import XtkError, path_exists
 
-MAX_NAME_BYTES = 240  # of 255, of which a temporary name needs some
+MAX_NAME_BYTES = 240  # of 255; temporary names are longer
 MAX_NAMES_SHOWN = 5
 HEAD_BYTES = 4096
 
 
 def check_output_path(path: Path, *, require_utf8: bool = False) -> None:
-    """Refuse an output path that cannot be made, before any work.
+    """Refuse an output path that cannot be created, before any work.
 
     Args:
-        path: of the output; nothing has to be there.
-        require_utf8: the libraries that write there take paths in UTF-8 alone.
+        path: of the output; it does not have to exist.
+        require_utf8: the libraries that write there accept only UTF-8 paths.
 
     Raises:
-        XtkError: tells why.
+        XtkError: with the reason.
     """
     shown = str(path)
     if "\0" in shown or not shown:
-        raise XtkError("this cannot be the path of an output", where=repr(shown), hint="-o PATH")
+        raise XtkError("this is not a valid output path", where=repr(shown), hint="use another output path (-o)")
     if require_utf8:
         try:
             shown.encode("utf-8")
         except UnicodeEncodeError:
             raise XtkError(
-                "the path of this output is not UTF-8, and Arrow and safetensors write to no other path",
+                "this output path is not UTF-8, which Arrow and safetensors require",
                 where=ascii(os.fsencode(path))[2:-1],
-                hint="another -o",
+                hint="use another output path (-o)",
             ) from None
     parent = _resolve_path(path)
     while not parent.exists():
         if len(os.fsencode(parent.name)) > MAX_NAME_BYTES:
-            raise XtkError("this is too long for the name of a file", where=parent.name[:60] + "...")
+            raise XtkError(
+                f"this name is too long; must have at most {MAX_NAME_BYTES} bytes",
+                where=parent.name[:60] + "...",
+                hint="use a shorter output path (-o)",
+            )
         parent = parent.parent
     if parent == _resolve_path(path):
         return
     if not parent.is_dir():
-        raise XtkError(f"this output cannot be made: {parent} is a file, not a folder", where=shown, hint="another -o")
+        raise XtkError(
+            f"this output path cannot be created: {parent} is a file, not a folder",
+            where=shown,
+            hint="use another output path (-o)",
+        )
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise XtkError(f"this output cannot be made: {parent} cannot be written to", where=shown, hint="another -o")
+        raise XtkError(
+            f"this output path cannot be created: there is no permission to write to {parent}",
+            where=shown,
+            hint="use another output path (-o)",
+        )
 
 
 def check_output_file(path: Path, kind: str, is_xtk_file: Callable[[Path], bool], inputs: Iterable[str] = ()) -> bool:
-    """Refuse a file output that would replace what is not a file of its kind that xtk wrote, `--force` or not.
+    """Refuse an output path with a file that xtk did not write, `--force` or not.
 
     Args:
         path: of the output.
-        kind: how messages call such files, such as "projections".
-        is_xtk_file: says whether xtk wrote a file; called for regular files only.
+        kind: plural name of such files in messages, such as "projections".
+        is_xtk_file: returns whether xtk wrote a file of this kind; called for regular files only.
         inputs: of the command.
 
     Returns:
-        Whether a file of this kind is there.
+        Whether a file of this kind exists at `path`.
 
     Raises:
-        XtkError: there is a folder, a device, a link that leads nowhere, another file or an input.
+        XtkError: the path is a folder, a device, a broken link, another file or an input.
     """
     if path.is_dir():
-        raise XtkError("this is to be a file, and there is a folder of this name", where=str(path))
+        raise XtkError(
+            "the output must be a file, but this path is a folder",
+            where=str(path),
+            hint="use another output path (-o)",
+        )
     check_output_path(path)
     try:
         status = path.stat()
@@ -76,68 +92,86 @@ def check_output_file(path: Path, kind: str, is_xtk_file: Callable[[Path], bool]
             raise _broken_link_error(path) from None
         return False
     if not stat.S_ISREG(status.st_mode):
-        raise XtkError("this output is a device or a pipe, not a file", where=str(path), hint="another -o")
+        raise XtkError(
+            "the output must be a file, but this path is a device or a pipe",
+            where=str(path),
+            hint="use another output path (-o)",
+        )
     if any(path_exists(name) and path.samefile(name) for name in inputs):
-        raise XtkError("the output is one of the inputs", where=str(path), hint="another -o")
+        raise XtkError("the output is one of the inputs", where=str(path), hint="use another output path (-o)")
     if not is_xtk_file(path):
-        raise XtkError("there is another file", where=str(path), hint=f"another -o; --force replaces {kind} alone")
+        raise XtkError(
+            f"the output path is an existing file, which is not one of xtk's {kind}",
+            where=str(path),
+            hint="use another output path (-o), or remove this file; --force does not replace it",
+        )
     return True
 
 
 def check_output_folder(path: Path, what: str, inputs: Iterable[str | Path] = ()) -> None:
-    """Refuse a folder output that cannot be one, or that is or holds an input, `--force` or not.
+    """Refuse an output folder that cannot be created, or that is or contains an input, `--force` or not.
 
     Args:
-        path: of the output. A link to a folder stands for that folder.
+        path: of the output. A link to a folder means that folder.
         what: the kind of output, such as "a cache".
-        inputs: of the command, those that are paths.
+        inputs: paths among the inputs of the command.
 
     Raises:
-        XtkError: tells why.
+        XtkError: with the reason.
     """
     if path.is_symlink() and not path.exists():
         raise _broken_link_error(path)
     if path.exists() and not path.is_dir():
-        raise XtkError(f"{what} is a folder, and there is a file of this name", where=str(path), hint="another -o")
+        raise XtkError(
+            f"{what} must be a folder, but this path is a file",
+            where=str(path),
+            hint="use another output path (-o)",
+        )
     check_output_path(path, require_utf8=True)
     here = _resolve_path(path)
     if here in (Path("/"), _home_folder()) or here.is_mount():
         raise XtkError(
-            f"{what} needs a folder that holds nothing else, and this is a home folder, or where a disk is mounted",
+            f"{what} needs a separate folder, but this is a home folder or a mount point",
             where=str(here),
-            hint=f"a folder in it: -o {path / 'NAME'}",
+            hint=f"use a folder in it: -o {path / 'NAME'}",
         )
     for name in inputs:
         if path_exists(str(name)) and here in ((there := _resolve_path(Path(name))), *there.parents):
-            raise XtkError("the output is one of the inputs, or holds it", where=str(name), hint="another -o")
+            raise XtkError(
+                "the output is one of the inputs, or a folder that contains one",
+                where=str(name),
+                hint="use another output path (-o)",
+            )
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Return the names in a folder but for locks and what killed writers left, sorted; none if there is no folder."""
+    """Return the sorted names in a folder without locks and temporary files; [] if there is no folder."""
     if not folder.is_dir():
         return []
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith((TEMPORARY_PREFIX, LOCK_PREFIX)))
 
 
 def foreign_files_error(names: Sequence[str], where: str) -> XtkError:
-    """Return the error of a folder that holds files that xtk did not write: none of them is ever removed."""
+    """Return the error for a folder with files that xtk did not write; xtk never removes these."""
     more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
     return XtkError(
-        f"this folder holds other things ({', '.join(names[:MAX_NAMES_SHOWN])}{more})",
+        f"this folder contains files that xtk did not write ({', '.join(names[:MAX_NAMES_SHOWN])}{more})",
         where=where,
-        hint="give a new folder to -o, or move what is yours; xtk removes only what it wrote",
+        hint="use a new output folder (-o), or move these files; xtk removes only files that it wrote",
     )
 
 
 def _broken_link_error(path: Path) -> XtkError:
-    return XtkError("this output is a link that leads nowhere", where=str(path), hint="another -o")
+    return XtkError("this output path is a broken symbolic link", where=str(path), hint="use another output path (-o)")
 
 
 def _resolve_path(path: Path) -> Path:
     try:
         return path.resolve()
     except (OSError, RuntimeError):
-        raise XtkError("this output is a link that leads to itself", where=str(path), hint="another -o") from None
+        raise XtkError(
+            "this output path is a loop of symbolic links", where=str(path), hint="use another output path (-o)"
+        ) from None
 
 
 def _home_folder() -> Path | None:

@@ -1,4 +1,4 @@
-"""What was made of a pair of tokenizers on the way, kept in the user's cache folder."""
+"""Projections and byte partitions of tokenizer pairs, cached in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -43,20 +43,19 @@ def cached_projection(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> Projection:
-    """Return the projection of a pair, built once and kept in the user's cache folder.
+    """Return the projection of a tokenizer pair, built once and cached.
 
-    The folder is `XTK_CACHE`, else `~/.cache/xtk`, and `projections` in it. A file there is named after all that the
-    projection depends on; a damaged one is built again. Several processes may ask at once: each writes the same
-    bytes under a name of its own and renames it. Where the folder cannot be
-    named, read or written, nothing is kept.
+    The files are in `projections` of `XTK_CACHE`, else of `~/.cache/xtk`, named by a hash of everything that the
+    projection depends on; a corrupt file is built again. Several processes may write at the same time: each writes
+    the same bytes to a separate temporary file and renames it. If the folder cannot be used, nothing is cached.
 
     Args:
         student: its tokens are the rows.
         teacher: its tokens are the columns.
-        method: one of METHODS that needs no more than the tokenizers: not `counts`, not `embedding`.
-        top_k: pruned to so many entries a row. None: all.
+        method: a method that needs only the tokenizers: not `cooccurrence`, not `embedding`.
+        top_k: prune to this many entries per row. None: keep all.
         special_tokens: as in build_projection.
-        options: the method's own.
+        options: options of the method.
     """
     path = cached_projection_path(student, teacher, method, top_k=top_k, special_tokens=special_tokens, **options)
     projection = None if path is None else _read_valid_projection(path)
@@ -79,9 +78,9 @@ def cached_projection_path(
     special_tokens: SpecialTokenMatching = MATCH_BY_ROLE,
     **options: Any,
 ) -> Path | None:
-    """Return the path of the stored projection of the same arguments; None without a folder for projections."""
+    """Return the path in the cache for these arguments; None without a cache folder."""
     header = projection_header(student, teacher, method, special_tokens, **options)
-    with contextlib.suppress(RuntimeError):  # this user has no home
+    with contextlib.suppress(RuntimeError):  # this user has no home folder
         return user_cache_folder() / "projections" / f"{_cache_key(header, top_k)}.safetensors"
     return None
 
@@ -89,16 +88,16 @@ def cached_projection_path(
 def cached_next_bytes(
     student: Tokenizer, teacher: Tokenizer, special_tokens: SpecialTokenMatching = MATCH_BY_ROLE
 ) -> BytePartition:
-    """Return what `build_byte_partition` makes of a pair, made once and kept in `next-bytes` of the same folder.
+    """Return the byte partition of a tokenizer pair (`build_byte_partition`), built once and cached in `next-bytes`.
 
-    It takes seconds for real vocabularies, and every process of a run needs it. A damaged file is made again.
+    Building it takes seconds for real vocabularies, and every process of a run needs it. A corrupt file is built again.
     """
-    told = special_tokens if isinstance(special_tokens, str) else dict(special_tokens)
+    matching = special_tokens if isinstance(special_tokens, str) else dict(special_tokens)
     key = sha256(
-        canonical_json([ALGORITHM_VERSION, told, tokenizer_identity(student), tokenizer_identity(teacher)])
+        canonical_json([ALGORITHM_VERSION, matching, tokenizer_identity(student), tokenizer_identity(teacher)])
     ).removeprefix("sha256:")
     path = None
-    with contextlib.suppress(RuntimeError):  # nobody knows a home
+    with contextlib.suppress(RuntimeError):  # this user has no home folder
         path = user_cache_folder() / "next-bytes" / f"{key}.safetensors"
     found = None if path is None else _read_next_bytes(path)
     if found is not None:
@@ -121,16 +120,16 @@ def _write_next_bytes(made: BytePartition, path: Path) -> None:
 def _read_next_bytes(path: Path) -> BytePartition | None:
     try:
         with safetensors.safe_open(path, "numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-            told = (file.metadata() or {}).get("checksum")
-        if told != _checksum(tensors):
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a mapping
+            checksum = (file.metadata() or {}).get("checksum")
+        if checksum != _checksum(tensors):
             return None
         parts = {
             name: kind(*(tensors[f"{name}.{field}"] for field in kind._fields))
             for name, kind in NEXT_BYTES_PARTS.items()
         }
         return BytePartition(**parts, cell_token_offsets=tensors["member_offsets"], cell_tokens=tensors["members"])
-    except Exception:  # safetensors has an exception of its own that is no public name; what is damaged is made again
+    except Exception:  # safetensors raises a private exception class; a corrupt file is built again
         return None
 
 
@@ -140,10 +139,10 @@ def _checksum(tensors: dict[str, NDArray[Any]]) -> str:
 
 
 def user_cache_folder() -> Path:
-    """Return the folder where xtk keeps what can be built again: `XTK_CACHE`, else `~/.cache/xtk`.
+    """Return the folder for files that xtk can build again: `XTK_CACHE`, else `~/.cache/xtk`.
 
     Raises:
-        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home.
+        RuntimeError: this user, or the one that `XTK_CACHE` names, has no home folder.
     """
     given = os.environ.get("XTK_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "xtk"

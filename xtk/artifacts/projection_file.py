@@ -1,6 +1,6 @@
-"""A projection as a file: safetensors, with the header in one metadata key.
+"""Reading and writing of projection files: safetensors with the header as JSON in one metadata key.
 
-One key, because several come out in varying order and the bytes would differ between two saves.
+Only one key, because safetensors writes several keys in varying order, and equal projections must have equal bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TENSOR_DTYPES = {
     "teacher_cells": np.int32,
 }
 MAX_HEADER_BYTES = 1 << 27
-# How safetensors begins a file of one metadata key, after 8 bytes of length.
+_REBUILD_HINT = "build it again: xtk build-projection STUDENT TEACHER -o FILE"
+# The first bytes of a safetensors file with this one metadata key, after 8 bytes of length.
 HEADER_PREFIX = b'{"__metadata__":{"xtk":'
 MAX_TOKEN_ID = 2**31 - 1
 _TOKENIZER_SCHEMA = json_object(
@@ -64,10 +65,10 @@ _HEADER_SCHEMA = json_object(
 
 
 def write_projection(projection: Projection, path: Path, *, keep_others: bool = True) -> None:
-    """Write a projection; the same projection gives the same bytes.
+    """Write a projection; equal projections give equal bytes.
 
     Raises:
-        XtkError: it is none, as a method that gives weights of no meaning makes.
+        XtkError: the projection is not valid, such as with weights that are not finite.
     """
     projection.validate()
     tensors = {name: np.ascontiguousarray(getattr(projection, name)) for name in TENSOR_DTYPES}
@@ -79,21 +80,21 @@ def write_projection(projection: Projection, path: Path, *, keep_others: bool = 
 
 
 def looks_like_projection(path: Path) -> bool:
-    """Say whether a file is xtk's to replace: a projection, whole or damaged, or empty."""
+    """Return whether a file may be replaced: a projection of xtk, intact or corrupt, or an empty file."""
     with path.open("rb") as stream:
         start = stream.read(8 + len(HEADER_PREFIX))
     return not start or start[8:] == HEADER_PREFIX
 
 
 def read_projection_header(path: Path) -> dict[str, Any]:
-    """Read the header alone, with the standard library.
+    """Return the header of a projection file; needs only the standard library.
 
     Raises:
-        XtkError: the file is no projection of xtk.
+        XtkError: not a projection file of this version, or corrupt.
     """
     try:
         if not path.is_dir() and path.exists() and not path.is_file():
-            raise CorruptError("this is a device or a pipe, not a file", where=str(path))
+            raise CorruptError("a projection must be a file, but this is a device or a pipe", where=str(path))
         with path.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
             if size > MAX_HEADER_BYTES:
@@ -102,25 +103,33 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         header = dict(json.loads(metadata["xtk"]))
     except FileNotFoundError:
         raise XtkError(
-            "there is no such projection", where=str(path), hint="xtk build-projection STUDENT TEACHER -o FILE"
+            "this projection file does not exist",
+            where=str(path),
+            hint="check the path, or build it: xtk build-projection STUDENT TEACHER -o FILE",
         ) from None
     except IsADirectoryError:
         raise XtkError(
-            "a projection is a file, and this is a folder",
+            "a projection must be a file, but this is a folder",
             where=str(path),
-            hint="the FILE of xtk build-projection STUDENT TEACHER -o FILE",
+            hint="use the FILE of xtk build-projection STUDENT TEACHER -o FILE",
         ) from None
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
-        raise CorruptError("this file is no projection of xtk, or it is cut short", where=str(path)) from None
+        raise CorruptError(
+            "this is not a complete projection file of xtk", where=str(path), hint=_REBUILD_HINT
+        ) from None
     if header.get("format") != FORMAT:
-        raise CorruptError(f"this file is no projection of xtk (format {header.get('format')!r})", where=str(path))
+        raise CorruptError(
+            f"this is not a projection file of xtk (format {header.get('format')!r})",
+            where=str(path),
+            hint="use the FILE of xtk build-projection STUDENT TEACHER -o FILE",
+        )
     if header.get("version") != VERSION:
         raise XtkError(
             f"this projection has version {str(header.get('version'))[:20]}; this xtk reads version {VERSION}",
             where=str(path),
             hint="build it again: xtk build-projection STUDENT TEACHER -o FILE",
         )
-    check_schema(header, _HEADER_SCHEMA, str(path), "build it again")
+    check_schema(header, _HEADER_SCHEMA, str(path), _REBUILD_HINT)
     audited = header.get("audit", {})
     if strange := [
         name for name in audited.get("poorly_matched_categories", []) if name not in audited.get("categories", {})
@@ -130,46 +139,47 @@ def read_projection_header(path: Path) -> dict[str, Any]:
         ("unmapped_mass" in one) != ("unreachable_teacher_tokens" in one)
         for one in audited.get("categories", {}).values()
     ):
-        raise CorruptError("the audit of this projection states a part of what a category loses", where=str(path))
-    if ("categories" in audited) != ("poorly_matched_categories" in audited):
         raise CorruptError(
-            "the audit of this projection has categories without a list of poorly matched ones, or the reverse",
-            where=str(path),
+            "a category in the audit of this projection is incomplete", where=str(path), hint=_REBUILD_HINT
         )
+    if ("categories" in audited) != ("poorly_matched_categories" in audited):
+        raise CorruptError("the audit of this projection is incomplete", where=str(path), hint=_REBUILD_HINT)
     return header
 
 
 def read_projection(path: Path) -> Projection:
-    """Read a projection and check every number of it.
+    """Return the projection in a file after checking its checksum and all values.
 
     Raises:
-        XtkError: the file is no projection, cut short, altered, or of another version.
+        XtkError: not a projection file of this version, or corrupt.
     """
     header = read_projection_header(path)
     try:
         tensors = safetensors.numpy.load(path.read_bytes())
-    except Exception as wrong:  # safetensors has an exception of its own that is no public name
-        raise CorruptError(f"this projection cannot be read: {wrong}", where=str(path), hint="build it again") from None
+    except Exception as wrong:  # safetensors raises a private exception class
+        raise CorruptError(f"this projection cannot be read: {wrong}", where=str(path), hint=_REBUILD_HINT) from None
     for name, dtype in TENSOR_DTYPES.items():
         if name not in tensors or tensors[name].dtype != dtype or tensors[name].ndim != 1:
-            raise CorruptError(f"this projection has no {name} of type {np.dtype(dtype)}", where=str(path))
+            raise CorruptError(
+                f"this projection lacks a 1-dimensional tensor {name} of dtype {np.dtype(dtype)}",
+                where=str(path),
+                hint=_REBUILD_HINT,
+            )
     try:
         whole_file = _checksum(header, tensors) == header.get("checksum")
-    except ValueError:  # half of a character pair
+    except ValueError:  # lone surrogates
         whole_file = False
     if not whole_file:
-        raise CorruptError(
-            "this projection was altered: its checksum does not fit", where=str(path), hint="build it again"
-        )
+        raise CorruptError("this projection does not match its checksum", where=str(path), hint=_REBUILD_HINT)
     header = {key: value for key, value in header.items() if key not in ("format", "version", "checksum")}
     projection = Projection(**{name: tensors[name] for name in TENSOR_DTYPES}, header=header)
     try:
         projection.validate()
     except XtkError as wrong:
-        raise CorruptError(wrong.what, where=str(path)) from None
+        raise CorruptError(wrong.what, where=str(path), hint=_REBUILD_HINT) from None
     return projection
 
 
 def _checksum(header: dict[str, Any], tensors: dict[str, Any]) -> str:
-    told = canonical_json({key: value for key, value in header.items() if key != "checksum"})
-    return sha256(told.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSOR_DTYPES))
+    stated = canonical_json({key: value for key, value in header.items() if key != "checksum"})
+    return sha256(stated.encode() + b"".join(np.ascontiguousarray(tensors[name]).tobytes() for name in TENSOR_DTYPES))

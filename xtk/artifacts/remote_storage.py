@@ -1,4 +1,4 @@
-"""Folders in object stores and on other machines: s3://, gs://, hf://, sftp://, whatever fsspec knows."""
+"""Folders in remote storage: s3://, gs://, hf://, sftp:// and every other protocol of fsspec."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from xtk.artifacts.download_cache import DownloadCache
 from xtk.artifacts.storage import MAX_FILE_BYTES
 from xtk.errors import CorruptError, XtkError
 
-# There an object is seen when it is whole, and not before. Elsewhere a file grows under the eyes of its readers.
+# In these stores an object is visible only when it is complete; elsewhere readers see a growing file.
 ATOMIC_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci", "hf", "memory"})
 BUCKET_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss"})
-# What tells one content of a name from another, in the words of one store or another.
+# Keys of a listing that identify the version of a file's content, in different stores.
 VERSION_TAG_KEYS = (
     "ETag",
     "etag",
@@ -37,13 +37,13 @@ TRANSFER_THREADS = 16
 
 
 class RemoteFolder:
-    """A folder that fsspec reaches. Files come and go whole; what is mapped into memory is a copy on this machine.
+    """A remote folder, through fsspec. Files are written and read completely; mapped files are local copies.
 
     Args:
-        place: its URL.
+        url: its URL.
 
     Raises:
-        XtkError: nobody knows its protocol, or the package for it is missing.
+        XtkError: the protocol is unknown, or its Python package is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -55,57 +55,55 @@ class RemoteFolder:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The URL, for messages."""
         return self._name
 
     def path_of(self, file: str) -> str:
-        """Return how messages call a file in it."""
+        """Return the URL of a file in it, for messages."""
         return f"{self._name}/{file}"
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file, as they are now; none if there is no folder.
+        """Return the current size of each file in bytes; {} if there is no folder.
 
         Raises:
-            XtkError: there is a file of this name, no bucket, no permission, no network.
+            XtkError: the path is a file, the bucket is missing, or the storage cannot be accessed.
         """
-        with self._store_errors("the store does not tell what is there"):
+        with self._store_errors("this folder cannot be listed"):
             self._fs.invalidate_cache(self._root)
             try:
                 found = self._fs.ls(self._root, detail=True)
             except (FileNotFoundError, NotADirectoryError):
                 found = []
                 self._refuse_missing_bucket()
-        # Some stores list a folder among its own files, as an object of no bytes.
+        # Some stores list a folder among its own files, as an empty object.
         itself = [entry for entry in found if str(entry["name"]).rstrip("/") == self._root]
         if any(entry["type"] == "file" and entry.get("size") for entry in itself):
-            raise XtkError("a cache is a folder, and there is a file of this name", where=self._name)
+            raise XtkError("a cache must be a folder, but this path is a file", where=self._name)
         self._listing = {_listed_name(entry["name"], self._root): entry for entry in found if entry not in itself}
         return {file: int(entry.get("size") or 0) for file, entry in self._listing.items()}
 
     def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Return what a file holds.
+        """Return the content of a file.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it has more than `limit` bytes.
+            FileNotFoundError: the file does not exist.
+            CorruptError: it is larger than `max_bytes`.
         """
-        with self._store_errors("the store does not give a file", file, missing=True):
+        with self._store_errors("this file cannot be read", file, missing=True):
             size = int(self._fs.size(self._path(file)) or 0)
             if size <= max_bytes:
                 content: bytes = self._fs.cat_file(self._path(file))
                 size = len(content)
         if size > max_bytes:
-            raise CorruptError(
-                f"this file has {size:,} bytes; at most {max_bytes:,} are expected", where=self.path_of(file)
-            )
+            raise CorruptError(f"this file has {size:,} bytes; must be at most {max_bytes:,}", where=self.path_of(file))
         return content
 
     def local_path(self, file: str) -> Path:
-        """Return a copy on this machine, made now if there is none of what the store holds.
+        """Return a local copy of a file; download it unless the current version is already cached.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it did not come whole.
+            FileNotFoundError: the file does not exist.
+            CorruptError: the download is incomplete.
         """
         entry = self._listing.get(file)
         if entry is None:
@@ -116,17 +114,17 @@ class RemoteFolder:
         tag = next((f"{key} {entry[key]}" for key in VERSION_TAG_KEYS if entry.get(key) is not None), "")
 
         def fetch(path: Path) -> None:
-            with self._store_errors("the store does not give a file", file, missing=True):
+            with self._store_errors("this file cannot be downloaded", file, missing=True):
                 self._fs.get_file(self._path(file), str(path))
 
         return self._download_cache.get(file, int(entry["size"]), tag, fetch, self.path_of(file))
 
     def prefetch(self, files: Sequence[str]) -> None:
-        """Have copies of files on this machine, several fetched at once.
+        """Download files in parallel.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: one did not come whole.
+            FileNotFoundError: a file does not exist.
+            CorruptError: a download is incomplete.
         """
         with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
             for _ in threads.map(self.local_path, files):
@@ -134,19 +132,19 @@ class RemoteFolder:
 
     @contextlib.contextmanager
     def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
-        """Give a path on this machine; sent whole when the block ends well.
+        """Yield a local path; the file is uploaded when the block succeeds.
 
         Args:
             file: its name.
-            exclusive: refuse to replace what another writer has put there.
+            exclusive: refuse to replace a file that another writer wrote.
 
         Raises:
-            XtkError: there is such a file already, or it cannot be sent.
+            XtkError: the file already exists, or the upload fails.
         """
         with self._download_cache.upload_path(file) as temporary:
             yield temporary
             self._listing.pop(file, None)
-            with self._store_errors("the store does not take a file", file):
+            with self._store_errors("this file cannot be uploaded", file):
                 if exclusive and self._exists(file):
                     raise self._already_exists_error(file)
                 if self.protocol in ATOMIC_PROTOCOLS:
@@ -155,36 +153,36 @@ class RemoteFolder:
                     self._upload_and_rename(temporary, file)
 
     def copy_from(self, source: object, files: Mapping[str, str]) -> None:
-        """Copy files of another folder, on the store where it can, else through this machine.
+        """Copy files of another folder, within the storage if possible, else through this machine.
 
         Args:
             source: the other folder.
-            files: their names there, and the names that they get.
+            files: {name in the source: name in this folder}.
         """
 
         def copy(pair: tuple[str, str]) -> None:
             theirs, ours = pair
             if isinstance(source, RemoteFolder) and source._fs is self._fs:
-                with self._store_errors("the store does not copy a file", ours):
+                with self._store_errors("this file cannot be copied within the storage", ours):
                     self._fs.cp_file(source._path(theirs), self._path(ours))
             else:
-                with self._store_errors("the store does not take a file", ours):
+                with self._store_errors("this file cannot be uploaded", ours):
                     self._upload(source.local_path(theirs), ours, exclusive=False)  # type: ignore[attr-defined]
 
         if self.protocol not in ATOMIC_PROTOCOLS:
-            with self._store_errors("the store makes no folder"):
+            with self._store_errors("this folder cannot be created"):
                 self._fs.makedirs(self._root, exist_ok=True)
         with ThreadPoolExecutor(TRANSFER_THREADS) as threads:
             for _ in threads.map(copy, files.items()):
                 pass
 
     def remove(self, *files: str) -> None:
-        """Remove files, those that are there."""
+        """Remove files; missing ones are ignored."""
         for file in files:
             self._listing.pop(file, None)
-        with self._store_errors("the store does not remove files"):
+        with self._store_errors("files in this folder cannot be removed"):
             if len(files) > 1:
-                # Some stores take a thousand names in a request.
+                # One request for many files, in stores that support it.
                 self._fs.rm([self._path(file) for file in files])
             else:
                 for file in files:
@@ -192,7 +190,7 @@ class RemoteFolder:
                         self._fs.rm_file(self._path(file))
 
     def remove_stale_temporary_files(self) -> None:
-        """Remove what killed writers on this machine left; of others nobody here knows whether they live."""
+        """Remove temporary files of killed writers on this machine; those of other machines cannot be checked."""
         if self.protocol in ATOMIC_PROTOCOLS:
             return
         self.remove(*filter(is_stale_temporary_file, self.file_sizes()))
@@ -209,7 +207,7 @@ class RemoteFolder:
 
     @cached_property
     def _supports_exclusive_create(self) -> bool:
-        """Whether the store itself refuses a second object of a name."""
+        """Whether the storage can refuse to replace an existing object."""
         put = getattr(self._fs, "_put_file", None) or self._fs.put_file
         return "mode" in inspect.signature(put).parameters
 
@@ -221,14 +219,14 @@ class RemoteFolder:
                 **({"mode": "create"} if exclusive and self._supports_exclusive_create else {}),
             )
         except FileExistsError:
-            # It was not there a moment ago: another writer's, or our own, whose answer was lost and which was sent
-            # again.
+            # Written since the check: by another writer, or by our own upload, whose response was lost and which was
+            # sent again.
             if self._fs.cat_file(self._path(file)) != path.read_bytes():
                 raise self._already_exists_error(file) from None
         except OSError as wrong:
             if not exclusive or wrong.errno != errno.ENOSYS:
                 raise
-            self._upload(path, file, exclusive=False)  # a store that knows no such condition
+            self._upload(path, file, exclusive=False)  # a store without conditional writes
 
     def _upload_and_rename(self, path: Path, file: str) -> None:
         self._fs.makedirs(self._root, exist_ok=True)
@@ -243,23 +241,23 @@ class RemoteFolder:
 
     def _already_exists_error(self, file: str) -> XtkError:
         return XtkError(
-            "another process writes this cache too: what was to be written now is there already",
+            "another process writes this cache too: this file already exists",
             where=self.path_of(file),
-            hint="let the other one go on, or end it and run the same command again; nothing was replaced",
+            hint="wait until the other process ends, or stop it and run the same command again; nothing was replaced",
         )
 
     def _refuse_missing_bucket(self) -> None:
         bucket, slash, _ = self._root.partition("/")
         if self.protocol in BUCKET_PROTOCOLS and slash and not self._fs.exists(bucket):
             raise XtkError(
-                f"there is no bucket {bucket}, or none that these credentials see",
+                f"the bucket {bucket} does not exist, or these credentials cannot access it",
                 where=self._name,
-                hint="make it with the tools of the store; xtk makes none",
+                hint="create the bucket with the tools of the storage provider, or use other credentials",
             )
 
     @contextlib.contextmanager
     def _store_errors(self, what: str, file: str | None = None, *, missing: bool = False) -> Iterator[None]:
-        """Tell the errors of stores, which have a hundred classes, in xtk's form."""
+        """Convert exceptions of storage libraries, which have many classes, into an XtkError."""
         try:
             yield
         except XtkError:
@@ -274,10 +272,10 @@ class RemoteFolder:
 
 
 def _file_system(place: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the path in it.
+    """Return the fsspec file system of a URL and the path in it.
 
     Raises:
-        XtkError: nobody knows its protocol, or the package for it is missing.
+        XtkError: the protocol is unknown, or its Python package is not installed.
     """
     from fsspec.core import url_to_fs
 
@@ -288,9 +286,11 @@ def _file_system(place: str) -> tuple[Any, str]:
         cause = wrong.__cause__ or wrong
         package = getattr(cause, "name", None) or protocol
         raise XtkError(
-            f"the package for {protocol}:// is not installed ({package})", where=place, hint=f"pip install {package}"
+            f"{protocol}:// needs the Python package {package}, which is not installed",
+            where=place,
+            hint=f"run pip install {package}",
         ) from None
-    except Exception as wrong:  # of the store's own kind, or ValueError for a protocol that nobody knows
+    except Exception as wrong:  # of the storage library, or ValueError for an unknown protocol
         raise XtkError(
             f"this folder cannot be reached: {_error_line(wrong)}", where=place, hint=_error_hint(wrong, protocol)
         ) from None
@@ -298,14 +298,14 @@ def _file_system(place: str) -> tuple[Any, str]:
 
 
 def _listed_name(path: object, root: str) -> str:
-    """Return the name of a file that a store lists.
+    """Return the file name of a path in a listing.
 
     Raises:
-        Damaged: it cannot be the name of a file in this folder.
+        CorruptError: it is not a valid name of a file in this folder.
     """
     name = str(path).rstrip("/").rpartition("/")[2]
     if name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise CorruptError(f"the store lists {name!r}, which cannot be a file of this folder", where=root)
+        raise CorruptError(f"the listing of this remote folder contains an invalid file name: {name!r}", where=root)
     return name
 
 
@@ -318,10 +318,10 @@ def _error_hint(wrong: BaseException, protocol: str) -> str:
     name = type(wrong).__name__
     if isinstance(wrong, PermissionError) or "Credential" in name or "Token" in name or "Forbidden" in str(wrong):
         return {
-            "s3": "credentials with permission: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
-            "gs": "credentials with permission: gcloud auth application-default login",
-            "hf": "hf auth login, with a token that may write",
-        }.get(protocol, "credentials with permission, as the store's own tools read them")
+            "s3": "set credentials with permission: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+            "gs": "set credentials with permission: gcloud auth application-default login",
+            "hf": "run hf auth login with a token that has the needed permission",
+        }.get(protocol, "set credentials with permission, as the tools of the storage provider read them")
     if isinstance(wrong, FileNotFoundError):
-        return "check the spelling; what is missing, the bucket say, is made with the tools of the store"
+        return "check the spelling; create a missing bucket with the tools of the storage provider"
     return "check the network and the address, and run the same command again; finished parts are kept"

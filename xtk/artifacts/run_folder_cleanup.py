@@ -1,4 +1,4 @@
-"""Which files in the folder of a run or an export xtk wrote: `--force` removes these, and refuses all others."""
+"""Removal of runs and exports for `--force`: only files that xtk wrote are removed, all others are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xtk.errors import CorruptError
 
 MANIFEST, CARD = "xtk.json", "README.md"
 _CARD_BEGINNING = 96  # bytes: up to the tag xtk
-# What xtk, transformers and peft write into the folder of a model.
+# Files that xtk, transformers and peft write into a model folder.
 _MODEL_FILE_NAMES = re.compile(
     r"(config|generation_config|adapter_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|tekken)"
     r"\.json|(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|model\.gguf|merges\.txt"
@@ -35,28 +35,28 @@ _OF_TRACKERS = re.compile(r"(.*/)?(events\.out\.tfevents[^/]*|hparams\.yml)|name
 
 
 def refuse_foreign_files_in_run(folder: Path, *, is_export: bool = False) -> None:
-    """Refuse the folder of a run or an export that holds files which xtk did not write.
+    """Refuse the folder of a run or an export that contains files which xtk did not write.
 
     Args:
-        folder: of the run.
-        is_export: an export: a folder of a model, and nothing of a run.
+        folder: of the run or export.
+        is_export: only the files of a model are allowed, none of a run.
 
     Raises:
-        XtkError: names them.
+        XtkError: names the other files.
     """
     if foreign := _foreign_files(folder, run=not is_export):
         raise foreign_files_error(foreign, str(folder))
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what xtk wrote into the folder of a run; the recipe, by which it is known, goes last.
+    """Remove the folder of a run; the recipe, which identifies a run, is removed last.
 
     Raises:
-        XtkError: it holds other files; nothing is removed.
+        XtkError: the folder contains other files; nothing is removed.
     """
     refuse_foreign_files_in_run(folder)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == _RECIPE):
-        if path.name.startswith(LOCK_PREFIX):  # its holder removes it
+        if path.name.startswith(LOCK_PREFIX):  # the process that holds the lock removes it
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -65,9 +65,9 @@ def remove_run(folder: Path) -> None:
 
 
 def remove_run_subfolder(folder: Path) -> None:
-    """Remove a checkpoint, best weights or an adapter of a run; one that holds other files is renamed and stays.
+    """Remove a checkpoint, best weights or an adapter of a run; a folder with other files is renamed instead.
 
-    A checkpoint, or best weights, that xtk wrote has a manifest, since it gets its name when it is whole.
+    Checkpoints and best weights of xtk have a manifest, since they get their final name only when they are complete.
     """
     if not folder.is_dir() or folder.is_symlink():
         return
@@ -75,24 +75,24 @@ def remove_run_subfolder(folder: Path) -> None:
     if not foreign and (folder.name == "adapter" or (folder / MANIFEST).is_file()):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    _keep(folder, f"holds files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
+    _keep(folder, f"contains files that xtk did not write ({', '.join(foreign[:3])})" if foreign else "has no manifest")
 
 
 def _keep(path: Path, what: str) -> None:
     kept = next_free_path(path, ".kept-")
     path.replace(kept)
-    terminal.note(f"{path} {what}; it is renamed to {kept.name} and stays")
+    terminal.note(f"{path} {what}; kept as {kept.name}")
 
 
 def keep_file_of_user(path: Path, new: Path) -> None:
-    """Rename a file of the user that stands where a run is about to put one of the student.
+    """Rename a file of the user at a path where a run is about to write a file of the student.
 
-    A run that was killed while it put them there left some, which are equal to the new ones; of a model card, which
-    has clocks, the beginning is.
+    Files of an earlier run that was killed meanwhile are equal to the new ones and are not renamed; for a model card,
+    which contains times, only the beginning is compared.
 
     Args:
-        path: where the file goes; most often nothing is there.
-        new: the file of the student.
+        path: output path; usually there is no file.
+        new: the new file of the student.
     """
     if not path.exists() and not path.is_symlink():
         return
@@ -106,7 +106,7 @@ def keep_file_of_user(path: Path, new: Path) -> None:
 
 
 def _foreign_files(folder: Path, *, run: bool, prefix: str = "") -> list[str]:
-    """Return the names in a folder, and in the folders in it, of files that xtk did not write."""
+    """Return the relative paths in a folder of files that xtk did not write."""
     listed = _manifest_files(folder)
     code = _auto_map(folder)
     on_policy = run and _is_on_policy(folder)
@@ -138,14 +138,14 @@ def _is_xtk_file(name: str, listed: dict[str, Any] | None, code: str, *, run: bo
 
 
 def _is_on_policy(run: Path) -> bool:
-    """Return whether the recipe of a run states that it writes rollouts."""
+    """Return whether the recipe of a run enables on-policy training."""
     with contextlib.suppress(OSError, CorruptError):
         return read_json(run / _RECIPE).get("on_policy") is True
     return False
 
 
 def _manifest_files(folder: Path) -> dict[str, Any] | None:
-    """Return the files that the manifest of a folder lists; None if there is no manifest, or it lists none."""
+    """Return the files that the manifest of a folder lists; None without a manifest or a list."""
     with contextlib.suppress(OSError, CorruptError):
         files = read_json(folder / MANIFEST).get("files")
         return files if isinstance(files, dict) else None
@@ -153,7 +153,7 @@ def _manifest_files(folder: Path) -> dict[str, Any] | None:
 
 
 def _auto_map(folder: Path) -> str:
-    """Return what the configuration of a model states of Python code in the folder."""
+    """Return the auto_map of a model's configuration, which names its Python modules."""
     with contextlib.suppress(OSError, CorruptError):
         return str(read_json(folder / "config.json").get("auto_map"))
     return ""

@@ -1,4 +1,4 @@
-"""Folders of `xtk distill`: the recipe, numbered folders, and the manifest with sizes and checksums of all files."""
+"""Run folders of `xtk distill`: recipe, checkpoints, and the manifest with sizes and checksums of all files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SUBFOLDER_FILE_NAMES = {TRAINER_FOLDER: _TRAINER_FILE_NAMES, ADAPTER_FOLDER: _L
 _NUMBER = re.compile(r"[1-9][0-9]*")
 _MAX_JSON_BYTES = 64 << 20  # bytes of a JSON file
 _BLOCK_BYTES, _HASH_THREADS = 1 << 18, 4
-_ALTERED_FILE_HINT = "copy it again from where it is whole; xtk export makes a copy of a student that may be edited"
+_ALTERED_FILE_HINT = "restore the original file from a copy; to edit a student, first copy it with xtk export"
 
 
 def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Path]]:
@@ -47,7 +47,7 @@ def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Pa
     Only real folders named `checkpoint-N` count: no links, no files, no other names.
 
     Args:
-        folder: of the run; it may be missing.
+        folder: of the run; it does not have to exist.
         kind: CHECKPOINT, or BEST for the weights that early stopping keeps.
     """
     found = []
@@ -59,8 +59,8 @@ def list_checkpoints(folder: Path, kind: str = CHECKPOINT) -> list[tuple[int, Pa
 
 
 def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
-    """Return the run and the step of a checkpoint's folder; None if a folder is not a checkpoint of a run."""
-    path = Path(os.path.abspath(folder))  # noqa: PTH100 (a link to a checkpoint is none)
+    """Return the run folder and the step of a checkpoint; None if a folder is not a checkpoint of a run."""
+    path = Path(os.path.abspath(folder))  # noqa: PTH100 (a link to a checkpoint is not a checkpoint)
     step = next((step for step, one in list_checkpoints(path.parent) if one == path), None)
     return (folder.parent, step) if step is not None and (path.parent / RECIPE_FILE).is_file() else None
 
@@ -69,33 +69,39 @@ def run_and_step_of_checkpoint(folder: Path) -> tuple[Path, int] | None:
 
 
 def write_recipe(folder: Path, options: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Write `recipe.json`: the options of a run as `--config` takes them, and its identity.
+    """Write `recipe.json`: the options of a run in the form of `--config`, and the identity of the run.
 
     Args:
         folder: of the run.
         options: by their names in a configuration file.
-        identity: the values and fingerprints that make two runs the same run; no paths.
+        identity: the values and fingerprints that identify a run; no paths.
     """
     write_json(folder / RECIPE_FILE, {**options, "kind": RECIPE_KIND, "version": RECIPE_VERSION, "identity": identity})
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """Return the identity that a recipe states.
+    """Return the run identity in a recipe.
 
     Args:
-        path: of the run, or of the file.
+        path: of the run folder, or of the recipe.
 
     Raises:
-        XtkError: there is no recipe, or another version wrote it.
-        Damaged: it cannot be read.
+        XtkError: there is no recipe, or it has another version.
+        CorruptError: it is not valid.
     """
     file = path / RECIPE_FILE if path.is_dir() else path
     if not file.is_file():
-        raise XtkError("this is no run of xtk distill (recipe.json)", where=str(path))
+        raise XtkError(
+            "this is not a run of xtk distill: recipe.json is missing",
+            where=str(path),
+            hint="use the output folder of xtk distill",
+        )
     content = _read_json_object(file)
     version = recipe_version(content)
     if version is None:
-        raise XtkError("this recipe is none of xtk distill", where=str(file))
+        raise XtkError(
+            "this file is not a recipe of xtk distill", where=str(file), hint="use the recipe.json of a run folder"
+        )
     if version != RECIPE_VERSION:
         raise XtkError(
             f"this recipe has version {version}; this xtk reads version {RECIPE_VERSION}",
@@ -104,12 +110,16 @@ def read_recipe(path: Path) -> dict[str, Any]:
         )
     identity = content.get("identity")
     if not isinstance(identity, dict) or not _is_identity(identity):
-        raise CorruptError("this recipe does not state which run it is of", where=str(file))
+        raise CorruptError(
+            "this recipe does not contain a valid run identity",
+            where=str(file),
+            hint="restore the original file, or train again into another folder",
+        )
     return identity
 
 
 def recipe_version(content: Mapping[str, Any]) -> object:
-    """Return the version of a recipe; None of what is no recipe."""
+    """Return the version of a recipe; None if the content is not a recipe."""
     if {"losses", "inputs"} <= set(content):
         return 1
     return content.get("version", 0) if content.get("kind") == RECIPE_KIND else None
@@ -130,7 +140,7 @@ def _is_identity(content: Mapping[str, Any]) -> bool:
 
 
 def run_fingerprint(identity: Mapping[str, Any]) -> str:
-    """Return "sha256:..." of what makes a run the same run."""
+    """Return "sha256:..." of a run identity; equal runs have equal fingerprints."""
     return sha256(canonical_json(identity))
 
 
@@ -138,10 +148,10 @@ def run_fingerprint(identity: Mapping[str, Any]) -> str:
 
 
 def file_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of files directly inside a folder, by name, read by several threads.
+    """Return size and checksum of files directly inside a folder, by name; several threads read them.
 
     Raises:
-        Damaged: one of them is not a regular file.
+        CorruptError: a file is not a regular file.
     """
     with ThreadPoolExecutor(_HASH_THREADS) as threads:
         listed = sorted(names)
@@ -149,7 +159,7 @@ def file_entries(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]
 
 
 def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) -> list[str]:
-    """Return the names of the files in a folder that a manifest lists."""
+    """Return the names of the files in a folder that belong into its manifest."""
     found = []
     for path in folder.iterdir():
         if path.name != RUN_MANIFEST and path.is_file():
@@ -161,7 +171,7 @@ def listed_file_names(folder: Path, kind: re.Pattern[str] = _LISTED_FILE_NAMES) 
 
 
 def prefix_entry(folder: Path, name: str, size: int | None = None) -> dict[str, Any] | None:
-    """Return size and checksum of a file, or of its first bytes; None if there is no such file."""
+    """Return size and checksum of a file, or of its first `size` bytes; None if it does not exist."""
     try:
         return _file_entry(folder, name, size)
     except FileNotFoundError:
@@ -186,16 +196,13 @@ def write_run_manifest(
     files: Mapping[str, Mapping[str, Any]],
     folders: Mapping[str, Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> dict[str, Any]:
-    """Write `xtk.json`, the last file of a folder: one without it is unfinished.
+    """Write `xtk.json`, the last file of a folder, and return its content; a folder without it is unfinished.
 
     Args:
-        folder: the files lie in it.
-        content: `kind` and what else is stated of it.
-        files: size and checksum of each file of the folder, of `entries`.
-        folders: the same of its subfolders.
-
-    Returns:
-        What was written.
+        folder: of the files.
+        content: `kind` and other fields.
+        files: size and checksum of each file in the folder, from `file_entries`.
+        folders: the same for each subfolder.
     """
     whole = {**content, "version": VERSION, "files": files, "folders": folders or {}}
     whole["checksum"] = sha256(canonical_json(whole))
@@ -204,21 +211,23 @@ def write_run_manifest(
 
 
 def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, Any]:
-    """Read `xtk.json` and check that it is as it was written, in every part that is used.
+    """Return the content of `xtk.json` after checking its checksum and the types of all fields.
 
     Args:
         folder: of a student, a checkpoint, best weights or an export.
-        kinds: what it may be; empty: any of these.
+        kinds: allowed kinds; empty: all.
 
     Raises:
-        XtkError: another version wrote it.
-        Damaged: it is missing, was altered, or is of another kind.
+        XtkError: it has another version.
+        CorruptError: it is missing, corrupt, or of another kind.
     """
     path = folder / RUN_MANIFEST
     try:
         content = _read_json_object(path)
     except FileNotFoundError:
-        raise CorruptError("this folder has no manifest", where=str(path)) from None
+        raise CorruptError(
+            "this folder has no manifest: it is unfinished or was not written by xtk", where=str(path)
+        ) from None
     version = content.get("version", 1)
     if version != VERSION:
         shown = version if _is_count(version) else "unknown"
@@ -229,11 +238,14 @@ def read_run_manifest(folder: Path, kinds: Collection[str] = ()) -> dict[str, An
         )
     stated = {key: value for key, value in content.items() if key != "checksum"}
     if content.get("checksum") != sha256(canonical_json(stated)):
-        raise CorruptError("this manifest does not match its own checksum", where=str(path))
+        raise CorruptError("this manifest does not match its checksum", where=str(path), hint=_ALTERED_FILE_HINT)
     if not isinstance(content.get("kind"), str) or (kinds and content["kind"] not in kinds):
-        raise CorruptError(f"this is not the manifest of a {' or '.join(kinds) or 'run'}", where=str(path))
+        raise CorruptError(
+            f"this is the manifest of a {content.get('kind')!s:.40}, not of a {' or '.join(kinds) or 'run'}",
+            where=str(path),
+        )
     if not _is_valid_manifest(content, str(path)):
-        raise CorruptError("a value in this manifest has the wrong type", where=str(path))
+        raise CorruptError("this manifest contains an invalid value", where=str(path), hint=_ALTERED_FILE_HINT)
     return content
 
 
@@ -278,27 +290,31 @@ def _is_count(value: object) -> bool:
 def verify_files(
     folder: Path, content: Mapping[str, Any], *, excluded: Collection[str] = (), subset: tuple[int, int] = (0, 1)
 ) -> None:
-    """Compare every file of a folder with its manifest: that it is there, its size, its checksum, and no other.
+    """Check that a folder contains exactly the files of its manifest, with the same sizes and checksums.
 
     Args:
-        folder: the files lie in it.
-        content: of `read_manifest`.
-        excluded: names of files that are left out.
-        subset: (n, of): check only each `of`-th file, from the n-th; the largest first.
+        folder: of the files.
+        content: returned by `read_run_manifest`.
+        excluded: names of files that are not checked.
+        subset: (n, of): compare checksums only of every `of`-th file from the n-th, the largest files first.
 
     Raises:
-        Damaged: names the file.
+        CorruptError: names the first file that does not match.
     """
     listed = [(folder, name, entry) for name, entry in content["files"].items() if name not in excluded]
     for name, files in content["folders"].items():
         if (folder / name).is_symlink() or not (folder / name).is_dir():
-            raise CorruptError("a folder that the manifest lists is missing", where=str(folder / name))
+            raise CorruptError(
+                "this folder is listed in the manifest, but it is missing",
+                where=str(folder / name),
+                hint=_ALTERED_FILE_HINT,
+            )
         listed += [(folder / name, file, entry) for file, entry in files.items()]
     for place, name, entry in listed:
         _check_size(place, name, entry)
     for path in _unlisted_files(folder, content):
         raise CorruptError(
-            "this file is not in the manifest of its folder, and would be read with it",
+            "this file is not listed in the manifest of its folder, but would be loaded with it",
             where=str(path),
             hint="move it to another folder",
         )
@@ -308,10 +324,10 @@ def verify_files(
 
 
 def check_weight_sizes(folder: Path, content: Mapping[str, Any]) -> None:
-    """Compare the sizes of the weights in a folder with its manifest, without reading them.
+    """Compare the sizes of the weight files in a folder with its manifest, without reading them.
 
     Raises:
-        Damaged: names the file.
+        CorruptError: names the first file that does not match.
     """
     for name, entry in content["files"].items():
         if name.endswith(".safetensors"):
@@ -319,7 +335,7 @@ def check_weight_sizes(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def _unlisted_files(folder: Path, content: Mapping[str, Any]) -> Iterator[Path]:
-    """Yield files that are read with a model, or with a trainer's state, and are not listed."""
+    """Yield files that would be loaded with a model or a trainer state but are not listed in the manifest."""
     places: Sequence[tuple[str, Mapping[str, Any]]] = [("", content["files"]), *content["folders"].items()]
     for name, files in places:
         for path in sorted((folder / name).iterdir()):
@@ -335,13 +351,15 @@ def _check_size(folder: Path, name: str, entry: Mapping[str, Any]) -> None:
         descriptor = open_regular_file(folder, name)
     except FileNotFoundError:
         raise CorruptError(
-            "this file is missing, and the manifest lists it", where=str(folder / name), hint=_ALTERED_FILE_HINT
+            "this file is listed in the manifest, but it is missing",
+            where=str(folder / name),
+            hint=_ALTERED_FILE_HINT,
         ) from None
     with os.fdopen(descriptor, "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != entry["bytes"]:
         raise CorruptError(
-            f"this file has {size:,} bytes, and the manifest states {entry['bytes']:,}",
+            f"this file has {size:,} bytes; must have {entry['bytes']:,} according to the manifest",
             where=str(folder / name),
             hint=_ALTERED_FILE_HINT,
         )
@@ -356,13 +374,13 @@ def _read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it is none.
+        FileNotFoundError: the file does not exist.
+        CorruptError: not a JSON object.
     """
     try:
         content = json.loads(read_regular_file(path.parent, path.name, _MAX_JSON_BYTES).decode())
     except (ValueError, RecursionError) as wrong:
         raise CorruptError(f"this file is not JSON: {wrong!s:.200}", where=str(path)) from None
     if not isinstance(content, dict):
-        raise CorruptError("this file does not hold a JSON object", where=str(path))
+        raise CorruptError("this file must contain a JSON object", where=str(path))
     return content

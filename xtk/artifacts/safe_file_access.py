@@ -1,4 +1,4 @@
-"""Names of files that an artifact states: plain names of known kinds inside that artifact, and nothing else."""
+"""Safe access to files named in artifacts: only regular files with known names, inside the artifact's folder."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 
 from xtk.errors import CorruptError
 
-# Letters that no file system and no shell reads as anything else; no separator, no leading dot.
+# Characters without a special meaning in file systems and shells; no separator, no leading dot.
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+=-]{0,199}")
 
 
 def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, where: str) -> str:
-    """Return a file name that an artifact states, once it is a plain name of a known kind.
+    """Return a file name from an artifact after checking that it is plain and allowed.
 
-    Every name that is read from a manifest, header, recipe, checkpoint or remote listing passes here before it
-    becomes part of a path.
+    Every name from a manifest, header, recipe, checkpoint or remote listing is checked here before it becomes part
+    of a path.
 
     Args:
-        name: as it was read.
-        allowed: the names that may stand there; a pattern has to match the whole name.
-        where: the file that states it, for the error.
+        name: the name.
+        allowed: allowed names; a pattern has to match the whole name.
+        where: the file that contains the name, for the error.
 
     Raises:
-        Damaged: it is not a string, leads out of the artifact, or is of no known kind.
+        CorruptError: the name is not a string, contains a path, or is not allowed.
     """
     if isinstance(name, str) and _PLAIN_NAME.fullmatch(name) and ".." not in name:
         for kind in allowed:
@@ -35,9 +35,10 @@ def check_file_name(name: object, allowed: Sequence[str | re.Pattern[str]], *, w
                 return name
     shown = repr(name)
     raise CorruptError(
-        f"this file names {shown if len(shown) <= 80 else shown[:77] + '...'}, which cannot be a file of this artifact",
+        f"this file refers to {shown if len(shown) <= 80 else shown[:77] + '...'}, "
+        "which is not an allowed file name here",
         where=where,
-        hint="do not use this artifact unless its source is trusted; make it again, or copy it again",
+        hint="use this artifact only if you trust its source; else create it again, or copy it again",
     )
 
 
@@ -47,12 +48,12 @@ def open_regular_file(folder: Path, name: str) -> int:
     Links, devices, pipes and folders are refused before anything is read; nothing blocks.
 
     Args:
-        folder: of the artifact.
-        name: returned by `member`.
+        folder: the artifact's folder.
+        name: returned by `check_file_name`.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it is not a regular file.
+        FileNotFoundError: the file does not exist.
+        CorruptError: not a regular file.
     """
     path = folder / name
     try:
@@ -71,24 +72,24 @@ def read_regular_file(folder: Path, name: str, max_bytes: int) -> bytes:
     """Return the content of a regular file directly inside a folder.
 
     Args:
-        folder: of the artifact.
-        name: returned by `member`.
-        max_bytes: the most bytes that it may hold; a larger file is refused before it is read.
+        folder: the artifact's folder.
+        name: returned by `check_file_name`.
+        max_bytes: maximum size; a larger file is refused before it is read.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Damaged: it is not a regular file, or larger than the limit.
+        FileNotFoundError: the file does not exist.
+        CorruptError: not a regular file, or larger than `max_bytes`.
     """
     with os.fdopen(open_regular_file(folder, name), "rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         if size > max_bytes:
-            raise CorruptError(
-                f"this file has {size:,} bytes; at most {max_bytes:,} are expected", where=str(folder / name)
-            )
+            raise CorruptError(f"this file has {size:,} bytes; must be at most {max_bytes:,}", where=str(folder / name))
         return stream.read(max_bytes)
 
 
 def _not_regular_error(path: Path) -> CorruptError:
     return CorruptError(
-        "this is not a regular file", where=str(path), hint="copy the artifact again; links and devices are not read"
+        "this is not a regular file",
+        where=str(path),
+        hint="replace it with a copy of the file; links, devices and folders are not read",
     )

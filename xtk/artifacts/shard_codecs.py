@@ -1,6 +1,6 @@
-"""How a shard packs tokens and signals: the table of codecs, and the one that packs nothing.
+"""Codecs of shards: the codec interface, the list of codecs, and the uncompressed `raw` codec.
 
-A codec turns the rows of a shard into bytes, two blobs a row, and tables that all of them need.
+A codec encodes the documents of a shard as two blobs each, tokens and log-probabilities, and shared tables.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PRECISION_CODECS = {"float32": "raw", "fine": "packed", DEFAULT_PRECISION: "pack
 
 
 def codec_for_precision(precision: str) -> str:
-    """Return the codec of a precision.
+    """Return the codec name of a precision.
 
     Raises:
-        XtkError: there is no such precision.
+        XtkError: the precision is unknown.
     """
     if precision not in PRECISION_CODECS:
         raise unknown_name_error("precision", precision, PRECISION_CODECS)
@@ -33,19 +33,19 @@ def codec_for_precision(precision: str) -> str:
 
 
 class Codec(Protocol):
-    """One way to pack; made for a shard.
+    """Encoding of the tokens and log-probabilities of a shard; one object per shard.
 
     Args:
-        options: of the header's codec, what it needs to know.
-        tables: of the shard.
-        ranks: of the cache, for codecs that need them.
+        options: "codec" section of the cache header.
+        tables: codec tables of the shard.
+        vocabulary_order: of the cache, if `needs_vocabulary_order`.
     """
 
     needs_vocabulary_order: ClassVar[bool]
 
     @classmethod
     def max_logprob_error(cls, options: dict[str, Any]) -> float:
-        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
+        """Return the maximum quantization error of a log-probability above -32, nats."""
 
     @classmethod
     def pack(
@@ -54,36 +54,35 @@ class Codec(Protocol):
         options: dict[str, Any],
         vocabulary_order: VocabularyOrder | None,
     ) -> tuple[bytes, list[bytes], list[bytes]]:
-        """Return the shard's tables, and for each row the bytes of its tokens and of its signal."""
+        """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities."""
 
     def __init__(self, options: dict[str, Any], tables: bytes, vocabulary_order: VocabularyOrder | None) -> None: ...
 
     def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return ids and byte ends of a document."""
+        """Return token ids and byte ends of a document, int32 [T] each."""
 
     def unpack_stored_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return everything that was kept of a document."""
+        """Return all stored log-probabilities of a document."""
 
     def unpack_teacher_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
     ) -> TeacherLogprobs:
-        """Return a document's signal with one set of draws; None: with what is exact alone."""
+        """Return a document's log-probabilities with one sample set; with None, only exact entries."""
 
 
 class RawCodec:
-    """Plain little-endian arrays, one after the other.
+    """Uncompressed codec: concatenated little-endian arrays.
 
-    Tokens: `ids` int32 [T], `token_byte_ends` int32 [T]. Signal: `exact` int32 [P], how many ids of each position are
-        exact;
-    `sample_set_sizes` int32 [P * R]; `ids` int32 [E], `logprobs` float32 [E], `sample_ids` int32 [D], `counts` int32
-        [D], and float32 [P] each `remainder_mass`, `observed_logprobs`, `entropy`.
+    Tokens: ids int32 [T], byte ends int32 [T]. Log-probabilities: exact ids per position int32 [P], sampled ids per
+    position and set int32 [P * R], exact ids int32 [E], their log-probabilities float32 [E], sampled ids int32 [D],
+    their counts int32 [D], and float32 [P] each: remainder mass, log-probability of the observed token, entropy.
 
     Args:
-        options: of the header's codec: "num_sample_sets" R, "num_samples" n.
-        tables: none.
-        ranks: none.
+        options: "codec" section of the header: "num_sample_sets" R, "num_samples" n.
+        tables: empty.
+        vocabulary_order: unused.
     """
 
     needs_vocabulary_order: ClassVar[bool] = False
@@ -103,7 +102,7 @@ class RawCodec:
         options: dict[str, Any],
         vocabulary_order: VocabularyOrder | None,
     ) -> tuple[bytes, list[bytes], list[bytes]]:
-        """Return no tables, and the arrays of each row."""
+        """Return empty tables, and the arrays of each document."""
         tokens = [
             b"".join((_array_bytes(sequence.ids, "<i4"), _array_bytes(sequence.byte_ends, "<i4")))
             for sequence, _ in documents
@@ -127,33 +126,33 @@ class RawCodec:
         return b"", tokens, signals
 
     def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return ids and byte ends of a document."""
+        """Return token ids and byte ends of a document, int32 [T] each."""
         if len(packed) != 8 * length:
-            raise ValueError("another number of bytes than the tokens have")
+            raise ValueError("the number of bytes does not match the number of tokens")
         both = np.frombuffer(packed, "<i4", 2 * length)
         return both[:length], both[length:]
 
     def unpack_stored_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return everything that was kept of a document."""
+        """Return all stored log-probabilities of a document."""
         reader = _ArrayReader(packed)
         size = len(positions)
         offsets = _sizes_to_offsets(reader.read("<i4", size))
-        drawn_offsets = _sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
-        exact, drawn = int(offsets[-1]), int(drawn_offsets[-1])
-        if (np.diff(offsets) < 0).any() or (np.diff(drawn_offsets) < 0).any():
-            raise ValueError("a negative number of entries")
-        if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + 2 * drawn):
-            raise ValueError("another number of bytes than the entries have")
+        sampled_offsets = _sizes_to_offsets(reader.read("<i4", size * self.num_sample_sets))
+        exact, sampled = int(offsets[-1]), int(sampled_offsets[-1])
+        if (np.diff(offsets) < 0).any() or (np.diff(sampled_offsets) < 0).any():
+            raise ValueError("the number of entries is negative")
+        if len(packed) != 4 * (size * (4 + self.num_sample_sets) + 2 * exact + 2 * sampled):
+            raise ValueError("the number of bytes does not match the number of entries")
         return StoredLogprobs(
             positions=positions,
             offsets=offsets,
-            sample_offsets=drawn_offsets,
+            sample_offsets=sampled_offsets,
             ids=reader.read("<i4", exact),
             logprobs=reader.read("<f4", exact),
-            sample_ids=reader.read("<i4", drawn),
-            sample_counts=reader.read("<i4", drawn),
+            sample_ids=reader.read("<i4", sampled),
+            sample_counts=reader.read("<i4", sampled),
             remainder_mass=reader.read("<f4", size),
             observed_logprobs=reader.read("<f4", size),
             entropy=reader.read("<f4", size),
@@ -162,16 +161,16 @@ class RawCodec:
     def unpack_teacher_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
     ) -> TeacherLogprobs:
-        """Return a document's signal with one set of draws; None: with what is exact alone."""
+        """Return a document's log-probabilities with one sample set; with None, only exact entries."""
         return to_teacher_logprobs(self.unpack_stored_logprobs(packed, ids, positions), sample_set)
 
 
 def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None) -> TeacherLogprobs:
-    """Return what a student trains from: the exact ids, and one set of draws if there are any.
+    """Return the log-probabilities that a student trains on: exact entries, and one sample set if there are any.
 
     Args:
-        stored_logprobs: everything that was kept.
-        sample_set: which set; it counts round. None: no draws, and their mass is in the tail.
+        stored_logprobs: all stored log-probabilities.
+        sample_set: number of the sample set, modulo R. None: no samples; their mass stays in the remainder.
     """
     if not stored_logprobs.num_sample_sets or sample_set is None:
         return TeacherLogprobs(
@@ -186,19 +185,19 @@ def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None)
     sets, size = stored_logprobs.num_sample_sets, len(stored_logprobs)
     places = np.arange(size) * sets + sample_set % sets
     first, stop = stored_logprobs.sample_offsets[places], stored_logprobs.sample_offsets[places + 1]
-    exact, drawn = np.diff(stored_logprobs.offsets), stop - first
-    offsets = _sizes_to_offsets(exact + drawn)
+    exact, sampled = np.diff(stored_logprobs.offsets), stop - first
+    offsets = _sizes_to_offsets(exact + sampled)
     ids = np.empty(offsets[-1], np.int32)
     logprobs = np.empty(offsets[-1], np.float32)
     at_exact = _range_indices(offsets[:-1], exact)
     ids[at_exact], logprobs[at_exact] = stored_logprobs.ids, stored_logprobs.logprobs
-    at_drawn, chosen = _range_indices(offsets[:-1] + exact, drawn), _range_indices(first, drawn)
+    at_sampled, chosen = _range_indices(offsets[:-1] + exact, sampled), _range_indices(first, sampled)
     counts = stored_logprobs.sample_counts[chosen].astype(np.float64)
-    owner = np.repeat(np.arange(size), drawn)
+    owner = np.repeat(np.arange(size), sampled)
     draws = np.bincount(owner, counts, minlength=size)
     with np.errstate(divide="ignore"):
         share = np.log(counts) + np.log(stored_logprobs.remainder_mass.astype(np.float64) / np.maximum(draws, 1))[owner]
-    ids[at_drawn], logprobs[at_drawn] = stored_logprobs.sample_ids[chosen], share
+    ids[at_sampled], logprobs[at_sampled] = stored_logprobs.sample_ids[chosen], share
     return TeacherLogprobs(
         positions=stored_logprobs.positions,
         offsets=offsets,
@@ -212,7 +211,7 @@ def to_teacher_logprobs(stored_logprobs: StoredLogprobs, sample_set: int | None)
 
 
 class _ArrayReader:
-    """Takes arrays off the front of a blob."""
+    """Reads consecutive arrays from a blob."""
 
     def __init__(self, packed: memoryview) -> None:
         self._packed, self._at = packed, 0

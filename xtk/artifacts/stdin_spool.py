@@ -1,4 +1,4 @@
-"""What comes through a pipe, kept on disk: it can be read as often as wanted, and by child processes too."""
+"""Content of stdin in a temporary file, so that it can be read repeatedly and by child processes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ READ_BYTES = 1 << 20
 
 
 class StdinSpool:
-    """Bytes in a temporary file without a name: it is gone with the last process that has it open, however that ends.
+    """Bytes in an unlinked temporary file, which exists until the last process that has it open ends.
 
     Args:
-        descriptor: of the file, open in this process.
+        descriptor: of the open file.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -27,10 +27,10 @@ class StdinSpool:
 
     @classmethod
     def read_stdin(cls) -> StdinSpool:
-        """Read stdin to its end.
+        """Return the content of stdin, read to its end.
 
         Raises:
-            XtkError: nothing comes.
+            XtkError: stdin is empty.
         """
         descriptor, path = tempfile.mkstemp(prefix="xtk-stdin-")
         Path(path).unlink()
@@ -42,23 +42,23 @@ class StdinSpool:
                 blank = blank and not part.strip()
         if blank:
             raise XtkError(
-                "nothing came through the pipe: the command before it seems to have failed",
+                "stdin is empty: the command before the pipe seems to have failed",
                 where="stdin",
-                hint="look at its messages above, or run it alone",
+                hint="check its messages above, or run it alone",
             )
         return spool
 
     def open(self) -> BinaryIO:
-        """Return the bytes from their beginning."""
+        """Return a stream of the bytes, at their beginning."""
         again: str | int = f"/proc/self/fd/{self.descriptor}"
         if not Path(str(again)).exists():
             again = os.dup(self.descriptor)
-        stream = open(again, "rb")  # noqa: SIM115 (its reader closes)
+        stream = open(again, "rb")  # noqa: SIM115 (the caller closes it)
         stream.seek(0)
         return stream
 
     def __reduce__(self) -> tuple[type[StdinSpool], tuple[int]]:
-        # For a child process that has inherited the descriptor.
+        # For child processes that inherit the descriptor.
         return StdinSpool, (self.descriptor,)
 
 

@@ -1,4 +1,4 @@
-"""Folders that caches lie in: one protocol for local ones and remote ones."""
+"""Local and remote folders of caches behind one interface."""
 
 from __future__ import annotations
 
@@ -17,77 +17,77 @@ from xtk.artifacts.safe_file_access import open_regular_file, read_regular_file
 from xtk.artifacts.write_locks import remove_stale_locks
 from xtk.errors import XtkError
 
-MAX_FILE_BYTES = 1 << 29  # of a tokenizer, or of the frequencies of ten million tokens
+MAX_FILE_BYTES = 1 << 29  # enough for a tokenizer, or a vocabulary order of ten million tokens
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 class StorageFolder(Protocol):
-    """A folder of files that are written whole."""
+    """A folder whose files are written atomically."""
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The path or URL, for messages."""
 
     def path_of(self, file: str) -> str:
-        """Return how messages call a file in it."""
+        """Return the path or URL of a file in it, for messages."""
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file; none if there is no folder."""
+        """Return the size of each file in bytes; {} if there is no folder."""
 
     def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Return what a file holds.
+        """Return the content of a file.
 
         Args:
             file: its name.
-            max_bytes: bytes; a larger file is refused before it is read.
+            max_bytes: maximum size; a larger file is refused before it is read.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it is larger, or not a regular file.
+            FileNotFoundError: the file does not exist.
+            CorruptError: it is larger, or not a regular file.
         """
 
     def local_path(self, file: str) -> Path:
-        """Return a file to map into memory: itself, or a copy on this machine.
+        """Return a local path that can be memory-mapped: the file itself, or a local copy.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            Damaged: it is not a regular file.
+            FileNotFoundError: the file does not exist.
+            CorruptError: it is not a regular file.
         """
 
     def prefetch(self, files: Sequence[str]) -> None:
-        """Have at hand, at once, what `local` is going to be asked for."""
+        """Download files in parallel, before `local_path` is called for them."""
 
     def write(self, file: str, *, exclusive: bool = False) -> AbstractContextManager[Path]:
-        """Give a path on this machine; what is written there becomes the file, whole, when the block ends well.
+        """Yield a local path; the file is stored atomically when the block succeeds.
 
         Args:
             file: its name.
-            exclusive: refuse to replace what another writer has put there, as far as the store can tell.
+            exclusive: refuse to replace a file that another writer wrote, if the storage supports this.
         """
 
     def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:
-        """Make files of another folder files of this one too, by links or copies; those that are there are replaced.
+        """Copy or link files of another folder into this one; existing files are replaced.
 
         Args:
             source: the other folder.
-            files: their names there, and the names that they get.
+            files: {name in the source: name in this folder}.
         """
 
     def remove(self, *files: str) -> None:
-        """Remove files, those that are there."""
+        """Remove files; missing ones are ignored."""
 
     def remove_stale_temporary_files(self) -> None:
-        """Remove what killed writers left."""
+        """Remove temporary files of killed writers."""
 
     def remove_stale_locks(self) -> None:
-        """Remove the locks of writers that were killed."""
+        """Remove locks of killed writers."""
 
 
 class LocalFolder:
-    """A folder on this machine, or one that it has mounted.
+    """A folder in the local file system.
 
     Args:
-        path: where it is, or is to be.
+        path: of the folder; it does not have to exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -95,84 +95,84 @@ class LocalFolder:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """The path or URL, for messages."""
         return str(self.path)
 
     def path_of(self, file: str) -> str:
-        """Return how messages call a file in it."""
+        """Return the path or URL of a file in it, for messages."""
         return str(self.path / file)
 
     def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of each file; none if there is no folder."""
+        """Return the size of each file in bytes; {} if there is no folder."""
         if not self.path.is_dir():
             if self.path.exists():
-                raise XtkError("a cache is a folder, and there is a file of this name", where=self.name)
+                raise XtkError("a cache must be a folder, but this path is a file", where=self.name)
             return {}
         sizes = {}
-        with os.scandir(self.path) as entries:  # a hundred thousand files, without as many Path objects
+        with os.scandir(self.path) as entries:  # faster than Path objects for 100,000 files
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # of another writer, who has just renamed or removed it
+                with contextlib.suppress(FileNotFoundError):  # another writer has just renamed or removed it
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
     def read(self, file: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
-        """Return what a regular file of at most `limit` bytes holds."""
+        """Return the content of a regular file of at most `max_bytes` bytes."""
         return read_regular_file(self.path, file, max_bytes)
 
     def local_path(self, file: str) -> Path:
-        """Return the file itself, once it is seen to be a regular one."""
+        """Return the path of a file after checking that it is a regular file."""
         os.close(open_regular_file(self.path, file))
         return self.path / file
 
     def prefetch(self, files: Sequence[str]) -> None:
-        """Do nothing: all of it is here."""
+        """Do nothing: all files are local."""
 
     @contextlib.contextmanager
     def write(self, file: str, *, exclusive: bool = False) -> Iterator[Path]:
-        """Give a path beside the file; synced and renamed when the block ends well."""
+        """Yield a temporary path in the folder; it is synced and renamed when the block succeeds."""
         with atomic_write(
             self.path / file, clean=False
         ) as temporary:  # `remove_stale_temporary_files` cleans the whole folder
             yield temporary
 
     def copy_from(self, source: StorageFolder, files: Mapping[str, str]) -> None:
-        """Make files of another folder files of this one too: hard links on one file system, else copies.
+        """Hard-link files of another folder on the same file system into this one; else copy them.
 
-        The links are on the disk with the next file that is written; the manifest, the last one, is never without them.
+        The next written file syncs the links to disk: the manifest, the last file, never exists without them.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         source.prefetch(list(files))
         for theirs, ours in files.items():
-            source.local_path(theirs)  # a link to a link would be read through
+            source.local_path(theirs)  # refuses symbolic links
             if isinstance(source, LocalFolder) and _try_hard_link(f"{source.path}/{theirs}", f"{self.path}/{ours}"):
                 continue
             with self.write(ours) as temporary:
                 shutil.copyfile(source.local_path(theirs), temporary)
 
     def remove(self, *files: str) -> None:
-        """Remove files, those that are there."""
+        """Remove files; missing ones are ignored."""
         for file in files:
             (self.path / file).unlink(missing_ok=True)
 
     def remove_stale_temporary_files(self) -> None:
-        """Remove what killed writers left."""
+        """Remove temporary files of killed writers."""
         remove_stale_temporary_files(self.path)
 
     def remove_stale_locks(self) -> None:
-        """Remove the locks of writers that were killed."""
+        """Remove locks of killed writers."""
         remove_stale_locks(self.path)
 
 
 def is_remote(location: str | Path) -> bool:
-    """Say whether a place is named by a URL: `s3://bucket/folder`."""
+    """Return whether a location is a URL such as `s3://bucket/folder`."""
     return isinstance(location, str) and bool(_URL.match(location))
 
 
 def open_folder(location: str | Path) -> StorageFolder:
-    """Return the folder of a name: a path, or a URL that fsspec knows.
+    """Return the folder at a local path or at a URL of fsspec.
 
     Raises:
-        XtkError: nobody knows its protocol, or the package for it is missing.
+        XtkError: the protocol is unknown, or its Python package is not installed.
     """
     if is_remote(location):
         from xtk.artifacts.remote_storage import RemoteFolder
@@ -182,7 +182,7 @@ def open_folder(location: str | Path) -> StorageFolder:
 
 
 def _try_hard_link(path: str, name: str) -> bool:
-    """Give a file a second name; say whether the file system can."""
+    """Create a hard link, replacing an existing file; return False if the file system does not support it."""
     try:
         try:
             os.link(path, name)

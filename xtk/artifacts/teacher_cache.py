@@ -1,6 +1,6 @@
-"""The teacher cache: a folder of Arrow shards and a manifest, from which any student trains.
+"""Reading and writing of teacher caches: folders of Arrow shards with a manifest, see docs/reference/artifacts.md.
 
-Nothing in it depends on a student. docs/reference/artifacts.md describes it.
+A cache does not depend on a student: any student can train from it.
 """
 
 from __future__ import annotations
@@ -50,30 +50,30 @@ from xtk.errors import CorruptError, XtkError
 if TYPE_CHECKING:
     from xtk.tokens.tokenizer import Tokenizer
 
-# Written first and removed last: a folder with it is an unfinished cache of xtk's, also one without a shard.
+# Written first and removed last: marks a folder as an unfinished cache of xtk, even without shards.
 UNFINISHED_MARKER = ".xtk-unfinished"
 MAX_OPEN_SHARDS = 1024  # of 0.4 MB each, where they are packed
-PREFETCHED_SHARDS = 64  # shards at once, of those that are read one after the other
-_TOKENIZER_FILE_NAMES = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names that a tokenizer may be read from
+PREFETCHED_SHARDS = 64  # shards downloaded at once when all are read in order
+_TOKENIZER_FILE_NAMES = re.compile(r".*\.(json|jinja|model|tiktoken)")  # names of files that a tokenizer may read
 _OLD_VERSION_FILE_NAMES = re.compile(r"ranks-[0-9a-f]+\.arrow")  # --force removes them
 _TEMPORARY_SHARD_NAME = re.compile(re.escape(TEMPORARY_PREFIX) + ".*" + SHARD_NAME.pattern)
 
 
 class CacheWriter:
-    """Writes a cache shard by shard; what is finished stays finished.
+    """Writes a cache shard by shard; an interrupted run continues with the missing shards.
 
-    Until the manifest is there, nothing but a shard itself says what is in it. So every shard that is found is read
-    whole and compared with its checksum, with the request and with its place: those of `own` here, the others by
-    `finish`. A damaged or misplaced one is removed, with a note, and counts as missing.
+    Without a manifest, only a shard itself states its content. Every existing shard is therefore read completely and
+    compared with its checksum, the request and its position: those in `assigned_shards` here, the others in `finish`.
+    A corrupt or misplaced one is removed, with a note, and counts as missing.
 
     Args:
-        folder: where the cache is to be.
-        header: identity of teacher, data and options; every shard carries it.
-        rows: of each shard, how many rows it will have.
-        own: the shards that this run writes if they are missing; None: all.
+        folder: of the cache.
+        header: identity of teacher, data and options; every shard contains it.
+        shard_sizes: number of documents of each shard.
+        assigned_shards: shards that this run writes if they are missing; None: all.
 
     Raises:
-        XtkError: the folder holds something else, or a cache of another request or version.
+        XtkError: the folder contains other files, or a cache of another request or version.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ class CacheWriter:
             if shard_file_name(number) in self._existing_files
         ]
         for number, wrong in self._check(found):
-            terminal.note(f"cache-teacher: {wrong.where}: {wrong.what}; the shard is written again")
+            terminal.note(f"cache-teacher: {wrong.where}: {wrong.what}; writing this shard again")
             self.folder.remove(shard_file_name(number))
             self._existing_files.remove(shard_file_name(number))
 
     def missing_shards(self) -> list[int]:
-        """Return the shards that are still to be written."""
+        """Return the numbers of the shards that do not exist yet."""
         return [
             number
             for number in range(self.num_shards)
@@ -109,62 +109,54 @@ class CacheWriter:
         ]
 
     def refresh_missing_shards(self) -> list[int]:
-        """Return the shards that are still to be written, now that others may have written some."""
+        """List the folder again and return the missing shards; other processes may have written some."""
         self._existing_files = set(self.folder.file_sizes())
         return self.missing_shards()
 
     def shard_position(self, number: int) -> ShardPosition:
-        """Return the place of a shard."""
+        """Return the position of a shard in the cache."""
         return ShardPosition(number, self._first_rows[number], self._rows[number])
 
     def write_shard(self, number: int, documents: Sequence[ScoredDocument]) -> None:
-        """Write one shard, whole.
-
-        Args:
-            number: which one.
-            documents: its documents.
-        """
+        """Write one shard atomically."""
         self.add_manifest_entry(number, store_shard(self.folder, self.header, self.shard_position(number), documents))
 
     def add_manifest_entry(self, number: int, entry: dict[str, Any]) -> None:
-        """Take over what `store_shard` returned for a shard that a process of this run has written.
-
-        What this run wrote is not read again.
-        """
+        """Record the manifest entry, from `store_shard`, of a shard that this run wrote; it is not read again."""
         self._entries[number] = entry
 
     def write_shared_files(self, files: Mapping[str, bytes]) -> None:
-        """Write the tokenizer and the vocabulary order, whatever is there, so that the cache is all a student needs."""
+        """Write the tokenizer and the vocabulary order, replacing existing files."""
         for name, content in files.items():
             write_file(self.folder, name, content)
             self._files[name] = content
 
     def finish(self) -> dict[str, Any]:
-        """Write the manifest, last; return it.
+        """Write the manifest, the last file of a cache, and return it.
 
         Raises:
-            Damaged: a shard that another machine wrote is damaged.
+            CorruptError: a shard that another machine wrote is corrupt.
         """
         others = [number for number in range(self.num_shards) if number not in self._entries]
         for _, wrong in self._check(others):
             raise CorruptError(
                 wrong.what,
                 where=wrong.where,
-                hint="run the same xtk cache-teacher command again on the machine that wrote it; it writes it again",
+                hint="run the same xtk cache-teacher command again on the machine that wrote this shard",
             )
         for name, content in self._files.items():
             if self.folder.read(name) != content:
-                terminal.note(f"cache-teacher: {self.folder.path_of(name)} was changed; it is written again")
+                terminal.note(f"cache-teacher: {self.folder.path_of(name)} was changed; writing it again")
                 write_file(self.folder, name, content)
         files = {name: sha256(content) for name, content in self._files.items()}
         entries = [self._entries[number] for number in range(self.num_shards)]
         return write_cache_manifest(self.folder, {"header": self.header, "files": files, "shards": entries})
 
     def _check(self, numbers: Sequence[int]) -> Iterator[tuple[int, CorruptError]]:
-        """Read shards whole; keep what the manifest states of those that are good, yield the others.
+        """Read shards completely; keep the manifest entries of valid ones and yield the others.
 
         Raises:
-            XtkError: one is of another request, or of an older version.
+            XtkError: a shard is from another request, or of an older version.
         """
         if not numbers:
             return
@@ -185,37 +177,36 @@ class CacheWriter:
             raise _other_request_error(self.folder, file, shard.header, self.header)
         if shard.position != self.shard_position(number) or len(shard) != shard.position.documents:
             raise CorruptError(
-                f"this file has the rows {shard.position.first_document:,} to "
-                f"{shard.position.first_document + len(shard):,} of shard "
-                f"{shard.position.shard}, and its place is that of the rows {self._first_rows[number]:,} to "
-                f"{self._first_rows[number + 1]:,} of shard {number}",
+                f"this file contains documents {shard.position.first_document:,} to "
+                f"{shard.position.first_document + len(shard):,} of shard {shard.position.shard}, not documents "
+                f"{self._first_rows[number]:,} to {self._first_rows[number + 1]:,} of shard {number}",
                 where=self.folder.path_of(file),
             )
         return _manifest_entry(file, shard)
 
 
 def open_verified_shard(path: Path, name: str) -> CacheShard:
-    """Open a shard that no manifest describes: every byte is compared with its checksum before anything is parsed.
+    """Open a shard without a manifest, after comparing the whole file with its checksum.
 
     Raises:
-        Damaged: it does not match, or is not a shard.
-        XtkError: it is of an older version.
+        CorruptError: the checksum does not match, or it is not a shard.
+        XtkError: an older version of the format.
     """
     check_file_checksum(path, name)
     return CacheShard(path, name)
 
 
 def check_unfinished_cache(folder: StorageFolder) -> None:
-    """Read the shards of an unfinished cache whole; do nothing for a finished one.
+    """Verify the shards of an unfinished cache completely; do nothing for a finished one.
 
     Raises:
-        Damaged: names the first shard that does not match its checksum, or is not in its place.
-        XtkError: one is of an older version.
+        CorruptError: names the first shard that does not match its checksum or its file name.
+        XtkError: a shard is of an older version.
     """
     held = folder.file_sizes()
     if MANIFEST in held:
         return
-    again = "run the same xtk cache-teacher command again; it writes this shard again"
+    again = "run the same xtk cache-teacher command again to rewrite this shard"
     for file in sorted(filter(SHARD_NAME.fullmatch, held)):
         where = folder.path_of(file)
         try:
@@ -223,7 +214,7 @@ def check_unfinished_cache(folder: StorageFolder) -> None:
         except CorruptError as wrong:
             raise CorruptError(wrong.what, where=where, hint=again) from None
         if shard_file_name(shard.position.shard) != file:
-            raise CorruptError(f"this file has the rows of shard {shard.position.shard}", where=where, hint=again)
+            raise CorruptError(f"this file contains shard {shard.position.shard}", where=where, hint=again)
 
 
 def store_shard(
@@ -233,17 +224,14 @@ def store_shard(
     documents: Sequence[ScoredDocument],
     vocabulary_order: VocabularyOrder | None = None,
 ) -> dict[str, Any]:
-    """Write one shard into the folder of a cache, whole.
+    """Write one shard into the folder of a cache atomically, and return its manifest entry.
 
     Args:
         folder: of the cache.
-        header: that of the cache.
-        position: which shard it is.
+        header: of the cache.
+        position: of the shard.
         documents: its documents.
-        vocabulary_order: of the cache, for codecs that need them.
-
-    Returns:
-        What the manifest tells of it.
+        vocabulary_order: of the cache, if the codec needs it.
     """
     with folder.write(shard_file_name(position.shard), exclusive=True) as temporary:
         write_shard(temporary, header, position, documents, vocabulary_order)
@@ -251,17 +239,17 @@ def store_shard(
 
 
 def write_file(folder: StorageFolder, name: str, content: bytes) -> None:
-    """Write a small file, whole."""
+    """Write a small file atomically."""
     with folder.write(name) as temporary:
         temporary.write_bytes(content)
 
 
 def write_cache_manifest(folder: StorageFolder, content: dict[str, Any]) -> dict[str, Any]:
-    """Write the manifest of a cache: with it, the cache is finished.
+    """Write the manifest of a cache, which marks it as finished.
 
     Args:
         folder: of the cache.
-        content: "header", "shards", and "files": the sha256 of each file beside the shards.
+        content: "header", "shards", and "files": the sha256 of each file that is not a shard.
 
     Returns:
         The manifest, with format, version and checksum.
@@ -275,9 +263,9 @@ def write_cache_manifest(folder: StorageFolder, content: dict[str, Any]) -> dict
 
 
 def remove_writer_files(folder: StorageFolder) -> None:
-    """Remove what writers leave in the folder of a finished cache: of this run, of other machines, of killed ones."""
-    with contextlib.suppress(OSError):  # of a cache that may only be read
-        # Of writers on other machines too: their shards are all there.
+    """Remove the unfinished marker, temporary shards and locks from the folder of a finished cache."""
+    with contextlib.suppress(OSError):  # a read-only cache
+        # Temporary files of other machines too: all shards exist.
         folder.remove(
             *(
                 file
@@ -289,10 +277,10 @@ def remove_writer_files(folder: StorageFolder) -> None:
 
 
 def start_cache(folder: StorageFolder, header: dict[str, Any]) -> None:
-    """Make a folder one of an unfinished cache, or go on with one; nothing else is touched.
+    """Mark a folder as an unfinished cache, or check that it contains one of this request.
 
     Raises:
-        XtkError: it holds other things, or the unfinished cache of another request.
+        XtkError: the folder contains other files, or an unfinished cache of another request.
     """
     refuse_foreign_cache_folder(folder)
     folder.remove_stale_temporary_files()
@@ -314,14 +302,14 @@ def _unfinished_marker_content(header: dict[str, Any]) -> bytes:
 
 
 def _manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """Return the bytes of a manifest, a shard a line."""
+    """Return the bytes of a manifest, with one line per shard."""
     shards = ",\n".join(canonical_json(shard) for shard in manifest["shards"])
     rest = canonical_json({key: value for key, value in manifest.items() if key != "shards"})
     return f'{rest[:-1]},"shards":[\n{shards}\n]}}\n'.encode()
 
 
 def _manifest_entry(file: str, shard: CacheShard) -> dict[str, Any]:
-    """Return what the manifest tells of a shard."""
+    """Return the manifest entry of a shard."""
     return {
         "file": file,
         **shard.counts(),
@@ -333,10 +321,10 @@ def _manifest_entry(file: str, shard: CacheShard) -> dict[str, Any]:
 
 
 def read_finished_cache(folder: StorageFolder, header: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the manifest if the folder holds the finished cache of this very request; None if it is unfinished.
+    """Return the manifest if the folder contains the finished cache of this request; None if it is unfinished.
 
     Raises:
-        XtkError: it holds the finished cache of another request.
+        XtkError: the folder contains the finished cache of another request.
     """
     held = folder.file_sizes()
     if MANIFEST not in held:
@@ -350,14 +338,14 @@ def read_finished_cache(folder: StorageFolder, header: dict[str, Any]) -> dict[s
         return None
     remove_writer_files(folder)
     terminal.note(
-        "cache-teacher: this cache is finished; the sizes of its files were compared, checksums were not read "
-        "(xtk inspect --verify)"
+        "cache-teacher: this cache is already finished; checked file sizes, not checksums "
+        "(xtk inspect --verify checks them)"
     )
     return manifest
 
 
 def mark_cache_unfinished(folder: StorageFolder) -> None:
-    """Make a cache that lost some of its files unfinished, so that they are made again."""
+    """Mark a cache that lost some of its files as unfinished, so that they are written again."""
     held = folder.file_sizes()
     if MANIFEST not in held:
         return
@@ -373,20 +361,20 @@ def remove_cache(folder: StorageFolder) -> None:
     """Remove a cache, finished or not, for `--force`; the manifest goes first.
 
     Raises:
-        XtkError: the folder holds other things too.
+        XtkError: the folder contains other files too.
     """
     refuse_foreign_cache_folder(folder)
     folder.remove(MANIFEST)
     held = [file for file in folder.file_sizes() if not file.startswith(LOCK_PREFIX)]  # its holder removes it
     shards = [file for file in held if SHARD_NAME.fullmatch(file)]
-    # Killed here, a later run knows by what is removed last that the rest is xtk's.
+    # If killed here, a later run recognizes the rest as xtk's by the files that are removed last.
     folder.remove(*({*held} - {*shards, UNFINISHED_MARKER}))
     folder.remove(*shards)
     folder.remove(UNFINISHED_MARKER)
 
 
 def is_cache(location: str | Path) -> bool:
-    """Say whether a teacher cache, finished or not, lies in a folder."""
+    """Return whether a folder contains a teacher cache, finished or not."""
     try:
         held = open_folder(location).file_sizes()
     except XtkError:  # a file
@@ -395,10 +383,10 @@ def is_cache(location: str | Path) -> bool:
 
 
 def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
-    """Read and check the manifest of a cache.
+    """Return the manifest of a cache after checking it.
 
     Raises:
-        XtkError: there is no cache, an unfinished one, or one of another version.
+        XtkError: there is no cache, it is unfinished, or it has another version.
     """
     where = folder.path_of(MANIFEST)
     try:
@@ -408,21 +396,23 @@ def read_cache_manifest(folder: StorageFolder) -> dict[str, Any]:
             raise XtkError(
                 "this teacher cache is unfinished",
                 where=folder.name,
-                hint="run the same xtk cache-teacher command again; it goes on",
+                hint="run the same xtk cache-teacher command again to continue it",
             ) from None
         raise XtkError(
-            "there is no teacher cache", where=folder.name, hint="xtk cache-teacher TEACHER DATA -o FOLDER"
+            "there is no teacher cache",
+            where=folder.name,
+            hint="check the path, or create one: xtk cache-teacher TEACHER DATA -o FOLDER",
         ) from None
     again = f"remove {where} and run the same xtk cache-teacher command again; finished parts are kept"
     manifest = parse_json_object(content, where, again)
     if manifest.get("format") != FORMAT or not {"shards", "header", "version"} <= manifest.keys():
-        raise CorruptError("this is no manifest of a teacher cache", where=where, hint=again)
+        raise CorruptError("this is not the manifest of a teacher cache", where=where, hint=again)
     if manifest["version"] != VERSION:
         raise _version_error(manifest["version"], where)
     # Byte by byte: JSON says the same in more than one way.
     try:
         whole = manifest.get("checksum") == _checksum(manifest) and _manifest_bytes(manifest) == content
-    except (ValueError, TypeError, RecursionError):  # half of a character pair; shards that are no list
+    except (ValueError, TypeError, RecursionError):  # lone surrogates; "shards" is not a list
         whole = False
     if not whole:
         raise CorruptError("the manifest of this cache does not match its checksum", where=where, hint=again)
@@ -444,16 +434,16 @@ def cache_totals(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 class TeacherCache:
-    """A finished cache, read by row, memory-mapped.
+    """A finished cache, memory-mapped, with random access to documents.
 
-    What lies around the rows of a shard is verified when it is first opened, a row when it is read; sizes of all
-    shards when the cache is opened.
+    Opening a cache checks the sizes of all shards. The first access to a shard verifies everything except the
+    documents; each document is verified when it is read.
 
     Args:
-        place: what `xtk cache-teacher` wrote: a folder, or a remote one.
+        location: path or URL of the output of `xtk cache-teacher`.
 
     Raises:
-        XtkError: no finished cache is there, or a shard is missing or cut short.
+        XtkError: there is no finished cache, or a shard is missing or has a wrong size.
     """
 
     def __init__(self, location: str | Path) -> None:
@@ -468,7 +458,7 @@ class TeacherCache:
                 raise self._damaged_error("a shard of this cache is missing", file)
             if held[file] != shard["bytes"]:
                 raise self._damaged_error(
-                    f"a shard of this cache has {held[file]} bytes; {shard['bytes']} were written", file
+                    f"a shard of this cache has {held[file]} bytes; must have {shard['bytes']}", file
                 )
         self._first_rows: list[int] = [
             0,
@@ -479,7 +469,7 @@ class TeacherCache:
         self._verified: set[int] = set()
 
     def __reduce__(self) -> tuple[type[TeacherCache], tuple[str | Path]]:
-        """Travel to another process as a place, and be opened there."""
+        """Pickle the location only; the other process opens the cache."""
         return TeacherCache, (self._location,)
 
     def __len__(self) -> int:
@@ -489,15 +479,15 @@ class TeacherCache:
         return (self.read_document(number) for number in range(len(self)))
 
     def read_document(self, number: int, sample_set: int | None = 0) -> StoredDocument:
-        """Read one document.
+        """Return one document.
 
         Args:
-            number: which one.
-            sample_set: which set of draws its signal holds, of as many as there are; it counts round. None: what is
-                exact alone, with the mass of all else in the tail.
+            number: index of the document.
+            sample_set: sample set of its log-probabilities, modulo the number of sets. None: only exact entries, with
+                the mass of all other tokens in the remainder.
 
         Raises:
-            Damaged: it was altered.
+            CorruptError: the document does not match its checksum.
         """
         if not 0 <= number < len(self):
             raise IndexError(number)
@@ -516,7 +506,7 @@ class TeacherCache:
         """The teacher's tokenizer.
 
         Raises:
-            Damaged: it is missing, or not the one that the cache was made with.
+            CorruptError: it is missing, or not the tokenizer that the cache was built with.
         """
         from xtk.tokens.tokenizer import Tokenizer
 
@@ -524,7 +514,7 @@ class TeacherCache:
         self._verify_files(there_only=True)
         held = self.folder.file_sizes()
         if isinstance(self.folder, LocalFolder):
-            for file in held:  # what else the folder holds is not in the manifest, and no link there is followed
+            for file in held:  # files that the manifest does not list may be links, which are refused
                 if _TOKENIZER_FILE_NAMES.fullmatch(file):
                     self.folder.local_path(file)
         places = {self.folder.local_path(file).parent for file in TOKENIZER_FILES if file in held}
@@ -535,37 +525,41 @@ class TeacherCache:
             raise
         except XtkError as wrong:
             raise CorruptError(
-                f"the teacher's tokenizer is not in its cache: {wrong.what}",
+                f"the teacher's tokenizer cannot be loaded from the cache: {wrong.what}",
                 where=self.folder.name,
-                hint="copy it there from the teacher, or name a projection: --projection",
+                hint="copy the tokenizer files of the teacher into this folder, or use --projection FILE",
             ) from None
         found = (tokenizer.fingerprint, tokenizer.template_fingerprint)
         if found != (identity["tokenizer"], identity["template"]):
-            raise CorruptError("the tokenizer in this cache is not the one it was made with", where=self.folder.name)
+            raise CorruptError(
+                "the tokenizer in this cache is not the one that the cache was built with",
+                where=self.folder.name,
+                hint="copy the original tokenizer files of the teacher into this folder",
+            )
         return tokenizer
 
     def text_sizes(self) -> NDArray[np.int64]:
-        """Return int64 [documents], how many bytes each text has; opens every shard."""
+        """Return int64 [documents], the UTF-8 bytes of each text; opens every shard."""
         return np.concatenate([shard.text_sizes() for shard in self.shards()])
 
     def is_conversation(self) -> NDArray[np.bool_]:
-        """Return bool [documents], which of them are conversations."""
+        """Return bool [documents], whether each is a conversation."""
         return np.concatenate([shard.is_conversation() for shard in self.shards()])
 
     def document_weights(self) -> NDArray[np.float64]:
-        """Return float64 [documents], how much each counts."""
+        """Return float64 [documents], the loss weight of each."""
         return np.concatenate([shard.document_weights() for shard in self.shards()])
 
     def routes(self) -> list[str]:
-        """Return [documents], the name of the teacher that each names; "" of those that name none."""
+        """Return [documents], the teacher name of each; "" if it has none."""
         return [route for shard in self.shards() for route in shard.routes()]
 
     def fingerprints(self) -> NDArray[np.uint64]:
-        """Return uint64 [documents], hashes of what students read: equal for equal documents, whatever the teacher."""
+        """Return uint64 [documents], hashes of the student's input, which do not depend on the teacher."""
         return np.concatenate([shard.fingerprints() for shard in self.shards()])
 
     def shards(self) -> Iterator[CacheShard]:
-        """Yield all shards, opened."""
+        """Yield all shards in order."""
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
         for number in range(len(files)):
             if number % PREFETCHED_SHARDS == 0:
@@ -573,10 +567,10 @@ class TeacherCache:
             yield self._open(number)
 
     def verify(self) -> None:
-        """Read every file and compare all of it with its checksums.
+        """Read all files completely and compare them with their checksums.
 
         Raises:
-            Damaged: names the first file, and the row of a shard, that was altered.
+            CorruptError: names the first file, and in a shard the row, that does not match.
         """
         self._verify_files(there_only=False)
         files = [str(entry["file"]) for entry in self.manifest["shards"]]
@@ -596,10 +590,10 @@ class TeacherCache:
                 raise self._damaged_error("this shard does not match the manifest", entry["file"])
 
     def _verify_files(self, *, there_only: bool) -> None:
-        """Compare the files beside the shards with the manifest.
+        """Compare the files that are not shards with the checksums in the manifest.
 
         Raises:
-            Damaged: names the one that was altered, or is missing and not `there_only`.
+            CorruptError: a file does not match, or is missing and `there_only` is false.
         """
         for file, checksum in self.manifest.get("files", {}).items():
             try:
@@ -609,7 +603,7 @@ class TeacherCache:
                     continue
                 raise self._damaged_error("a file of this cache is missing", file) from None
             if sha256(content) != checksum:
-                raise self._damaged_error("a file of this cache is not the one it was made with", file)
+                raise self._damaged_error("a file of this cache does not match its checksum in the manifest", file)
 
     def _read_vocabulary_order(self, file: str) -> VocabularyOrder:
         where = self.folder.path_of(file)
@@ -617,17 +611,19 @@ class TeacherCache:
             return VocabularyOrder.from_file_content(file, self.folder.read(file), where)
         except FileNotFoundError:
             raise CorruptError(
-                "the vocabulary order file of this cache is missing", where=where, hint="copy the whole cache"
+                "the vocabulary order file of this cache is missing",
+                where=where,
+                hint="copy the whole cache folder again",
             ) from None
 
     def _shard_file(self, number: int) -> str:
         return str(self.manifest["shards"][number]["file"])
 
     def open_shard(self, entry: dict[str, Any]) -> CacheShard:
-        """Open a shard of the manifest, once all that lies around its rows is seen to be what was written.
+        """Open a shard of the manifest after verifying everything except its documents.
 
         Raises:
-            Damaged: it was altered.
+            CorruptError: the shard does not match the manifest.
         """
         return self._open(self._shard_numbers[entry["file"]])
 
@@ -642,7 +638,7 @@ class TeacherCache:
         if number not in self._verified:
             for name, count in shard.counts().items():
                 if entry[name] != count:
-                    what = f"the manifest states {entry[name]:,} {name} of a shard that has {count:,}"
+                    what = f"this shard has {count:,} {name}, and the manifest states {entry[name]:,}"
                     raise self._damaged_error(what, entry["file"])
         self._verified.add(number)
         return shard
@@ -663,7 +659,7 @@ class TeacherCache:
 
 
 def _file_frame_checksum(path: Path, payload: Sequence[tuple[int, int]]) -> str:
-    """Return the checksum of a shard's frame before anything of it is believed."""
+    """Return the checksum of a shard's bytes outside of the payload, without parsing the file."""
     import mmap
 
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -671,18 +667,18 @@ def _file_frame_checksum(path: Path, payload: Sequence[tuple[int, int]]) -> str:
 
 
 def read_shard_counts(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the header of a shard, and its rows, positions and tokens.
+    """Return the header of a shard, and its numbers of documents, positions, tokens, entries and bytes.
 
     Raises:
-        Damaged: it does not match its checksum, or is not a shard of a cache.
-        XtkError: it is of an older version.
+        CorruptError: the checksum does not match, or it is not a shard.
+        XtkError: an older version of the format.
     """
     shard = open_verified_shard(path, str(path))
     return shard.header, {**shard.counts(), "bytes": shard.num_bytes}
 
 
 def _corrupt_document_error(shard: CacheShard, row: int) -> CorruptError:
-    return CorruptError("a row of this cache does not match its checksum", where=f"{shard.name}, row {row}")
+    return CorruptError("a document of this cache does not match its checksum", where=f"{shard.name}, row {row}")
 
 
 def _checksum(manifest: dict[str, Any]) -> str:
@@ -690,12 +686,12 @@ def _checksum(manifest: dict[str, Any]) -> str:
 
 
 def source_headers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the headers that the shards of a cache have: its own, or those of the caches that were merged."""
+    """Return the headers of a cache's shards: its own, or those of the caches that were merged into it."""
     return list(manifest.get("source_headers") or [manifest["header"]])
 
 
 def codec_files(header: dict[str, Any]) -> list[str]:
-    """Return the files that the shards of a header need beside them."""
+    """Return the names of the other files that shards with this header need."""
     return [str(header["codec"][key]) for key in CODEC_FILE_KEYS if header["codec"].get(key)]
 
 
@@ -709,13 +705,13 @@ def _is_cache_file(name: str) -> bool:
 
 
 def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
-    """Refuse a folder that holds anything but a cache that xtk wrote.
+    """Refuse a folder that contains anything but a cache that xtk wrote.
 
-    A tokenizer alone is the user's: files with the names of a cache's are xtk's where a manifest, a shard, or the file
-    with which an unfinished cache begins says so.
+    A tokenizer alone is the user's: files with the names of a cache belong to xtk only if there is a manifest, a
+    shard, or the marker of an unfinished cache.
 
     Raises:
-        XtkError: names what is in it.
+        XtkError: names the other files.
     """
     held = folder.file_sizes()
     foreign = sorted({*(file for file in held if not _is_cache_file(file)), *_unlisted(folder, held)})
@@ -727,7 +723,7 @@ def refuse_foreign_cache_folder(folder: StorageFolder) -> None:
 
 
 def _unlisted(folder: StorageFolder, held: Mapping[str, int]) -> list[str]:
-    """Return files with names of a cache's that its manifest does not list, and that do not begin as xtk's do."""
+    """Return files with names of cache files that the manifest does not list and that xtk did not write."""
     if MANIFEST not in held:
         return []
     try:
@@ -740,7 +736,7 @@ def _unlisted(folder: StorageFolder, held: Mapping[str, int]) -> list[str]:
 
 
 def _contains_cache(folder: StorageFolder, held: Mapping[str, int]) -> bool:
-    """Say whether a folder has what only the writer of a cache leaves, whole or damaged."""
+    """Return whether a folder contains files that only `cache-teacher` writes, intact or corrupt."""
     if MANIFEST in held and f'"format":"{FORMAT}"'.encode() in folder.read(MANIFEST, MAX_MANIFEST_BYTES):
         return True
     if UNFINISHED_MARKER in held:
@@ -754,39 +750,39 @@ def _contains_cache(folder: StorageFolder, held: Mapping[str, int]) -> bool:
 
 
 def _is_arrow_of_xtk(path: Path) -> bool:
-    """Say whether a file begins as a shard of any version, or as a vocabulary order: with xtk's header."""
+    """Return whether a file begins like a shard of any version, or like a vocabulary order."""
     with path.open("rb") as stream:
         start = stream.read(1 << 20)
     return start.startswith(b"ARROW1") and (b'"codec":' in start or b"num_bytes" in start)
 
 
 def _header_identity(header: dict[str, Any]) -> dict[str, Any]:
-    """Return a header without the teacher's name: a folder that was moved is the same teacher."""
+    """Return a header without the teacher's name: a teacher folder that was moved is the same teacher."""
     teacher = {key: value for key, value in _header_section(header, "teacher").items() if key != "name"}
     return {**header, "teacher": teacher}
 
 
 def _header_section(header: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a section of a header; of one that is not checked yet, none."""
+    """Return a section of an unchecked header; {} if it is missing."""
     found = header.get(name)
     return found if isinstance(found, dict) else {}
 
 
 def _repair_hint(folder: StorageFolder, file: str) -> str:
-    return f"remove {folder.path_of(file)}, and run the same xtk cache-teacher command again; it writes it again"
+    return f"remove {folder.path_of(file)} and run the same xtk cache-teacher command again to rewrite it"
 
 
 def _other_request_error(folder: StorageFolder, file: str, found: dict[str, Any], wanted: dict[str, Any]) -> XtkError:
     differences = [
-        f"{section}.{key}: {_shorten(found, section, key)} there, {_shorten(wanted, section, key)} asked for"
+        f"{section}.{key}: {_shorten(found, section, key)} there, {_shorten(wanted, section, key)} in this command"
         for section in ("teacher", "data", "options", "codec")
         for key in sorted({*_header_section(found, section), *_header_section(wanted, section)})
         if _header_section(found, section).get(key) != _header_section(wanted, section).get(key)
     ]
     return XtkError(
-        "there is a cache of another request",
+        "the output folder contains a cache with different inputs or options",
         where=f"{folder.path_of(file)} ({'; '.join(differences[:3])})",
-        hint="another -o, or --force to replace it",
+        hint="use another output path (-o), or add --force to replace this cache",
     )
 
 

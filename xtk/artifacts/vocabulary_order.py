@@ -1,4 +1,4 @@
-"""The vocabulary order of a cache: all token ids by frequency, a file in the folder of the shards."""
+"""The vocabulary order of a cache: a file with all token ids sorted by frequency in the cached documents."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ VOCABULARY_ORDER_SCHEMA = pa.schema([("id", pa.int32()), ("num_bytes", pa.int32(
 
 @dataclass(frozen=True)
 class VocabularyOrder:
-    """All ids, those that come most often in the cached documents first, and how many bytes each spells.
+    """All U token ids, the most frequent in the cached documents first, and their lengths in bytes.
 
     Attributes:
         ids_by_frequency: int32 [U], a permutation.
-        token_bytes: int32 [U], of each id the bytes that the vocabulary says; 0 for what spells nothing.
+        token_bytes: int32 [U], bytes of text of each id, indexed by id; 0 for special tokens and unused ids.
     """
 
     ids_by_frequency: NDArray[np.int32]
@@ -31,11 +31,11 @@ class VocabularyOrder:
 
     @classmethod
     def from_counts(cls, counts: NDArray[np.int64], token_bytes: NDArray[np.int32]) -> VocabularyOrder:
-        """Rank ids by how often they come; of equals the lower one first.
+        """Return the order by decreasing count; ties by increasing id.
 
         Args:
-            counts: [U].
-            token_bytes: [tokens], at most U; ids above spell nothing.
+            counts: [U], occurrences of each id.
+            token_bytes: at most U lengths; missing ones are 0.
         """
         padded = np.zeros(len(counts), np.int32)
         padded[: len(token_bytes)] = token_bytes
@@ -43,7 +43,7 @@ class VocabularyOrder:
 
     @cached_property
     def file_content(self) -> bytes:
-        """The file: an Arrow file with two columns, `id` from the most frequent on and the `num_bytes` of each."""
+        """The Arrow file: columns `id`, the most frequent first, and `num_bytes` of each id."""
         batch = pa.record_batch(
             {"id": pa.array(self.ids_by_frequency), "num_bytes": pa.array(self.token_bytes[self.ids_by_frequency])}
         )
@@ -54,31 +54,29 @@ class VocabularyOrder:
 
     @cached_property
     def file_name(self) -> str:
-        """Its name, which is made of its content."""
+        """The file name, derived from a checksum of the content."""
         return vocabulary_order_file_name(self.file_content)
 
     @classmethod
     def from_file_content(cls, file: str, content: bytes, where: str) -> VocabularyOrder:
-        """Read a file.
+        """Return the vocabulary order in the content of a file.
 
         Raises:
-            Damaged: its content does not match the checksum in its name, or is not an order of ids.
+            CorruptError: the content does not match the checksum in the file name, or is not a permutation of ids.
         """
         if vocabulary_order_file_name(content) != file:
-            raise CorruptError(
-                "the vocabulary order of this cache does not match the checksum in its name", where=where
-            )
+            raise CorruptError("this vocabulary order file does not match the checksum in its name", where=where)
         batch, _ = read_single_batch(content, where, full=True)
         check_columns(batch, VOCABULARY_ORDER_SCHEMA, where)
         order, lengths = (batch.column(name).to_numpy() for name in VOCABULARY_ORDER_SCHEMA.names)
         if not np.array_equal(np.sort(order), np.arange(len(order))) or (lengths < 0).any():
-            raise CorruptError("the vocabulary order of this cache is not an order of all token ids", where=where)
+            raise CorruptError("this vocabulary order file does not list every token id exactly once", where=where)
         by_id = np.zeros(len(order), np.int32)
         by_id[order] = lengths
-        return cls(order.copy(), by_id)  # Arrow's own memory is read-only, for which numba would compile anew
+        return cls(order.copy(), by_id)  # Arrow's memory is read-only; numba would compile another version for it
 
 
-# Returns the vocabulary order of a file that the header of a shard names.
+# Returns the vocabulary order in a file that the header of a shard names.
 VocabularyOrderLoader = Callable[[str], VocabularyOrder]
 
 

@@ -1,4 +1,4 @@
-"""One writer at a time: a lock that the kernel releases when its process ends, however it ends."""
+"""Exclusive locks for writers, which the kernel releases when the process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xtk.errors import XtkError
 LOCK_PREFIX = ".xtk-lock-"
 MAX_HOLDER_BYTES = 200
 LONGEST_NAME = 255  # bytes
-# File systems without locks; and what is no folder, or cannot be written to, of which the writer tells better.
+# File systems without locks, and paths that cannot be written, for which the writer raises a better error.
 LOCKS_UNAVAILABLE_ERRNOS = {
     errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC,
     errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
@@ -25,18 +25,18 @@ LOCKS_UNAVAILABLE_ERRNOS = {
 
 @contextlib.contextmanager
 def exclusive_write_lock(folder: Path, what: str, writer_index: int = 0) -> Iterator[None]:
-    """Hold a folder, so that no other process writes the same into it; where there are no locks, go on without.
+    """Lock a folder, so that no other process writes the same output into it; a no-op without lock support.
 
-    The lock is a file in the folder, and is removed at the end, as are those of writers that were killed. A folder
-    that was made for it and stays empty is removed too.
+    The lock is a file in the folder. It is removed at the end, with the locks of killed writers; a folder that was
+    created for it and stays empty is removed too.
 
     Args:
-        folder: where it is written.
-        what: how messages call it.
-        writer_index: which of several writers that may write at once.
+        folder: to write into.
+        what: kind of output, for messages.
+        writer_index: number of the writer, if several may write at the same time.
 
     Raises:
-        XtkError: another process holds it.
+        XtkError: another process holds the lock.
     """
     made = not folder.exists()
     try:
@@ -51,14 +51,14 @@ def exclusive_write_lock(folder: Path, what: str, writer_index: int = 0) -> Iter
 
 @contextlib.contextmanager
 def only_writer_of_path(path: Path, what: str) -> Iterator[None]:
-    """Hold a path at which one file, or a folder that is renamed into place, is written: by a file next to it.
+    """Lock an output path, with a lock file next to it, while a file is written or a folder is renamed into place.
 
     Args:
         path: of the output.
-        what: how messages call it.
+        what: kind of output, for messages.
 
     Raises:
-        XtkError: another process holds it.
+        XtkError: another process holds the lock.
     """
     lock = path.parent / f"{LOCK_PREFIX}{path.name}"
     if len(os.fsencode(lock.name)) > LONGEST_NAME:
@@ -75,7 +75,7 @@ def _held(lock: Path, what: str, where: Path) -> Iterator[None]:
         raise XtkError(
             f"another process is writing this {what}",
             where=f"{where}: {_lock_holder(lock)}",
-            hint="wait until it ends, or end it and run this command again; or another -o",
+            hint="wait until it ends, or stop it and run this command again; or use another output path (-o)",
         ) from None
     except OSError as wrong:
         if wrong.errno not in LOCKS_UNAVAILABLE_ERRNOS:
@@ -89,29 +89,29 @@ def _held(lock: Path, what: str, where: Path) -> Iterator[None]:
 
 
 def remove_stale_locks(folder: Path) -> None:
-    """Remove the locks of writers that were killed; those that are held stay."""
+    """Remove the locks of killed writers; locks that are held stay."""
     for path in folder.glob(f"{LOCK_PREFIX}*"):
         _remove_stale_lock(path)
 
 
 def _acquire(path: Path) -> int:
-    """Lock a file, and write who holds it; return its descriptor.
+    """Lock a file, write process and host into it, and return its descriptor.
 
     Raises:
-        BlockingIOError: another process holds it.
+        BlockingIOError: another process holds the lock.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        except FileNotFoundError:  # another one has just removed the folder, which was empty
+        except FileNotFoundError:  # another process has just removed the empty folder
             continue
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same_file(path, descriptor):  # its holder removed it between opening and locking
                 os.close(descriptor)
                 continue
-            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            with contextlib.suppress(OSError):  # on a full disk, the lock works without this text
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode()[:MAX_HOLDER_BYTES])
         except BaseException:
@@ -121,7 +121,7 @@ def _acquire(path: Path) -> int:
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Say whether a path still names the file that is open."""
+    """Return whether a path is still the opened file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _release(path: Path, descriptor: int) -> None:
-    """Remove a lock while it is held, so that nobody locks a file that is about to go."""
+    """Remove a lock while it is held, so that no other process locks a file that is about to be removed."""
     with contextlib.suppress(OSError):
         if _is_same_file(path, descriptor):
             path.unlink()
@@ -137,7 +137,7 @@ def _release(path: Path, descriptor: int) -> None:
 
 
 def _remove_stale_lock(path: Path) -> None:
-    """Remove the lock of a writer that was killed."""
+    """Remove a lock file unless a process holds it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -150,6 +150,6 @@ def _remove_stale_lock(path: Path) -> None:
 
 def _lock_holder(path: Path) -> str:
     with contextlib.suppress(OSError):
-        if told := path.read_bytes()[:MAX_HOLDER_BYTES].decode(errors="replace"):
-            return told
-    return f"who holds {path.name} is not known"
+        if holder := path.read_bytes()[:MAX_HOLDER_BYTES].decode(errors="replace"):
+            return holder
+    return f"unknown process ({path.name})"

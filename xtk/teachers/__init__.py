@@ -1,4 +1,4 @@
-"""Floor 4: who scores documents. One file a backend, one line in the table."""
+"""Teachers that score documents, and the list of their backends. Layer 4 of the imports."""
 
 BACKENDS = {
     "transformers": "xtk.teachers.transformers:TransformersTeacher",

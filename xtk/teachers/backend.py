@@ -1,4 +1,4 @@
-"""What every backend is: something that scores documents."""
+"""Interface of teacher backends, and the configuration that they are opened with."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from xtk.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class BackendConfig:
-    """How a teacher is to be opened.
+    """Configuration for opening a teacher.
 
     Attributes:
-        folder: the model, or at least its tokenizer and configuration where something else runs it.
-        name: how messages call it.
-        tokenizer: its own.
-        support: what of each distribution is wanted.
-        dtype: of its arithmetic.
-        batch_tokens: padded tokens in a forward pass.
-        trust_remote_code: run the model's own code.
-        backend_options: what only one backend knows, by name.
+        folder: of the model; tokenizer and configuration are enough for the backend `server`.
+        name: name in messages.
+        tokenizer: the teacher's.
+        support: which entries of each distribution are returned.
+        dtype: of weights and arithmetic.
+        batch_tokens: maximum padded tokens per forward pass.
+        trust_remote_code: allow model code from the model's folder.
+        backend_options: options of one backend, by name.
     """
 
     folder: Path
@@ -41,14 +41,13 @@ class BackendConfig:
 
 
 class TeacherBackend(Protocol):
-    """A model that says how likely each token was, somewhere.
+    """A teacher model that returns log-probabilities of documents.
 
     Attributes:
-        support_kinds: the kinds of support that it can give.
-        entropy_kind: "exact", or "lower bound" where only the head of a distribution is known.
-        reserved_tokens: tokens of its context that it needs beside a document.
-        on_devices: whether it computes in this process, on a device of its own where there are devices. What does not
-            say so does.
+        support_kinds: the supported kinds of support.
+        entropy_kind: "exact", or "lower bound" if only the top tokens of a distribution are known.
+        reserved_tokens: tokens of the context that a document cannot use.
+        on_devices: optional; whether it computes in this process and uses one device per process. Default: true.
     """
 
     support_kinds: ClassVar[frozenset[str]]
@@ -57,22 +56,21 @@ class TeacherBackend(Protocol):
 
     @classmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
-        """Return what tells its weights from others, without loading them."""
+        """Return a string that identifies the weights, without loading them."""
 
     @property
     def vocab_size(self) -> int:
-        """U, the columns of its distributions."""
+        """U, the size of its distributions."""
 
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return what it says at the trained tokens of each document, in the support that it was opened with.
+        """Return the log-probabilities at the trained tokens of each document, in the configured support.
 
         Args:
-            documents: at most as many tokens each as its context holds, less `room`.
-            candidate_ids: for the support of that name, ids [P, G] at the trained tokens of each document; -1 stands
-                for none.
+            documents: at most the context length minus `reserved_tokens` tokens each.
+            candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
 
         Raises:
-            XtkError: a number that is none, or no answer.
+            XtkError: the model fails, or returns values that are not log-probabilities.
         """

@@ -1,4 +1,4 @@
-"""What only the backend knows: options of an engine, addresses of servers, an adapter."""
+"""Command-line options that only one backend supports: engine options, servers, an adapter."""
 
 from __future__ import annotations
 
@@ -18,32 +18,35 @@ def backend_options(
     adapter: Path | None,
     num_processes: int = 1,
 ) -> dict[str, Any]:
-    """Return what only the backend knows.
+    """Return the `backend_options` of a `BackendConfig`.
 
     Args:
         backend: a key of `BACKENDS`.
-        engine: `name=value` words.
+        engine: `name=value` options of --engine.
         servers: addresses.
-        concurrency: requests in flight on all servers.
-        adapter: a folder of peft's, if the teacher is one.
-        num_processes: that open the teacher each.
+        concurrency: requests in flight on all servers together.
+        adapter: folder of a PEFT adapter, if the teacher is one.
+        num_processes: processes that open the teacher.
 
     Raises:
-        XtkError: an option of another backend.
+        XtkError: an option does not fit the backend.
     """
     if engine and backend == "server":
-        raise XtkError("--engine is for --backend transformers or vllm; a server has its own")
+        raise XtkError(
+            "--engine needs --backend transformers or vllm",
+            hint="remove --engine; set these options when you start the server",
+        )
     if servers and backend != "server":
-        raise XtkError(f"--server is for --backend server, not {backend}")
+        raise XtkError("--server needs --backend server", hint="add --backend server, or remove --server")
     if adapter and backend != "transformers":
         raise XtkError(
-            "only --backend transformers reads adapters",
+            f"--backend {backend} does not support adapters",
             where=str(adapter),
-            hint="merge it into its model (peft: merge_and_unload), and save that",
+            hint="use --backend transformers, or merge the adapter into its base model (PEFT: merge_and_unload)",
         )
     given: dict[str, Any] = {"engine": parse_engine_options(engine)} if engine or backend == "vllm" else {}
     if num_processes > 1 and given.get("engine", {}).get("tp_size", 1) != 1:
-        raise XtkError("--num-processes and --engine tp_size do not go together", hint="one or the other")
+        raise XtkError("--num-processes cannot be combined with --engine tp_size", hint="remove one of them")
     if backend == "server":
         return {"servers": list(servers), "concurrency": concurrency}
     return {**given, **({"adapter": adapter} if adapter else {})}

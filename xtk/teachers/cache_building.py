@@ -1,4 +1,4 @@
-"""Filling a teacher cache: read, plan shards, score, write; and go on after a kill."""
+"""Building of teacher caches: plan shards, score documents, write shards, resume after a kill."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ from xtk.tokens.document import Document
 from xtk.tokens.token_sequence import TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
-SHARDS_IN_FLIGHT = 1  # scored, and not yet written
+SHARDS_IN_FLIGHT = 1  # shards that are scored but not written yet
 
 
 @dataclass(frozen=True)
 class CachePartition:
-    """Which part of a cache this run writes, and in how many processes.
+    """The part of a cache that this run writes, and the number of processes.
 
     Attributes:
-        num_processes: on this machine, a teacher each.
-        machine_rank: of this machine.
-        num_machines: that share the folder, shards dealt by index.
+        num_processes: processes on this machine, each with a teacher.
+        machine_rank: index of this machine, from 0.
+        num_machines: machines that share the folder; shard i belongs to machine i modulo num_machines.
     """
 
     num_processes: int = 1
@@ -67,36 +67,37 @@ class CachePartition:
     num_machines: int = 1
 
     def check(self) -> None:
-        """Refuse what makes no sense.
+        """Check the options.
 
         Raises:
-            XtkError: tells which option.
+            XtkError: names the invalid option.
         """
         if self.num_processes < 1:
-            raise XtkError(f"--num-processes is {self.num_processes}; there is at least one")
+            raise XtkError(f"--num-processes is {self.num_processes}; must be at least 1")
         if not 0 <= self.machine_rank < self.num_machines:
             raise XtkError(
-                f"--machine-rank is {self.machine_rank} of --num-machines {self.num_machines}",
-                hint="ranks count from 0: 0 and 1 of two machines",
+                f"--machine-rank is {self.machine_rank}; must be at least 0 and below --num-machines "
+                f"({self.num_machines})",
+                hint="number the machines from 0: with --num-machines 2, use --machine-rank 0 and 1",
             )
 
     def own_shards(self, shards: list[int]) -> list[int]:
-        """Return those that are this machine's."""
+        """Return those of these shards that this machine writes."""
         return [number for number in shards if number % self.num_machines == self.machine_rank]
 
 
 @dataclass(frozen=True)
 class CacheJob:
-    """All that a process needs to know to write shards of a cache.
+    """Everything that a process needs to write shards of a cache.
 
     Attributes:
-        request: what the cache is to hold.
+        request: teacher and options.
         corpus: the documents.
-        location: where the cache goes.
-        sharding: how documents become shards.
-        plan: which documents each shard holds.
+        location: path or URL of the cache.
+        sharding: how documents are assigned to shards.
+        plan: the documents of each shard.
         header: of the cache.
-        vocabulary_order: of the cache, for a codec that needs them.
+        vocabulary_order: of the cache, if the codec needs it.
     """
 
     request: CacheRequest
@@ -108,7 +109,7 @@ class CacheJob:
     vocabulary_order: VocabularyOrder | None
 
 
-# Writes shards of a cache, and tells of each what the manifest is to tell.
+# Writes shards of a cache and yields the number and the manifest entry of each.
 WriteShards = Callable[[list[int]], Iterator[tuple[int, dict[str, Any]]]]
 
 
@@ -120,74 +121,77 @@ def cache_teacher(
     force: bool = False,
     partition: CachePartition | None = None,
 ) -> dict[str, Any] | None:
-    """Score a corpus with a teacher into a cache; finished shards of a killed run are kept.
+    """Score a corpus with a teacher into a cache, and return the totals; finished shards of a killed run are kept.
 
     Args:
-        request: what it is to hold.
+        request: teacher and options.
         corpus: the documents, read twice: once to plan, once to score.
-        location: where the cache goes: a folder, or a remote one.
-        force: replace whatever cache is there.
-        partition: which part of it is this run's, and in how many processes; None: all of it, in this process.
+        location: path or URL of the cache.
+        force: replace an existing cache.
+        partition: the part that this run writes, and the number of processes; None: everything, in this process.
 
     Returns:
         `documents`, `positions`, `tokens`, `bytes` of the finished cache; None while shards of other machines are
-        to come.
+        missing.
 
     Raises:
-        XtkError: the data is empty or too long for the teacher, the folder holds another cache or has another
-            writer, a model cannot be loaded.
+        XtkError: the data is empty or too long for the teacher, the folder contains another cache or has another
+            writer, or the model cannot be loaded.
     """
     partition = partition or CachePartition()
     check_cache_request(request)
     partition.check()
     if force and partition.num_machines > 1:
-        raise XtkError("--force would remove what other machines write", hint="remove the folder, then start them all")
+        raise XtkError(
+            "--force cannot be combined with --num-machines: it would remove shards of other machines",
+            hint="remove the folder, then start all machines without --force",
+        )
     folder = open_folder(location)
     if isinstance(folder, LocalFolder):
         check_output_folder(folder.path, "a cache", (request.teacher_folder, *corpus.sources))
     if force:
         refuse_foreign_cache_folder(folder)
     tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
-    dealing = sharding_options(request)
-    plan = make_shard_plan(dealing, corpus, tokenizer)
+    sharding = sharding_options(request)
+    plan = make_shard_plan(sharding, corpus, tokenizer)
     ranks = make_vocabulary_order(request, tokenizer, plan)
     opening = replace(request, backend_options={**request.backend_options, "longest": plan.max_chunk_tokens})
-    work = CacheJob(opening, corpus, location, dealing, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
-    if not force and (finished := read_finished_cache(folder, work.header)):
+    job = CacheJob(opening, corpus, location, sharding, plan, make_cache_header(request, tokenizer, plan, ranks), ranks)
+    if not force and (finished := read_finished_cache(folder, job.header)):
         return cache_totals(finished)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_lock_folder(folder, partition))
-        fill: WriteShards | None = None
+        write: WriteShards | None = None
         if force:
-            # What cannot be made anew is not removed.
-            fill = stack.enter_context(_open_shard_writer(work, tokenizer, partition, len(plan.shards)))
+            # Open the teacher before removing the old cache: it stays if the teacher cannot be loaded.
+            write = stack.enter_context(_open_shard_writer(job, tokenizer, partition, len(plan.shards)))
             remove_cache(folder)
-        elif finished := read_finished_cache(folder, work.header):
+        elif finished := read_finished_cache(folder, job.header):
             return cache_totals(finished)
         else:
             mark_cache_unfinished(folder)
         mine = partition.own_shards(list(range(len(plan.shards))))
-        writer = CacheWriter(folder, work.header, plan.chunks_per_shard(), mine)
+        writer = CacheWriter(folder, job.header, plan.chunks_per_shard(), mine)
         missing = partition.own_shards(writer.missing_shards())
-        # A folder that cannot be written to is known before the teacher starts.
+        # Fails for a folder without write permission before the teacher is loaded.
         writer.write_shared_files(
             tokenizer.to_files() | ({} if ranks is None else {ranks.file_name: ranks.file_content})
         )
         if missing:
-            fill = fill or stack.enter_context(_open_shard_writer(work, tokenizer, partition, len(missing)))
-            _write_missing_shards(fill, writer, plan, partition, missing)
+            write = write or stack.enter_context(_open_shard_writer(job, tokenizer, partition, len(missing)))
+            _write_missing_shards(write, writer, plan, partition, missing)
         if others := writer.refresh_missing_shards():
             terminal.note(
-                f"cache-teacher: the shards of machine {partition.machine_rank} are there; {len(others)} of "
-                f"{len(plan.shards)} are "
-                "still to come from others. The one that ends last writes the manifest; run one again if none did"
+                f"cache-teacher: machine {partition.machine_rank} has written its shards; {len(others)} of "
+                f"{len(plan.shards)} shards of other machines are missing. The last machine to finish writes the "
+                "manifest; if there is none at the end, run one of the commands again"
             )
             return None
         return cache_totals(writer.finish())
 
 
 def _lock_folder(folder: StorageFolder, share: CachePartition) -> contextlib.AbstractContextManager[None]:
-    """Hold a folder against a second writer by mistake; remote ones have no locks."""
+    """Lock a local folder against a second writer; remote folders have no locks."""
     if isinstance(folder, LocalFolder):
         return exclusive_write_lock(folder.path, "cache", share.machine_rank)
     return contextlib.nullcontext()
@@ -195,34 +199,34 @@ def _lock_folder(folder: StorageFolder, share: CachePartition) -> contextlib.Abs
 
 @contextlib.contextmanager
 def _open_shard_writer(
-    work: CacheJob, tokenizer: Tokenizer, share: CachePartition, shards: int
+    job: CacheJob, tokenizer: Tokenizer, share: CachePartition, shards: int
 ) -> Iterator[WriteShards]:
-    """Open the teacher, here or in processes of their own."""
+    """Open the teacher, in this process or in worker processes."""
     processes = min(share.num_processes, shards)
     if processes > 1:
-        on_devices = getattr(load_registered(BACKENDS, work.request.backend, "backend"), "on_devices", True)
+        on_devices = getattr(load_registered(BACKENDS, job.request.backend, "backend"), "on_devices", True)
         try:
-            with WorkerPool(processes, work, device_per_process=on_devices) as workers:
+            with WorkerPool(processes, job, device_per_process=on_devices) as workers:
                 yield workers.write_shards
         finally:
-            open_folder(work.location).remove_stale_temporary_files()  # of one that was killed
+            open_folder(job.location).remove_stale_temporary_files()  # of a killed worker
     else:
-        teacher = open_teacher(work.request, tokenizer)
-        yield lambda numbers: write_shards(work, teacher, tokenizer, numbers)
+        teacher = open_teacher(job.request, tokenizer)
+        yield lambda numbers: write_shards(job, teacher, tokenizer, numbers)
 
 
 def _write_missing_shards(
-    fill: WriteShards, writer: CacheWriter, plan: ShardPlan, share: CachePartition, missing: list[int]
+    write: WriteShards, writer: CacheWriter, plan: ShardPlan, share: CachePartition, missing: list[int]
 ) -> None:
-    """Write the shards that are missing, and show how far it is."""
+    """Write the missing shards, with a progress bar."""
     mine = share.own_shards(list(range(len(plan.shards))))
     tokens = {number: plan.shards[number].num_tokens for number in mine}
     if len(missing) < len(mine):
-        terminal.note(f"cache-teacher: going on, {len(mine) - len(missing)} of {len(mine)} shards are there")
+        terminal.note(f"cache-teacher: continuing, {len(mine) - len(missing)} of {len(mine)} shards already exist")
     total = sum(tokens.values())
     done = total - sum(tokens[number] for number in missing)
     with terminal.Progress("cache-teacher", total, "tokens", done=done) as progress:
-        for number, entry in fill(missing):
+        for number, entry in write(missing):
             writer.add_manifest_entry(number, entry)
             progress.advance(tokens[number])
 
@@ -230,19 +234,19 @@ def _write_missing_shards(
 def write_shards(
     job: CacheJob, teacher: TeacherBackend, tokenizer: Tokenizer, shard_numbers: list[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Score and write shards: while one is scored, the next is read and the last is written.
+    """Score and write shards: while one is scored, the next is read and the previous one is written.
 
     Args:
-        job: which cache.
-        teacher: opened.
+        job: the cache.
+        teacher: the opened backend.
         tokenizer: the teacher's.
-        shard_numbers: the shards that are wanted.
+        shard_numbers: the shards to write.
 
     Yields:
-        The number of a shard that is written, and what the manifest is to tell of it.
+        The number and the manifest entry of each written shard.
 
     Raises:
-        XtkError: the data changed, or the teacher says what is no distribution.
+        XtkError: the data changed, or the teacher returned values that are not a distribution.
     """
     folder = open_folder(job.location)
     rows_of = job.plan.chunks_per_shard()
@@ -257,53 +261,57 @@ def write_shards(
         while (read := coming.result()) is not None:
             coming = reading.submit(next, shards, None)
             number, pieces = read
-            rows = _score_documents(job, teacher, number, pieces)
+            documents = _score_documents(job, teacher, number, pieces)
             place = ShardPosition(number, firsts[number], rows_of[number])
             while len(written) >= SHARDS_IN_FLIGHT or (written and written[0][1].done()):
                 last, entry = written.popleft()
                 yield last, entry.result()
-            written.append((number, writing.submit(store_shard, folder, job.header, place, rows, job.vocabulary_order)))
+            written.append(
+                (number, writing.submit(store_shard, folder, job.header, place, documents, job.vocabulary_order))
+            )
         for last, entry in written:
             yield last, entry.result()
 
 
 def _score_documents(
-    work: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
+    job: CacheJob, teacher: TeacherBackend, number: int, pieces: list[tuple[Document, TokenSequence]]
 ) -> list[ScoredDocument]:
-    """Score the documents of a shard.
+    """Return the scored documents of a shard.
 
     Raises:
-        XtkError: what the teacher says of one of them is no distribution.
+        XtkError: the teacher returned values that are not a distribution.
     """
-    scores = teacher.score([tokens for _, tokens in pieces], _candidate_ids(work, pieces))
-    where = f"{work.corpus.name}, shard {number}"
+    scores = teacher.score([tokens for _, tokens in pieces], _candidate_ids(job, pieces))
+    where = f"{job.corpus.name}, shard {number}"
     if len(scores) != len(pieces):
         raise XtkError(
-            f"the teacher was asked for {len(pieces)} documents and answered for {len(scores)}",
+            f"the teacher returned scores of {len(scores)} documents instead of {len(pieces)}",
             where=where,
-            hint="this is a mistake of the backend: another --backend",
+            hint="this is an error of the backend; use another --backend",
         )
-    rows = [ScoredDocument(document, tokens, said) for (document, tokens), said in zip(pieces, scores, strict=True)]
-    for at, row in enumerate(rows):
+    documents = [
+        ScoredDocument(document, tokens, logprobs) for (document, tokens), logprobs in zip(pieces, scores, strict=True)
+    ]
+    for at, row in enumerate(documents):
         check_scored_document(
             row,
             f"{where}, row {at}",
             vocab_size=teacher.vocab_size,
-            support=work.request.support,
-            precision=work.request.precision,
+            support=job.request.support,
+            precision=job.request.precision,
         )
-    return rows
+    return documents
 
 
-def _candidate_ids(work: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
-    """Return the ids that the data names at each trained token, for `--support candidates`."""
-    if work.request.support.kind != "candidates":
+def _candidate_ids(job: CacheJob, pieces: list[tuple[Document, TokenSequence]]) -> list[NDArray[np.int32]] | None:
+    """Return the candidate ids of the data at each trained token, for `--support candidates`."""
+    if job.request.support.kind != "candidates":
         return None
     if any(document.candidate_ids is None for document, _ in pieces):
         raise XtkError(
-            "a document names no ids",
-            where=work.corpus.name,
-            hint="--support candidates reads a column candidate_ids: a list of ids for each trained token",
+            "a document has no candidate token ids",
+            where=job.corpus.name,
+            hint="--support candidates needs the column candidate_ids: one list of token ids per trained token",
         )
     return [
         document.candidate_ids.to_padded(int(tokens.train_mask.sum()))

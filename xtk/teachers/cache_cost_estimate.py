@@ -1,4 +1,4 @@
-"""What a cache will cost, from a small sample of its documents: `cache-teacher --estimate`."""
+"""Estimate of the time, memory and disk space of a cache from a sample of documents: `cache-teacher --estimate`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAMPLE_SIZE = 32
 
 @dataclass
 class EvenSample:
-    """Documents from all over a corpus whose length nobody knows: every one, then every second, every fourth..."""
+    """An evenly spaced sample of a corpus of unknown length: keeps every document, then every second, every fourth."""
 
     max_size: int
     documents: list[tuple[Document, TokenSequence]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class EvenSample:
     _seen: int = 0
 
     def add(self, document: Document, sequence: TokenSequence) -> None:
-        """Show it one more."""
+        """Offer the next document of the corpus to the sample."""
         if self._seen % self._step == 0:
             self.documents.append((document, sequence))
             if len(self.documents) > self.max_size:
@@ -49,15 +49,15 @@ class EvenSample:
 
 
 def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]:
-    """Read the data, score a sample of it, and tell what the whole will take.
+    """Return the cost of a cache, estimated by reading all data and scoring a sample.
 
     Returns:
-        `documents`, `tokens`, `positions`, `shards`: counted. `bytes`, `bytes_per_position`, `seconds`,
-        `tokens_per_second`: of the whole, as the sample has it, on one process of this machine. `memory_bytes`: the
-        most that this process held; `device_memory_bytes`: on the accelerator. `sampled_documents`.
+        `documents`, `tokens`, `positions`, `shards`: exact. `bytes`, `bytes_per_position`, `seconds`,
+        `tokens_per_second`: extrapolated from the sample, for one process on this machine. `memory_bytes`: peak memory
+        of this process; `device_memory_bytes`: of the accelerator. `sampled_documents`.
 
     Raises:
-        XtkError: as the caching itself would.
+        XtkError: as `cache_teacher`.
     """
     check_cache_request(request)
     tokenizer = Tokenizer(request.teacher_folder, name=request.teacher_name)
@@ -65,14 +65,18 @@ def estimate_cache_cost(request: CacheRequest, corpus: Corpus) -> dict[str, Any]
     plan = make_shard_plan(sharding_options(request), corpus, tokenizer, sample.add)
     trained = [(document, tokens) for document, tokens in sample.documents if tokens.train_mask.any()]
     if not trained:
-        raise XtkError("none of the sampled documents trains anything", where=corpus.name)
+        raise XtkError(
+            "none of the sampled documents has trained tokens",
+            where=corpus.name,
+            hint="check the masks and labels of the data",
+        )
     teacher = open_teacher(request, tokenizer)
     documents = [tokens for _, tokens in trained]
-    teacher.score(documents[:1])  # what is compiled and allocated once is no part of the rate
+    teacher.score(documents[:1])  # warm-up: compilation and allocation do not count
     started = time.perf_counter()
     scores = teacher.score(documents)
     seconds = time.perf_counter() - started
-    rows = [ScoredDocument(*pair, said) for pair, said in zip(trained, scores, strict=True)]
+    rows = [ScoredDocument(*pair, logprobs) for pair, logprobs in zip(trained, scores, strict=True)]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shard"
         ranks = make_vocabulary_order(request, tokenizer, plan)

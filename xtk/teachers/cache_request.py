@@ -1,4 +1,4 @@
-"""What a cache is asked to hold: checked, named in its header, and the teacher that it asks for opened."""
+"""Requests for teacher caches: options, their checks, the cache header, and opening of the teacher."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from xtk.tokens.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What a cache is to hold.
+    """Teacher and options of a cache.
 
     Attributes:
         teacher_folder: a local model folder.
-        teacher_name: how messages call it.
-        support: which tokens of a distribution are kept.
+        teacher_name: name in messages.
+        support: which entries of each distribution are stored.
         dtype: of the teacher's weights and arithmetic.
-        backend: who runs it.
-        precision: of what is kept: a key of `PRECISIONS`.
-        long_documents: what becomes of documents longer than the teacher's context (or `max_length`).
-        max_length: a smaller limit than the context; None: the context.
-        batch_tokens: padded tokens in a forward pass.
-        shard_tokens: teacher tokens in a shard; a kill loses at most one shard's work.
-        trust_remote_code: run the model's own code.
-        backend_options: what only one backend knows.
+        backend: a key of `BACKENDS`.
+        precision: of the stored log-probabilities: a key of `PRECISION_CODECS`.
+        long_documents: treatment of documents longer than the teacher's context (or `max_length`): see
+            `LONG_DOCUMENTS`.
+        max_length: a smaller limit than the context, in tokens; None: the context.
+        batch_tokens: maximum padded tokens per forward pass.
+        shard_tokens: teacher tokens per shard; a kill loses the work of at most one shard per process.
+        trust_remote_code: allow model code from the model's folder.
+        backend_options: options of one backend.
     """
 
     teacher_folder: Path
@@ -52,27 +53,27 @@ class CacheRequest:
 
 
 def check_cache_request(request: CacheRequest) -> None:
-    """Refuse what makes no sense, before anything is read.
+    """Check the options before any data is read.
 
     Raises:
-        XtkError: tells which option.
+        XtkError: names the invalid option.
     """
     support = request.support
     if request.max_length is not None and request.max_length < 4:
-        raise XtkError(f"--max-length is {request.max_length}; a document has at least 4 tokens")
+        raise XtkError(f"--max-length is {request.max_length}; must be at least 4")
     able: frozenset[str] = load_registered(BACKENDS, request.backend, "backend").support_kinds
     if support.kind not in able:
         raise XtkError(
-            f"the backend {request.backend} does not give the support {support.kind}",
-            hint=f"--support {', '.join(sorted(able))}; or --backend transformers, which gives all",
+            f"--backend {request.backend} does not support --support {support.kind}",
+            hint=f"use --support {', '.join(sorted(able))}; or --backend transformers, which supports all",
         )
 
 
 def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> TeacherBackend:
-    """Load or reach the teacher.
+    """Return the opened teacher: loaded, or connected to its servers.
 
     Raises:
-        XtkError: it cannot be loaded, or has fewer rows than its tokenizer has tokens.
+        XtkError: it cannot be loaded, or its embedding has fewer rows than its tokenizer has tokens.
     """
     teacher: TeacherBackend = load_registered(BACKENDS, request.backend, "backend")(
         BackendConfig(
@@ -88,17 +89,19 @@ def open_teacher(request: CacheRequest, tokenizer: Tokenizer) -> TeacherBackend:
     )
     if teacher.vocab_size < len(tokenizer):
         raise XtkError(
-            f"the teacher has {teacher.vocab_size:,} vocabulary rows; its tokenizer names {len(tokenizer):,} tokens",
+            f"the teacher's embedding has {teacher.vocab_size:,} rows, fewer than the {len(tokenizer):,} tokens of its "
+            "tokenizer",
             where=request.teacher_name,
+            hint="use a model folder whose tokenizer belongs to its weights",
         )
     return teacher
 
 
 def sharding_options(request: CacheRequest) -> ShardingOptions:
-    """Return how the documents of a request become rows and shards.
+    """Return how the documents of a request are split and assigned to shards.
 
     Raises:
-        XtkError: there is no model in the teacher's folder, or none whose configuration can be read.
+        XtkError: the teacher's configuration is missing or cannot be read.
     """
     from xtk.models.causal_lm import load_model_config, max_context_length
 
@@ -109,7 +112,7 @@ def sharding_options(request: CacheRequest) -> ShardingOptions:
 
 
 def make_vocabulary_order(request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan) -> VocabularyOrder | None:
-    """Return the vocabulary by its frequency in the data, if the codec of a request needs it."""
+    """Return the vocabulary sorted by frequency in the data; None if the codec of the request does not need it."""
     codec: type[Codec] = load_registered(CODECS, codec_for_precision(request.precision), "codec")
     return (
         VocabularyOrder.from_counts(plan.token_counts, tokenizer.vocabulary.byte_lengths)
@@ -121,7 +124,7 @@ def make_vocabulary_order(request: CacheRequest, tokenizer: Tokenizer, plan: Sha
 def make_cache_header(
     request: CacheRequest, tokenizer: Tokenizer, plan: ShardPlan, vocabulary_order: VocabularyOrder | None
 ) -> dict[str, Any]:
-    """Return the identity of a cache: of its teacher, its data and all options that its numbers depend on."""
+    """Return the header of a cache: the identity of teacher, data and all options that affect its content."""
     backend = load_registered(BACKENDS, request.backend, "backend")
     support = request.support
     sampling = {"num_samples": support.num_samples, "num_sample_sets": support.num_sample_sets, "seed": support.seed}
@@ -134,9 +137,9 @@ def make_cache_header(
     own = tokenizer_identity(tokenizer)
     if support.top_k > max(tokenizer.embedding_rows, *DEFAULT_TOP_K.values()):
         raise XtkError(
-            f"--top-k is {support.top_k:,}; the teacher's vocabulary has {tokenizer.embedding_rows:,} tokens",
+            f"--top-k is {support.top_k:,}; must be at most the teacher's vocabulary size {tokenizer.embedding_rows:,}",
             where=request.teacher_name,
-            hint="--top-k all",
+            hint="use --top-k all for the whole vocabulary",
         )
     return {
         "kind": "teacher-cache",

@@ -1,4 +1,4 @@
-"""Does a cache hold what its teacher says? Some of its documents, scored again."""
+"""Verification of a cache against its teacher: scores a sample of its documents again."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from xtk.teachers.backend import BackendConfig, TeacherBackend
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support, kl_on_stored_ids
 from xtk.tokens.tokenizer import Tokenizer
 
-# Largest difference of two log-probabilities, in nats, that other batches and other machines make. A logit of 16 to 32
-# has steps of 1/8 in bfloat16.
+# Allowed difference of log-probabilities, in nats, between different batches and machines. In bfloat16, logits from 16
+# to 32 have steps of 1/8.
 TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 0.5}
 MIN_COMPARED_LOGPROB = -32.0
-VERIFICATION_BACKEND = "transformers"  # gives exact numbers of any ids
+VERIFICATION_BACKEND = "transformers"  # returns exact log-probabilities of any ids
 
 
 def verify_cache(
@@ -35,14 +35,14 @@ def verify_cache(
     trust_remote_code: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Score documents all over a cache again, and compare what it holds with what the teacher says.
+    """Score evenly spaced documents of a cache again, and compare their stored log-probabilities with the teacher's.
 
     Args:
-        cache: which one.
+        cache: the cache.
         folder: the teacher, a local model folder.
-        name: how messages call it.
-        documents: how many are scored.
-        trust_remote_code: run the model's own code.
+        name: name of the teacher in messages.
+        documents: number of documents to score.
+        trust_remote_code: allow model code from the model's folder.
         options: of the backend.
 
     Returns:
@@ -52,24 +52,24 @@ def verify_cache(
         `same_weights`.
 
     Raises:
-        Mismatch: the model has another tokenizer, or is another model and says something else.
-        Damaged: it is the teacher, and the cache does not hold what it says.
+        MismatchError: the model has another tokenizer, or other weights and other log-probabilities.
+        CorruptError: the weights are the teacher's, and the log-probabilities differ.
     """
     tokenizer = Tokenizer(folder, name=name)
     identity = cache.header["teacher"]
     if tokenizer.fingerprint != identity["tokenizer"]:
         raise MismatchError(
-            "this model reads other tokens than the teacher of this cache",
+            "this model has another tokenizer than the teacher of this cache",
             where=f"{name} has {tokenizer.fingerprint[:15]}; {cache.folder.name} is from {identity['tokenizer'][:15]}",
-            hint=f"--teacher {identity['name']}",
+            hint=f"use --teacher {identity['name']}",
         )
     backend = load_registered(BACKENDS, VERIFICATION_BACKEND, "backend")
     weights = backend.weights_identity(folder, dict(options or {}))
     same = weights == identity["weights"]
     if not same:
         terminal.note(
-            f"inspect: {name} is another model than the teacher of this cache: its weights are {weights[:15]}, "
-            f"those of the teacher {identity['weights'][:15]}"
+            f"inspect: the weights of {name} ({weights[:15]}) differ from those of the teacher of this cache "
+            f"({identity['weights'][:15]})"
         )
     dtype = str(cache.header["options"]["dtype"])
     support = Support("top-k", top_k=_num_certain_ids(cache.header["options"]))
@@ -92,7 +92,7 @@ def _compare_documents(
 ) -> dict[str, Any]:
     allowed = TOLERANCE[dtype] + max_stored_error(cache.header["codec"])
     worst, worst_entropy, at = 0.0, 0.0, 0
-    missing, likeliest = 0, _num_certain_ids(cache.header["options"])
+    num_missing, num_top_ids = 0, _num_certain_ids(cache.header["options"])
     divergences: list[NDArray[np.float64]] = []
     entropy: list[NDArray[np.float32]] = []
     for number in numbers:
@@ -100,26 +100,34 @@ def _compare_documents(
         held = row.stored_logprobs
         if not len(held):
             continue
-        (said,) = teacher.score([row.tokens], [_padded_ids(held)])
-        if likeliest:
-            missing += _count_missing_ids(held, teacher.score([row.tokens])[0], likeliest, allowed)
+        (scored,) = teacher.score([row.tokens], [_padded_ids(held)])
+        if num_top_ids:
+            num_missing += _count_missing_ids(held, teacher.score([row.tokens])[0], num_top_ids, allowed)
         difference = max(
-            _max_difference(held.logprobs, said.logprobs),
-            _max_difference(held.observed_logprobs, said.observed_logprobs),
+            _max_difference(held.logprobs, scored.logprobs),
+            _max_difference(held.observed_logprobs, scored.observed_logprobs),
         )
         if difference > worst:
             worst, at = difference, number
-        worst_entropy = max(worst_entropy, _max_difference(held.entropy, said.entropy))
-        divergences.append(kl_on_stored_ids(said, held))
-        entropy.append(said.entropy)
-    if worst > allowed or missing:
+        worst_entropy = max(worst_entropy, _max_difference(held.entropy, scored.entropy))
+        divergences.append(kl_on_stored_ids(scored, held))
+        entropy.append(scored.entropy)
+    if worst > allowed or num_missing:
         where = (
-            f"row {at} of {cache.folder.name}: a log-probability differs by {worst:.3g} nats; {allowed:.3g} is "
-            f"allowed; {missing:,} of the likeliest ids are missing"
+            f"row {at} of {cache.folder.name}: a log-probability differs by {worst:.3g} nats; at most {allowed:.3g} is "
+            f"allowed; {num_missing:,} of the most likely ids are missing"
         )
         if same:
-            raise CorruptError("this cache does not hold what its teacher says", where=where)
-        raise MismatchError(f"{name} is not the teacher of this cache", where=where)
+            raise CorruptError(
+                "the log-probabilities of this cache are not those of its teacher",
+                where=where,
+                hint="create the cache again: xtk cache-teacher TEACHER DATA -o FOLDER --force",
+            )
+        raise MismatchError(
+            f"{name} is not the teacher of this cache",
+            where=where,
+            hint=f"use --teacher {cache.header['teacher']['name']}",
+        )
     positions = np.concatenate([np.zeros(0), *divergences])
     added = float(positions.mean()) if len(positions) else 0.0
     nats = float(np.concatenate([np.zeros(0, np.float32), *entropy]).mean()) if entropy else 0.0
@@ -136,25 +144,25 @@ def _compare_documents(
 
 
 def _num_certain_ids(options: dict[str, Any]) -> int:
-    """Return how many of the likeliest ids a cache of these options holds for certain."""
+    """Return how many of the most likely ids of each position a cache with these options always contains."""
     support = options.get("support")
     return int(options["top_k"]) if support in ("top-k", "top-k+sample") else int(support == "top-p")
 
 
-def _count_missing_ids(held: StoredLogprobs, said: StoredLogprobs, likeliest: int, allowed: float) -> int:
-    """Count ids that the teacher finds likelier than what is held in their place."""
-    missing = 0
+def _count_missing_ids(held: StoredLogprobs, scored: StoredLogprobs, num_top_ids: int, allowed: float) -> int:
+    """Count the teacher's top ids that the cache lacks although they are more likely than its least likely top id."""
+    num_missing = 0
     for at in range(len(held)):
         ours = slice(held.offsets[at], held.offsets[at + 1])
-        theirs = slice(said.offsets[at], said.offsets[at + 1])
-        last = np.sort(held.logprobs[ours])[::-1][:likeliest][-1]
-        others = ~np.isin(said.ids[theirs], held.ids[ours])
-        missing += int((said.logprobs[theirs][others] > last + allowed).sum())
-    return missing
+        theirs = slice(scored.offsets[at], scored.offsets[at + 1])
+        last = np.sort(held.logprobs[ours])[::-1][:num_top_ids][-1]
+        others = ~np.isin(scored.ids[theirs], held.ids[ours])
+        num_missing += int((scored.logprobs[theirs][others] > last + allowed).sum())
+    return num_missing
 
 
 def _padded_ids(scores: StoredLogprobs) -> NDArray[np.int32]:
-    """Return int32 [P, G], the exact ids of each position; -1 where one has fewer than others."""
+    """Return int32 [P, G], the exact ids of each position, padded with -1."""
     sizes = np.diff(scores.offsets)
     ids = np.full((len(scores), int(sizes.max())), -1, np.int32)
     ids[np.arange(ids.shape[1])[None] < sizes[:, None]] = scores.ids
@@ -162,7 +170,7 @@ def _padded_ids(scores: StoredLogprobs) -> NDArray[np.int32]:
 
 
 def _max_difference(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> float:
-    """Return the largest difference; of what is less likely than exp(-32) none is seen."""
+    """Return the largest absolute difference, nats; log-probabilities below -32 count as -32."""
     differences = np.maximum(ours.astype(np.float64), MIN_COMPARED_LOGPROB) - np.maximum(
         theirs.astype(np.float64), MIN_COMPARED_LOGPROB
     )

@@ -1,4 +1,4 @@
-"""From the arrays that models give, a row a position, to the ragged ones that a cache keeps."""
+"""Conversion of model outputs, with one row per position, to the ragged arrays that a cache stores."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 @dataclass(frozen=True)
 class LogprobArrays:
-    """What a model says at N positions.
+    """Log-probabilities of a model at N positions.
 
     Attributes:
-        ids: int32 [N, K]; -1 stands for none.
+        ids: int32 [N, K]; -1: padding.
         logprobs: float32 [N, K].
-        observed_logprobs: float32 [N], of the token that stands there.
-        entropy: float32 [N].
-        sampled_ids: int32 [N, R, n], ids that were drawn from the rest, an id as often as it was; -1 stands for none.
-        remainder_mass: float32 [N], what the draws are from: the probability outside of `ids` and the realised token.
-            None where nothing is drawn: it is what the others leave.
+        observed_logprobs: float32 [N], of the observed token.
+        entropy: float32 [N], nats.
+        sampled_ids: int32 [N, R, n], ids sampled from the remainder, with repetitions; -1: padding.
+        remainder_mass: float32 [N], the probability outside of `ids` and the observed token, from which ids are
+            sampled. None without samples: it is computed from the others.
     """
 
     ids: NDArray[np.int32]
@@ -38,12 +38,12 @@ class LogprobArrays:
 
 
 def trained_positions(document: TokenSequence) -> NDArray[np.int32]:
-    """Return int32 [P], the tokens of a document that are trained."""
+    """Return int32 [P], the indices of the trained tokens of a document."""
     return np.flatnonzero(document.train_mask).astype(np.int32)
 
 
 def concatenate_arrays(parts: Sequence[LogprobArrays]) -> LogprobArrays:
-    """Put the positions of several parts one after the other."""
+    """Return the concatenated positions of several parts."""
     whole = {
         name: np.concatenate([getattr(part, name) for part in parts])
         for name in ("ids", "logprobs", "observed_logprobs", "entropy", "sampled_ids")
@@ -53,30 +53,32 @@ def concatenate_arrays(parts: Sequence[LogprobArrays]) -> LogprobArrays:
 
 
 def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) -> list[StoredLogprobs]:
-    """Cut what a model said at the trained tokens of some documents, one after the other, into documents."""
+    """Return the log-probabilities of each document, from arrays over the trained tokens of all documents."""
     positions = [trained_positions(document) for document in documents]
-    realised = np.concatenate(
+    observed_ids = np.concatenate(
         [np.zeros(0, np.int32), *(document.ids[at] for document, at in zip(documents, positions, strict=True))]
     )
     sets = arrays.sampled_ids.shape[1]
-    offsets, ids, logprobs, tail = _unique_entries(arrays.ids, arrays.logprobs, realised, arrays.observed_logprobs)
-    drawn_offsets, drawn_ids, counts = _sampled_entries(arrays.sampled_ids)
-    tail_mass = tail if arrays.remainder_mass is None else arrays.remainder_mass
+    offsets, ids, logprobs, remainder = _unique_entries(
+        arrays.ids, arrays.logprobs, observed_ids, arrays.observed_logprobs
+    )
+    sample_offsets, sample_ids, counts = _sampled_entries(arrays.sampled_ids)
+    remainder_mass = remainder if arrays.remainder_mass is None else arrays.remainder_mass
     edges = np.cumsum([0, *map(len, positions)])
     found = []
     for at, low, high in zip(positions, edges[:-1].tolist(), edges[1:].tolist(), strict=True):
         first, stop = int(offsets[low]), int(offsets[high])
-        drawn_first, drawn_stop = int(drawn_offsets[low * sets]), int(drawn_offsets[high * sets])
+        sample_first, sample_stop = int(sample_offsets[low * sets]), int(sample_offsets[high * sets])
         found.append(
             StoredLogprobs(
                 positions=at,
                 offsets=offsets[low : high + 1] - first,
                 ids=ids[first:stop],
                 logprobs=logprobs[first:stop],
-                sample_offsets=drawn_offsets[low * sets : high * sets + 1] - drawn_first,
-                sample_ids=drawn_ids[drawn_first:drawn_stop],
-                sample_counts=counts[drawn_first:drawn_stop],
-                remainder_mass=tail_mass[low:high],
+                sample_offsets=sample_offsets[low * sets : high * sets + 1] - sample_first,
+                sample_ids=sample_ids[sample_first:sample_stop],
+                sample_counts=counts[sample_first:sample_stop],
+                remainder_mass=remainder_mass[low:high],
                 observed_logprobs=arrays.observed_logprobs[low:high],
                 entropy=arrays.entropy[low:high],
             )
@@ -85,10 +87,10 @@ def arrays_to_stored(documents: Sequence[TokenSequence], arrays: LogprobArrays) 
 
 
 def sampling_uniforms(document: TokenSequence, support: Support) -> NDArray[np.float64]:
-    """Return [P, R] numbers in [0, 1), a set of draws each: a function of the document and the seed alone.
+    """Return float64 [P, R] in [0, 1), one uniform number per sample set, from the document and the seed only.
 
-    They do not depend on batches, on processes or on what else is in the corpus. The generator is splitmix64
-    (Steele, Lea, Flood 2014), counted from a hash of the document's tokens.
+    They do not depend on batches, processes or other documents. The generator is splitmix64 (Steele, Lea, Flood 2014),
+    seeded with a hash of the document's tokens.
     """
     hashed = hashlib.blake2b(document.ids.tobytes(), digest_size=8, key=support.seed.to_bytes(8, "little", signed=True))
     start = np.uint64(int.from_bytes(hashed.digest(), "little"))
@@ -109,20 +111,20 @@ def sampling_uniforms(document: TokenSequence, support: Support) -> NDArray[np.f
 def _unique_entries(
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
-    realised: NDArray[np.int32],
-    realised_logprobs: NDArray[np.float32],
+    observed_ids: NDArray[np.int32],
+    observed_logprobs: NDArray[np.float32],
 ) -> tuple[Any, Any, Any, Any]:
-    """Return offsets, ids, logprobs and what they leave of the mass; ids rise, none comes twice, -1 is left out."""
+    """Return offsets, sorted unique ids with the observed token and without padding, logprobs, and remainder mass."""
     rows, columns = ids.shape
     offsets = np.zeros(rows + 1, np.int64)
     kept_ids = np.empty(rows * (columns + 1), np.int32)
     kept_logprobs = np.empty(rows * (columns + 1), np.float32)
-    tail = np.empty(rows, np.float32)
+    remainder = np.empty(rows, np.float32)
     row_ids = np.empty(columns + 1, np.int32)
     entries = 0
     for row in range(rows):
         row_ids[:columns] = ids[row]
-        row_ids[columns] = realised[row]
+        row_ids[columns] = observed_ids[row]
         previous = -1
         mass = 0.0
         for slot in np.argsort(row_ids, kind="mergesort"):
@@ -130,28 +132,28 @@ def _unique_entries(
             if token < 0 or token == previous:
                 continue
             previous = token
-            logprob = realised_logprobs[row] if token == realised[row] else logprobs[row, slot]
+            logprob = observed_logprobs[row] if token == observed_ids[row] else logprobs[row, slot]
             kept_ids[entries] = token
             kept_logprobs[entries] = logprob
             entries += 1
             mass += np.exp(np.float64(logprob))
         offsets[row + 1] = entries
-        tail[row] = max(0.0, 1.0 - mass)
-    return offsets, kept_ids[:entries].copy(), kept_logprobs[:entries].copy(), tail
+        remainder[row] = max(0.0, 1.0 - mass)
+    return offsets, kept_ids[:entries].copy(), kept_logprobs[:entries].copy(), remainder
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _sampled_entries(drawn: NDArray[np.int32]) -> tuple[Any, Any, Any]:
-    """Return offsets, rising ids and counts of each set of draws."""
-    rows, sets, draws = drawn.shape
+def _sampled_entries(sampled: NDArray[np.int32]) -> tuple[Any, Any, Any]:
+    """Return offsets, sorted unique ids and their counts for each sample set."""
+    rows, sets, num_samples = sampled.shape
     offsets = np.zeros(rows * sets + 1, np.int64)
-    ids = np.empty(rows * sets * draws, np.int32)
-    counts = np.empty(rows * sets * draws, np.int32)
+    ids = np.empty(rows * sets * num_samples, np.int32)
+    counts = np.empty(rows * sets * num_samples, np.int32)
     entries = 0
     for row in range(rows):
         for number in range(sets):
             first = entries
-            for token in np.sort(drawn[row, number]):
+            for token in np.sort(sampled[row, number]):
                 if token < 0:
                     continue
                 if entries > first and ids[entries - 1] == token:

@@ -1,4 +1,4 @@
-"""What a teacher says is a distribution, or it does not get into a cache."""
+"""Checks that a teacher's log-probabilities are valid distributions, before they are written into a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xtk.artifacts.codec.quantization_levels import min_observed_logprob
 from xtk.errors import XtkError
 from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 
-# Of half-precision arithmetic, in log-probabilities and in the sum of probabilities.
+# Error of half-precision arithmetic in log-probabilities and in sums of probabilities.
 TOLERANCE = 1e-2
 
 
@@ -22,50 +22,50 @@ def check_scored_document(
     support: Support | None = None,
     precision: str = "float32",
 ) -> None:
-    """Refuse what is no distribution, so that no bad row ever gets into a cache.
+    """Refuse log-probabilities that are not valid distributions.
 
     Args:
-        scored: a document, and what the teacher said of it.
-        where: how messages call the row.
-        vocab_size: U, the ids that there are; None: any.
-        support: what the teacher was asked for; None: draws are not counted.
-        precision: in which the scores are to be stored.
+        scored: a document with the teacher's log-probabilities.
+        where: name of the document in messages.
+        vocab_size: U, all ids are below it; None: any.
+        support: the requested support; None: samples are not counted.
+        precision: of the cache.
 
     Raises:
-        XtkError: tells what is wrong with it.
+        XtkError: says what is invalid.
     """
     scores = scored.stored_logprobs
     if wrong := _wrong_shapes(scores, scored, support):
-        raise XtkError(wrong, where=where, hint="this is a mistake of the backend: another --backend")
+        raise XtkError(wrong, where=where, hint="this is an error of the backend; use another --backend")
     if wrong := _wrong_numbers(scores):
-        raise XtkError(wrong, where=where, hint="another --dtype: float16 overflows in models trained in bfloat16")
+        raise XtkError(wrong, where=where, hint="use another --dtype: float16 overflows in models trained in bfloat16")
     finite = scores.observed_logprobs[np.isfinite(scores.observed_logprobs)]
     if len(finite) and (lowest := float(finite.min())) < (limit := min_observed_logprob(precision)):
         raise XtkError(
-            f"the teacher gives an observed token a log-probability of {lowest:,.0f} nats, and --precision {precision} "
-            f"stores {limit:,.0f} and above",
+            f"the teacher's log-probability of an observed token is {lowest:,.0f} nats; --precision {precision} stores "
+            f"at least {limit:,.0f}",
             where=where,
-            hint="check the teacher's weights: its logits are far too large; --precision float32 stores any number",
+            hint="check the teacher's weights, since its logits are far too large; or use --precision float32",
         )
     if wrong := _wrong_ids(scores, scored, vocab_size) or _wrong_samples(scores, vocab_size, support):
-        raise XtkError(wrong, where=where, hint="this is a mistake of the backend: another --backend")
+        raise XtkError(wrong, where=where, hint="this is an error of the backend; use another --backend")
 
 
 def _wrong_shapes(scores: StoredLogprobs, row: ScoredDocument, support: Support | None) -> str | None:
-    """Look whether each array has the length that the others ask for: nothing else can be looked at before."""
+    """Return what is wrong with the lengths of the arrays; None if they are consistent."""
     if not np.array_equal(scores.positions, np.flatnonzero(row.tokens.train_mask)):
-        return "the teacher did not score all of the trained tokens"
+        return "the teacher did not score exactly the trained tokens"
     size = len(scores.positions)
     sets = len(scores.sample_offsets) - 1
     wanted = size * support.num_sample_sets if support else sets
     if any(len(values) != size for values in (scores.remainder_mass, scores.observed_logprobs, scores.entropy)):
-        return "the teacher gives more or fewer numbers than there are trained tokens"
+        return "the teacher returned arrays whose length is not the number of trained tokens"
     if (
         not _are_offsets(scores.offsets, size, len(scores.ids), len(scores.logprobs))
         or sets != wanted
         or not _are_offsets(scores.sample_offsets, wanted, len(scores.sample_ids), len(scores.sample_counts))
     ):
-        return "the teacher gives entries that belong to no token: its offsets do not fit"
+        return "the teacher returned offsets that do not match its entries"
     return None
 
 
@@ -81,57 +81,57 @@ def _are_offsets(offsets: NDArray[np.int64], size: int, *lengths: int) -> bool:
 def _wrong_numbers(scores: StoredLogprobs) -> str | None:
     numbers = (scores.logprobs, scores.observed_logprobs, scores.remainder_mass)
     if any(np.isnan(values).any() for values in numbers) or not np.isfinite(scores.entropy).all():
-        return "the teacher gives log-probabilities that are no numbers"
+        return "the teacher returned log-probabilities that are NaN, or an entropy that is not finite"
     if (scores.logprobs > TOLERANCE).any() or (scores.observed_logprobs > TOLERANCE).any():
-        return "the teacher gives log-probabilities above 0"
+        return "the teacher returned log-probabilities above 0"
     if (scores.entropy < -TOLERANCE).any():
-        return "the teacher gives an entropy below 0"
+        return "the teacher returned an entropy below 0"
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     mass = np.bincount(owner, np.exp(scores.logprobs.astype(np.float64)), minlength=len(scores))
     if (np.abs(mass + scores.remainder_mass - 1) > TOLERANCE).any() or (scores.remainder_mass < 0).any():
-        return "the teacher gives probabilities that do not sum to 1"
+        return "the teacher returned probabilities that do not sum to 1"
     return None
 
 
 def _wrong_ids(scores: StoredLogprobs, row: ScoredDocument, width: int | None) -> str | None:
-    realised = row.tokens.ids[scores.positions]
+    observed_ids = row.tokens.ids[scores.positions]
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
     if _out_of_range(scores.ids, width):
-        return "the teacher gives ids that its vocabulary does not have"
+        return "the teacher returned token ids outside of its vocabulary"
     if not _are_ascending(scores.ids, scores.offsets):
-        return "the teacher gives ids twice, or not in their order"
-    at = np.flatnonzero(scores.ids == realised[owner])
+        return "the teacher returned token ids that are not strictly increasing"
+    at = np.flatnonzero(scores.ids == observed_ids[owner])
     if not np.array_equal(owner[at], np.arange(len(scores))):
-        return "the teacher leaves out the token that stands there"
+        return "the teacher returned no log-probability of the observed token"
     with np.errstate(invalid="ignore"):  # two infinities are the same
-        apart = np.abs(scores.logprobs[at] - scores.observed_logprobs) > TOLERANCE
-    if (apart | (np.isinf(scores.logprobs[at]) != np.isinf(scores.observed_logprobs))).any():
-        return "the teacher gives two log-probabilities to the token that stands there"
+        differs = np.abs(scores.logprobs[at] - scores.observed_logprobs) > TOLERANCE
+    if (differs | (np.isinf(scores.logprobs[at]) != np.isinf(scores.observed_logprobs))).any():
+        return "the teacher returned two different log-probabilities of the observed token"
     return None
 
 
 def _wrong_samples(scores: StoredLogprobs, width: int | None, support: Support | None) -> str | None:
     if _out_of_range(scores.sample_ids, width):
-        return "the teacher draws ids that its vocabulary does not have"
+        return "the teacher sampled token ids outside of its vocabulary"
     if not _are_ascending(scores.sample_ids, scores.sample_offsets):
-        return "the teacher gives drawn ids twice, or not in their order"
+        return "the teacher returned sampled ids that are not strictly increasing"
     if (scores.sample_counts < 1).any():
-        return "the teacher gives ids that were drawn less than once"
+        return "the teacher returned sampled ids with a count below 1"
     if support is None or not support.num_sample_sets:
         return None
-    drawn = np.diff(scores.sample_offsets)
-    counts = np.bincount(np.repeat(np.arange(len(drawn)), drawn), scores.sample_counts, minlength=len(drawn))
-    # Where the exact ids carry all of the mass there is nothing to draw from.
+    sampled = np.diff(scores.sample_offsets)
+    counts = np.bincount(np.repeat(np.arange(len(sampled)), sampled), scores.sample_counts, minlength=len(sampled))
+    # Without remainder mass there is nothing to sample from.
     nothing = np.repeat(scores.remainder_mass <= TOLERANCE, support.num_sample_sets) & (counts == 0)
     if not (nothing | (counts == support.num_samples)).all():
-        return f"the teacher gives more or fewer than {support.num_samples} draws"
+        return f"the teacher did not return {support.num_samples} samples per set"
     owner = np.repeat(np.arange(len(scores)), np.diff(scores.offsets))
-    drawn_by = np.repeat(np.arange(len(drawn)) // support.num_sample_sets, drawn)
+    sampled_owner = np.repeat(np.arange(len(sampled)) // support.num_sample_sets, sampled)
     exact, others = (
-        by.astype(np.int64) << 32 | ids for by, ids in ((owner, scores.ids), (drawn_by, scores.sample_ids))
+        by.astype(np.int64) << 32 | ids for by, ids in ((owner, scores.ids), (sampled_owner, scores.sample_ids))
     )
     if np.isin(others, exact).any():
-        return "the teacher draws ids that are exact already"
+        return "the teacher sampled ids that are also among the exact ids"
     return None
 
 
@@ -140,7 +140,7 @@ def _out_of_range(ids: NDArray[np.int32], width: int | None) -> bool:
 
 
 def _are_ascending(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> bool:
-    """Say whether ids rise within each range of the offsets."""
+    """Return whether ids strictly increase within each range of the offsets."""
     rises = np.diff(ids) > 0
     edges = offsets[1:-1]
     rises[edges[(edges > 0) & (edges < len(ids))] - 1] = True

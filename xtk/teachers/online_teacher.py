@@ -1,7 +1,4 @@
-"""Teachers that score when they are asked, a block of documents at a time, and leave the device in between.
-
-What they say goes to an ordinary cache, a short-lived one, so that nobody who reads it knows the difference.
-"""
+"""Teachers that score blocks of documents during training, into short-lived caches, and release the device between."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 from xtk.tokens.tokenizer import Tokenizer
 
 DEFAULT_NUM_CANDIDATES = 32
-SHARD_TOKENS = 16384  # a shard is what one process scores at once: small, so that all have some of a block
+SHARD_TOKENS = 16384  # one process scores a shard at once: small, so that every process gets shards of a block
 ENGINE_PREFIX = "engine."
 NUMERIC_OPTIONS = {
     "top_k": int,
@@ -55,31 +52,31 @@ NUMERIC_OPTIONS = {
 }
 TEXT_OPTIONS = ("support", "precision", "dtype", "backend", "server", "weights")
 SELF_TEACHER = "self"
-# Which weights of the student teach it.
+# Weights of the student as its own teacher.
 STUDENT_WEIGHTS = {
-    "live": "as they are when it is asked",
-    "ema": "their moving average, of --ema-decay",
-    "base": "without its adapter, of --lora-r",
+    "live": "current weights",
+    "ema": "moving average of the weights (--ema-decay)",
+    "base": "weights without the LoRA adapter (--lora-r)",
 }
-FULL_VOCABULARY = "all"  # of top_k: the whole vocabulary
+FULL_VOCABULARY = "all"  # value of top_k: the whole vocabulary
 _TEACHER_SPEC = re.compile(r"(?P<model>.*?)(:(?P<options>[a-z][a-z_.-]*=.*))?", re.DOTALL)
 
 
 class OnlineTeacher:
-    """One teacher, and what is asked of it.
+    """A teacher that scores during training.
 
     Args:
-        request: its model and options; of `seed`, those of the first epoch.
-        tokenizer: its own.
-        num_candidates: of the support `candidates`: how many tokens it scores at each sampled position, about.
-        student_weights: of the student, if it is its own teacher: a key of `OWN`. "": it is a model of its own.
-        devices: of its own, on this machine; none: it takes turns with the student on its devices.
+        request: its model and options, with the seed of the first epoch.
+        tokenizer: the teacher's.
+        num_candidates: for the support `candidates`, approximate number of candidate ids per generated token.
+        student_weights: if the student is its own teacher, a key of `STUDENT_WEIGHTS`; "": a separate model.
+        devices: separate devices on this machine; (): it alternates with the student on the student's devices.
 
     Attributes:
-        header: what a cache of all that it reads would tell of itself; there once it has read.
+        header: header of a cache of the whole corpus; set by `read_corpus`.
 
     Raises:
-        XtkError: an option makes no sense, or there is no model.
+        XtkError: an option is invalid, or the model does not exist.
     """
 
     def __init__(self, request: CacheRequest, tokenizer: Tokenizer, num_candidates: int = DEFAULT_NUM_CANDIDATES,
@@ -96,49 +93,49 @@ class OnlineTeacher:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """What makes it another teacher than others."""
+        """The identity of this teacher, in the form of a cache manifest."""
         return {"header": self.header} | ({"weights": self.student_weights} if self.student_weights else {})
 
     @property
     def needs_subprocess(self) -> bool:
-        """Whether it needs a process of its own, which ends with each block: one that cannot leave the device."""
+        """Whether it needs a subprocess, which ends after each block, since it cannot release the device itself."""
         engine = dict(self.request.backend_options.get("engine") or {})
         placed = PLACEMENT_OPTIONS & engine.keys() or "quantization_config" in engine or engine.get("tp_size", 1) != 1
         return self.request.backend == "vllm" or bool(placed or self.devices)
 
     def describe_placement(self) -> str:
-        """Say where it scores."""
-        where = "in each process, in turn with the student"
+        """Return one line that says where the teacher runs."""
+        where = "runs in each training process, alternating with the student"
         if self.student_weights:
-            where = "the student itself, " + STUDENT_WEIGHTS[self.student_weights]
+            where = "is the student itself: " + STUDENT_WEIGHTS[self.student_weights]
         elif self.request.backend == "server":
-            where = "at " + ", ".join(self.request.backend_options["servers"])
+            where = "runs on " + ", ".join(self.request.backend_options["servers"])
         elif self.devices:
-            where = f"in a process of its own, on devices {'+'.join(map(str, self.devices))}"
+            where = f"runs in a subprocess on devices {'+'.join(map(str, self.devices))}"
         elif self.needs_subprocess:
-            where = "in a process of its own, while the others wait"
-        return f"{self.request.teacher_folder.resolve().name} scores, {where}"
+            where = "runs in a subprocess while training waits"
+        return f"the teacher {self.request.teacher_folder.resolve().name} {where}"
 
     @property
     def estimated_bytes_per_document(self) -> float:
-        """How much of its signal there is, about, of a document in the mean."""
+        """Approximate mean size of the log-probabilities of a document, in bytes."""
         plan = self._read_plan()
         support = self.request.support
         return plan.num_positions / max(plan.num_chunks, 1) * 8 * (3 + (support.top_k or 64) + support.num_samples)
 
     def read_corpus(self, corpus: Corpus, log_prefix: str) -> tuple[list[Document], NDArray[np.int32]]:
-        """Read all data once, as `cache-teacher` does before it scores.
+        """Read all data once, and return the documents as they will be scored.
 
         Args:
             corpus: the data.
-            log_prefix: tells what is to be told of it; "": nobody.
+            log_prefix: prefix of notes on the data; "": no notes.
 
         Returns:
-            The documents as it will score them, those that are too long cut or left out, and int32 [documents], how
-            many of its tokens each has.
+            The documents, where too long ones are truncated, split or skipped, and int32 [documents], the number of
+            the teacher's tokens of each.
 
         Raises:
-            XtkError: the data is empty, or too long for it.
+            XtkError: the data is empty, or too long for the teacher.
         """
         documents: list[Document] = []
         sizes: list[int] = []
@@ -153,13 +150,13 @@ class OnlineTeacher:
         return documents, np.array(sizes, np.int32)
 
     def make_job(self, block: InMemoryCorpus, num_tokens: NDArray[np.int32], location: Path, epoch: int) -> CacheJob:
-        """Return what is to be done to have a cache of some documents.
+        """Return the job that writes the cache of a block of documents.
 
         Args:
-            block: the documents, among those that `read` returned.
-            num_tokens: int32 [documents], its tokens in each.
-            location: where the cache goes.
-            epoch: how often all documents were seen before: draws are those of the seed, plus this.
+            block: documents from `read_corpus`.
+            num_tokens: int32 [documents], the teacher's tokens of each.
+            location: path of the cache.
+            epoch: number of completed epochs, added to the seed of the samples.
         """
         whole = self._read_plan()
         plan = ShardPlan(
@@ -185,13 +182,12 @@ class OnlineTeacher:
     def write_shards(
         self, job: CacheJob, shard_numbers: list[int], student_model: Any = None
     ) -> Generator[tuple[int, dict[str, Any]]]:
-        """Write shards; as `xtk.teachers.cache_building.write_shards`.
+        """Write shards and yield their numbers and manifest entries; see `xtk.teachers.cache_building.write_shards`.
 
         Args:
-            job: what is to be done.
-            shard_numbers: of the shards.
-            student_model: the student's `BackboneWithHead`, with the weights that are wanted of it, where it is its
-                own teacher.
+            job: from `make_job`.
+            shard_numbers: the shards to write.
+            student_model: if the student is its own teacher, its `BackboneWithHead` with the weights to use.
         """
         if not shard_numbers:
             return
@@ -214,9 +210,9 @@ class OnlineTeacher:
         yield from write_shards(job, self._opened[1], self.teacher_tokenizer, shard_numbers)
 
     def release_device(self) -> None:
-        """Leave the device: to the memory of the CPU, or, where that cannot be, altogether."""
-        rest = None if self._opened is None else getattr(self._opened[1], "sleep", None)
-        if rest is not None and not rest():
+        """Release the device: move the model to CPU memory, or unload it if that is not possible."""
+        sleep = None if self._opened is None else getattr(self._opened[1], "sleep", None)
+        if sleep is not None and not sleep():
             self._opened = None
             gc.collect()
         if torch.cuda.is_available():
@@ -224,7 +220,7 @@ class OnlineTeacher:
 
     def _read_plan(self) -> ShardPlan:
         if self._plan is None:
-            raise RuntimeError("a teacher has not read what it is to score")
+            raise RuntimeError("read_corpus must be called first")
         return self._plan
 
 
@@ -232,19 +228,19 @@ def parse_online_teacher(
     text: str, *, long_documents: str, trust_remote_code: bool, student: Path | None = None,
     devices: Sequence[int] = (),
 ) -> OnlineTeacher:  # fmt: skip
-    """Read `MODEL`, or `MODEL:top_k=64,dtype=bfloat16`, the options being those of `cache-teacher`.
+    """Return the teacher of `--teacher MODEL` or `MODEL:top_k=64,dtype=bfloat16`, with options of `cache-teacher`.
 
-    `self` is the student, as it is when it is asked; `self:weights=ema` or `weights=base` with other weights.
+    `self` is the student with its current weights; `self:weights=ema` or `self:weights=base` with other weights.
 
     Args:
-        text: as it was written; `engine.NAME=VALUE` is `--engine NAME=VALUE`, `top_k=all` the whole vocabulary.
-        long_documents: what becomes of documents that are longer than its context.
-        trust_remote_code: run the model's own code.
+        text: value of --teacher; `engine.NAME=VALUE` means `--engine NAME=VALUE`, `top_k=all` the whole vocabulary.
+        long_documents: treatment of documents that are longer than its context: see `LONG_DOCUMENTS`.
+        trust_remote_code: allow model code from the model's folder.
         student: the student's folder.
-        devices: of its own, on this machine.
+        devices: separate devices on this machine.
 
     Raises:
-        XtkError: there is no such model or option, or a value makes no sense.
+        XtkError: the model or an option does not exist, or a value is invalid.
     """
     found = _TEACHER_SPEC.fullmatch(text)
     model = text if found is None else found["model"]
@@ -262,8 +258,8 @@ def parse_online_teacher(
         if weights not in STUDENT_WEIGHTS:
             raise unknown_name_error("weights of the student", weights, STUDENT_WEIGHTS)
         raise XtkError(
-            f"--teacher {text}: weights are of the student as its own teacher, which transformers runs",
-            hint=f"self:weights={weights}",
+            f"--teacher {text}: weights= is only for the teacher self with backend=transformers",
+            hint=f"use --teacher self:weights={weights}",
         )
     if student is not None and weights:
         model = str(student)
@@ -296,12 +292,12 @@ def parse_online_teacher(
     )
 
 
-def _parse_options(text: str, told: str) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Return the options by name, those of the engine, and addresses of servers."""
+def _parse_options(text: str, options: str) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return the options by name, the engine options, and the addresses of servers."""
     given: dict[str, Any] = {}
     engine: list[str] = []
     servers: list[str] = []
-    for option in filter(None, told.split(",")):
+    for option in filter(None, options.split(",")):
         key, _, value = option.partition("=")
         name = key.replace("-", "_")
         if name.startswith(ENGINE_PREFIX):
@@ -313,7 +309,7 @@ def _parse_options(text: str, told: str) -> tuple[dict[str, Any], list[str], lis
                 "option of a teacher", key, (*NUMERIC_OPTIONS, *TEXT_OPTIONS, f"{ENGINE_PREFIX}NAME")
             )
         elif name in given:
-            raise XtkError(f"--teacher {text}: {key} is given twice")
+            raise XtkError(f"--teacher {text}: {key} is given twice", hint="remove one of the two")
         elif name in NUMERIC_OPTIONS and (name, value) != ("top_k", FULL_VOCABULARY):
             given[name] = _parse_number(text, key, value, NUMERIC_OPTIONS[name])
         else:
@@ -325,25 +321,26 @@ def _parse_number(text: str, key: str, value: str, kind: type) -> Any:
     try:
         return kind(value)
     except ValueError:
-        hint = f"{key}={json.dumps(64 if kind is int else 0.99)}"
-        raise XtkError(f"--teacher {text}: {key} is {value!r}, and no number", hint=hint) from None
+        number = "an integer" if kind is int else "a number"
+        hint = f"use, for example, {key}={json.dumps(64 if kind is int else 0.99)}"
+        raise XtkError(f"--teacher {text}: {key} is {value!r}; must be {number}", hint=hint) from None
 
 
 def read_corpus_for_all(
     teachers: Sequence[OnlineTeacher], corpus: Corpus, log_prefix: str
 ) -> tuple[list[Document], NDArray[np.int32]]:
-    """Have several teachers read the same documents: each is cut, or left out, where it is too long for one of them.
+    """Read the same documents for several teachers; each document is limited to what all teachers can read.
 
     Args:
         teachers: one or more.
         corpus: the data.
-        log_prefix: tells what is to be told of it.
+        log_prefix: prefix of notes on the data; "": no notes.
 
     Returns:
-        The documents, and int32 [teachers, documents], how many tokens of each teacher they have.
+        The documents, and int32 [teachers, documents], the number of tokens of each teacher.
 
     Raises:
-        XtkError: the data is empty or too long for one of them, or holds tokens of one and there are others.
+        XtkError: the data is empty or too long for a teacher, or has token ids while the tokenizers differ.
     """
     several = len({teacher.teacher_tokenizer.fingerprint for teacher in teachers}) > 1
     while True:
@@ -354,12 +351,12 @@ def read_corpus_for_all(
             inputs.add(teacher.header["data"]["fingerprint"])
             sizes.append(lengths)
             reading = InMemoryCorpus(documents, corpus.sources, corpus.columns)
-            # Each would spell them its own way, without an end.
+            # Each teacher would convert the ids to its own tokenization, and this loop would not end.
             if several and any(one.teacher_tokens is not None or one.candidate_ids is not None for one in documents):
                 raise XtkError(
-                    "the data holds tokens of one teacher, and there are several tokenizers",
+                    "the data contains token ids of one tokenizer, but the teachers have different tokenizers",
                     where=corpus.name,
-                    hint="text or messages instead of input_ids and candidate_ids",
+                    hint="use data with text or messages instead of input_ids and candidate_ids",
                 )
         fingerprint = CorpusFingerprint()
         for document in documents:

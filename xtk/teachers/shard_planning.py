@@ -1,4 +1,4 @@
-"""Which documents each shard of a cache holds, known from reading the data once; and reading them shard by shard."""
+"""Assignment of documents to the shards of a cache, and reading of the documents of each shard."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from xtk.tokens.tokenizer import Tokenizer
 
 LONG_DOCUMENTS = ("refuse", "truncate", "split", "skip")
 READ_BATCH_SIZE = 1024
-MAX_CHECKED_DOCUMENTS = 1000  # documents in which what the tokenizer cannot spell is counted
+MAX_CHECKED_DOCUMENTS = 1000  # documents checked for text that the tokenizer cannot represent
 
 
 @dataclass(frozen=True)
 class ShardingOptions:
-    """How documents become rows and shards.
+    """How documents are limited in length and assigned to shards.
 
     Attributes:
-        max_document_tokens: tokens of a document at most: of the teacher's context, and of `max_length`; None: any.
-        max_length: what the user asked for, if anything.
-        long_documents: what becomes of longer ones, of `LONG_DOCUMENTS`.
-        shard_tokens: tokens of the teacher in a shard.
+        max_document_tokens: maximum tokens of a document: of the teacher's context and `max_length`; None: no limit.
+        max_length: the value of --max-length, if given.
+        long_documents: treatment of longer documents, one of `LONG_DOCUMENTS`.
+        shard_tokens: teacher tokens per shard.
     """
 
     max_document_tokens: int | None
@@ -42,13 +42,13 @@ class ShardingOptions:
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Which pieces of which documents a shard holds. A document that is too long has several pieces, others one.
+    """The chunks of documents in a shard. A document has one chunk, or several if it is too long and is split.
 
     Attributes:
-        first_document, last_document: its documents, both included.
-        skipped_chunks: pieces of the first document that are in the shard before.
-        num_chunks: how many it holds.
-        num_tokens: of the teacher, in all of them.
+        first_document, last_document: range of documents, both included.
+        skipped_chunks: chunks of the first document that are in the previous shard.
+        num_chunks: chunks in the shard.
+        num_tokens: teacher tokens in the shard.
     """
 
     first_document: int
@@ -60,20 +60,20 @@ class PlannedShard:
 
 @dataclass
 class ShardPlan:
-    """What reading the data once tells. It grows with the number of shards, not with that of documents.
+    """The shards of a cache and statistics of its data. Its size depends on the number of shards, not of documents.
 
     Attributes:
-        shard_tokens: tokens of the teacher in a shard, at most where a document has not more.
-        token_counts: int64 [U], how often each token of the teacher comes.
-        shards: what each holds.
-        num_documents: that were read.
-        num_chunks: rows that will be written.
-        num_tokens: of the teacher in them.
-        num_positions: those of them that are trained.
+        shard_tokens: maximum teacher tokens per shard, unless a single document has more.
+        token_counts: int64 [U], occurrences of each teacher token.
+        shards: content of each shard.
+        num_documents: documents read.
+        num_chunks: rows of the cache.
+        num_tokens: teacher tokens in these rows.
+        num_positions: trained tokens among them.
         fingerprint: of the documents.
-        num_too_long: documents that are longer than the teacher reads.
+        num_too_long: documents longer than the maximum length.
         max_chunk_tokens: tokens of the longest row.
-        optional_columns: fields of documents that the cache stores for training, in the order of the table.
+        optional_columns: optional columns of the cache, in order.
     """
 
     shard_tokens: int
@@ -89,17 +89,17 @@ class ShardPlan:
     optional_columns: list[str] = field(default_factory=list)
 
     def chunks_per_shard(self) -> list[int]:
-        """Return of each shard how many rows it has."""
+        """Return the number of rows of each shard."""
         return [shard.num_chunks for shard in self.shards]
 
     def add_chunk(self, document: int, chunk: int, sequence: TokenSequence) -> None:
-        """Deal the next piece to a shard: as many as fit its tokens, at least one."""
+        """Assign the next chunk to a shard and count its tokens."""
         self.assign_chunk(document, chunk, len(sequence))
         np.add.at(self.token_counts, sequence.ids, 1)
         self.num_positions += int(sequence.train_mask.sum())
 
     def assign_chunk(self, document: int, chunk: int, num_tokens: int) -> None:
-        """Deal a piece of which only the number of its tokens is known."""
+        """Assign the next chunk to the last shard if it fits, else to a new shard."""
         if self.shards and self.shards[-1].num_tokens + num_tokens <= self.shard_tokens:
             shard = self.shards[-1]
             self.shards[-1] = PlannedShard(
@@ -123,14 +123,14 @@ def make_shard_plan(
     on_document: Callable[[Document, TokenSequence], None] | None = None,
     log_prefix: str = "cache-teacher",
 ) -> ShardPlan:
-    """Read the data once: deal it to shards, and tell what a user should know before the teacher starts.
+    """Read the data once, and return the assignment of its documents to shards; print notes on unusual data.
 
     Args:
-        sharding: how documents become shards.
+        sharding: maximum lengths.
         corpus: the data.
         tokenizer: the teacher's.
-        on_document: is called with every document as it will be cached.
-        log_prefix: tells it: the command; "": nobody, who has told it before.
+        on_document: called with every document in the form that will be cached.
+        log_prefix: prefix of notes, the command; "": no notes, if they are already printed.
 
     Raises:
         XtkError: the data is empty or too long for the teacher.
@@ -170,28 +170,38 @@ def make_shard_plan(
         _report_too_long(sharding, corpus, plan, *longest, log_prefix)
     if empty and log_prefix:
         terminal.note(
-            f"{log_prefix}: {empty:,} of {plan.num_documents:,} documents are empty; nothing of them is trained"
+            f"{log_prefix}: {empty:,} of {plan.num_documents:,} documents are empty and have no trained tokens"
         )
     if warning := lost.warning():
         terminal.note(f"{log_prefix}: {warning}")
     if sum(rewritten):
         terminal.note(f"{log_prefix}: {format_lost_bytes(rewritten)}")
-    if empty == plan.num_documents or not plan.num_chunks:
-        raise XtkError("there is no text in this corpus", where=corpus.name)
+    if empty == plan.num_documents:
+        raise XtkError(
+            "all documents of this data are empty",
+            where=corpus.name,
+            hint="check the file and the column of the text (--columns)",
+        )
+    if not plan.num_chunks:
+        raise XtkError(
+            "all documents of this data are too long, and --long-documents skip leaves out all of them",
+            where=corpus.name,
+            hint="use --long-documents split or truncate",
+        )
     if not plan.num_positions and log_prefix:
         raise XtkError(
-            "nothing of this data is trained: no token of the teacher spells text that is",
+            "this data has no trained tokens in the teacher's tokenization",
             where=f"{corpus.name}; {tokenizer.name}",
-            hint="look whether the chat template writes what the assistant says, and whether masks leave anything",
+            hint="check that the chat template prints the assistant's messages, and that masks or labels select tokens",
         )
     return plan
 
 
 def _report_too_long(
-    dealing: ShardingOptions, corpus: Corpus, plan: ShardPlan, length: int, number: int, who: str
+    dealing: ShardingOptions, corpus: Corpus, plan: ShardPlan, length: int, number: int, log_prefix: str
 ) -> None:
     counted = f"{plan.num_too_long:,} of {plan.num_documents:,} documents are longer than " + (
-        f"the {dealing.max_document_tokens:,} tokens that the teacher reads"
+        f"the {dealing.max_document_tokens:,} tokens of the teacher's context"
         if dealing.max_length is None
         else f"--max-length {dealing.max_document_tokens:,}"
     )
@@ -199,19 +209,19 @@ def _report_too_long(
         raise XtkError(
             counted,
             where=f"{corpus.name}; the longest is document {number} with {length:,} tokens",
-            hint="--long-documents split, truncate or skip",
+            hint="use --long-documents split, truncate or skip",
         )
-    if who:
-        terminal.note(f"{who}: {counted}: --long-documents {dealing.long_documents}")
+    if log_prefix:
+        terminal.note(f"{log_prefix}: {counted}; using --long-documents {dealing.long_documents}")
 
 
 def read_shards(
     sharding: ShardingOptions, corpus: Corpus, tokenizer: Tokenizer, plan: ShardPlan, shard_numbers: set[int]
 ) -> Iterator[tuple[int, list[tuple[Document, TokenSequence]]]]:
-    """Yield the number and the pieces of each shard that is wanted; documents of others are read, not tokenised.
+    """Yield the number and the documents of each requested shard; documents of other shards are not tokenized.
 
     Raises:
-        XtkError: the data is not what it was when the shards were planned.
+        XtkError: the data changed since the shards were planned.
     """
     fingerprint = CorpusFingerprint()
     held: list[Document] = []
@@ -248,21 +258,25 @@ def _chunk_documents(
 
 
 def _data_changed_error(corpus: Corpus) -> XtkError:
-    return XtkError("the data changed while it was read", where=corpus.name, hint="--force, once it stands still")
+    return XtkError(
+        "the data changed while it was read",
+        where=corpus.name,
+        hint="run the command again with --force when the data does not change any more",
+    )
 
 
 def _fit_to_limit(
     dealing: ShardingOptions, tokenizer: Tokenizer, document: Document, tokens: TokenSequence
 ) -> Iterator[tuple[Document, TokenSequence]]:
-    """Yield a document as it is cached: whole, or what `--long-documents` makes of one that is too long."""
+    """Yield a document as it is cached: unchanged, or treated by `--long-documents` if it is too long."""
     limit, long_documents = dealing.max_document_tokens, dealing.long_documents
     if limit is None or len(tokens) <= limit:
         yield document, tokens
     elif document.unsplittable_reason:
         if long_documents == "split":
             raise XtkError(
-                f"a document is longer than the teacher reads, and is not split: {document.unsplittable_reason}",
-                hint="--long-documents truncate or skip",
+                f"a document is too long for the teacher and cannot be split: {document.unsplittable_reason}",
+                hint="use --long-documents truncate or skip",
             )
         if long_documents != "skip":
             yield document, tokens.truncate(limit)
@@ -275,15 +289,15 @@ def _fit_to_limit(
 def _split_document(
     tokenizer: Tokenizer, document: Document, tokens: TokenSequence, limit: int
 ) -> Iterator[tuple[Document, TokenSequence]]:
-    """Cut a long document into pieces, documents of their own, of at most `limit` tokens each.
+    """Split a long document into separate documents of at most `limit` tokens each.
 
-    Cuts fall where a token ends on a character's edge. A piece is tokenised anew, so that what a student reads
-    is what the teacher read.
+    Splits are at ends of tokens that are also ends of characters. Each chunk is tokenized again, so that student and
+    teacher read the same text.
     """
     text = document.text.encode()
     ends = tokens.byte_ends[tokens.text_mask]
     ends = np.unique(ends[[end > 0 and (end == len(text) or text[end] & 0xC0 != 0x80) for end in ends.tolist()]])
-    # An end token, and a little room: a piece may have a token more than it had inside the whole.
+    # Reserve an end token and a small margin: a chunk may have more tokens than the same text in the whole document.
     room = max(1, limit - int(tokens.text_runs[0, 0]) - 2 - limit // 64)
     start = 0
     while start < len(text):
@@ -316,7 +330,7 @@ def _tokenized_documents(
 def _read_documents(
     tokenizer: Tokenizer, documents: list[Document], corpus: Corpus, first: int
 ) -> list[tuple[Document, TokenSequence]]:
-    """Read documents as the teacher does; one that cannot be read is named by its number."""
+    """Tokenize documents in the form that the teacher reads; errors name the number of the document."""
     try:
         return teacher_views(tokenizer, documents)
     except XtkError:

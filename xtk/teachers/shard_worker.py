@@ -1,4 +1,4 @@
-"""One of several processes that write shards of a cache: what runs in it. xtk.teachers.worker_pool starts it."""
+"""Main function of a worker process that writes shards of a cache; xtk.teachers.worker_pool starts it."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from xtk.subprocesses import die_with_parent
 
 
 def main(pipe: Connection) -> None:
-    """Receive who started it, the work and the shards; open the teacher; tell of each shard that is written.
+    """Receive the parent's process id, the job and the shard numbers; send the manifest entry of each written shard.
 
-    The first answer is that the teacher is open, the last one None. A mistake that the user can mend is sent as such.
+    The first message says that the teacher is open; the last one is None. An XtkError is sent to the parent.
     """
     try:
-        # Nothing is lost with it but the shard that it writes, and its parent is not there to wait for more.
+        # Without the parent, only the current shard is lost.
         die_with_parent(pipe.recv(), signal.SIGKILL)
         signal.signal(signal.SIGTERM, _stop)
         terminal.set_quiet(True)
         _write_shards(pipe, pipe.recv())
-    except EOFError:  # the parent has gone
+    except EOFError:  # the parent has ended
         sys.exit(1)
     except Exception as failure:
-        mendable = failure if isinstance(failure, XtkError) else from_os_error(failure)
-        if mendable is None:
+        error = failure if isinstance(failure, XtkError) else from_os_error(failure)
+        if error is None:
             raise
-        pipe.send(mendable)
+        pipe.send(error)
         sys.exit(1)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what libraries do at the end is not to be interrupted by Python
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # do not interrupt cleanup of libraries
 
 
 def _write_shards(pipe: Connection, work: Any) -> None:
@@ -43,8 +43,8 @@ def _write_shards(pipe: Connection, work: Any) -> None:
     tokenizer = Tokenizer(work.request.teacher_folder, name=work.request.teacher_name)
     teacher = open_teacher(work.request, tokenizer)
     pipe.send("open")
-    for told in write_shards(work, teacher, tokenizer, pipe.recv()):
-        pipe.send(told)
+    for number_and_entry in write_shards(work, teacher, tokenizer, pipe.recv()):
+        pipe.send(number_and_entry)
     pipe.send(None)
 
 

@@ -1,6 +1,6 @@
-"""A teacher that is cut over several processes, a device each: tensor parallelism of transformers.
+"""Tensor-parallel teachers: one process per device, with the tensor parallelism of transformers.
 
-The first process is the one that caches; the others follow it: what it reads they read, and nothing else is said.
+The first process writes the cache and broadcasts its inputs; the others run the same forward passes.
 """
 
 from __future__ import annotations
@@ -27,31 +27,35 @@ from xtk.models.causal_lm import BackboneWithHead, load_causal_lm, load_model_co
 from xtk.subprocesses import block_sigint, die_with_parent
 from xtk.teachers.worker_pool import WorkerProcess
 
-EXIT_POLL_SECONDS = 1.0  # that another process has ended
-ERROR_GRACE_SECONDS = 10.0  # of the first process, once another has ended
+EXIT_POLL_SECONDS = 1.0  # wait for the exit of another process after a collective call failed
+ERROR_GRACE_SECONDS = 10.0  # time for the first process to raise its own error after another process has ended
 
 
 class TensorParallelModel:
-    """The model of the first process, and the processes that follow it.
+    """The model shard of the first process, and the other processes of the tensor-parallel group.
 
     Args:
-        count: processes, the first among them.
-        loading: arguments of `load_causal_lm`, `options` among them.
+        num_processes: processes, including this one.
+        load_arguments: arguments of `load_causal_lm`, including `options`.
 
     Raises:
-        XtkError: there are fewer devices, or the model cannot be loaded or cut.
+        XtkError: there are fewer devices, or the model cannot be loaded or partitioned.
     """
 
     def __init__(self, num_processes: int, load_arguments: Mapping[str, Any]) -> None:
         if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
-            raise XtkError(f"tp_size is {num_processes}; this machine has {torch.cuda.device_count()} devices")
+            devices = torch.cuda.device_count()
+            raise XtkError(
+                f"--engine tp_size is {num_processes}; this machine has only {devices} devices",
+                hint=f"use --engine tp_size={devices} or less",
+            )
         _check_divisible(load_arguments["folder"], num_processes, trust_remote_code=load_arguments["trust_remote_code"])
         os.environ |= _process_environment(0, num_processes)
         self._followers: list[WorkerProcess] = []
         with block_sigint():
             for rank in range(1, num_processes):
                 environment = {**os.environ, **_process_environment(rank, num_processes)}
-                name = f"process {rank} of a teacher cut in {num_processes}"
+                name = f"tensor-parallel process {rank} of {num_processes} of the teacher"
                 self._followers.append(WorkerProcess(name, environment, [], __name__))
                 self._followers[-1].send(sys.path)
         for follower in self._followers:
@@ -64,7 +68,7 @@ class TensorParallelModel:
         self.local_model = _load_local_model(num_processes, load_arguments)
 
     def __call__(self, input_ids: Tensor) -> Tensor:
-        """Return hidden states, or logits, as `BackboneWithHead` does.
+        """Return the same hidden states or logits as `BackboneWithHead`.
 
         Args:
             input_ids: [B, T].
@@ -86,13 +90,13 @@ class TensorParallelModel:
 
 
 def main(pipe: Connection) -> None:
-    """Follow: receive who started it and what is loaded, then read what the first process reads, until it ends."""
+    """Run the other processes: receive parent and load arguments, then repeat the first process's forward passes."""
     try:
         die_with_parent(pipe.recv(), signal.SIGKILL)
         count, loading = pipe.recv()
-    except EOFError:  # the first one has gone
+    except EOFError:  # the first process has ended
         sys.exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the first one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the first process
     terminal.set_quiet(True)
     cut = _load_local_model(count, loading)
     device = cut.model.device
@@ -111,14 +115,14 @@ def _check_divisible(folder: Path, count: int, *, trust_remote_code: bool) -> No
         heads = getattr(configuration, name, None)
         if isinstance(heads, int) and heads % count:
             raise XtkError(
-                f"{name} of this teacher is {heads}: they cannot be dealt to tp_size={count}",
+                f"{name} of this teacher is {heads}, which is not divisible by tp_size={count}",
                 where=str(folder),
-                hint="another tp_size; or device_map=auto, which puts whole layers on each device",
+                hint="use another --engine tp_size, or --engine device_map=auto, which places whole layers on devices",
             )
 
 
 def _process_environment(rank: int, count: int) -> dict[str, str]:
-    """Return what torch.distributed wants to know."""
+    """Return the environment variables of torch.distributed."""
     port = os.environ.get("MASTER_PORT") if rank else None
     return {
         "RANK": str(rank),
@@ -146,11 +150,11 @@ def _load_local_model(count: int, loading: Mapping[str, Any]) -> BackboneWithHea
 
 
 def _exit_with_followers(model: weakref.ref[TensorParallelModel], followers: list[WorkerProcess]) -> None:
-    """End this process when another one has ended: what waits for it in a collective call cannot be woken."""
+    """Exit this process after another one has ended: a collective call that waits for it cannot be interrupted."""
     while model() is not None:
         for follower in followers:
             if follower.process.poll() is not None:
-                time.sleep(ERROR_GRACE_SECONDS)  # it may be told already, where both met the same mistake
+                time.sleep(ERROR_GRACE_SECONDS)  # this process may report the same error itself
                 if model() is not None:
                     terminal.error(follower.exit_error())
                     os._exit(1)

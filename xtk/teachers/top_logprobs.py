@@ -1,4 +1,4 @@
-"""Teachers that tell the head of a distribution alone: its likeliest tokens, and the token that stands there."""
+"""Conversion and checks for backends that return only the top-k and the observed tokens of a distribution (vLLM)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from xtk.tokens.teacher_logprobs import StoredLogprobs, Support
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 SUPPORTED_KINDS = frozenset({"top-k", "top-p", "none"})
-# Sums of log-softmax in fp32 are off by 1e-5. More than this is no rounding: these are logits, or another model's ids.
+# Sums of softmax in float32 are off by 1e-5. A larger excess is not rounding: these are logits, or another model's ids.
 MAX_EXCESS_MASS = 1e-3
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The likeliest tokens of P distributions.
+    """The most likely tokens of P distributions.
 
     Attributes:
-        ids: int32 [P, K], likeliest first.
+        ids: int32 [P, K], most likely first.
         logprobs: float32 [P, K].
-        observed_logprobs: float32 [P], of the token that stands there, whether it is among them or not.
+        observed_logprobs: float32 [P], of the observed token, whether it is among `ids` or not.
     """
 
     ids: NDArray[np.int32]
@@ -35,74 +35,74 @@ class TopLogprobs:
 
 
 def check_support_kind(request: BackendConfig) -> None:
-    """Refuse a support for which more than the head of a distribution has to be known.
+    """Refuse a support that needs more than the top tokens of a distribution.
 
     Raises:
-        XtkError: names the backend that can give it.
+        XtkError: names a backend that supports it.
     """
     kind = request.support.kind
     if kind in SUPPORTED_KINDS:
         return
     needs = {
-        "candidates": "the log-probabilities of ids that the data names, which vLLM gives on some GPUs alone",
-        "sample": "the whole distribution, to draw from it",
-        "top-k+sample": "the whole distribution, to draw from it",
-    }.get(kind, "more than the likeliest tokens")
+        "candidates": "the log-probabilities of the candidate ids in the data",
+        "sample": "the whole distribution for sampling",
+        "top-k+sample": "the whole distribution for sampling",
+    }.get(kind, "more than these")
     raise XtkError(
-        f"vLLM tells the likeliest tokens alone, and --support {kind} needs {needs}",
+        f"vLLM returns only the most likely tokens; --support {kind} needs {needs}",
         where=request.name,
-        hint=f"--support top-k or top-p (or none); or --backend transformers, which gives {kind}",
+        hint=f"use --support top-k, top-p or none, or use --backend transformers, which supports {kind}",
     )
 
 
 def check_document_lengths(documents: Sequence[TokenSequence], max_tokens: int | None, name: str) -> None:
-    """Refuse documents that are longer than what runs the teacher was set up for.
+    """Refuse documents that are longer than the context of the engine or server that runs the teacher.
 
     Raises:
-        XtkError: tells how long a document may be.
+        XtkError: states the maximum length.
     """
     longest = max((num_tokens_to_read(document) for document in documents), default=0)
     if max_tokens is not None and longest > max_tokens:
         raise XtkError(
-            f"a document has {longest:,} tokens, and the teacher is run with a context of {max_tokens:,}",
+            f"a document has {longest:,} tokens, but the teacher runs with a context of {max_tokens:,}",
             where=name,
-            hint=f"--max-length {max_tokens} --long-documents split (or truncate, or skip)",
+            hint=f"use --max-length {max_tokens} --long-documents split (or truncate, or skip)",
         )
 
 
 def num_top_ids(support: Support, width: int) -> int:
-    """Return K, how many of the likeliest ids to ask for."""
+    """Return K, the number of top ids to request."""
     return 0 if support.kind == "none" else min(support.top_k, width)
 
 
 def num_tokens_to_read(document: TokenSequence) -> int:
-    """Return how many tokens of a document have to be read: up to the last trained one; 0 if none is trained."""
+    """Return the number of tokens that the teacher has to read, up to the last trained one; 0 if none is trained."""
     positions = trained_positions(document)
     return int(positions[-1]) + 1 if len(positions) else 0
 
 
 def empty_top_logprobs(columns: int) -> TopLogprobs:
-    """Return the heads of no positions."""
+    """Return the top log-probabilities of zero positions."""
     return TopLogprobs(np.zeros((0, columns), np.int32), np.zeros((0, columns), np.float32), np.zeros(0, np.float32))
 
 
 def top_logprobs_to_stored(
     document: TokenSequence, top_logprobs: TopLogprobs, support: Support, vocab_size: int, where: str
 ) -> StoredLogprobs:
-    """Return the scores of a document from what was told at its trained tokens.
+    """Return the stored log-probabilities of a document from the top log-probabilities at its trained tokens.
 
     Args:
-        document: what was read.
-        top_logprobs: one a trained token; more ids than the support keeps are welcome.
-        support: what is kept.
+        document: the scored document.
+        top_logprobs: of each trained token; may contain more ids than the support keeps.
+        support: which entries are kept.
         vocab_size: U, ids are below it.
-        where: who told it, for errors.
+        where: the source, for errors.
 
     Raises:
-        XtkError: something was told that no distribution says.
+        XtkError: the values are not log-probabilities of a distribution.
     """
-    realised = document.ids[trained_positions(document)]
-    _check_top_logprobs(top_logprobs, realised, vocab_size, where)
+    observed_ids = document.ids[trained_positions(document)]
+    _check_top_logprobs(top_logprobs, observed_ids, vocab_size, where)
     probs = np.exp(top_logprobs.logprobs.astype(np.float64))
     ids = top_logprobs.ids
     if support.kind == "none":
@@ -113,28 +113,28 @@ def top_logprobs_to_stored(
         ids=np.ascontiguousarray(ids),
         logprobs=np.ascontiguousarray(top_logprobs.logprobs[:, : ids.shape[1]]),
         observed_logprobs=top_logprobs.observed_logprobs,
-        entropy=entropy_lower_bound(top_logprobs, realised).astype(np.float32),
+        entropy=entropy_lower_bound(top_logprobs, observed_ids).astype(np.float32),
         sampled_ids=np.zeros((len(ids), support.num_sample_sets, support.num_samples), np.int32),
     )
     return arrays_to_stored([document], dense)[0]
 
 
-def entropy_lower_bound(top_logprobs: TopLogprobs, realised: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return [P], the entropy in nats if all tokens of which nothing was told were one: a lower bound of the true one.
+def entropy_lower_bound(top_logprobs: TopLogprobs, observed_ids: NDArray[np.int32]) -> NDArray[np.float64]:
+    """Return float64 [P], the entropy in nats with all unknown tokens as one outcome: a lower bound.
 
-    To tell apart what is in one cell adds entropy and never takes any away.
+    Splitting one outcome into several never decreases the entropy.
     """
-    logprobs, others = _known_and_remainder(top_logprobs, realised)
+    logprobs, others = _known_and_remainder(top_logprobs, observed_ids)
     cells = np.concatenate([logprobs, others[:, None]], 1)
     entropy: NDArray[np.float64] = -(np.exp(cells) * np.where(np.isneginf(cells), 0, cells)).sum(1)
     return entropy
 
 
 def _known_and_remainder(
-    heads: TopLogprobs, realised: NDArray[np.int32]
+    heads: TopLogprobs, observed_ids: NDArray[np.int32]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the log-probabilities [P, K + 1] of the tokens that are known, none twice, and [P] of all others."""
-    among = (heads.ids == realised[:, None]).any(1)
+    """Return the log-probabilities [P, K + 1] of the known tokens, each once, and [P] of all others together."""
+    among = (heads.ids == observed_ids[:, None]).any(1)
     own = np.where(among, -np.inf, heads.observed_logprobs.astype(np.float64))
     known = np.concatenate([heads.logprobs.astype(np.float64), own[:, None]], 1)
     rest = np.maximum(0, 1 - np.exp(known).sum(1))
@@ -142,25 +142,37 @@ def _known_and_remainder(
         return known, np.log(rest)
 
 
-def _check_top_logprobs(heads: TopLogprobs, realised: NDArray[np.int32], width: int, where: str) -> None:
-    if len(heads.observed_logprobs) != len(realised) or len(heads.ids) != len(realised):
-        raise XtkError(f"{len(realised):,} distributions were asked for and {len(heads.ids):,} came", where=where)
+def _check_top_logprobs(heads: TopLogprobs, observed_ids: NDArray[np.int32], width: int, where: str) -> None:
+    if len(heads.observed_logprobs) != len(observed_ids) or len(heads.ids) != len(observed_ids):
+        raise XtkError(
+            f"the teacher returned {len(heads.ids):,} distributions for {len(observed_ids):,} tokens",
+            where=where,
+            hint="this is an error of the backend; use another --backend",
+        )
     if not np.isfinite(heads.observed_logprobs).all() or np.isnan(heads.logprobs).any():
         raise XtkError(
-            "the teacher gives log-probabilities that are no numbers",
+            "the teacher returned log-probabilities that are NaN or infinite",
             where=where,
-            hint="another --dtype: float16 overflows in models trained in bfloat16",
+            hint="use another --dtype: float16 overflows in models trained in bfloat16",
         )
     if heads.ids.size and not (heads.ids.min() >= 0 and heads.ids.max() < width):
-        raise XtkError(f"the teacher names token {heads.ids.max():,}, and has {width:,} vocabulary rows", where=where)
+        raise XtkError(
+            f"the teacher returned the token id {heads.ids.max():,}; its vocabulary has {width:,} ids",
+            where=where,
+            hint="check that the tokenizer and configuration in TEACHER belong to the model that computes",
+        )
     in_order = np.sort(heads.ids, 1)
     if (in_order[:, 1:] == in_order[:, :-1]).any():
-        raise XtkError("the teacher names a token twice in one distribution", where=where)
-    known, _ = _known_and_remainder(heads, realised)
+        raise XtkError(
+            "the teacher returned a token twice in one distribution",
+            where=where,
+            hint="this is an error of the backend; use another --backend",
+        )
+    known, _ = _known_and_remainder(heads, observed_ids)
     most = np.exp(known).sum(1).max(initial=0.0)
     if not most <= 1 + MAX_EXCESS_MASS:
         raise XtkError(
-            f"the probabilities of some tokens add up to {most:.4g}: these are no log-probabilities",
+            f"the returned values are not log-probabilities: probabilities sum to {most:.4g}, more than 1",
             where=where,
-            hint="a server of vLLM gives them with --logprobs-mode raw_logprobs",
+            hint="start vLLM's server with --logprobs-mode raw_logprobs",
         )

@@ -1,4 +1,4 @@
-"""A teacher run by transformers in this process."""
+"""Teacher backend `transformers`: a causal language model in this process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 if TYPE_CHECKING:
     from xtk.teachers.tensor_parallel import TensorParallelModel
 
-# What xtk says itself, and where the user says it.
+# Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {
     "pretrained_model_name_or_path": "TEACHER",
     "dtype": "--dtype",
@@ -42,23 +42,23 @@ RESERVED_OPTIONS = {
     "distributed_config": "--engine tp_size=N",
     "tp_plan": "--engine tp_size=N",
 }
-# Options that say how the model computes, beside those that say where: its numbers are the same but for rounding.
+# Engine options, in addition to those of placement, that change the results only by rounding.
 COMPUTE_OPTIONS = frozenset({"tp_size", "attn_implementation", "experts_implementation", "low_cpu_mem_usage"})
 BLOCK_SIZE = 64
-# A product wants many rows; the passes over its logits want few, that stay in the processor's cache.
+# Matrix products are fast with many rows; passes over the logits with few, which stay in the processor's cache.
 CHUNK_PASSES = 16
 
 
 class TransformersTeacher:
-    """Scores documents with a causal language model, hidden states first, logits chunk by chunk.
+    """Scores documents with a causal language model: hidden states first, then logits in chunks.
 
     Args:
-        request: the model, and what is wanted of it. Of its options `engine` goes to `from_pretrained` as it is, but
-            for `tp_size`, the processes over which the model is cut; `adapter` is a folder of peft's; `cut` is a model
-            that is there already, and stays the caller's.
+        request: model and options. In `backend_options`, `engine` is passed to `from_pretrained`, except `tp_size`, the
+            number of tensor-parallel processes; `adapter` is the folder of a PEFT adapter; `cut` is a loaded model of
+            the caller.
 
     Raises:
-        XtkError: the model cannot be loaded, or an option is none.
+        XtkError: the model cannot be loaded, or an option is invalid.
     """
 
     support_kinds: ClassVar[frozenset[str]] = frozenset(SUPPORTS)
@@ -70,7 +70,7 @@ class TransformersTeacher:
         check_not_reserved(engine, RESERVED_OPTIONS)
         parts = engine.pop("tp_size", 1)
         if not isinstance(parts, int) or parts < 1:
-            raise XtkError(f"--engine tp_size is {parts!r}; it is a number of processes")
+            raise XtkError(f"--engine tp_size is {parts!r}; must be an integer of at least 1")
         loading: dict[str, Any] = {
             "folder": request.folder,
             "dtype": DTYPES[request.dtype],
@@ -84,9 +84,9 @@ class TransformersTeacher:
         elif parts > 1:
             if loading["adapter"]:
                 raise XtkError(
-                    "an adapter is not merged into a teacher that is cut",
+                    "--engine tp_size does not support adapters",
                     where=str(loading["adapter"]),
-                    hint="merge it into its model (peft: merge_and_unload), and save that",
+                    hint="merge the adapter into its base model (PEFT: merge_and_unload), save it and use that",
                 )
             from xtk.teachers.tensor_parallel import TensorParallelModel
 
@@ -102,7 +102,7 @@ class TransformersTeacher:
 
     @classmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
-        """Return the fingerprint of its weights, of an adapter's, and of what changes them."""
+        """Return the fingerprints of the weights and of the adapter, and the engine options that change results."""
         engine, adapter = options.get("engine") or {}, options.get("adapter")
         changed = {
             name: value for name, value in sorted(engine.items()) if name not in PLACEMENT_OPTIONS | COMPUTE_OPTIONS
@@ -114,14 +114,14 @@ class TransformersTeacher:
 
     @property
     def vocab_size(self) -> int:
-        """U, the columns of its logits."""
+        """U, the size of its distributions."""
         return int(self.model.get_input_embeddings().weight.shape[0])
 
     def sleep(self) -> bool:
-        """Leave the device for the memory of the CPU.
+        """Move the model to CPU memory.
 
         Returns:
-            Whether that can be; weights that were placed, cut or quantised stay where they are.
+            Whether this is possible: not for placed, tensor-parallel or quantized models.
         """
         if self._run is not self._cut or self._placed:
             return False
@@ -129,19 +129,18 @@ class TransformersTeacher:
         return True
 
     def wake_up(self) -> None:
-        """Come back to the device."""
+        """Move the model back to the device."""
         self.model.to(self.device)
 
     @torch.inference_mode()
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return what it says at the trained tokens of each document.
+        """Return the log-probabilities at the trained tokens of each document.
 
         Args:
-            documents: at most as many tokens each as the model reads.
-            candidate_ids: for the support of that name, ids [P, G] at the trained tokens of each document; -1 stands
-                for none.
+            documents: at most the context length of the model each.
+            candidate_ids: for `--support candidates`, ids [P, G] at the trained tokens of each document; -1: padding.
         """
         found: list[StoredLogprobs | None] = [None] * len(documents)
         for batch in batches_by_length([len(document) for document in documents], self.batch_tokens):
@@ -159,13 +158,13 @@ class TransformersTeacher:
             ids[row, : len(document)] = torch.from_numpy(document.ids)
         positions = [trained_positions(document) for document in documents]
         places = np.concatenate([row * longest + at - 1 for row, at in enumerate(positions)])
-        realised = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
+        observed_ids = np.concatenate([document.ids[at] for document, at in zip(documents, positions, strict=True)])
         states = self._run(ids.to(self.device)).flatten(0, 1)
-        drawn_at = np.concatenate([sampling_uniforms(document, self.support) for document in documents])
+        uniforms = np.concatenate([sampling_uniforms(document, self.support) for document in documents])
         wanted = _PositionInputs(
-            torch.from_numpy(realised.astype(np.int64)).to(states.device),
+            torch.from_numpy(observed_ids.astype(np.int64)).to(states.device),
             None if given is None else torch.from_numpy(_padded_candidates(given).astype(np.int64)).to(states.device),
-            torch.from_numpy(drawn_at).to(states.device),
+            torch.from_numpy(uniforms).to(states.device),
         )
         rows = states[torch.from_numpy(places).to(states.device)]
         parts = list(_arrays_of_states(rows, wanted, self._cut.head, self.support))
@@ -173,10 +172,10 @@ class TransformersTeacher:
 
 
 class _PositionInputs:
-    """What is asked at each of N rows: the token that stands there, ids that were given, numbers to draw by."""
+    """Inputs at each of N positions: the observed token, candidate ids, and uniform numbers for sampling."""
 
-    def __init__(self, realised: Tensor, given: Tensor | None, uniforms: Tensor) -> None:
-        self.observed_ids, self.candidate_ids, self.uniforms = realised, given, uniforms
+    def __init__(self, observed_ids: Tensor, given: Tensor | None, uniforms: Tensor) -> None:
+        self.observed_ids, self.candidate_ids, self.uniforms = observed_ids, given, uniforms
 
     def __getitem__(self, rows: slice) -> _PositionInputs:
         return _PositionInputs(
@@ -187,7 +186,7 @@ class _PositionInputs:
 
 
 def _padded_candidates(given: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    """Put ids [P, G] of several documents one after the other, as wide as the widest."""
+    """Return the concatenated candidate ids [P, G] of several documents, padded to the largest G."""
     wide = max((ids.shape[1] for ids in given), default=0)
     return np.concatenate(
         [np.zeros((0, wide), np.int32)]
@@ -196,7 +195,7 @@ def _padded_candidates(given: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def _empty_arrays(support: Support) -> LogprobArrays:
-    """Return no positions at all: what a document without trained tokens has."""
+    """Return the arrays of zero positions, for documents without trained tokens."""
     none = np.zeros(0, np.float32)
     return LogprobArrays(
         ids=np.zeros((0, 0), np.int32),
@@ -208,9 +207,9 @@ def _empty_arrays(support: Support) -> LogprobArrays:
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Group documents of similar length, so that `tokens` padded tokens are not exceeded; longest first.
+    """Yield batches of documents of similar length with at most `tokens` padded tokens; longest first.
 
-    A single document larger than that is a batch of its own.
+    A single longer document is a separate batch.
     """
     order = sorted(range(len(lengths)), key=lambda number: (-lengths[number], number))
     start = 0
@@ -223,7 +222,7 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> Iterator[list[int]
 def _arrays_of_states(
     states: Tensor, wanted: _PositionInputs, head: OutputHead, support: Support
 ) -> Iterator[LogprobArrays]:
-    """Yield what is said at some rows at a time."""
+    """Yield the log-probabilities of some rows at a time."""
     width = head.num_logits(states)
     chunk = chunk_rows(width)
     logits_of = ChunkedLogits(head, states, chunk)
@@ -240,9 +239,9 @@ def _arrays_of_states(
 def _arrays_of_logits(
     logits: Tensor, wanted: _PositionInputs, support: Support, work: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Return the arrays of `LogprobArrays` for a few rows; the logits are written over."""
+    """Return the arrays of `LogprobArrays` for a few rows; the logits are overwritten."""
     values, ids = blockwise_top_k(logits, min(max(1, support.top_k), logits.shape[1]))
-    realised = logits.gather(1, wanted.observed_ids[:, None])
+    observed = logits.gather(1, wanted.observed_ids[:, None])
     if wanted.candidate_ids is not None:
         ids = wanted.candidate_ids
         values, highest = logits.gather(1, ids.clamp_min(0)), values[:, :1]
@@ -250,48 +249,48 @@ def _arrays_of_logits(
         highest = values[:, :1].clone()
     shifted = logits.sub_(highest)
     exponentials = torch.exp(shifted, out=work[: len(logits)])
-    normaliser = exponentials.sum(1, keepdim=True)
-    log_normaliser = normaliser.log()
-    mean = torch.einsum("nv,nv->n", exponentials, shifted) / normaliser[:, 0]
-    if not mean.isfinite().all():  # tokens that the model rules out with a logit of -inf
-        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normaliser[:, 0]
-    logprobs = values - highest - log_normaliser
+    normalizer = exponentials.sum(1, keepdim=True)
+    log_normalizer = normalizer.log()
+    mean = torch.einsum("nv,nv->n", exponentials, shifted) / normalizer[:, 0]
+    if not mean.isfinite().all():  # tokens with a logit of -inf
+        mean = torch.einsum("nv,nv->n", exponentials, shifted.clamp_min_(-1e4)) / normalizer[:, 0]
+    logprobs = values - highest - log_normalizer
     if support.kind == "top-p":
         probs = logprobs.exp()
         ids = ids.masked_fill(probs.cumsum(1) - probs >= support.top_p, -1)
     elif support.kind in ("sample", "none"):
         ids, logprobs = ids[:, :0], logprobs[:, :0]
-    drawn = ids.new_zeros((len(ids), support.num_sample_sets, support.num_samples))
-    rest = None
+    sampled = ids.new_zeros((len(ids), support.num_sample_sets, support.num_samples))
+    remainder = None
     if support.num_sample_sets:
         exact = torch.cat([torch.where(ids < 0, wanted.observed_ids[:, None], ids), wanted.observed_ids[:, None]], 1)
         exponentials.scatter_(1, exact, 0.0)
-        drawn, rest = systematic_sample(exponentials, wanted.uniforms, support.num_samples)
-        rest = (rest / normaliser[:, 0]).float()
+        sampled, remainder = systematic_sample(exponentials, wanted.uniforms, support.num_samples)
+        remainder = (remainder / normalizer[:, 0]).float()
     return (
         ids.int(),
         logprobs,
-        (realised - highest - log_normaliser)[:, 0],
-        log_normaliser[:, 0] - mean,
-        drawn.int(),
-        rest,
+        (observed - highest - log_normalizer)[:, 0],
+        log_normalizer[:, 0] - mean,
+        sampled.int(),
+        remainder,
     )
 
 
 def systematic_sample(weights: Tensor, uniforms: Tensor, num_samples: int) -> tuple[Tensor, Tensor]:
-    """Draw ids in proportion to weights, by systematic sampling.
+    """Return ids sampled in proportion to weights, by systematic sampling.
 
-    The n draws of a set stand at even distances on the cumulated weights, from a random start: an id of share p is
-    drawn n p times in the mean, and never a whole time more or less. The mean of an estimate from them is
-    the distribution itself, as from independent draws, with less noise.
+    The n samples of a set are evenly spaced on the cumulative weights, from a random start: an id of probability p is
+    sampled n p times on average, rounded up or down. Estimates are unbiased, as with independent samples, with less
+    variance.
 
     Args:
-        weights: [N, U], 0 for what is not to be drawn.
+        weights: [N, U], 0 for ids that must not be sampled.
         uniforms: float64 [N, R], in [0, 1), the start of each set.
         num_samples: n.
 
     Returns:
-        Ids int64 [N, R, n], -1 where all weights are 0; and the weights' sums float64 [N].
+        Ids int64 [N, R, n], -1 where all weights are 0; and the sums of the weights, float64 [N].
     """
     rows, width = weights.shape
     blocks = width // BLOCK_SIZE
@@ -300,14 +299,14 @@ def systematic_sample(weights: Tensor, uniforms: Tensor, num_samples: int) -> tu
     ends = sums.cumsum(1)
     total = ends[:, -1]
     steps = torch.arange(num_samples, dtype=torch.float64, device=weights.device)
-    # A start of 1 - 2^-53 may round up to the end of all weights, where nothing stands.
+    # A start of 1 - 2^-53 may round up to the total weight, after the last id.
     places = ((steps + uniforms[:, :, None]) / num_samples).clamp_max(1 - 1e-12).flatten(1) * total[:, None]
     block = torch.searchsorted(ends, places, right=True).clamp_max(blocks)
     inside = block[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=weights.device)
     held = weights.gather(1, inside.clamp_max(width - 1).flatten(1)).view(inside.shape).double()
     cumulated = held.masked_fill(inside >= width, 0).cumsum(2)
     before = ends.gather(1, block) - sums.gather(1, block)
-    # A block's sum is rounded to fp32: what stands past its last weight belongs to that weight.
+    # Block sums are rounded to float32: a position after the last weight of a block belongs to that weight.
     left = torch.minimum(places - before, cumulated[:, :, -1] * (1 - 1e-12))
     ids = block * BLOCK_SIZE + (cumulated <= left[:, :, None]).sum(2)
     ids = ids.masked_fill(total[:, None] <= 0, -1)
@@ -315,10 +314,10 @@ def systematic_sample(weights: Tensor, uniforms: Tensor, num_samples: int) -> tu
 
 
 def blockwise_top_k(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` largest values [n, K] of each row and their ids, largest first, exactly.
+    """Return the exact `top_k` largest values [n, K] of each row and their ids, largest first.
 
-    The K largest numbers of a row lie in the K blocks of largest maximum, so one pass finds the
-    blocks and only their contents are sorted: five times faster than a top-k over 151,936 columns.
+    The K largest values of a row are in the K blocks with the largest maximum, so that one pass finds the blocks and
+    only their contents are sorted: five times faster than a top-k over 151,936 columns.
     """
     rows, width = logits.shape
     blocks = width // BLOCK_SIZE
@@ -329,8 +328,8 @@ def blockwise_top_k(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     best = body.amax(2).topk(top_k, dim=1, sorted=False).indices
     candidates = body.gather(1, best[:, :, None].expand(-1, -1, BLOCK_SIZE)).flatten(1)
     ids = (best[:, :, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=logits.device)).flatten(1)
-    rest = torch.arange(blocks * BLOCK_SIZE, width, device=logits.device)
+    remainder = torch.arange(blocks * BLOCK_SIZE, width, device=logits.device)
     candidates = torch.cat([candidates, logits[:, blocks * BLOCK_SIZE :]], 1)
-    ids = torch.cat([ids, rest.expand(rows, -1)], 1)
+    ids = torch.cat([ids, remainder.expand(rows, -1)], 1)
     values, chosen = candidates.topk(top_k, dim=1)
     return values, ids.gather(1, chosen)

@@ -1,4 +1,4 @@
-"""A teacher run by vLLM in this process, or in workers that it starts."""
+"""Teacher backend `vllm`: vLLM in this process, or in workers that it starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from xtk.teachers.top_logprobs import (
 from xtk.tokens.teacher_logprobs import StoredLogprobs
 from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
-# What xtk says itself, and where the user says it.
+# Engine options that xtk sets, and the options of the command line for them.
 RESERVED_OPTIONS = {
     "model": "TEACHER",
     "tokenizer": "TEACHER",
@@ -39,27 +39,27 @@ RESERVED_OPTIONS = {
     "skip_tokenizer_init": None,
     "seed": None,
 }
-# Engine options that change what a model says; the others say how, and where, and may change between two runs.
+# Engine options that change the log-probabilities; all others may differ between two runs of one cache.
 MODEL_CHANGING_OPTIONS = frozenset(
     {"quantization", "quantization_config", "hf_overrides", "kv_cache_dtype", "load_format", "model_impl", "revision"}
 )
-# vLLM makes the log-probabilities of a prompt's part at once, U columns in the model's type and in fp32, beside what
-# its profile of the memory knows of.
+# vLLM computes the log-probabilities of a chunk of a prompt at once, U columns in the model's dtype and in float32, in
+# addition to the memory that its profiling accounts for.
 TRANSIENT_BYTES = 2 << 30
 BYTES_PER_LOGIT = 8
-MAX_PROMPTS = 128  # at once, at most; vLLM plans its memory for as many
-MAX_ENTRIES_PER_CALL = 4 << 20  # in one call: vLLM holds a hundred bytes for each until the call returns
+MAX_PROMPTS = 128  # maximum concurrent prompts; vLLM reserves memory for them
+MAX_ENTRIES_PER_CALL = 4 << 20  # vLLM keeps about 100 bytes for each entry until the call returns
 
 
 class VllmTeacher:
-    """Scores documents with vLLM: the log-probabilities of the tokens of a prompt.
+    """Scores documents with vLLM, by the log-probabilities of prompt tokens.
 
     Args:
-        request: the model, and what is wanted of it. Of its options `engine` goes to `vllm.LLM` as it is, and
-            `longest` is the length of the longest document, so that vLLM reserves no memory for longer ones.
+        request: model and options. In `backend_options`, `engine` is passed to `vllm.LLM`, and `longest` is the length
+            of the longest document, so that vLLM reserves no memory for longer ones.
 
     Raises:
-        XtkError: vLLM is not installed, or cannot run this model, or cannot give this support.
+        XtkError: vLLM is not installed, cannot run this model, or does not support the requested support.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
@@ -75,32 +75,32 @@ class VllmTeacher:
 
     @classmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
-        """Return the fingerprint of its weights, and of what the engine is told to make of them."""
+        """Return the fingerprint of the weights, and the engine options that change the log-probabilities."""
         engine = options.get("engine") or {}
         changed = {name: engine[name] for name in sorted(engine) if name in MODEL_CHANGING_OPTIONS}
         return weights_fingerprint(folder) + (f" {json.dumps(changed, sort_keys=True)}" if changed else "")
 
     @property
     def vocab_size(self) -> int:
-        """U, the columns of its distributions."""
+        """U, the size of its distributions."""
         return self._engine.vocab_size
 
     @property
     def max_document_tokens(self) -> int:
-        """Tokens of a document at most."""
+        """Maximum tokens of a document."""
         return self._engine.max_model_len
 
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return what it says at the trained tokens of each document.
+        """Return the log-probabilities at the trained tokens of each document.
 
         Args:
-            documents: at most `limit` tokens each.
-            candidate_ids: never; vLLM does not give it.
+            documents: at most `max_document_tokens` tokens each.
+            candidate_ids: not supported, always None.
 
         Raises:
-            XtkError: the engine fails, or gives a number that is none.
+            XtkError: the engine fails, or returns values that are not log-probabilities.
         """
         check_document_lengths(documents, self.max_document_tokens, self._name)
         heads = [empty_top_logprobs(self._top_k)] * len(documents)
@@ -114,12 +114,12 @@ class VllmTeacher:
         ]
 
     def close(self) -> None:
-        """Stop the engine and give its memory back; nothing can be scored any more."""
+        """Stop the engine and release its memory; `score` cannot be called any more."""
         self._engine.close()
 
     def _top_logprobs(self, documents: Sequence[TokenSequence]) -> Iterator[TopLogprobs]:
         ids = [document.ids[: num_tokens_to_read(document)].tolist() for document in documents]
-        # A prompt leaves room for a token that is generated. As long as the context, a document's last one is that.
+        # The context must also hold one generated token: if a document fills it, its last token is generated.
         whole = [len(tokens) < self.max_document_tokens for tokens in ids]
         outputs = self._engine.generate(
             [{"prompt_token_ids": tokens if fits else tokens[:-1]} for tokens, fits in zip(ids, whole, strict=True)],
@@ -127,11 +127,11 @@ class VllmTeacher:
             "score these documents",
         )
         for document, output, fits in zip(documents, outputs, whole, strict=True):
-            told = [output.prompt_logprobs] if fits else [output.prompt_logprobs, output.outputs[0].logprobs]
-            yield self._parse_output(document, told)
+            parts = [output.prompt_logprobs] if fits else [output.prompt_logprobs, output.outputs[0].logprobs]
+            yield self._parse_output(document, parts)
 
     def _sampling_parameters(self, forced: int | None) -> Any:
-        """Return vLLM's parameters for a prompt, after which `forced` is to be generated."""
+        """Return vLLM's parameters for a prompt; a token `forced` is generated after it."""
         last = {} if forced is None else {"logprobs": self._top_k, "allowed_token_ids": [forced]}
         return import_vllm().SamplingParams(
             max_tokens=1,
@@ -142,18 +142,26 @@ class VllmTeacher:
             **last,
         )
 
-    def _parse_output(self, document: TokenSequence, told: list[Any]) -> TopLogprobs:
-        """Read vLLM's lists: at each position but the first the token that stands there, and the likeliest ones."""
+    def _parse_output(self, document: TokenSequence, parts: list[Any]) -> TopLogprobs:
+        """Return the top log-probabilities from vLLM's lists: the observed token, then the most likely ones."""
         columns = self._top_k + 1
-        ids = np.concatenate([np.array(part.token_ids, np.int32) for part in told])
-        logprobs = np.concatenate([np.array(part.logprobs, np.float32) for part in told])
+        ids = np.concatenate([np.array(part.token_ids, np.int32) for part in parts])
+        logprobs = np.concatenate([np.array(part.logprobs, np.float32) for part in parts])
         rows = num_tokens_to_read(document) - 1
         at = np.flatnonzero(document.train_mask) - 1
         if ids.shape != (rows * columns,) or logprobs.shape != ids.shape:
-            raise XtkError(f"vLLM gives {len(ids):,} log-probabilities for {rows:,} x {columns:,}", where=self._name)
+            raise XtkError(
+                f"vLLM returned {len(ids):,} log-probabilities; must be {rows:,} positions x {columns:,} entries",
+                where=self._name,
+                hint="use --backend transformers",
+            )
         ids, logprobs = ids.reshape(rows, columns)[at], logprobs.reshape(rows, columns)[at]
         if not np.array_equal(ids[:, 0], document.ids[at + 1]):
-            raise XtkError("vLLM gives the log-probabilities of other tokens than it was given", where=self._name)
+            raise XtkError(
+                "vLLM returned log-probabilities of other tokens than those of the document",
+                where=self._name,
+                hint="use --backend transformers",
+            )
         return TopLogprobs(ids[:, 1:], logprobs[:, 1:], logprobs[:, 0])
 
 
@@ -163,7 +171,7 @@ def _engine_arguments(request: BackendConfig, top_k: int) -> dict[str, Any]:
     tokens = max(1, min(request.batch_tokens, TRANSIENT_BYTES // (request.tokenizer.embedding_rows * BYTES_PER_LOGIT)))
     return {
         "model": str(request.folder),
-        "skip_tokenizer_init": True,  # it is given ids and asked for ids
+        "skip_tokenizer_init": True,  # inputs and outputs are token ids
         "dtype": request.dtype,
         "trust_remote_code": request.trust_remote_code,
         "seed": 0,
@@ -171,7 +179,7 @@ def _engine_arguments(request: BackendConfig, top_k: int) -> dict[str, Any]:
         "logprobs_mode": "raw_logprobs",
         "max_num_batched_tokens": tokens,
         "max_num_seqs": min(MAX_PROMPTS, tokens),
-        # Documents are read once.
+        # Each document is scored once.
         "enable_prefix_caching": False,
         **_model_length(request),
         **engine,
@@ -179,7 +187,7 @@ def _engine_arguments(request: BackendConfig, top_k: int) -> dict[str, Any]:
 
 
 def _model_length(request: BackendConfig) -> dict[str, int]:
-    """Return how long a prompt may be, that vLLM keeps no memory for longer ones: a token more, where one is left."""
+    """Return the maximum length, so that vLLM reserves no memory for longer prompts; with one generated token."""
     from xtk.models.causal_lm import load_model_config, max_context_length
 
     longest = request.backend_options.get("longest")
@@ -190,7 +198,7 @@ def _model_length(request: BackendConfig) -> dict[str, int]:
 
 
 def _batch_documents(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Group documents in order, as many as fit `tokens`, at least one; those of which nothing is read are left out."""
+    """Yield groups of consecutive documents of at most `tokens` tokens, at least one each; empty ones are skipped."""
     batch: list[int] = []
     held = 0
     for number, length in enumerate(lengths):

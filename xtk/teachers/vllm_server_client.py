@@ -1,7 +1,7 @@
-"""A teacher behind HTTP servers that speak the completions API as vLLM does: `prompt_logprobs` of token ids.
+"""Teacher backend `server`: vLLM servers with the completions API and `prompt_logprobs`.
 
-Other servers that call themselves OpenAI-compatible (SGLang, TGI, llama.cpp) tell nothing of a prompt there, and are
-refused at the first answer.
+Other OpenAI-compatible servers (SGLang, TGI, llama.cpp) do not return `prompt_logprobs` and are refused at the first
+response.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 DEFAULT_CONCURRENCY = 32
 MAX_BYTES_IN_FLIGHT = 1 << 29
-CLAMPED_LOGPROB = -9999.0  # what vLLM writes for minus infinity, which JSON has not
-SAME_MODEL_TOLERANCE = 0.1  # nats on average: bf16 on other GPUs or in other batches is off by a fifth of it
+CLAMPED_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have
+SAME_MODEL_TOLERANCE = 0.1  # mean difference in nats: five times that of bfloat16 on other GPUs or in other batches
 
 
 class ServerTeacher:
-    """Scores documents through servers of vLLM, many requests at a time.
+    """Scores documents with vLLM servers, with many concurrent requests.
 
     Args:
-        request: its folder needs the tokenizer and, for `width`, the configuration. Of its options `servers` are
-            addresses (`http://host:8000/v1`, with `#model` behind it where a server has several), `concurrency` is how
-            many requests are in flight on all of them together, `patience` how long they are waited for.
+        request: model and options; its folder needs only tokenizer and configuration. In `backend_options`, `servers`
+            are addresses (`http://host:8000/v1`, followed by `#model` if a server has several), `concurrency` is the
+            number of requests in flight on all servers together, and `patience` is the `RetryPolicy`.
 
     Attributes:
-        model: what the servers call it.
+        model: name of the model on the servers.
 
     Raises:
-        XtkError: a server does not answer, does not speak this API, or has another model or tokenizer.
+        XtkError: a server does not respond, does not support this API, or has another model or tokenizer.
     """
 
     support_kinds: ClassVar[frozenset[str]] = SUPPORTED_KINDS
@@ -85,7 +85,9 @@ class ServerTeacher:
         check_support_kind(request)
         servers = [Endpoint.parse(text) for text in request.backend_options.get("servers") or ()]
         if not servers:
-            raise XtkError("--backend server needs the address of a server", hint="--server http://localhost:8000/v1")
+            raise XtkError(
+                "--backend server needs --server", hint="add, for example, --server http://localhost:8000/v1"
+            )
         self._name, self._support, self._tokenizer = request.name, request.support, request.tokenizer
         self._top_k = num_top_ids(request.support, self.vocab_size)
         self._endpoints = EndpointPool(
@@ -99,9 +101,9 @@ class ServerTeacher:
 
     @classmethod
     def weights_identity(cls, folder: Path, options: dict[str, Any]) -> str:
-        """Return what can be known without the weights, and without asking: the configuration, the names behind `#`.
+        """Return the fingerprint of the configuration, and the model names after `#` in the addresses.
 
-        A finished cache is recognised while its server is off.
+        The servers are not contacted, so that a finished cache is recognized while they are off.
         """
         named = sorted({Endpoint.parse(text).requested_model for text in options.get("servers") or ()} - {""})
         content = read_model_config(folder)
@@ -111,25 +113,25 @@ class ServerTeacher:
 
     @property
     def vocab_size(self) -> int:
-        """U, the columns of its distributions."""
+        """U, the size of its distributions."""
         return self._tokenizer.embedding_rows
 
     @property
     def max_document_tokens(self) -> int | None:
-        """Tokens of a document at most: the shortest context of the servers; None if they do not say."""
+        """Maximum tokens of a document: the shortest context of the servers; None if they do not report it."""
         return self._limit
 
     def score(
         self, documents: Sequence[TokenSequence], candidate_ids: Sequence[NDArray[np.int32]] | None = None
     ) -> list[StoredLogprobs]:
-        """Return what it says at the trained tokens of each document.
+        """Return the log-probabilities at the trained tokens of each document.
 
         Args:
-            documents: at most `limit` tokens each.
-            candidate_ids: never; servers do not give it.
+            documents: at most `max_document_tokens` tokens each.
+            candidate_ids: not supported, always None.
 
         Raises:
-            XtkError: no server answers, or one answers with something that no distribution says.
+            XtkError: no server responds, or the responses are not log-probabilities.
         """
         check_document_lengths(documents, self._limit, f"{self._name}, on {self._endpoints.endpoints[0]}")
         return run_coroutine(self._score_all(documents))
@@ -147,12 +149,12 @@ class ServerTeacher:
         length = num_tokens_to_read(document)
         if not length:
             return self._to_stored_logprobs(document, empty_top_logprobs(self._top_k))
-        question = _request_body(document.ids[:length].tolist(), self._top_k, self._limit)
+        body = _request_body(document.ids[:length].tolist(), self._top_k, self._limit)
         try:
             return await self._endpoints.request(
                 COMPLETIONS_PATH,
-                lambda endpoint: {"model": endpoint.model, **question},
-                lambda answer: self._to_stored_logprobs(document, _parse_response(answer, document, self._top_k)),
+                lambda endpoint: {"model": endpoint.model, **body},
+                lambda response: self._to_stored_logprobs(document, _parse_response(response, document, self._top_k)),
                 what=self._describe_document(document),
                 weight=length * (self._top_k + 1) * BYTES_PER_ENTRY,
                 max_bytes=max_response_bytes(length * (self._top_k + 1)),
@@ -167,12 +169,12 @@ class ServerTeacher:
             raise RetryableError(wrong.what + (f" ({wrong.hint})" if wrong.hint else "")) from None
 
     def _describe_document(self, document: TokenSequence) -> str:
-        spelled = b"".join(self._tokenizer.vocabulary.bytes_of(token) for token in document.ids[:40].tolist())
-        return f"a document of {len(document):,} tokens that begins {spelled.decode(errors='replace')[:60]!r}"
+        text = b"".join(self._tokenizer.vocabulary.bytes_of(token) for token in document.ids[:40].tolist())
+        return f"a document of {len(document):,} tokens that begins {text.decode(errors='replace')[:60]!r}"
 
     async def _check_servers(self) -> int | None:
-        """Ask each server for its model, and whether its tokens are ours; return the shortest context."""
-        limits, told = [], []
+        """Check the model and the tokenizer of each server, and return the shortest context."""
+        limits, logprobs = [], []
         async with self._endpoints.connected():
             for endpoint in self._endpoints.endpoints:
                 try:
@@ -182,42 +184,42 @@ class ServerTeacher:
                     model = select_model(models, endpoint, self._name)
                     endpoint.model = model["id"]
                     limits.append(model.get("max_model_len"))
-                    told.append(await self._probe_logprobs(tokenizer_probe(self._tokenizer, limits[-1]), endpoint))
+                    logprobs.append(await self._probe_logprobs(tokenizer_probe(self._tokenizer, limits[-1]), endpoint))
                 except PermanentError as wrong:
                     raise _refusal_error(wrong, str(endpoint), self._top_k) from None
-        _check_same_model(self._endpoints.endpoints, told)
+        _check_same_model(self._endpoints.endpoints, logprobs)
         known = [limit for limit in limits if limit is not None]
         return min(known) if known else None
 
     async def _probe_logprobs(self, probe: str, endpoint: Endpoint) -> NDArray[np.float64] | None:
-        """Return the log-probabilities of a text's tokens if they are our tokens, None if it cuts the text elsewhere.
+        """Return a server's log-probabilities of the tokens of a text; None if it tokenizes the text differently.
 
-        K of them are asked for here already, so that a server that gives fewer says so before the work begins.
+        Requests the top K already here, so that a server with a smaller maximum refuses before the work begins.
 
         Raises:
-            Mismatch: they are other tokens.
+            MismatchError: the server has another tokenizer.
         """
         (ours,) = self._tokenizer.encode([probe])
         ids = ours.ids.tolist()
-        question = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
+        body = {"model": endpoint.model, "prompt": probe, "add_special_tokens": False, "return_token_ids": True}
         choice = await self._endpoints.request_one(
             endpoint,
             COMPLETIONS_PATH,
-            {**question, **_sampling_parameters(self._top_k)},
+            {**body, **_sampling_parameters(self._top_k)},
             _response_choice,
             max_attempts=STARTUP_ATTEMPTS,
             max_bytes=max_response_bytes(MAX_TOKEN_RATIO * len(ids) * (self._top_k + 1), MAX_TOKEN_RATIO * len(ids)),
         )
-        theirs, told = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
+        theirs, entries = choice.get("prompt_token_ids"), choice["prompt_logprobs"]
         if not isinstance(theirs, list):
             terminal.note(
-                f"cache-teacher: {endpoint} does not tell token ids: whether its tokenizer is ours is unknown"
+                f"cache-teacher: {endpoint} does not return token ids, so that its tokenizer cannot be checked"
             )
             return None
         if theirs != ids:
             check_same_tokenizer(ids, theirs, self._tokenizer, endpoint, "cache-teacher")
             return None
-        return np.array([_entry_logprob(entry, token) for entry, token in zip(told[1:], ids[1:], strict=False)])
+        return np.array([_entry_logprob(entry, token) for entry, token in zip(entries[1:], ids[1:], strict=False)])
 
 
 def _sampling_parameters(top_k: int) -> dict[str, Any]:
@@ -225,9 +227,9 @@ def _sampling_parameters(top_k: int) -> dict[str, Any]:
 
 
 def _request_body(ids: list[int], top_k: int, limit: int | None) -> dict[str, Any]:
-    """Return what a server is asked about a document.
+    """Return the body of the request for a document.
 
-    A prompt leaves room for a token that is generated. As long as the context, a document's last one is that.
+    The context must also hold one generated token: if a document fills it, its last token is generated.
     """
     if limit is None or len(ids) < limit:
         return {"prompt": ids, **_sampling_parameters(top_k)}
@@ -241,37 +243,37 @@ def _request_body(ids: list[int], top_k: int, limit: int | None) -> dict[str, An
 
 
 def _response_choice(answer: Any) -> dict[str, Any]:
-    """Return what is said of the prompt."""
+    """Return the only choice of a response, with its `prompt_logprobs`."""
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise RetryableError("an answer without the one choice that was asked for")
+        raise RetryableError("a response that does not have exactly one choice")
     if not isinstance(choices[0].get("prompt_logprobs"), list):
-        raise RetryableError("an answer without prompt_logprobs: only servers of vLLM tell them")
+        raise RetryableError("a response without prompt_logprobs, which only vLLM servers return")
     return choices[0]
 
 
 def _parse_response(answer: Any, document: TokenSequence, top_k: int) -> TopLogprobs:
-    """Read the answer about a document.
+    """Return the top log-probabilities at the trained tokens of a document.
 
     Raises:
-        BadAnswer: it is about fewer or other tokens, or holds something that is no number.
+        RetryableError: the response has fewer or other tokens, or values that are not numbers.
     """
     choice = _response_choice(answer)
-    told = choice["prompt_logprobs"]
+    returned = choice["prompt_logprobs"]
     length = num_tokens_to_read(document)
-    if len(told) == length - 1:
-        told = [*told, _last_token_logprobs(choice, top_k)]
-    if len(told) != length:
-        raise RetryableError(f"an answer about {len(told):,} tokens of {length:,}")
+    if len(returned) == length - 1:
+        returned = [*returned, _last_token_logprobs(choice, top_k)]
+    if len(returned) != length:
+        raise RetryableError(f"a response with {len(returned):,} tokens instead of {length:,}")
     at = np.flatnonzero(document.train_mask)
-    entries = [told[position] for position in at.tolist()]
+    entries = [returned[position] for position in at.tolist()]
     if not all(isinstance(entry, dict) and len(entry) in (top_k, top_k + 1) and entry for entry in entries):
-        raise RetryableError(f"an answer with other than {top_k:,} log-probabilities at a token")
+        raise RetryableError(f"a response without the {top_k:,} log-probabilities of each token")
     ids = parse_token_ids([token for entry in entries for token in entry])
     try:
         values = [value["logprob"] for entry in entries for value in entry.values()]
     except (TypeError, KeyError):
-        raise RetryableError("an answer with a token that has no log-probability") from None
+        raise RetryableError("a response with a token that has no log-probability") from None
     logprobs = checked_logprobs(values)
     lengths = np.array([len(entry) for entry in entries])
     return _separate_observed(ids, logprobs, lengths, document.ids[at], top_k)
@@ -281,16 +283,16 @@ def _separate_observed(
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
     lengths: NDArray[np.int64],
-    realised: NDArray[np.int32],
+    observed_ids: NDArray[np.int32],
     top_k: int,
 ) -> TopLogprobs:
-    """Part the likeliest K ids of each position from the token that stands there, which may be one of them.
+    """Return the top K ids of each position and the observed token, which may be one of them.
 
     Args:
-        ids: of all positions, one after the other.
-        logprobs: theirs.
-        lengths: [P], K, or K + 1 where the token that stands there is none of the likeliest.
-        realised: [P], the token that stands there.
+        ids: of all positions, concatenated.
+        logprobs: of these ids.
+        lengths: [P], K, or K + 1 if the observed token is not among the top K.
+        observed_ids: [P], the observed tokens.
         top_k: K.
     """
     filled = np.arange(top_k + 1) < lengths[:, None]
@@ -298,20 +300,20 @@ def _separate_observed(
     values = np.full(filled.shape, -np.inf, np.float32)
     table[filled] = ids
     values[filled] = np.where(logprobs <= CLAMPED_LOGPROB, -np.inf, logprobs)
-    own = table == realised[:, None]
+    own = table == observed_ids[:, None]
     if not (own.sum(1) == 1).all():
-        raise RetryableError("an answer about other tokens than those that were sent")
-    # One that is no part of the likeliest is behind them, whatever ties there are.
-    behind = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
-    order = np.lexsort((-values, behind), axis=1)[:, :top_k]
+        raise RetryableError("a response with other tokens than those of the request")
+    # An observed token outside of the top K is sorted after them, even with equal log-probabilities.
+    last = (~filled | (own & (lengths == top_k + 1)[:, None])).astype(np.int8)
+    order = np.lexsort((-values, last), axis=1)[:, :top_k]
     return TopLogprobs(np.take_along_axis(table, order, 1), np.take_along_axis(values, order, 1), values[own])
 
 
 def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[str, float]]:
-    """Return what is said of the token that was generated, in the form in which a prompt's are told.
+    """Return the log-probabilities of the generated token, in the form of `prompt_logprobs`.
 
     Raises:
-        XtkError: the server tells these after all tokens were taken out that may not be generated.
+        XtkError: the server computes them after masking the tokens that are not allowed.
     """
     try:
         logprobs = choice["logprobs"]
@@ -320,10 +322,10 @@ def _last_token_logprobs(choice: dict[str, Any], top_k: int) -> dict[str, dict[s
         found = {token.removeprefix("token_id:"): {"logprob": value} for token, value in entry.items()}
         own = own.rpartition(":")[2]
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise RetryableError("an answer without the log-probabilities of its last token") from None
+        raise RetryableError("a response without the log-probabilities of its last token") from None
     if ruled_out and ruled_out == len(entry) - 1:
         raise XtkError(
-            "the server tells the log-probabilities of what it may generate, not those of the model",
+            "the server returns log-probabilities after sampling restrictions instead of those of the model",
             hint="start vLLM's server with --logprobs-mode raw_logprobs (its default)",
         )
     return found if top_k else {token: value for token, value in found.items() if token == own}
@@ -336,25 +338,27 @@ def _entry_logprob(entry: Any, token: int) -> float:
         return float("nan")
 
 
-def _check_same_model(endpoints: Sequence[Endpoint], told: Sequence[NDArray[np.float64] | None]) -> None:
-    """Refuse servers that say different things of one text."""
-    first = told[0]
-    for endpoint, logprobs in zip(endpoints[1:], told[1:], strict=True):
+def _check_same_model(endpoints: Sequence[Endpoint], probes: Sequence[NDArray[np.float64] | None]) -> None:
+    """Refuse servers with different log-probabilities of the same text."""
+    first = probes[0]
+    for endpoint, logprobs in zip(endpoints[1:], probes[1:], strict=True):
         if first is None or logprobs is None or len(logprobs) != len(first):
             continue
-        apart = float(np.abs(logprobs - first).mean())
-        if not apart <= SAME_MODEL_TOLERANCE:
+        difference = float(np.abs(logprobs - first).mean())
+        if not difference <= SAME_MODEL_TOLERANCE:
             raise MismatchError(
-                f"two servers do not have the same model: of one text they say {apart:.2g} nats a token apart",
+                f"two servers do not have the same model: their log-probabilities of one text differ by "
+                f"{difference:.2g} nats per token",
                 where=f"{endpoints[0]} ({endpoints[0].model}) and {endpoint} ({endpoint.model})",
+                hint="use servers with the same model; with several models per server, name it: --server URL#MODEL",
             )
 
 
 def _refusal_error(wrong: PermanentError, where: str, top_k: int) -> XtkError:
-    """Tell what a server refuses, and what to do about it."""
+    """Return the error for a refused request, with a next step where the reason is known."""
     hint = None
     if "logprobs" in wrong.message and "max" in wrong.message:
-        hint = f"start vLLM's server with --max-logprobs {top_k}, or ask for less: --top-k"
+        hint = f"start vLLM's server with --max-logprobs {top_k}, or use a smaller --top-k"
     elif "context length" in wrong.message or "max_tokens must be at least 1" in wrong.message:
-        hint = "start vLLM's server with a larger --max-model-len, or --max-length here"
+        hint = "start vLLM's server with a larger --max-model-len, or use a smaller --max-length here"
     return refusal_error(wrong, where, hint)

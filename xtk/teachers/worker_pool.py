@@ -1,7 +1,7 @@
-"""Several processes on this machine that write shards of one cache: the side that starts and watches them.
+"""Pool of worker processes on this machine that write shards of one cache.
 
-They are fresh processes, not forks: CUDA does not work in a fork, and each wants its own environment. They are
-started as programs rather than by `multiprocessing`, which would run the caller's main module again in each.
+They are new processes, not forks: CUDA does not work after a fork, and each needs its own environment variables. They
+are not started by `multiprocessing`, which would import the caller's main module in each of them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from xtk.subprocesses import block_sigint, cuda_visible_devices, environment_wit
 if TYPE_CHECKING:
     from xtk.teachers.cache_building import CacheJob
 
-TERMINATE_SECONDS = 3.0  # of a worker that is told to
-EXIT_SECONDS = 30.0  # of one that is done
-# A parent that ends while its processes start is no mistake of theirs.
+TERMINATE_SECONDS = 3.0  # wait after SIGTERM
+EXIT_SECONDS = 30.0  # wait for a worker that has finished
+# A parent that ends during the start is not an error of the worker.
 WORKER_PROGRAM = """
 import sys
 from multiprocessing.connection import Connection
@@ -41,13 +41,13 @@ main(pipe)
 
 
 class WorkerProcess:
-    """A process that writes shards, and the pipe to it.
+    """A worker process and the pipe to it.
 
     Args:
-        name: how messages call it.
+        name: name in messages.
         environment: its environment variables.
-        inherited: file descriptors that it needs.
-        program: the module whose `main` it runs, with its end of the pipe.
+        inherited_descriptors: file descriptors that it needs.
+        main_module: module whose `main` it calls with its end of the pipe.
     """
 
     def __init__(
@@ -63,28 +63,28 @@ class WorkerProcess:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", WORKER_PROGRAM.format(theirs.fileno(), main_module)],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # results are the parent's alone
+                stdout=2,  # only the parent prints results
                 env=environment,
                 pass_fds=[theirs.fileno(), *inherited_descriptors],
             )
 
     def send(self, message: Any) -> None:
-        """Hand something over.
+        """Send a message.
 
         Raises:
-            XtkError: it has ended.
+            XtkError: the process has ended.
         """
         try:
             self.pipe.send(message)
         except OSError:
-            self.receive()  # what it said before it ended
+            self.receive()  # raises an error that it sent before it ended
             raise self.exit_error() from None
 
     def receive(self) -> Any:
-        """Return what it tells next.
+        """Return the next message.
 
         Raises:
-            XtkError: what went wrong in it, or that it has ended.
+            XtkError: an error in the process, or the process has ended.
         """
         try:
             message = self.pipe.recv()
@@ -95,35 +95,39 @@ class WorkerProcess:
         return message
 
     def exit_error(self) -> XtkError:
-        """Return what is to be told of a worker that ended and did not say why."""
+        """Return the error for a process that ended without sending an error."""
         try:
             code = self.process.wait(TERMINATE_SECONDS)
         except subprocess.TimeoutExpired:
-            return XtkError("a process that scores for this cache stopped answering", where=self.name)
+            return XtkError(
+                "a worker process of the teacher closed its pipe but still runs",
+                where=self.name,
+                hint="run the same command again; finished parts are kept",
+            )
         if code >= 0:
             return XtkError(
-                f"a process that scores for this cache ended with exit code {code}",
+                f"a worker process of the teacher ended with exit code {code}",
                 where=self.name,
-                hint="what it said stands above",
+                hint="see its messages above",
             )
         hint = "run the same command again; finished parts are kept"
         if -code == signal.SIGKILL:
-            hint = f"memory may have run out: fewer --num-processes or --batch-tokens; then {hint}"
+            hint = f"if memory ran out, use a smaller --num-processes or --batch-tokens; {hint}"
         return XtkError(
-            f"a process that scores for this cache was killed by {signal.Signals(-code).name}",
+            f"a worker process of the teacher was killed by {signal.Signals(-code).name}",
             where=self.name,
             hint=hint,
         )
 
 
 class WorkerPool:
-    """Processes that each open the teacher and write their part of the shards.
+    """Worker processes that each open the teacher and write some of the shards.
 
     Args:
-        count: how many.
-        work: what they write.
-        on_devices: each takes a device of its own, where this machine has any.
-        devices: that all of them see; none: all of this machine.
+        num_processes: number of processes.
+        job: the cache.
+        device_per_process: give each process a separate device, if this machine has devices.
+        devices: devices that all processes see; (): all devices of this machine.
 
     Raises:
         XtkError: there are fewer devices, or the teacher cannot be opened.
@@ -163,20 +167,20 @@ class WorkerPool:
         self._stop(EXIT_SECONDS if kind is None else 0.0)
 
     def write_shards(self, shard_numbers: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Have shards written, dealt by index; once.
+        """Distribute shards over the processes; may be called once.
 
         Yields:
-            The number of a shard that is written, and what the manifest is to tell of it.
+            The number and the manifest entry of each written shard.
 
         Raises:
-            XtkError: what went wrong in one of the processes.
+            XtkError: an error in one of the processes.
         """
         for at, worker in enumerate(self._workers):
             worker.send(shard_numbers[at :: len(self._workers)])
         yield from self._messages(None)
 
     def _messages(self, count: int | None) -> Iterator[Any]:
-        """Yield `count` messages of each worker; None: all, until each says that there are no more."""
+        """Yield `count` messages of each worker; None: all, until each sends None."""
         left: dict[Any, int] = dict.fromkeys(range(len(self._workers)), count or 0)
         while left:
             pipes: list[Connection] = [self._workers[number].pipe for number in left]
@@ -192,7 +196,7 @@ class WorkerPool:
                     yield message
 
     def _stop(self, seconds: float) -> None:
-        """End all: those that are still there after some seconds are told to, then killed."""
+        """Wait `seconds` for the workers to end, then send SIGTERM, then SIGKILL."""
         deadline = time.monotonic() + seconds
         for stop in (lambda process: None, subprocess.Popen.terminate, subprocess.Popen.kill):
             for worker in self._workers:
@@ -207,7 +211,7 @@ class WorkerPool:
 
 
 def _worker_environments(count: int, *, device_per_process: bool) -> list[dict[str, str]]:
-    """Return the environment of each process: its device, or its share of the processors.
+    """Return the environment of each process, with its device or its number of CPU threads.
 
     Raises:
         XtkError: there are fewer devices than processes.
@@ -221,7 +225,10 @@ def _worker_environments(count: int, *, device_per_process: bool) -> list[dict[s
         return [dict(common) for _ in range(count)]
     devices = torch.cuda.device_count()
     if count > devices:
-        raise XtkError(f"--num-processes is {count}; this machine has {devices} devices")
+        raise XtkError(
+            f"--num-processes is {count}; this machine has only {devices} devices",
+            hint=f"use --num-processes {devices} or less",
+        )
     named = [name.strip() for name in common.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     names = named[:devices] if len(named) >= devices else [str(number) for number in range(devices)]
     return [{**common, "CUDA_VISIBLE_DEVICES": names[number]} for number in range(count)]

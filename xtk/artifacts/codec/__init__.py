@@ -1,4 +1,4 @@
-"""The packed codec of a teacher cache: ids as ranks, log-probabilities as levels, both in Huffman codes.
+"""The packed codec of teacher caches: ids and quantized log-probabilities, entropy-coded with ANS.
 
-`docs/reference/codec.md` describes every bit, so that a stranger can read a cache without this code.
+`docs/reference/codec.md` specifies every bit, so that other programs can read a cache.
 """

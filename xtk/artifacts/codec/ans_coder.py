@@ -1,10 +1,10 @@
-"""The entropy coder: asymmetric numeral systems (Duda 2013) with tables of frequencies, compiled by numba.
+"""ANS entropy coder (asymmetric numeral systems, Duda 2013) with frequency tables, compiled by numba.
 
-A state is a whole number below 2^63. What it no longer holds lies in words of 32 bits: they are written from the last
-symbol to the first, and read from the last word to the first, so that symbols come in their order.
+The state is an integer below 2^63; its overflow is stored in 32-bit words. Encoding goes from the last symbol to the
+first, decoding from the last word to the first, so that symbols are decoded in order.
 
-All numbers are signed, since numba makes floats of signed and unsigned together; indices that cannot be negative are
-made unsigned, so that none is tested for counting from the end.
+All numbers are signed, since numba converts mixed signed and unsigned arithmetic to floats. Indices that cannot be
+negative are cast to unsigned, which saves numba's check for negative indices.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from xtk.artifacts.codec.symbol_frequencies import (
 
 SLOT_MASK, FREQUENCY_MASK = FREQUENCY_TOTAL - 1, 2 * FREQUENCY_TOTAL - 1
 STATE_BITS, WORD_BITS = 63, 32
-MIN_STATE = 1 << STATE_BITS - WORD_BITS  # a state below takes in another word
+MIN_STATE = 1 << STATE_BITS - WORD_BITS  # below it, the decoder reads another word
 WORD_MASK = (1 << WORD_BITS) - 1
 Index = np.uint64
 
-# A record: a symbol on its way to a stream, as context * 64 + symbol, how many raw bits follow it, and those bits.
+# A record is one symbol to encode: context * 64 + symbol, the number of raw bits after it, and these bits.
 RAW_COUNT_SHIFT, RAW_SHIFT = 24, 32
 SYMBOL_MASK = (1 << RAW_COUNT_SHIFT) - 1
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def append_number(records: NDArray[np.int64], size: int, context: int, number: int) -> int:
-    """Add a number to records, and return how many there are then."""
+    """Append a number to the records and return their new count."""
     if number < NUM_DIRECT_SYMBOLS:
         records[size] = context << SYMBOL_BITS | number
         return size + 1
@@ -52,7 +52,7 @@ def append_number(records: NDArray[np.int64], size: int, context: int, number: i
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def append_symbol(records: NDArray[np.int64], size: int, context: int, symbol: int) -> int:
-    """Add a symbol that stands for no number to records, and return how many there are then."""
+    """Append a symbol that does not represent a number to the records and return their new count."""
     records[size] = context << SYMBOL_BITS | symbol
     return size + 1
 
@@ -61,13 +61,13 @@ def append_symbol(records: NDArray[np.int64], size: int, context: int, symbol: i
 def encode_words(
     records: NDArray[np.int64], frequencies: NDArray[np.int64], before: NDArray[np.int64], words: NDArray[np.uint32]
 ) -> int:
-    """Write records into words, last record first, and return how many words there are.
+    """Encode records into words, last record first, and return the number of words.
 
     Args:
         records: [n].
         frequencies: int64 [contexts * 64], of each symbol.
-        before: int64 [contexts * 64], the sum of the frequencies of the lower symbols of its context.
-        words: [2 n + 2].
+        before: int64 [contexts * 64], the sum of the frequencies of the lower symbols of the same context.
+        words: [2 n + 2], filled.
     """
     state = np.int64(0)
     size = 0
@@ -96,7 +96,7 @@ def encode_words(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
-    """Return the first state of a stream, and how many words are left."""
+    """Return the first state of a stream and the number of words left."""
     state, left = np.int64(0), len(words)
     while state < MIN_STATE and left > 0:
         left -= 1
@@ -106,19 +106,19 @@ def initial_state(words: NDArray[np.uint32]) -> tuple[Any, Any]:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def slot_index(context: int, state: int) -> Any:
-    """Return the index of the slot in which a state stands in a context."""
+    """Return the index of a state's slot in the decoding table of a context."""
     return Index(context << FREQUENCY_BITS | state & SLOT_MASK)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def symbol_info_index(context: int, symbol: int) -> Any:
-    """Return the index of the fact of a symbol in a context."""
+    """Return the index of a symbol's info in a context."""
     return Index(context << SYMBOL_BITS | symbol)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def next_state(state: Any, info: Any) -> Any:
-    """Return the state after a symbol, by its fact."""
+    """Return the state after decoding a symbol with this info."""
     return (
         (info & FREQUENCY_MASK) * (state >> FREQUENCY_BITS)
         + (state & SLOT_MASK)
@@ -130,9 +130,9 @@ def next_state(state: Any, info: Any) -> Any:
 def decode_symbol(
     slots: DecodingTables, context: int, state: Any, words: NDArray[np.uint32], left: int
 ) -> tuple[Any, Any, Any]:
-    """Return the next symbol, the state after it, and how many words are left.
+    """Return the next symbol, the state after it, and the number of words left.
 
-    Nothing is ever read from before the first word: a stream that was altered ends in zeros.
+    Never reads before the first word, so that corrupt streams are safe to decode.
     """
     symbol = np.int64(slots.symbols[slot_index(context, state)])
     state = next_state(state, np.int64(slots.symbol_info[symbol_info_index(context, symbol)]))
@@ -144,9 +144,9 @@ def decode_symbol(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def decode_raw_bits(symbol: int, state: Any, words: NDArray[np.uint32], left: int) -> tuple[Any, Any, Any]:
-    """Return the number that a symbol and the raw bits after it make, the state after them, and the words left.
+    """Return the number encoded by a symbol and the raw bits after it, the state after them, and the words left.
 
-    A symbol that stands for no number gives its negative.
+    For a symbol that does not represent a number, the number is -symbol.
     """
     if symbol < NUM_DIRECT_SYMBOLS:
         return symbol, state, left
@@ -165,7 +165,7 @@ def decode_raw_bits(symbol: int, state: Any, words: NDArray[np.uint32], left: in
 def decode_number(
     slots: DecodingTables, context: int, state: int, words: NDArray[np.uint32], left: int
 ) -> tuple[Any, Any, Any]:
-    """Return the next number, the state after it, and how many words are left, as `take` and `decode_raw_bits` do."""
+    """Return the next number, the state after it, and the words left; see `decode_symbol` and `decode_raw_bits`."""
     symbol, state, left = decode_symbol(slots, context, state, words, left)
     found: tuple[Any, Any, Any] = decode_raw_bits(symbol, state, words, left)
     return found

@@ -1,4 +1,4 @@
-"""Records to bytes and bytes to words: a stream of the entropy coder, and a few whole numbers beside it."""
+"""Byte streams of the ANS coder, and variable-length integers (LEB128)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ EIGHT, SIXTEEN = np.uint32(8), np.uint32(16)
 
 
 class StreamEncoder:
-    """Turns records into streams.
+    """Encodes records as byte streams.
 
     Args:
-        records: all that are to be written.
-        contexts: how many there are.
+        records: all records of the shard, from which the frequencies are counted.
+        contexts: number of contexts.
 
     Attributes:
-        frequencies: int64 [contexts, SYMBOLS], made of these records.
+        frequencies: int64 [contexts, NUM_SYMBOLS], of these records.
     """
 
     def __init__(self, records: Sequence[NDArray[np.int64]], contexts: int) -> None:
@@ -39,16 +39,16 @@ class StreamEncoder:
         self._before = np.cumsum(self.frequencies, 1) - self.frequencies
 
     def encode(self, records: NDArray[np.int64]) -> bytes:
-        """Return some of the records as bytes."""
+        """Return one stream of records as bytes."""
         words = np.empty(2 * len(records) + 2, np.uint32)
         size = encode_words(records, self.frequencies.ravel(), self._before.ravel(), words)
-        # The last word is the highest part of a number: zeros at its end say nothing.
+        # The last word is the most significant one: its trailing zero bytes carry no information.
         return words[:size].astype("<u4").tobytes().rstrip(b"\0")
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
-    """Return the words of the stream that bytes `[start, stop)` are, the last one filled up with zeros."""
+    """Return the words of the stream in bytes `[start, stop)`, the last one padded with zeros."""
     words = np.zeros((stop - start + 3) // 4, np.uint32)
     whole = (stop - start) // 4
     for word in range(whole):
@@ -63,9 +63,10 @@ def bytes_to_words(packed: NDArray[np.uint8], start: int, stop: int) -> Any:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def decode_varints_into(packed: NDArray[np.uint8], numbers: NDArray[np.int64]) -> int:
-    """Fill in whole numbers from the front of some bytes; return how many bytes they take, -1 where one is cut short.
+    """Decode LEB128 integers from the front of `packed` into `numbers`.
 
-    They are written as `encode_varints` does.
+    Returns:
+        The number of bytes read; -1 if the data ends too soon or an integer is too long.
     """
     at = 0
     for index in range(len(numbers)):
@@ -81,7 +82,7 @@ def decode_varints_into(packed: NDArray[np.uint8], numbers: NDArray[np.int64]) -
 
 
 def encode_varints(numbers: Sequence[int]) -> bytes:
-    """Return whole numbers in base 128, the lowest digit first, with 128 added to all digits but a number's last."""
+    """Return non-negative integers as LEB128: base 128, lowest digit first, 128 added to all digits but the last."""
     packed = bytearray()
     for number in numbers:
         while number > 127:
@@ -92,28 +93,28 @@ def encode_varints(numbers: Sequence[int]) -> bytes:
 
 
 def decode_varints(packed: bytes | memoryview, count: int) -> tuple[list[int], int]:
-    """Return so many whole numbers from the front of some bytes, and how many bytes they take.
+    """Return `count` LEB128 integers from the front of `packed`, and the number of bytes read.
 
     Raises:
-        Damaged: there are not so many, or one is too long.
+        CorruptError: the data ends too soon, or an integer is too long.
     """
     numbers = np.empty(count, np.int64)
     at = decode_varints_into(np.frombuffer(packed, np.uint8), numbers)
     if at < 0:
-        raise CorruptError("corrupt data: it ends too soon")
+        raise CorruptError("corrupt data: it ends in the middle of its length fields")
     return numbers.tolist(), at
 
 
 def split_bytes(packed: bytes | memoryview, at: int, sizes: Sequence[int]) -> list[bytes | memoryview]:
-    """Return the parts of some sizes that follow each other from a place on, and what is left.
+    """Split `packed` from offset `at` into parts of the given sizes, and return them and the remaining bytes.
 
     Raises:
-        Damaged: there is less.
+        CorruptError: the parts are longer than the data.
     """
     parts = []
     for size in sizes:
         parts.append(packed[at : at + size])
         at += size
     if at > len(packed):
-        raise CorruptError("corrupt data: its parts do not add up")
+        raise CorruptError("corrupt data: its parts are longer than the data")
     return [*parts, packed[at:]]

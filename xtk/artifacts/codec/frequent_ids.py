@@ -1,4 +1,4 @@
-"""The favourites of a shard, in its tables."""
+"""Encoding of a shard's frequent ids per position cluster, part of its codec tables."""
 
 from __future__ import annotations
 
@@ -34,51 +34,54 @@ FIRST_CONTEXTS = first_contexts(FREQUENT_ID_FAMILIES)
 NUM_CONTEXTS = int(FIRST_CONTEXTS[-1])
 
 
-def pack_frequent_ids(favourites: FrequentIds, ranks: NDArray[np.int32]) -> bytes:
-    """Return favourites as bytes.
+def pack_frequent_ids(frequent_ids: FrequentIds, ranks: NDArray[np.int32]) -> bytes:
+    """Return the frequent ids of a shard as bytes.
 
     Args:
-        favourites: of a shard.
-        ranks: int32 [U], of all ids.
+        frequent_ids: of a shard.
+        ranks: int32 [U], frequency rank of each id.
     """
-    out = np.empty(favourites.num_clusters + len(favourites.run_lengths) + 2 * len(favourites.ids), np.int64)
-    own = ranks[favourites.ids].astype(np.int64)
+    out = np.empty(frequent_ids.num_clusters + len(frequent_ids.run_lengths) + 2 * len(frequent_ids.ids), np.int64)
+    own = ranks[frequent_ids.ids].astype(np.int64)
     records = out[
         : encode_frequent_ids(
-            FIRST_CONTEXTS, favourites.runs, favourites.run_lengths, own, favourites.level_contexts, out
+            FIRST_CONTEXTS, frequent_ids.runs, frequent_ids.run_lengths, own, frequent_ids.level_contexts, out
         )
     ]
     writer = StreamEncoder([records], NUM_CONTEXTS)
     frequencies = pack_frequencies(writer.frequencies)
-    numbers = [favourites.num_clusters, len(favourites.ids), len(frequencies)]
+    numbers = [frequent_ids.num_clusters, len(frequent_ids.ids), len(frequencies)]
     return encode_varints(numbers) + frequencies + writer.encode(records)
 
 
 def unpack_frequent_ids(
     packed: bytes | memoryview, ids_by_frequency: NDArray[np.int32]
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """Return int64 [C + 1], where the favourites of each kind begin, and int32 [F], ids, with classes above ID_BITS.
+    """Return the frequent ids of each cluster.
 
     Args:
-        packed: what `pack_frequent_ids` gave.
-        ids_by_frequency: int32 [U], ids by rank.
+        packed: returned by `pack_frequent_ids`.
+        ids_by_frequency: int32 [U], ids by frequency rank.
+
+    Returns:
+        int64 [C + 1], offsets of the clusters; int32 [F], ids, with their level context in the bits above ID_BITS.
 
     Raises:
-        Damaged: it is something else.
+        CorruptError: the bytes are not valid.
     """
-    (kinds, count, size), at = decode_varints(packed, 3)
-    if not 1 <= kinds <= NUM_SYMBOLS or count > kinds * len(ids_by_frequency):
-        raise CorruptError("the codec tables of this shard are corrupt")
+    (clusters, count, size), at = decode_varints(packed, 3)
+    if not 1 <= clusters <= NUM_SYMBOLS or count > clusters * len(ids_by_frequency):
+        raise CorruptError("the codec tables of this shard are corrupt: invalid table of frequent ids")
     frequencies, stream = split_bytes(packed, at, [size])
     slots = make_decoding_tables(
         unpack_frequencies(frequencies, NUM_CONTEXTS), np.zeros((NUM_CONTEXTS, NUM_SYMBOLS), np.int64)
     )
-    starts, favourites = np.zeros(kinds + 1, np.int64), np.zeros(count, np.int32)
+    starts, frequent_ids = np.zeros(clusters + 1, np.int64), np.zeros(count, np.int32)
     if not decode_frequent_ids(
-        np.frombuffer(stream, np.uint8), slots, FIRST_CONTEXTS, ids_by_frequency, starts, favourites
+        np.frombuffer(stream, np.uint8), slots, FIRST_CONTEXTS, ids_by_frequency, starts, frequent_ids
     ):
-        raise CorruptError("the codec tables of this shard are corrupt")
-    return starts, favourites
+        raise CorruptError("the codec tables of this shard are corrupt: invalid table of frequent ids")
+    return starts, frequent_ids
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -90,20 +93,20 @@ def encode_frequent_ids(
     levels: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> int:
-    """Turn the favourites of a shard into records; return how many they are.
+    """Convert the frequent ids of a shard into records; return the number of records.
 
     Args:
-        starts: of the families of contexts of favourites.
-        runs: [C], of each kind.
-        lengths: of runs.
-        ranks: [F], among all ids, rising within a run.
-        levels: [F].
+        starts: first context of each family (`FIRST_CONTEXTS`).
+        runs: [C], number of runs of each cluster.
+        lengths: length of each run.
+        ranks: [F], frequency ranks of the ids, increasing within a run.
+        levels: [F], level contexts.
         out: [C + runs + 2 F], filled.
     """
     size = run = at = 0
-    for kind in range(len(runs)):
-        size = append_number(out, size, starts[FREQUENT_ID_COUNT], runs[kind])
-        for _ in range(runs[kind]):
+    for cluster in range(len(runs)):
+        size = append_number(out, size, starts[FREQUENT_ID_COUNT], runs[cluster])
+        for _ in range(runs[cluster]):
             size = append_number(out, size, starts[FREQUENT_ID_COUNT], lengths[run])
             place = gap_state = 0
             for _ in range(lengths[run]):
@@ -122,28 +125,28 @@ def decode_frequent_ids(
     slots: DecodingTables,
     starts: NDArray[np.int64],
     order: NDArray[np.int32],
-    favourite_starts: NDArray[np.int64],
-    favourites: NDArray[np.int32],
+    frequent_id_starts: NDArray[np.int64],
+    frequent_ids: NDArray[np.int32],
 ) -> Any:
-    """Read the favourites of a shard, and say whether they are whole.
+    """Decode the frequent ids of a shard and return whether the stream is valid.
 
     Args:
-        stream: its bytes.
-        slots: of the contexts of favourites.
-        starts: of the families of those.
-        order: [U], ids by rank.
-        favourite_starts: [C + 1], filled.
-        favourites: [F], filled: id, and class above ID_BITS.
+        stream: encoded bytes.
+        slots: decoding tables of the contexts.
+        starts: first context of each family (`FIRST_CONTEXTS`).
+        order: [U], ids by frequency rank.
+        frequent_id_starts: [C + 1], filled.
+        frequent_ids: [F], filled: id, and level context above ID_BITS.
     """
     words = bytes_to_words(stream, 0, len(stream))
     state, left = initial_state(words)
     at = 0
-    for kind in range(len(favourite_starts) - 1):
+    for cluster in range(len(frequent_id_starts) - 1):
         runs, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], state, words, left)
         for _ in range(runs):
             length, state, left = decode_number(slots, starts[FREQUENT_ID_COUNT], state, words, left)
             rank = gap_state = 0
-            if length <= 0 or length > len(favourites) - at:
+            if length <= 0 or length > len(frequent_ids) - at:
                 return False
             for _ in range(length):
                 symbol, state, left = decode_symbol(slots, starts[FREQUENT_ID_GAP] + gap_state, state, words, left)
@@ -153,8 +156,8 @@ def decode_frequent_ids(
                 rank += gap
                 if gap < 0 or rank >= len(order) or level < 0 or level >= NUM_LEVEL_CONTEXTS:
                     return False
-                favourites[at] = order[rank] | level << ID_BITS
+                frequent_ids[at] = order[rank] | level << ID_BITS
                 rank += 1
                 at += 1
-        favourite_starts[kind + 1] = at
-    return at == len(favourites) and state == 0 and left == 0
+        frequent_id_starts[cluster + 1] = at
+    return at == len(frequent_ids) and state == 0 and left == 0

@@ -1,17 +1,15 @@
-"""Whole numbers as a class, which is entropy-coded, and raw bits that choose within it."""
+"""Mapping of non-negative integers to symbols: an entropy-coded class and raw bits that select a number in it."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-NUM_DIRECT_SYMBOLS = 32  # numbers below are classes of their own; above, each octave is two classes
+NUM_DIRECT_SYMBOLS = 32  # smaller numbers are their own symbol; above, each octave has two symbols
 NUM_SYMBOLS = 64
-SPECIAL_SYMBOL = 62  # stands for no number; what it means depends on where it is
-UNUSED_SYMBOL = (
-    63  # what is read in a context that never comes, if a stream was altered; and the odds of what is certain
-)
-NUMBER_LIMIT = 1 << 20  # the first number that has no class
+SPECIAL_SYMBOL = 62  # not a number; its meaning depends on the context family
+UNUSED_SYMBOL = 63  # decoded in contexts that never occur, if a stream is corrupt; also the odds of probability 1
+NUMBER_LIMIT = 1 << 20  # the first number that cannot be encoded
 
 
 def _symbol_classes() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -22,7 +20,7 @@ def _symbol_classes() -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.array([*first, 0, 0], np.int64), np.array([*bits, 0, 0], np.int64)
 
 
-# Of each symbol, int64 [SYMBOLS]: the first number of its class, and how many raw bits choose within it.
+# int64 [NUM_SYMBOLS]: the first number of each symbol's class, and the number of raw bits that select within it.
 FIRST_NUMBER, RAW_BITS = _symbol_classes()
 
 

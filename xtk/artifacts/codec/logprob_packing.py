@@ -1,4 +1,4 @@
-"""Signals to bits: what a shard's documents have in common, and the bytes of each document."""
+"""Encoding of stored log-probabilities: the codec tables of a shard and the bytes of each document."""
 
 from __future__ import annotations
 
@@ -29,37 +29,41 @@ def pack_logprobs(
     num_sample_sets: int,
     num_samples: int,
 ) -> tuple[bytes, list[bytes]]:
-    """Return the tables of a shard, and the bytes of the signal of each of its documents.
+    """Return the codec tables of a shard, and the encoded log-probabilities of each of its documents.
 
     Args:
-        documents: the scores of each, and int32 [P], the tokens that stand at its positions.
-        ids_by_frequency: int32 [U], all ids, those that come most often first.
-        precision: a key of `PRECISIONS`.
-        num_sample_sets: R, how many sets of draws each has.
-        num_samples: n, of a set.
+        documents: the log-probabilities of each document, and int32 [P], the observed tokens at its positions.
+        ids_by_frequency: int32 [U], all ids, the most frequent first.
+        precision: a key of `QUANTIZATION_STEPS`.
+        num_sample_sets: R, sample sets per position.
+        num_samples: n, samples per set.
 
     Raises:
-        ValueError: scores that are not what they should be.
-        XtkError: the vocabulary is too wide.
+        ValueError: see `quantize`.
+        XtkError: the vocabulary is too large.
     """
     if 2 * len(ids_by_frequency) > NUMBER_LIMIT:
-        raise XtkError(f"a vocabulary of {len(ids_by_frequency):,} ids is too wide to pack", hint="--precision float32")
+        raise XtkError(
+            f"the teacher's vocabulary has {len(ids_by_frequency):,} ids; this precision supports at most "
+            f"{NUMBER_LIMIT // 2:,}",
+            hint="use --precision float32",
+        )
     grid = QuantizationTables.for_precision(precision)
-    whole = [quantize(scores, realised_ids, num_sample_sets, num_samples, grid) for scores, realised_ids in documents]
+    whole = [quantize(scores, observed_ids, num_sample_sets, num_samples, grid) for scores, observed_ids in documents]
     ranks = np.empty(len(ids_by_frequency), np.int32)
     ranks[ids_by_frequency] = np.arange(len(ids_by_frequency), dtype=np.int32)
-    kinds = _cluster_documents(whole, len(ids_by_frequency))
-    favourites = _frequent_ids_of(whole, kinds, ranks)
-    recorder = _RecordEncoder(grid, favourites, ranks, num_sample_sets, num_samples)
-    records = [recorder.encode(document, own) for document, own in zip(whole, kinds, strict=True)]
+    clusters = _cluster_documents(whole, len(ids_by_frequency))
+    frequent_ids = _frequent_ids_of(whole, clusters, ranks)
+    recorder = _RecordEncoder(grid, frequent_ids, ranks, num_sample_sets, num_samples)
+    records = [recorder.encode(document, own) for document, own in zip(whole, clusters, strict=True)]
     writer = StreamEncoder([stream for streams in records for stream in streams], int(recorder.starts[-1]))
     frequencies = pack_frequencies(writer.frequencies)
-    tables = encode_varints([len(frequencies)]) + frequencies + pack_frequent_ids(favourites, ranks)
+    tables = encode_varints([len(frequencies)]) + frequencies + pack_frequent_ids(frequent_ids, ranks)
     return tables, [_document_bytes(document, parts, writer) for document, parts in zip(whole, records, strict=True)]
 
 
 def _cluster_documents(documents: Sequence[QuantizedLogprobs], width: int) -> list[NDArray[np.int64]]:
-    """Return the kinds of the positions of each document."""
+    """Return the cluster of each position of each document."""
     edges = sizes_to_offsets(np.array([len(document) for document in documents], np.int64))
     owners, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
     for document, first in zip(documents, edges.tolist(), strict=False):
@@ -72,10 +76,10 @@ def _cluster_documents(documents: Sequence[QuantizedLogprobs], width: int) -> li
 
 
 def _frequent_ids_of(
-    documents: Sequence[QuantizedLogprobs], kinds: Sequence[NDArray[np.int64]], ranks: NDArray[np.int32]
+    documents: Sequence[QuantizedLogprobs], clusters: Sequence[NDArray[np.int64]], ranks: NDArray[np.int32]
 ) -> FrequentIds:
     of_ids, ids, heights = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)], [np.zeros(0, np.int64)]
-    for document, own in zip(documents, kinds, strict=True):
+    for document, own in zip(documents, clusters, strict=True):
         finite = np.where(document.levels < NUM_LEVELS, document.levels, 0)
         floors = np.zeros(len(document), np.int64)
         np.maximum.at(floors, document.entry_positions, finite)
@@ -86,52 +90,54 @@ def _frequent_ids_of(
 
 
 class _RecordEncoder:
-    """Turns documents into records.
+    """Converts quantized documents into records.
 
     Args:
-        grid: the levels.
-        favourites: of the kinds.
-        ranks: int32 [U], of all ids.
-        num_sample_sets: R.
-        num_samples: n.
+        grid: quantization levels.
+        frequent_ids: of each position cluster.
+        ranks: int32 [U], frequency rank of each id.
+        sets: R, sample sets.
+        draws: n, samples per set.
     """
 
     def __init__(
-        self, grid: QuantizationTables, favourites: FrequentIds, ranks: NDArray[np.int32], sets: int, draws: int
+        self, grid: QuantizationTables, frequent_ids: FrequentIds, ranks: NDArray[np.int32], sets: int, draws: int
     ) -> None:
         self.grid, self.num_sample_sets, self.num_samples = grid, sets, draws
-        self.starts = first_contexts(logprob_families(favourites.num_clusters, sets))
-        # Of every kind and id, the rank among the ids of the kind, and the class of its levels.
-        self._ranks = np.diff(favourites.cluster_starts)[:, None].astype(np.int32) + ranks
+        self.starts = first_contexts(logprob_families(frequent_ids.num_clusters, sets))
+        # [C, U]: rank of each id within each cluster, and the context of its levels.
+        self._ranks = np.diff(frequent_ids.cluster_starts)[:, None].astype(np.int32) + ranks
         self._classes = np.full(self._ranks.shape, NUM_LEVEL_CONTEXTS - 1, np.int8)
-        owners = np.repeat(np.arange(favourites.num_clusters), np.diff(favourites.cluster_starts))
-        self._ranks[owners, favourites.ids] = np.arange(len(owners)) - favourites.cluster_starts[owners]
-        self._classes[owners, favourites.ids] = favourites.level_contexts
+        owners = np.repeat(np.arange(frequent_ids.num_clusters), np.diff(frequent_ids.cluster_starts))
+        self._ranks[owners, frequent_ids.ids] = np.arange(len(owners)) - frequent_ids.cluster_starts[owners]
+        self._classes[owners, frequent_ids.ids] = frequent_ids.level_contexts
 
-    def encode(self, document: QuantizedLogprobs, kinds: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    def encode(self, document: QuantizedLogprobs, clusters: NDArray[np.int64]) -> list[NDArray[np.int64]]:
         """Return the records of each stream of a document."""
-        places = kinds[document.entry_positions], document.ids
+        places = clusters[document.entry_positions], document.ids
         order = _owner_order(document.entry_positions, self._ranks[places])
         ranks, classes = (table[places][order].astype(np.int64) for table in (self._ranks, self._classes))
         levels = document.levels[order]
         floors, positions = np.empty(len(document), np.int64), np.empty(6 * len(document), np.int64)
         used = encode_positions(
-            self.starts, kinds, document.observed_odds, document.entropies, document.tail_levels, document.offsets,
+            self.starts, clusters, document.observed_odds, document.entropies, document.tail_levels, document.offsets,
                 levels,
             self.grid.level_table, self.grid.steps, floors, positions,
         )  # fmt: skip
         of_ids, of_levels = np.empty(len(levels), np.int64), np.empty(len(levels), np.int64)
         encode_entries(self.starts, document.offsets, floors, ranks, classes, levels, of_ids, of_levels)
-        drawn = [self._encode_samples(document, kinds, number) for number in range(self.num_sample_sets)]
-        return [positions[:used], of_ids, of_levels, *drawn]
+        sampled = [self._encode_samples(document, clusters, number) for number in range(self.num_sample_sets)]
+        return [positions[:used], of_ids, of_levels, *sampled]
 
-    def _encode_samples(self, document: QuantizedLogprobs, kinds: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    def _encode_samples(
+        self, document: QuantizedLogprobs, clusters: NDArray[np.int64], number: int
+    ) -> NDArray[np.int64]:
         firsts = document.sampled_offsets[number : -1 : self.num_sample_sets]
         sizes = document.sampled_offsets[number + 1 :: self.num_sample_sets] - firsts
         offsets = sizes_to_offsets(sizes)
         chosen = np.arange(offsets[-1]) + np.repeat(firsts - offsets[:-1], sizes)
         owners = document.sampled_positions[chosen]
-        ranks = self._ranks[kinds[owners], document.sampled_ids[chosen]].astype(np.int64)
+        ranks = self._ranks[clusters[owners], document.sampled_ids[chosen]].astype(np.int64)
         order = _owner_order(owners, ranks)
         counts, out = document.sample_counts[chosen][order], np.empty(len(document) + 2 * len(chosen), np.int64)
         used = encode_samples(self.starts, self.num_samples, offsets, ranks[order], counts, out)
@@ -142,10 +148,10 @@ def _document_bytes(document: QuantizedLogprobs, records: Sequence[NDArray[np.in
     if not len(document):
         return b""
     streams = [writer.encode(stream) for stream in records]
-    drawn = np.diff(document.sampled_offsets).reshape(len(document), document.num_sample_sets).sum(0)
-    return encode_varints([len(document.ids), *drawn.tolist(), *map(len, streams[:-1])]) + b"".join(streams)
+    sampled = np.diff(document.sampled_offsets).reshape(len(document), document.num_sample_sets).sum(0)
+    return encode_varints([len(document.ids), *sampled.tolist(), *map(len, streams[:-1])]) + b"".join(streams)
 
 
 def _owner_order(owners: NDArray[np.int64], ranks: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the order by owners, and of one owner by ranks, of which no two are equal."""
+    """Return the order by owner, then by rank; (owner, rank) pairs are distinct."""
     return np.argsort(owners << 32 | ranks)

@@ -1,6 +1,6 @@
-"""What is exact of a signal, between arrays and the symbols of its streams; compiled by numba, without the GIL.
+"""Numba kernels that encode and decode the exact log-probabilities of a document; they release the GIL.
 
-Each function has a slow, readable twin in the tests. docs/reference/codec.md tells what the symbols mean.
+Each function has a slow, readable reference implementation in the tests. docs/reference/codec.md defines the symbols.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ from xtk.artifacts.codec.symbol_frequencies import NEXT_GAP_STATE_SHIFT, Decodin
 ONE = Index(1)
 ID_BITS = 20
 ID_MASK = (1 << ID_BITS) - 1
-NOT_FREQUENT = NUM_LEVEL_CONTEXTS - 1 << ID_BITS  # beside an id that is no favourite
-CERTAIN_ODDS, IMPOSSIBLE_ODDS = 1 << 40, -(1 << 40)  # of a realised token of probability 1 and 0
+NOT_FREQUENT = NUM_LEVEL_CONTEXTS - 1 << ID_BITS  # level context of an id that is not frequent
+CERTAIN_ODDS, IMPOSSIBLE_ODDS = 1 << 40, -(1 << 40)  # of an observed token of probability 1 and 0
 NO_FLOOR = -1
 
-# What is told of a position, in this order.
+# Fields of a position, in the order of the stream.
 CLUSTER_FIELD, ODDS_FIELD, COUNT_FIELD, FLOOR_FIELD, TAIL_FIELD, ENTROPY_FIELD = range(6)
 NUM_FIELDS = 6
 
 
 class ShardTables(NamedTuple):
-    """What the documents of a shard share.
+    """Decoding tables that all documents of a shard share.
 
     Attributes:
         decoding_tables: of all contexts.
         context_offsets: int64 [families + 1], the first context of each family.
-        frequent_ids: int32 [F], of all kinds, one after the other: id, and above ID_BITS the class of its levels.
-        frequent_id_starts: int64 [C + 1], where those of each kind begin.
-        ids_by_frequency: int32 [U], ids by rank.
+        frequent_ids: int32 [F], of all clusters: id, and level context above ID_BITS.
+        frequent_id_starts: int64 [C + 1], offsets of the clusters in `frequent_ids`.
+        ids_by_frequency: int32 [U], ids by frequency rank.
     """
 
     decoding_tables: DecodingTables
@@ -78,12 +78,12 @@ class ShardTables(NamedTuple):
     ids_by_frequency: NDArray[np.int32]
 
 
-# ----------------------------------------------------------------------------------------------- the realised token
+# ----------------------------------------------------------------------------------------------- the observed token
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def odds_to_logprobs(odds: int, step: float) -> tuple[float, float]:
-    """Return the log-probability of the realised token, and that of all others together."""
+    """Return the log-probabilities of the observed token and of all other tokens together."""
     if odds == CERTAIN_ODDS:
         return 0.0, -np.inf
     if odds == IMPOSSIBLE_ODDS:
@@ -98,7 +98,7 @@ def odds_to_logprobs(odds: int, step: float) -> tuple[float, float]:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def decode_odds(number: int) -> int:
-    """Return the odds that were read as a number, or as a symbol's negative."""
+    """Return the odds for a decoded number, or for the negative of a special symbol."""
     if number >= 0:
         return number >> 1 ^ -(number & 1)
     return CERTAIN_ODDS if number == -UNUSED_SYMBOL else IMPOSSIBLE_ODDS
@@ -106,7 +106,7 @@ def decode_odds(number: int) -> int:
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def odds_context(odds: int, per_nat: int) -> int:
-    """Return the context of what depends on how likely the realised token is: its odds in whole nats."""
+    """Return the context index for the odds of the observed token: the log-odds in whole nats, clipped."""
     if odds == CERTAIN_ODDS:
         return NUM_ODDS_CONTEXTS - 1
     if odds == IMPOSSIBLE_ODDS:
@@ -114,25 +114,25 @@ def odds_context(odds: int, per_nat: int) -> int:
     return min(max((odds + per_nat // 2) // per_nat + NUM_ODDS_CONTEXTS // 2, 0), NUM_ODDS_CONTEXTS - 1)
 
 
-# --------------------------------------------------------------------------------------------------- what both need
+# --------------------------------------------------------------------------------- shared by encoding and decoding
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def renormalize_position(
     others: float, mass: float, products: float, tail: float, tail_product: float
 ) -> tuple[float, float, float]:
-    """Make the entries of a position and its tail add up to what the realised token leaves.
+    """Return the correction that makes a position's entries and remainder sum to 1 minus the observed probability.
 
     Args:
-        others: the logarithm of what the realised token leaves.
-        mass: the sum of the entries' probabilities, as their levels tell them.
-        products: the sum of those times their logarithms.
-        tail: the mass outside, as its level tells it.
-        tail_product: that times its logarithm.
+        others: log of (1 - probability of the observed token).
+        mass: sum of the quantized probabilities of the entries.
+        products: sum of probability times log-probability of the entries, quantized.
+        tail: quantized remainder mass.
+        tail_product: `tail` times its logarithm.
 
     Returns:
-        What is to be added to each log-probability, the tail's mass, and what entries and tail, taken as one, add to
-        the entropy.
+        The shift of each log-probability, the corrected remainder mass, and the entropy term of the entries and of
+        the remainder as one outcome.
     """
     total = mass + tail
     shift = 0.0
@@ -144,22 +144,22 @@ def renormalize_position(
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def tail_context(level: int) -> int:
-    """Return the context of what depends on the mass outside."""
+    """Return the context index for a level of the remainder mass, or for a floor."""
     return min(level // 2, NUM_TAIL_CONTEXTS - 1)
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def entropy_term(logprob: float) -> float:
-    """Return what one token adds to the entropy."""
+    """Return -p log p of one token."""
     return -logprob * math.exp(logprob) if logprob > -np.inf else 0.0
 
 
-# ---------------------------------------------------------------------------------------------------------- writing
+# --------------------------------------------------------------------------------------------------------- encoding
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def append_odds(records: NDArray[np.int64], size: int, context: int, odds: int) -> Any:
-    """Add odds to records, and return how many there are then."""
+    """Append odds to the records and return their new count."""
     if odds == CERTAIN_ODDS:
         return append_symbol(records, size, context, UNUSED_SYMBOL)
     return append_number_or_special(
@@ -169,7 +169,7 @@ def append_odds(records: NDArray[np.int64], size: int, context: int, odds: int) 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def append_number_or_special(records: NDArray[np.int64], size: int, context: int, number: int, special: bool) -> Any:
-    """Add a number, or SPECIAL in its place, to records, and return how many there are then."""
+    """Append a number, or SPECIAL_SYMBOL if `special`, to the records and return their new count."""
     return (
         append_symbol(records, size, context, SPECIAL_SYMBOL)
         if special
@@ -180,7 +180,7 @@ def append_number_or_special(records: NDArray[np.int64], size: int, context: int
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def encode_positions(
     starts: NDArray[np.int64],
-    kinds: NDArray[np.int64],
+    clusters: NDArray[np.int64],
     odds: NDArray[np.int64],
     entropies: NDArray[np.float64],
     tails: NDArray[np.int64],
@@ -191,26 +191,26 @@ def encode_positions(
     floors: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> int:
-    """Turn what stands before the entries of a document's positions into records; return how many they are.
+    """Convert the fields of a document's positions into records; return the number of records.
 
     Args:
-        starts: of the families of contexts.
-        kinds: [P], of positions.
-        odds: [P], of the realised tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
+        starts: first context of each family.
+        clusters: [P], of positions.
+        odds: [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
         entropies: [P], nats.
-        tails: [P], levels of the mass outside; LEVEL_COUNT: none.
-        offsets: [P + 1] of the entries, those of realised tokens left out.
+        tails: [P], levels of the remainder mass; NUM_LEVELS: no remainder.
+        offsets: [P + 1] of the entries, without observed tokens.
         levels: [E].
-        grid: [3, PLACES]: log-probability, probability, and their product, of each level.
-        steps: of odds, of entropy; how many of odds are a nat.
-        floors: [P], filled: the lowest finite level of the entries of each; -1: none.
+        grid: [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
+        steps: odds step and entropy step in nats, and the number of odds steps per nat.
+        floors: [P], filled: the level of the least likely finite entry; -1: no finite entry.
         out: [6 P], filled.
     """
     odds_step, entropy_step, per_nat = steps
-    kind = size = 0
-    for position in range(len(kinds)):
-        size = append_symbol(out, size, starts[CLUSTER] + kind, kinds[position])
-        kind = kinds[position]
+    cluster = size = 0
+    for position in range(len(clusters)):
+        size = append_symbol(out, size, starts[CLUSTER] + cluster, clusters[position])
+        cluster = clusters[position]
         chance = odds_context(odds[position], per_nat)
         size = append_odds(out, size, starts[OBSERVED_ODDS], odds[position])
         first, stop = offsets[position], offsets[position + 1]
@@ -231,7 +231,7 @@ def encode_positions(
         _, _, entropy = renormalize_position(
             others, mass, products, grid[1, LEVEL_PADDING + tail], grid[2, LEVEL_PADDING + tail]
         )
-        size = append_number_or_special(out, size, starts[FLOOR] + kind, floor, floor < 0)
+        size = append_number_or_special(out, size, starts[FLOOR] + cluster, floor, floor < 0)
         size = append_number_or_special(out, size, starts[TAIL] + tail_context(max(floor, 0)), tail, tail == NUM_LEVELS)
         rest = round((entropies[position] - entropy - entropy_term(own)) / entropy_step)
         context = starts[ENTROPY] + NUM_ODDS_CONTEXTS + tail_context(tail)
@@ -250,14 +250,14 @@ def encode_entries(
     ids_out: NDArray[np.int64],
     levels_out: NDArray[np.int64],
 ) -> None:
-    """Turn the entries of a document into records: of their ids, and of their levels.
+    """Convert the entries of a document into records: one of its id and one of its level for each entry.
 
     Args:
-        starts: of the families of contexts.
+        starts: first context of each family.
         offsets: [P + 1].
         floors: [P].
-        ranks: [E], rising within a position, among the ids of its kind.
-        classes: [E], of ids, the contexts of their levels.
+        ranks: [E], ranks among the ids of the cluster, increasing within a position.
+        classes: [E], level context of each id.
         levels: [E].
         ids_out: [E], filled.
         levels_out: [E], filled.
@@ -273,7 +273,7 @@ def encode_entries(
             append_number_or_special(levels_out, entry, context, floors[position] - level, level == NUM_LEVELS)
 
 
-# ---------------------------------------------------------------------------------------------------------- reading
+# --------------------------------------------------------------------------------------------------------- decoding
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -285,27 +285,27 @@ def decode_positions(
     offsets: NDArray[np.int64],
     found: NDArray[np.int64],
 ) -> Any:
-    """Read the first stream of a document, and say whether it is whole.
+    """Decode the first stream of a document, the fields of its positions, and return whether it is valid.
 
     Args:
         words: the stream.
         tables: of the shard.
-        per_nat: steps of odds.
-        most: E, how many entries there can be, realised tokens among them.
-        offsets: [P + 1], filled, with a place for the realised token in front of the entries of each position.
-        found: [FIELDS, P], filled.
+        per_nat: odds steps per nat.
+        most: E, maximum number of entries, including observed tokens.
+        offsets: [P + 1], filled; the first entry of each position is the observed token's.
+        found: [NUM_FIELDS, P], filled.
     """
-    (symbols, facts), starts = tables.decoding_tables, tables.context_offsets
+    (symbols, symbol_info), starts = tables.decoding_tables, tables.context_offsets
     state, left = initial_state(words)
-    kind = np.int64(0)
+    cluster = np.int64(0)
     for position in range(len(offsets) - 1):
-        field, context, chance = CLUSTER_FIELD, starts[CLUSTER] + kind, 0
+        field, context, chance = CLUSTER_FIELD, starts[CLUSTER] + cluster, 0
         found[FLOOR_FIELD, position], found[TAIL_FIELD, position] = NO_FLOOR, NUM_LEVELS
         while field < NUM_FIELDS:
-            # `take` and `decode_raw_bits`, written out: numba counts references to the arrays of a call each time.
+            # `decode_symbol` and `decode_raw_bits`, inlined: numba counts references to array arguments at each call.
             symbol = np.int64(symbols[slot_index(context, state)])
-            fact = np.int64(facts[symbol_info_index(context, symbol)])
-            state = next_state(state, fact)
+            info = np.int64(symbol_info[symbol_info_index(context, symbol)])
+            state = next_state(state, info)
             if state < MIN_STATE and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
@@ -323,7 +323,7 @@ def decode_positions(
             if field == CLUSTER_FIELD:
                 if number >= starts[CLUSTER + 1]:
                     return False
-                kind, context = number, starts[OBSERVED_ODDS]
+                cluster, context = number, starts[OBSERVED_ODDS]
             elif field == ODDS_FIELD:
                 number = decode_odds(number)
                 chance = odds_context(number, per_nat)
@@ -332,7 +332,7 @@ def decode_positions(
                 if number < 0 or number >= most - offsets[position]:
                     return False
                 offsets[position + 1] = offsets[position] + 1 + number
-                context = starts[FLOOR] + kind
+                context = starts[FLOOR] + cluster
                 if number == 0:
                     following, context = ENTROPY_FIELD, starts[ENTROPY] + chance
             elif field == ENTROPY_FIELD:
@@ -360,49 +360,49 @@ def decode_entries(
     grid: NDArray[np.float64],
     values: NDArray[np.float32],
     offsets: NDArray[np.int64],
-    kinds: NDArray[np.int64],
+    clusters: NDArray[np.int64],
     floors: NDArray[np.int64],
     ids: NDArray[np.int32],
     logprobs: NDArray[np.float32],
     sums: NDArray[np.float64],
 ) -> Any:
-    """Read the second and the third stream of a document, and say whether they are whole.
+    """Decode the second and third stream of a document, ids and levels, and return whether they are valid.
 
-    Here is where the time goes, so that `take` and `decode_number` are written out: numba counts references to the
-    arrays of a call each time that it is made.
+    This is the hot loop: `decode_symbol` and `decode_number` are inlined, since numba counts references to array
+    arguments at each call.
 
     Args:
-        words: the second stream, in words.
-        level_words: the third.
+        words: the second stream: ids.
+        level_words: the third stream: levels.
         tables: of the shard.
-        grid: [3, PLACES]: log-probability, probability, and their product, of each level.
-        values: [PLACES], log-probabilities again.
-        offsets: [P + 1], with a place for the realised token in front of the entries of each position.
-        kinds: [P].
+        grid: [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
+        values: [LEVEL_TABLE_SIZE], the log-probabilities as float32.
+        offsets: [P + 1]; the first entry of each position is the observed token's.
+        clusters: [P].
         floors: [P].
-        ids: [E], filled but for realised tokens.
-        logprobs: [E], likewise, as levels tell them.
-        sums: [2, P], filled: of their probabilities, and of those times their logarithms.
+        ids: [E], filled except for observed tokens.
+        logprobs: [E], filled likewise, not yet renormalized.
+        sums: [2, P], filled: sums of p and of p log p of these entries.
     """
-    favourites, favourite_starts, order = tables.frequent_ids, tables.frequent_id_starts, tables.ids_by_frequency
-    symbols, facts = tables.decoding_tables
+    frequent_ids, frequent_id_starts, order = tables.frequent_ids, tables.frequent_id_starts, tables.ids_by_frequency
+    symbols, symbol_info = tables.decoding_tables
     probs, products = grid[1], grid[2]
     gaps, classes, known = tables.context_offsets[GAP], tables.context_offsets[LEVEL], len(order)
     state, left = initial_state(words)
     level_state, level_left = initial_state(level_words)
-    for position in range(len(kinds)):
-        first, base = favourite_starts[kinds[position]], floors[position] + LEVEL_PADDING
-        listed = favourite_starts[kinds[position] + 1] - first
+    for position in range(len(clusters)):
+        first, base = frequent_id_starts[clusters[position]], floors[position] + LEVEL_PADDING
+        listed = frequent_id_starts[clusters[position] + 1] - first
         at, stop = Index(offsets[position] + 1), Index(offsets[position + 1])
         context, rank, mass, product = gaps, np.int64(0), 0.0, 0.0
         while at < stop:
             symbol = np.int64(symbols[slot_index(context, state)])
-            fact = np.int64(facts[symbol_info_index(context, symbol)])
-            state = next_state(state, fact)
+            info = np.int64(symbol_info[symbol_info_index(context, symbol)])
+            state = next_state(state, info)
             if state < MIN_STATE and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
-            context = gaps + (fact >> NEXT_GAP_STATE_SHIFT)
+            context = gaps + (info >> NEXT_GAP_STATE_SHIFT)
             if symbol < NUM_DIRECT_SYMBOLS:
                 rank += symbol
             else:
@@ -413,16 +413,16 @@ def decode_entries(
                     left -= 1
                     state = state << WORD_BITS | np.int64(words[Index(left)])
             if rank < listed:
-                favourite = np.int64(favourites[Index(first + rank)])
+                frequent_id = np.int64(frequent_ids[Index(first + rank)])
             elif rank - listed < known and symbol < SPECIAL_SYMBOL:
-                favourite = np.int64(order[Index(rank - listed)]) | NOT_FREQUENT
+                frequent_id = np.int64(order[Index(rank - listed)]) | NOT_FREQUENT
             else:
                 return False
             rank += 1
-            ids[at] = favourite & ID_MASK
-            of_level = classes + (favourite >> ID_BITS)
+            ids[at] = frequent_id & ID_MASK
+            of_level = classes + (frequent_id >> ID_BITS)
             symbol = np.int64(symbols[slot_index(of_level, level_state)])
-            level_state = next_state(level_state, np.int64(facts[symbol_info_index(of_level, symbol)]))
+            level_state = next_state(level_state, np.int64(symbol_info[symbol_info_index(of_level, symbol)]))
             if level_state < MIN_STATE and level_left > 0:
                 level_left -= 1
                 level_state = level_state << WORD_BITS | np.int64(level_words[Index(level_left)])
@@ -458,18 +458,18 @@ def complete_positions(
     logprobs: NDArray[np.float32],
     of_positions: NDArray[np.float32],
 ) -> None:
-    """Put the realised tokens in their places, and make the probabilities of each position add up to 1.
+    """Fill in the observed tokens, and renormalize the probabilities of each position to sum to 1.
 
     Args:
         observed_ids: [P].
         offsets: [P + 1].
-        found: [FIELDS, P], of `decode_positions`.
-        sums: [2, P], of `decode_entries`.
-        grid: [3, PLACES].
-        steps: of odds, of entropy; how many of odds are a nat.
+        found: [NUM_FIELDS, P], from `decode_positions`.
+        sums: [2, P], from `decode_entries`.
+        grid: [3, LEVEL_TABLE_SIZE].
+        steps: odds step and entropy step in nats, and the number of odds steps per nat.
         ids: [E], completed.
-        logprobs: [E], completed and changed.
-        of_positions: [3, P], filled: tail mass, log-probability of the realised token, entropy.
+        logprobs: [E], completed and renormalized.
+        of_positions: [3, P], filled: remainder mass, log-probability of the observed token, entropy.
     """
     odds_step, entropy_step, _ = steps
     for position in range(len(observed_ids)):
@@ -503,22 +503,22 @@ def decode_logprobs(
     observed_ids: NDArray[np.int32],
     entries: int,
 ) -> tuple[Any, Any, Any, Any, Any, bool]:
-    """Read what is exact of a document: the three functions above, one after the other.
+    """Decode the exact entries of a document, with the three functions above.
 
     Args:
-        packed: the bytes of the signal.
-        bounds: where its streams begin, one after the other, and the last one ends; the first three are read.
+        packed: the document's encoded log-probabilities.
+        bounds: start of each stream and end of the last one; the first three streams are decoded.
         tables: of the shard.
-        grid: [3, PLACES].
-        values: [PLACES].
-        steps: of odds, of entropy; how many of odds are a nat.
+        grid: [3, LEVEL_TABLE_SIZE].
+        values: [LEVEL_TABLE_SIZE].
+        steps: odds step and entropy step in nats, and the number of odds steps per nat.
         observed_ids: [P].
-        entries: E, realised tokens among them.
+        entries: E, including observed tokens.
 
     Returns:
-        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], kinds int64 [P]; float32 [3, P]: tail mass,
-        log-probability of the realised token, entropy; and whether the streams are whole: the arrays mean nothing
-        otherwise.
+        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E], clusters int64 [P]; float32 [3, P]: remainder
+        mass, log-probability of the observed token, entropy; and whether the streams are valid. If not, the arrays
+        are meaningless.
     """
     size = len(observed_ids)
     offsets, found = np.zeros(size + 1, np.int64), np.empty((NUM_FIELDS, size), np.int64)

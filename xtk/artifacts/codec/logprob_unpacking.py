@@ -1,4 +1,4 @@
-"""Bits to signals."""
+"""Decoding of the log-probabilities of the documents of a shard."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NUM_LOGPROB_STREAMS = 3
 
 
 class DecodingParameters(NamedTuple):
-    """What reading a document needs of its shard.
+    """Parameters of a shard for decoding its documents.
 
     Attributes:
         shard_tables: of the shard.
-        level_table: float64 [3, PLACES]: log-probability, probability, and their product, of each level.
-        level_logprobs: float32 [PLACES], log-probabilities again.
-        steps: of odds, of entropy; how many of odds are a nat.
-        count_logs: float64 [n + 1], logarithms of 0 (as of 1) to n, the draws of a set.
+        level_table: float64 [3, LEVEL_TABLE_SIZE]: log-probability, probability, and their product, of each level.
+        level_logprobs: float32 [LEVEL_TABLE_SIZE], the log-probabilities as float32.
+        steps: odds step and entropy step in nats, and the number of odds steps per nat.
+        count_logs: float64 [n + 1], log(max(i, 1)) for i from 0 to n, the samples per set.
     """
 
     shard_tables: ShardTables
@@ -41,17 +41,17 @@ class DecodingParameters(NamedTuple):
 
 
 class LogprobDecoder:
-    """Reads the signals of the documents of a shard.
+    """Decodes the log-probabilities of the documents of a shard.
 
     Args:
-        tables: of the shard.
-        order: int32 [U], all ids, those that come most often first.
-        precision: a key of `PRECISIONS`.
-        sets: R, how many sets of draws each document has.
-        draws: n, of a set.
+        tables: codec tables of the shard.
+        ids_by_frequency: int32 [U], all ids, the most frequent first.
+        precision: a key of `QUANTIZATION_STEPS`.
+        num_sample_sets: R, sample sets per position.
+        num_samples: n, samples per set.
 
     Raises:
-        Damaged: the tables are not what was written.
+        CorruptError: the tables are not valid.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class LogprobDecoder:
         )
         logs = np.log(np.maximum(np.arange(num_samples + 1), 1).astype(np.float64))
         (size,), at = decode_varints(tables, 1)
-        frequencies, favourites = split_bytes(tables, at, [size])
-        favourite_starts, ids = unpack_frequent_ids(favourites, ids_by_frequency)
-        starts = first_contexts(logprob_families(len(favourite_starts) - 1, num_sample_sets))
+        frequencies, frequent_ids = split_bytes(tables, at, [size])
+        frequent_id_starts, ids = unpack_frequent_ids(frequent_ids, ids_by_frequency)
+        starts = first_contexts(logprob_families(len(frequent_id_starts) - 1, num_sample_sets))
         following = np.zeros((int(starts[-1]), NUM_SYMBOLS), np.int64)
         for family in (GAP, SAMPLED_GAP) if num_sample_sets else (GAP,):
             following[starts[family] : starts[family + 1]] = NEXT_GAP_STATE
         slots = make_decoding_tables(unpack_frequencies(frequencies, len(following)), following)
-        shared = ShardTables(slots, starts, ids, favourite_starts, ids_by_frequency)
+        shared = ShardTables(slots, starts, ids, frequent_id_starts, ids_by_frequency)
         self._parameters = DecodingParameters(
             shared, self._grid.level_table, self._grid.logprobs, self._grid.steps, logs
         )
@@ -88,16 +88,16 @@ class LogprobDecoder:
         positions: NDArray[np.int32],
         sample_set: int | None,
     ) -> TeacherLogprobs:
-        """Return a document's signal with one set of draws, or with none.
+        """Return a document's log-probabilities with one sample set, or with none.
 
         Args:
-            packed: its bytes.
-            observed_ids: int32 [P], the tokens that stand at its positions.
+            packed: the encoded bytes.
+            observed_ids: int32 [P], the observed tokens at its positions.
             positions: int32 [P].
-            sample_set: which set; it counts round. None: what is exact alone.
+            sample_set: number of the sample set, modulo R. None: only exact entries.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         offsets, ids, logprobs, of_positions, exact, whole = decode_document(
             np.frombuffer(packed, np.uint8),
@@ -108,26 +108,26 @@ class LogprobDecoder:
         )
         if not whole:
             raise _corruption_error()
-        drawn = self._sets > 0 and sample_set is not None
-        tail_mass, realised_logprobs, entropy = of_positions
+        sampled = self._sets > 0 and sample_set is not None
+        tail_mass, observed_logprobs, entropy = of_positions
         of_entries = offsets, ids, logprobs
         return TeacherLogprobs(
             positions,
             *of_entries,
             tail_mass,
-            realised_logprobs,
+            observed_logprobs,
             entropy,
-            exact if drawn else None,
+            exact if sampled else None,
             precision=self._precision,
         )
 
     def decode_stored_logprobs(
         self, packed: bytes | memoryview, observed_ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return everything that was kept of a document; the arguments are those of `signal`.
+        """Return all stored log-probabilities of a document; arguments as for `decode_teacher_logprobs`.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         content = np.frombuffer(packed, np.uint8)
         sizes, bounds, whole = read_stream_layout(
@@ -136,7 +136,7 @@ class LogprobDecoder:
         if not whole:
             raise _corruption_error()
         tables, grid, draws = self._parameters.shard_tables, self._grid, len(self._parameters.count_logs) - 1
-        offsets, ids, logprobs, kinds, of_positions, whole = decode_logprobs(
+        offsets, ids, logprobs, clusters, of_positions, whole = decode_logprobs(
             content,
             bounds,
             tables,
@@ -149,15 +149,17 @@ class LogprobDecoder:
         sets = []
         for stream, size in enumerate(sizes[1:].tolist(), NUM_LOGPROB_STREAMS):
             if whole:
-                *drawn, whole = decode_samples(content, bounds[stream], bounds[stream + 1], tables, kinds, draws, size)
-                sets.append(drawn)
+                *sampled, whole = decode_samples(
+                    content, bounds[stream], bounds[stream + 1], tables, clusters, draws, size
+                )
+                sets.append(sampled)
         if not whole:
             raise _corruption_error()
         order = np.lexsort((ids, entry_owners(offsets)))
-        drawn_sizes = np.array([np.diff(part[0]) for part in sets], np.int64).reshape(len(sets), len(positions)).T
-        # The sets follow each other; in scores, positions do.
+        sampled_sizes = np.array([np.diff(part[0]) for part in sets], np.int64).reshape(len(sets), len(positions)).T
+        # Streams are ordered by set, then position; StoredLogprobs by position, then set.
         places = [entry_owners(part[0]) * self._sets + number for number, part in enumerate(sets)]
-        place, drawn_ids, counts = (
+        place, sampled_ids, counts = (
             np.concatenate([np.zeros(0, kind), *parts])
             for kind, parts in (
                 (np.int64, places),
@@ -165,15 +167,15 @@ class LogprobDecoder:
                 (np.int32, [part[2] for part in sets]),
             )
         )
-        drawn_order = np.lexsort((drawn_ids, place))
+        sampled_order = np.lexsort((sampled_ids, place))
         return StoredLogprobs(
             positions=positions,
             offsets=offsets,
             ids=ids[order],
             logprobs=logprobs[order],
-            sample_offsets=sizes_to_offsets(drawn_sizes.ravel()),
-            sample_ids=drawn_ids[drawn_order],
-            sample_counts=counts[drawn_order],
+            sample_offsets=sizes_to_offsets(sampled_sizes.ravel()),
+            sample_ids=sampled_ids[sampled_order],
+            sample_counts=counts[sampled_order],
             remainder_mass=of_positions[0],
             observed_logprobs=of_positions[1],
             entropy=of_positions[2],
@@ -188,18 +190,17 @@ def _corruption_error() -> CorruptError:
 def read_stream_layout(
     packed: NDArray[np.uint8], positions: int, num_sample_sets: int, vocab_size: int
 ) -> tuple[Any, Any, bool]:
-    """Read what stands before the streams of a document.
+    """Decode the sizes at the front of a document's bytes.
 
     Args:
-        packed: its bytes.
+        packed: the document's encoded log-probabilities.
         positions: P.
         num_sample_sets: R.
         vocab_size: U.
 
     Returns:
-        sizes int64 [1 + R]: how many ids are exact, realised tokens left out, and how many each set has; bounds int64
-        [streams + 1]: where the streams begin, one after the other, and the last one ends; and whether all this is
-        possible.
+        sizes int64 [1 + R]: number of exact ids, without observed tokens, and number of ids of each sample set;
+        bounds int64 [streams + 1]: start of each stream and end of the last one; and whether the sizes are valid.
     """
     streams = NUM_LOGPROB_STREAMS + num_sample_sets
     numbers, bounds = np.zeros(1 + num_sample_sets + streams - 1, np.int64), np.zeros(streams + 1, np.int64)
@@ -221,37 +222,37 @@ def decode_document(
     sample_set: int,
     num_sample_sets: int,
 ) -> tuple[Any, Any, Any, Any, Any, bool]:
-    """Read a document with one set of draws, or with none.
+    """Decode a document with one sample set, or with none.
 
     Args:
-        packed: its bytes.
+        packed: the document's encoded log-probabilities.
         parameters: of the shard.
         observed_ids: [P].
-        sample_set: which set; it counts round. Below 0: none.
+        sample_set: number of the sample set, modulo R. Below 0: none.
         num_sample_sets: R.
 
     Returns:
-        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: tail mass, log-probability of the
-        realised token, entropy; int64 [P], how many entries of each position are exact; and whether the bytes are
-        whole: the arrays mean nothing otherwise.
+        offsets int64 [P + 1], ids int32 [E], logprobs float32 [E]; float32 [3, P]: remainder mass, log-probability
+        of the observed token, entropy; int64 [P], number of exact entries of each position; and whether the bytes are
+        valid. If not, the arrays are meaningless.
     """
     tables, grid, values, steps, logs = parameters
     sizes, bounds, whole = read_stream_layout(packed, len(observed_ids), num_sample_sets, len(tables.ids_by_frequency))
     if not whole:
         sizes[:], bounds[:] = 0, 0
-    offsets, ids, logprobs, kinds, of_positions, intact = decode_logprobs(
+    offsets, ids, logprobs, clusters, of_positions, intact = decode_logprobs(
         packed, bounds, tables, grid, values, steps, observed_ids, len(observed_ids) + sizes[0]
     )
     whole, exact = whole and intact, np.diff(offsets)
     if whole and num_sample_sets and sample_set >= 0:
         number = sample_set % num_sample_sets
         first, stop = bounds[NUM_LOGPROB_STREAMS + number], bounds[NUM_LOGPROB_STREAMS + number + 1]
-        drawn_offsets, drawn_ids, counts, intact = decode_samples(
-            packed, first, stop, tables, kinds, len(logs) - 1, sizes[1 + number]
+        sampled_offsets, sampled_ids, counts, intact = decode_samples(
+            packed, first, stop, tables, clusters, len(logs) - 1, sizes[1 + number]
         )
         whole = intact
         if whole:
             offsets, ids, logprobs = append_samples(
-                offsets, ids, logprobs, drawn_offsets, drawn_ids, counts, logs, of_positions[0]
+                offsets, ids, logprobs, sampled_offsets, sampled_ids, counts, logs, of_positions[0]
             )
     return offsets, ids, logprobs, of_positions, exact, whole

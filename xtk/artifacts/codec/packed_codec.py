@@ -1,4 +1,4 @@
-"""The codec that packs: tokens and signals in bits."""
+"""The `packed` codec: tokens and quantized log-probabilities, entropy-coded."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from xtk.tokens.token_sequence import TokenSequence as TokenSequence
 
 
 class PackedCodec:
-    """Ids as ranks and log-probabilities as levels, in an entropy code; docs/reference/codec.md tells of each bit.
+    """Codec with ids as frequency ranks and log-probabilities as levels, entropy-coded; see docs/reference/codec.md.
 
     Args:
-        options: of the header's codec: "precision", "num_sample_sets" R, "num_samples" n.
-        tables: of the shard.
-        ranks: of the cache.
+        options: "codec" section of the header: "precision", "num_sample_sets" R, "num_samples" n.
+        tables: codec tables of the shard.
+        vocabulary_order: of the cache.
 
     Raises:
-        Damaged: the tables are not what was written.
+        CorruptError: the tables are not valid.
     """
 
     needs_vocabulary_order: ClassVar[bool] = True
@@ -47,9 +47,9 @@ class PackedCodec:
 
     @classmethod
     def max_logprob_error(cls, options: dict[str, Any]) -> float:
-        """Return by how much a log-probability above -32 can be off when it comes back, nats."""
+        """Return the maximum quantization error of a log-probability above -32, nats."""
         precision = QUANTIZATION_STEPS[options["precision"]]
-        # Half a step where it lies, at most as much again that makes its position add up, half a step of odds.
+        # Half a step for the level, at most as much for the renormalization of the position, half a step of odds.
         return precision.largest_step + precision.odds_step / 2
 
     @classmethod
@@ -59,10 +59,10 @@ class PackedCodec:
         options: dict[str, Any],
         vocabulary_order: VocabularyOrder | None,
     ) -> tuple[bytes, list[bytes], list[bytes]]:
-        """Return the shard's tables, and for each row the bytes of its tokens and of its signal.
+        """Return the shard's codec tables, and for each document the bytes of its tokens and log-probabilities.
 
         Raises:
-            ValueError: scores that are not what they should be.
+            ValueError: see `quantize`.
         """
         assert vocabulary_order is not None
         token_tables, tokens = pack_tokens(
@@ -80,29 +80,29 @@ class PackedCodec:
         return encode_varints([len(token_tables)]) + token_tables + signal_tables, tokens, signals
 
     def unpack_tokens(self, packed: memoryview, length: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return ids and byte ends of a document.
+        """Return token ids and byte ends of a document, int32 [T] each.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         return self._token_decoder.decode(packed, length)
 
     def unpack_stored_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32]
     ) -> StoredLogprobs:
-        """Return everything that was kept of a document, as exactly as it was.
+        """Return the stored log-probabilities of a document, as far as the precision keeps them.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         return self._logprob_decoder.decode_stored_logprobs(packed, ids[positions], positions)
 
     def unpack_teacher_logprobs(
         self, packed: memoryview, ids: NDArray[np.int32], positions: NDArray[np.int32], sample_set: int | None
     ) -> TeacherLogprobs:
-        """Return a document's signal with one set of draws.
+        """Return a document's log-probabilities with one sample set, or with none.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         return self._logprob_decoder.decode_teacher_logprobs(packed, ids[positions], positions, sample_set)

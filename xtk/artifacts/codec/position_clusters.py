@@ -1,7 +1,7 @@
-"""Kinds of positions: where a model chooses among like tokens, the same ids are kept, and short numbers can name them.
+"""Clusters of positions with similar likely tokens, and the frequent ids of each cluster.
 
-After a digit other ids are likely than after "the". So the positions of a shard are divided into kinds, and each kind
-lists its favourites, those ids that are kept most often first. It is told of an id which place it has there.
+After a digit, other ids are likely than after "the". Each cluster lists its frequent ids, the most frequent first, so
+that an id is encoded as its short rank in this list.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from numpy.typing import NDArray
 from xtk.artifacts.codec.coding_contexts import NUM_LEVEL_CONTEXTS
 
 MAX_CLUSTERS = 64
-ENTRIES_PER_CLUSTER = 8192  # a list of favourites is worth its bytes where it is used often
+ENTRIES_PER_CLUSTER = 8192  # a list of frequent ids is worth its bytes only if it is used often
 KMEANS_ROUNDS = 8
-COST_SCALE = 64  # costs are whole numbers, so that their sums are the same everywhere
+COST_SCALE = 64  # costs are integers, so that their sums are the same on every machine
 SMOOTHING = 50.0
-MIN_COUNT = 4  # an id that a kind keeps less often is not worth a place among its favourites
+MIN_COUNT = 4  # rarer ids of a cluster are not listed as frequent
 
 
 def choose_num_clusters(entries: int) -> int:
-    """Return how many kinds of positions are worth their lists of favourites."""
+    """Return the number of clusters for a shard with this many entries."""
     return max(1, min(MAX_CLUSTERS, entries // ENTRIES_PER_CLUSTER))
 
 
 def cluster_positions(
     offsets: NDArray[np.int64], ids: NDArray[np.int32], num_clusters: int, vocab_size: int
 ) -> NDArray[np.int64]:
-    """Divide positions into kinds so that their ids, as if drawn from the mean of their kind, take few bits.
+    """Return the cluster of each position, so that ids take few bits under the id frequencies of their cluster.
 
-    K-means with that cost, from seeds that lie evenly over the positions, for a fixed count of rounds.
+    K-means with this cost, seeded with evenly spaced positions, for KMEANS_ROUNDS iterations.
 
     Args:
         offsets: [P + 1]: the ids of position p are `[offsets[p], offsets[p + 1])`.
         ids: [E].
-        num_clusters: how many there may be.
-        vocab_size: U, of the vocabulary.
+        num_clusters: maximum number of clusters.
+        vocab_size: U.
 
     Returns:
-        int64 [P], from 0 on, without a gap.
+        int64 [P], cluster numbers from 0 without gaps.
     """
     positions = len(offsets) - 1
     found = np.zeros(positions, np.int64)
@@ -54,8 +54,8 @@ def cluster_positions(
     dense, mean = numbers[ids], totals[used] / len(ids)
     seeds = np.arange(num_clusters) * positions // num_clusters
     counts = np.zeros((len(used), num_clusters), np.int64)
-    for kind, seed in enumerate(seeds.tolist()):
-        counts[dense[offsets[seed] : offsets[seed + 1]], kind] = 1
+    for cluster, seed in enumerate(seeds.tolist()):
+        counts[dense[offsets[seed] : offsets[seed + 1]], cluster] = 1
     sizes = np.ones(num_clusters, np.int64)
     for _ in range(KMEANS_ROUNDS):
         shares = (counts + SMOOTHING * mean[:, None]) / (counts.sum(0) + SMOOTHING)
@@ -77,25 +77,25 @@ def assign_clusters(
     found: NDArray[np.int64],
     counts: NDArray[np.int64],
 ) -> None:
-    """Give each position the cheapest kind, and count the ids of each kind.
+    """Assign each position to the cheapest cluster, and count the ids of each cluster.
 
     Args:
         offsets: [P + 1].
         ids: [E].
-        costs: [ids, kinds].
-        own: [kinds], the cost of naming each.
-        found: [P], filled.
-        counts: [ids, kinds], added to.
+        costs: [ids, C], of each id in each cluster.
+        own: [C], cost of encoding the cluster itself.
+        found: [P], filled with clusters.
+        counts: [ids, C], added to.
     """
-    kinds = np.uint64(len(own))
+    clusters = np.uint64(len(own))
     flat, total = costs.ravel(), np.empty(len(own), np.int32)
     for position in range(len(found)):
         total[:] = own
         for entry in range(offsets[position], offsets[position + 1]):
-            row = np.uint64(ids[entry]) * kinds
-            # Unsigned, so that the processor can add many at once.
-            for kind in range(kinds):
-                total[kind] += flat[row + kind]
+            row = np.uint64(ids[entry]) * clusters
+            # Unsigned, so that the loop is vectorized.
+            for cluster in range(clusters):
+                total[cluster] += flat[row + cluster]
         best = total.argmin()
         found[position] = best
         for entry in range(offsets[position], offsets[position + 1]):
@@ -104,14 +104,14 @@ def assign_clusters(
 
 @dataclass(frozen=True)
 class FrequentIds:
-    """The ids that positions of each kind keep most often.
+    """The most frequent ids of each position cluster.
 
     Attributes:
-        cluster_starts: int64 [C + 1]: those of kind c are `[starts[c], starts[c + 1])`.
-        ids: int32 [F], most frequent first, about.
-        level_contexts: int64 [F], below LEVELS - 1: how likely each mostly is, as a context of its levels.
-        runs: int64 [C]: within a run of favourites, ranks rise; how many runs each kind has.
-        run_lengths: int64 [runs of all kinds].
+        cluster_starts: int64 [C + 1]: the ids of cluster c are `[starts[c], starts[c + 1])`.
+        ids: int32 [F], in each cluster roughly the most frequent first.
+        level_contexts: int64 [F], below NUM_LEVEL_CONTEXTS - 1: context of each id's levels, by its usual probability.
+        runs: int64 [C], number of runs of each cluster; frequency ranks increase within a run.
+        run_lengths: int64 [total runs].
     """
 
     cluster_starts: NDArray[np.int64]
@@ -122,20 +122,20 @@ class FrequentIds:
 
     @property
     def num_clusters(self) -> int:
-        """C."""
+        """C, the number of clusters."""
         return len(self.cluster_starts) - 1
 
 
 def find_frequent_ids(
     clusters: NDArray[np.int64], ids: NDArray[np.int32], heights: NDArray[np.int64], ranks: NDArray[np.int32]
 ) -> FrequentIds:
-    """Return what each kind keeps most often.
+    """Return the most frequent ids of each cluster.
 
     Args:
-        clusters: [E], of the positions of the ids.
+        clusters: [E], cluster of each entry's position.
         ids: [E].
-        heights: [E], by how many levels each is above the floor of its position.
-        ranks: [U], of all ids, for the order of ids that are equally frequent.
+        heights: [E], number of levels of each entry above the lowest finite level of its position.
+        ranks: [U], frequency ranks in the cache, for the order of about equally frequent ids.
     """
     count = int(clusters.max()) + 1 if len(clusters) else 1
     width = len(ranks)
@@ -145,12 +145,12 @@ def find_frequent_ids(
     times, owners, ids = times[chosen], chosen // width, (chosen % width).astype(np.int32)
     sums = np.bincount(pairs, heights, minlength=count * width)[chosen].astype(np.int64)
     means = 16 * sums // times
-    # Classes that hold about as many entries each.
+    # Level contexts with about the same number of entries each.
     order = np.argsort(means, kind="stable")
     before = np.cumsum(times[order]) - times[order]
     levels = np.empty(len(chosen), np.int64)
     levels[order] = before * (NUM_LEVEL_CONTEXTS - 1) // max(int(times.sum()), 1)
-    # Of about equally frequent ids, the order of the ranks takes few bits to tell.
+    # About equally frequent ids are sorted by rank, which takes few bits to encode.
     runs = owners * 64 + 63 - half_octaves(times)
     order = np.lexsort((ranks[ids], runs))
     starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(owners, minlength=count))])

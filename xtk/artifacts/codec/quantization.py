@@ -1,4 +1,4 @@
-"""Scores as whole numbers: what is lost is lost here."""
+"""Quantization of stored log-probabilities to integers: the only lossy step of the packed codec."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from xtk.tokens.teacher_logprobs import StoredLogprobs
 
 @dataclass(frozen=True)
 class QuantizationTables:
-    """The levels of a precision as tables.
+    """Tables of the quantization levels of a precision.
 
     Attributes:
-        levels: float64 [LEVEL_COUNT], from 0 down.
-        level_table: float64 [3, PLACES]: the log-probability, the probability and their product of each level, from
-            BELOW
-            on; NaN below; at last -inf, 0 and 0.
-        logprobs: float32 [PLACES], the log-probabilities.
-        steps: of odds and of entropy in nats; how many of odds are a nat.
+        levels: float64 [NUM_LEVELS], log-probabilities from 0 down, nats.
+        level_table: float64 [3, LEVEL_TABLE_SIZE]: log-probability, probability and their product of each level: first
+            LEVEL_PADDING times NaN, then the levels, then -inf, 0 and 0.
+        logprobs: float32 [LEVEL_TABLE_SIZE], the log-probabilities of `level_table`.
+        steps: odds step and entropy step in nats, and the number of odds steps per nat.
     """
 
     levels: NDArray[np.float64]
@@ -38,7 +37,7 @@ class QuantizationTables:
 
     @classmethod
     def for_precision(cls, name: str) -> QuantizationTables:
-        """Return the tables of a precision, by its name."""
+        """Return the tables of a precision, a key of `QUANTIZATION_STEPS`."""
         precision = QUANTIZATION_STEPS[name]
         levels = level_logprobs(precision)
         table = np.full((3, LEVEL_TABLE_SIZE), np.nan)
@@ -50,18 +49,18 @@ class QuantizationTables:
 
 @dataclass(frozen=True)
 class QuantizedLogprobs:
-    """A document's scores as whole numbers, but for its entropies.
+    """Quantized log-probabilities of a document; entropies are rounded only when they are encoded.
 
     Attributes:
-        observed_odds: int64 [P], of the realised tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
-        tail_levels: int64 [P], levels of the mass outside; LEVEL_COUNT: none.
+        observed_odds: int64 [P], log-odds of the observed tokens, in steps; or CERTAIN_ODDS, IMPOSSIBLE_ODDS.
+        tail_levels: int64 [P], levels of the remainder mass; NUM_LEVELS: no remainder.
         entropies: float64 [P], nats.
-        offsets: int64 [P + 1], of the exact ids but for the realised ones.
-        entry_positions: int64 [E], the positions of those.
+        offsets: int64 [P + 1], of the exact entries without the observed tokens.
+        entry_positions: int64 [E], the position of each entry.
         ids: int32 [E].
-        levels: int64 [E]; LEVEL_COUNT: of what never comes.
-        sampled_offsets: int64 [P * R + 1], as `Scores` have them.
-        sampled_positions: int64 [D], the positions of ids that were drawn.
+        levels: int64 [E]; NUM_LEVELS: probability 0.
+        sampled_offsets: int64 [P * R + 1], as in `StoredLogprobs`.
+        sampled_positions: int64 [D], the positions of sampled ids.
         sampled_ids: int32 [D].
         sample_counts: int64 [D].
         num_sample_sets: R.
@@ -91,33 +90,33 @@ def quantize(
     num_samples: int,
     grid: QuantizationTables,
 ) -> QuantizedLogprobs:
-    """Round the scores of a document.
+    """Return the quantized log-probabilities of a document.
 
     Args:
         stored_logprobs: of the document.
-        observed_ids: int32 [P], the tokens that stand there.
+        observed_ids: int32 [P], the observed tokens.
         num_sample_sets: R.
-        num_samples: n, of a set.
-        grid: of the precision.
+        num_samples: n, samples per set.
+        grid: levels of the precision.
 
     Raises:
-        ValueError: the scores are not what they should be: the realised token is not among the exact ids, there are
-            more or fewer sets of draws, or the counts of one do not sum to n.
+        ValueError: the observed token is not exactly once among the exact ids of its position, the number of sample
+            sets is not R, or the counts of a set do not sum to n.
     """
     size = len(stored_logprobs)
     owners = entry_owners(stored_logprobs.offsets)
-    realised = stored_logprobs.ids == observed_ids[owners]
-    if not np.array_equal(owners[realised], np.arange(size)):
-        raise ValueError("the token that stands there is not once among the exact ids of its position")
-    drawn = entry_owners(stored_logprobs.sample_offsets)
-    sums = np.bincount(drawn, stored_logprobs.sample_counts, minlength=size * num_sample_sets)
+    observed = stored_logprobs.ids == observed_ids[owners]
+    if not np.array_equal(owners[observed], np.arange(size)):
+        raise ValueError("the observed token must be exactly once among the exact ids of its position")
+    sampled = entry_owners(stored_logprobs.sample_offsets)
+    sums = np.bincount(sampled, stored_logprobs.sample_counts, minlength=size * num_sample_sets)
     if (
         len(sums) != size * num_sample_sets
         or (stored_logprobs.sample_counts < 1).any()
         or ((sums != 0) & (sums != num_samples)).any()
     ):
-        raise ValueError(f"the draws of a document are not {num_sample_sets} sets whose counts sum to {num_samples}")
-    others = ~realised
+        raise ValueError(f"a document needs {num_sample_sets} sample sets whose counts sum to {num_samples}")
+    others = ~observed
     logprobs, owners = stored_logprobs.logprobs[others], owners[others]
     tail = stored_logprobs.remainder_mass.astype(np.float64)
     rest = np.bincount(owners, np.exp(logprobs.astype(np.float64)), minlength=size) + tail
@@ -135,7 +134,7 @@ def quantize(
         ids=stored_logprobs.ids[others],
         levels=nearest_levels(logprobs, grid.levels),
         sampled_offsets=stored_logprobs.sample_offsets,
-        sampled_positions=drawn // max(num_sample_sets, 1),
+        sampled_positions=sampled // max(num_sample_sets, 1),
         sampled_ids=stored_logprobs.sample_ids,
         sample_counts=stored_logprobs.sample_counts.astype(np.int64),
         num_sample_sets=num_sample_sets,
@@ -143,10 +142,10 @@ def quantize(
 
 
 def sizes_to_offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return int64 [n + 1], where each of n lists that follow each other begins, and where the last ends."""
+    """Return int64 [n + 1], offsets of n concatenated lists of the given sizes."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes, dtype=np.int64)])
 
 
 def entry_owners(offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return of each entry of such lists the number of its list."""
+    """Return int64 [offsets[-1]], the list that each entry of concatenated lists belongs to."""
     return np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

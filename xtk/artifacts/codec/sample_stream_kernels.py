@@ -1,6 +1,6 @@
-"""Ids that were drawn, between arrays and the symbols of a stream; compiled by numba, without the GIL.
+"""Numba kernels that encode and decode the sampled token ids of a document; they release the GIL.
 
-Each function has a slow, readable twin in the tests. docs/reference/codec.md tells what the symbols mean.
+Each function has a slow, readable reference implementation in the tests. docs/reference/codec.md defines the symbols.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def encode_samples(
     counts: NDArray[np.int64],
     out: NDArray[np.int64],
 ) -> int:
-    """Turn a set of draws of a document into the records of its stream; return how many they are.
+    """Convert one sample set of a document into records; return the number of records.
 
     Args:
-        context_offsets: of the families of contexts.
-        num_samples: n, the sum of the counts of a position that has any.
-        offsets: [P + 1], of the drawn ids.
-        ranks: [D], rising within a position, among the ids of its kind.
-        counts: [D].
+        context_offsets: first context of each family.
+        num_samples: n, the sum of the counts of a position with samples.
+        offsets: [P + 1], of the sampled ids.
+        ranks: [D], ranks among the ids of the cluster, increasing within a position.
+        counts: [D], how often each id was sampled.
         out: [P + 2 D], filled.
     """
     size = 0
@@ -74,37 +74,37 @@ def decode_samples(
     num_samples: int,
     entries: int,
 ) -> tuple[Any, Any, Any, bool]:
-    """Read the stream of a set of draws.
+    """Decode the stream of one sample set.
 
     Args:
-        packed: the bytes of the signal.
-        start_at: where the stream begins in them.
-        stop_at: where it ends.
+        packed: the document's encoded log-probabilities.
+        start_at: start of the stream in `packed`.
+        stop_at: end of the stream.
         tables: of the shard.
         clusters: [P], of positions.
         num_samples: n.
-        entries: D, ids that were drawn.
+        entries: D, number of sampled ids.
 
     Returns:
-        offsets int64 [P + 1], ids int32 [D], by rank, counts int32 [D], and whether the stream is whole.
+        offsets int64 [P + 1], ids int32 [D] by rank, counts int32 [D], and whether the stream is valid.
     """
-    (symbols, facts), starts, order = tables.decoding_tables, tables.context_offsets, tables.ids_by_frequency
-    favourites, favourite_starts = tables.frequent_ids, tables.frequent_id_starts
+    (symbols, symbol_info), starts, order = tables.decoding_tables, tables.context_offsets, tables.ids_by_frequency
+    frequent_ids, frequent_id_starts = tables.frequent_ids, tables.frequent_id_starts
     words = bytes_to_words(packed, start_at, stop_at)
     state, left = initial_state(words)
     offsets = np.zeros(len(clusters) + 1, np.int64)
     ids, counts = np.empty(entries, np.int32), np.empty(entries, np.int32)
     at = np.int64(0)
     for position in range(len(clusters)):
-        first = favourite_starts[clusters[position]]
-        listed = favourite_starts[clusters[position] + 1] - first
+        first = frequent_id_starts[clusters[position]]
+        listed = frequent_id_starts[clusters[position] + 1] - first
         rank, gap_state, to_come, is_gap = np.int64(0), np.int64(0), np.int64(num_samples), True
         while to_come > 0:
-            # `take` and `decode_raw_bits`, written out: numba counts references to the arrays of a call each time.
+            # `decode_symbol` and `decode_raw_bits`, inlined: numba counts references to array arguments at each call.
             context = starts[SAMPLED_GAP if is_gap else SAMPLED_COUNT] + gap_state
             symbol = np.int64(symbols[slot_index(context, state)])
-            fact = np.int64(facts[symbol_info_index(context, symbol)])
-            state = next_state(state, fact)
+            info = np.int64(symbol_info[symbol_info_index(context, symbol)])
+            state = next_state(state, info)
             if state < MIN_STATE and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
@@ -123,10 +123,10 @@ def decode_samples(
                 if at >= entries or rank - listed >= len(order):
                     return offsets, ids, counts, False
                 if rank < listed:
-                    ids[Index(at)] = favourites[Index(first + rank)] & ID_MASK
+                    ids[Index(at)] = frequent_ids[Index(first + rank)] & ID_MASK
                 else:
                     ids[Index(at)] = order[Index(rank - listed)]
-                gap_state, is_gap = fact >> NEXT_GAP_STATE_SHIFT, False
+                gap_state, is_gap = info >> NEXT_GAP_STATE_SHIFT, False
                 rank += 1
                 if to_come > 1:
                     continue
@@ -152,20 +152,20 @@ def append_samples(
     logs: NDArray[np.float64],
     tail_mass: NDArray[np.float32],
 ) -> tuple[Any, Any, Any]:
-    """Put the ids that were drawn behind the exact ones of their positions, with the estimates that they are.
+    """Append the sampled ids to the exact entries of their positions, with their estimated log-probabilities.
 
     Args:
-        offsets: [P + 1], of what is exact.
+        offsets: [P + 1], of the exact entries.
         ids: [E].
         logprobs: [E].
         sampled_offsets: [P + 1].
         sampled_ids: [D].
         sample_counts: [D].
-        logs: [n + 1], of 0 to n.
-        tail_mass: [P]; set to 0 where anything was drawn.
+        logs: [n + 1], log(max(i, 1)) for i from 0 to n.
+        tail_mass: [P], remainder mass; set to 0 where there are samples.
 
     Returns:
-        Offsets int64 [P + 1], ids int32 [E + D] and logprobs float32 [E + D].
+        offsets int64 [P + 1], ids int32 [E + D] and logprobs float32 [E + D].
     """
     joint_ids = np.empty(len(ids) + len(sampled_ids), np.int32)
     joint_logprobs = np.empty(len(joint_ids), np.float32)

@@ -1,7 +1,4 @@
-"""The frequencies of symbols in their contexts, which add up to 1,024: what the entropy coder works with.
-
-Made from counts, kept in a shard as bits, and spread out into slots for reading.
-"""
+"""Symbol frequencies of the ANS coder, 1,024 in total per context: quantization, storage and decoding tables."""
 
 from __future__ import annotations
 
@@ -16,18 +13,18 @@ from xtk.errors import CorruptError
 FREQUENCY_BITS = 10
 FREQUENCY_TOTAL = 1 << FREQUENCY_BITS
 SYMBOL_BITS = NUM_SYMBOLS.bit_length() - 1
-# Where the parts of a fact begin.
+# Bit offsets of the fields of `DecodingTables.symbol_info`.
 FIRST_SLOT_SHIFT, NEXT_GAP_STATE_SHIFT = FREQUENCY_BITS + 1, 2 * FREQUENCY_BITS + 1
 
 
 def counts_to_frequencies(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return whole numbers in the proportions of the counts; a symbol that comes at all has at least 1.
+    """Return integer frequencies proportional to counts; every symbol that occurs has at least 1.
 
     Args:
-        counts: [contexts, SYMBOLS].
+        counts: [contexts, NUM_SYMBOLS].
 
     Returns:
-        int64 [contexts, SYMBOLS]; a context sums to `SCALE`, or to 0 where nothing comes.
+        int64 [contexts, NUM_SYMBOLS]; a context sums to FREQUENCY_TOTAL, or to 0 if it never occurs.
     """
     totals = counts.sum(1)
     frequencies = np.zeros_like(counts)
@@ -36,7 +33,7 @@ def counts_to_frequencies(counts: NDArray[np.int64]) -> NDArray[np.int64]:
         row = np.maximum(shares, counts[context] > 0)
         left = FREQUENCY_TOTAL - int(row.sum())
         if left > 0:
-            # The largest remainders first, of equal ones the lower symbol; what has none has nothing to gain.
+            # Largest remainders first, ties by lower symbol; more than `left` symbols have a remainder.
             row[np.argsort(-remainders, kind="stable")[:left]] += 1
         for _ in range(-left):
             row[np.argmax(row)] -= 1
@@ -45,10 +42,9 @@ def counts_to_frequencies(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def pack_frequencies(frequencies: NDArray[np.int64]) -> bytes:
-    """Return frequencies as bits, the lowest bit of a byte first.
+    """Return frequencies in Elias gamma code, the lowest bit of a byte first.
 
-    All numbers are in Elias' gamma code: of each context, 1 + the count of its symbols up to the last that comes, and
-    1 + the frequency of each of those.
+    For each context: 1 + the number of symbols up to the last that occurs, then 1 + the frequency of each of these.
     """
     bits: list[str] = []
     for row in frequencies:
@@ -61,10 +57,10 @@ def pack_frequencies(frequencies: NDArray[np.int64]) -> bytes:
 
 
 def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.int64]:
-    """Return int64 [contexts, SYMBOLS].
+    """Return int64 [contexts, NUM_SYMBOLS], the frequencies in `packed`.
 
     Raises:
-        Damaged: these are not the frequencies of so many contexts.
+        CorruptError: the bytes are not valid frequencies of `contexts` contexts.
     """
     bits = (np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little") + ord("0")).tobytes().decode()
     frequencies = np.zeros((contexts, NUM_SYMBOLS), np.int64)
@@ -75,7 +71,7 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
         one = bits.find("1", at, at + FREQUENCY_BITS + 1)
         stop = 2 * one - at + 1
         if one < 0 or stop > len(bits):
-            raise CorruptError("the codec tables of this shard are corrupt: they end too soon")
+            raise CorruptError("the codec tables of this shard are corrupt: the data ends too soon")
         number = int(bits[one:stop], 2) - 1
         at = stop
         return number
@@ -83,23 +79,22 @@ def unpack_frequencies(packed: bytes | memoryview, contexts: int) -> NDArray[np.
     for row in frequencies:
         size = gamma()
         if size > NUM_SYMBOLS:
-            raise CorruptError("the codec tables of this shard are corrupt: they state symbols that do not exist")
+            raise CorruptError("the codec tables of this shard are corrupt: unknown symbols")
         row[:size] = [gamma() for _ in range(size)]
     sums = frequencies.sum(1)
     if ((sums != 0) & (sums != FREQUENCY_TOTAL)).any() or len(bits) - at > 7:
-        raise CorruptError("the codec tables of this shard are corrupt: frequencies do not add up")
+        raise CorruptError("the codec tables of this shard are corrupt: the symbol frequencies have a wrong sum")
     return frequencies
 
 
 class DecodingTables(NamedTuple):
-    """What the decoder looks up, small enough to lie near the processor.
+    """Lookup tables of the decoder, small enough for the processor's cache.
 
     Attributes:
-        symbols: uint8 [contexts * SCALE]: for each context, whose symbol each of `SCALE` slots is. Where a context
-            never comes, all are NOTHING.
-        symbol_info: int32 [contexts * SYMBOLS], from the lowest bit on: the symbol's frequency (11 bits), its first
-            slot
-            (10), the state of gaps that follows it (5).
+        symbols: uint8 [contexts * FREQUENCY_TOTAL], the symbol of each slot of each context; UNUSED_SYMBOL in contexts
+            that never occur.
+        symbol_info: int32 [contexts * NUM_SYMBOLS], from the lowest bit: the symbol's frequency (11 bits), its first
+            slot (10), the next gap state (5).
     """
 
     symbols: NDArray[np.uint8]
@@ -107,18 +102,18 @@ class DecodingTables(NamedTuple):
 
 
 def make_decoding_tables(frequencies: NDArray[np.int64], next_gap_states: NDArray[np.int64]) -> DecodingTables:
-    """Return frequencies as slots.
+    """Return the decoding tables for some frequencies.
 
     Args:
-        frequencies: [contexts, SYMBOLS].
-        next_gap_states: [contexts, SYMBOLS], the state of gaps that follows each symbol.
+        frequencies: [contexts, NUM_SYMBOLS].
+        next_gap_states: [contexts, NUM_SYMBOLS], the gap state after each symbol.
     """
     symbols = np.full((len(frequencies), FREQUENCY_TOTAL), UNUSED_SYMBOL, np.uint8)
-    facts = np.zeros((len(frequencies), NUM_SYMBOLS), np.int64)
-    facts[:, UNUSED_SYMBOL] = FREQUENCY_TOTAL
+    symbol_info = np.zeros((len(frequencies), NUM_SYMBOLS), np.int64)
+    symbol_info[:, UNUSED_SYMBOL] = FREQUENCY_TOTAL
     first = np.cumsum(frequencies, 1) - frequencies
     comes = frequencies > 0
-    facts[comes] = (frequencies | first << FIRST_SLOT_SHIFT | next_gap_states << NEXT_GAP_STATE_SHIFT)[comes]
+    symbol_info[comes] = (frequencies | first << FIRST_SLOT_SHIFT | next_gap_states << NEXT_GAP_STATE_SHIFT)[comes]
     for context in np.flatnonzero(comes.any(1)):
         symbols[context] = np.repeat(np.arange(NUM_SYMBOLS, dtype=np.uint8), frequencies[context])
-    return DecodingTables(symbols.ravel(), facts.astype(np.int32).ravel())
+    return DecodingTables(symbols.ravel(), symbol_info.astype(np.int32).ravel())

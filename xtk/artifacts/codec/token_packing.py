@@ -1,4 +1,4 @@
-"""A document's tokens as bits: the rank of each, and by how much its bytes differ from what the vocabulary says."""
+"""Encoding and decoding of a document's tokens: frequency ranks, and differences from the usual byte lengths."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def pack_tokens(
     ids_by_frequency: NDArray[np.int32],
     token_bytes: NDArray[np.int32],
 ) -> tuple[bytes, list[bytes]]:
-    """Return the tables of a shard, and the bytes of the tokens of each of its documents.
+    """Return the codec tables of a shard, and the encoded tokens of each of its documents.
 
     Args:
-        documents: ids int32 [T] and byte ends int32 [T] of each.
-        ids_by_frequency: int32 [U], all ids, those that come most often first.
-        token_bytes: int32 [U], how many bytes each token has, mostly; zeros where that is not known.
+        documents: ids int32 [T] and byte ends int32 [T] of each document.
+        ids_by_frequency: int32 [U], all ids, the most frequent first.
+        token_bytes: int32 [U], usual byte length of each token; 0 if unknown.
     """
     ranks = np.empty(len(ids_by_frequency), np.int64)
     ranks[ids_by_frequency] = np.arange(len(ids_by_frequency))
@@ -60,15 +60,15 @@ def pack_tokens(
 
 
 class TokenDecoder:
-    """Reads the tokens of the documents of a shard.
+    """Decodes the tokens of the documents of a shard.
 
     Args:
-        tables: of the shard.
-        order: int32 [U], as for `pack_tokens`.
-        token_bytes: int32 [U], likewise.
+        tables: codec tables of the shard.
+        ids_by_frequency: int32 [U], as for `pack_tokens`.
+        token_bytes: int32 [U], as for `pack_tokens`.
 
     Raises:
-        Damaged: the tables are not what was written.
+        CorruptError: the tables are not valid.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class TokenDecoder:
         """Return ids and byte ends of a document of `length` tokens.
 
         Raises:
-            Damaged: the bytes are not what was written.
+            CorruptError: the bytes are not valid.
         """
         ids, ends, whole = decode_tokens(
             np.frombuffer(packed, np.uint8), self._slots, FIRST_CONTEXTS, self._order, self._token_bytes, length
@@ -98,12 +98,12 @@ class TokenDecoder:
 def encode_tokens(
     starts: NDArray[np.int64], ranks: NDArray[np.int64], lengths: NDArray[np.int64], out: NDArray[np.int64]
 ) -> int:
-    """Turn the tokens of a document into records; return how many they are.
+    """Convert the tokens of a document into records; return the number of records.
 
     Args:
-        starts: of the families of contexts.
+        starts: first context of each family.
         ranks: [T].
-        lengths: [T], by how many bytes each is longer than its token in the vocabulary, zigzag.
+        lengths: [T], byte length of each token minus that of its vocabulary entry, zigzag.
         out: [2 T], filled.
     """
     size = before = 0
@@ -123,20 +123,20 @@ def decode_tokens(
     token_bytes: NDArray[np.int32],
     length: int,
 ) -> tuple[Any, Any, bool]:
-    """Read the stream of a document's tokens.
+    """Decode the stream of a document's tokens.
 
     Args:
-        stream: its bytes.
-        slots: of all contexts.
-        starts: of the families of contexts.
-        order: [U], ids by rank.
-        token_bytes: [U], how many bytes each token of the vocabulary has.
+        stream: encoded bytes.
+        slots: decoding tables of all contexts.
+        starts: first context of each family.
+        order: [U], ids by frequency rank.
+        token_bytes: [U], byte length of each vocabulary entry.
         length: T.
 
     Returns:
-        ids int32 [T], byte ends int32 [T], and whether the stream is whole.
+        ids int32 [T], byte ends int32 [T], and whether the stream is valid.
     """
-    symbols, facts = slots
+    symbols, symbol_info = slots
     words = bytes_to_words(stream, 0, len(stream))
     state, left = initial_state(words)
     ids, ends = np.empty(length, np.int32), np.empty(length, np.int32)
@@ -144,10 +144,10 @@ def decode_tokens(
     end: Any = np.int64(0)
     for token in range(length):
         for family in (TOKEN, LENGTH):
-            # `take` and `decode_raw_bits`, written out: numba counts references to the arrays of a call each time.
+            # `decode_symbol` and `decode_raw_bits`, inlined: numba counts references to array arguments at each call.
             context = starts[family] + (before if family == TOKEN else 0)
             symbol = np.int64(symbols[slot_index(context, state)])
-            state = next_state(state, np.int64(facts[symbol_info_index(context, symbol)]))
+            state = next_state(state, np.int64(symbol_info[symbol_info_index(context, symbol)]))
             if state < MIN_STATE and left > 0:
                 left -= 1
                 state = state << WORD_BITS | np.int64(words[Index(left)])
