@@ -100,7 +100,8 @@ def test_a_model_that_cannot_be_opened_is_told_as_here(pair, tmp_path):
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_it_ends_with_its_parent_that_is_killed(pair):
     script = (
-        "import sys, time; from pathlib import Path; from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
+        "import sys, time; from pathlib import Path\n"
+        "from xtk.rollouts.subprocess_generator import SubprocessGenerator\n"
         "from xtk.rollouts.generator_interface import GeneratorConfig; from xtk.tokens.tokenizer import Tokenizer\n"
         "folder = Path(sys.argv[1])\n"
         "apart = SubprocessGenerator(GeneratorConfig(folder, 'student', Tokenizer(folder)), 'transformers')\n"
