@@ -115,7 +115,7 @@ def test_merge_and_mass_chain_through_pipes(run, pair, corpus, projection, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--merge", "p"), "--merge OTHER=WEIGHT"),
+        (("--merge", "p"), "must be OTHER=WEIGHT"),
         (("--merge", "P=2"), "--merge is 2.0"),
         (("--merge", "P=nan"), "--merge is nan"),
         (("--merge", "absent=0.5"), "this projection file does not exist"),

@@ -144,7 +144,7 @@ def test_models_side_by_side(run, pair, tmp_path):
     assert "pass@2" in table
     assert "minus this" in table
     refused = run(*asked, "-o", "answers.jsonl", cwd=tmp_path, code=1)
-    assert "there is such a file" in refused.stderr
+    assert "the output file exists already" in refused.stderr
     both = run("evaluate", pair.student, "problems.jsonl", "--compare-to", pair.teacher, "--columns", "text=prompt",
                "--json", cwd=tmp_path)  # fmt: skip
     assert [json.loads(line)["model"] for line in both.stdout.splitlines()] == [str(pair.student), str(pair.teacher)]
@@ -181,10 +181,19 @@ def test_options_that_say_nothing_about_what_is_asked_for_are_refused(run, pair,
     asked = ("evaluate", pair.student, corpus)
     (tmp_path / "own.yaml").write_text("max_length: 64\ndtype: float32\n")
     for arguments, told in (
-        (("--max-prompts", 3, "--num-generations", 1), ("--max-prompts is about --reward", "--num-generations is")),
-        (("--num-fewshot", 3, "--include-path", "x"), ("--num-fewshot is about --tasks", "--include-path is about")),
-        (("--reward", "json", "--config", "own.yaml"), ("--max-length is about bits per byte",)),
-        (("--reward", "json", "--teacher", "x", "--by-category"), ("--teacher is about bits", "--by-category is")),
+        (
+            ("--max-prompts", 3, "--num-generations", 1),
+            ("--max-prompts applies only to --reward", "--num-generations applies"),
+        ),
+        (
+            ("--num-fewshot", 3, "--include-path", "x"),
+            ("--num-fewshot applies only to --tasks", "--include-path applies"),
+        ),
+        (("--reward", "json", "--config", "own.yaml"), ("--max-length applies only to bits per byte",)),
+        (
+            ("--reward", "json", "--teacher", "x", "--by-category"),
+            ("--teacher applies only to bits", "--by-category applies"),
+        ),
     ):
         done = run(*asked, *arguments, code=2, cwd=tmp_path, env={"COLUMNS": "300"})
         assert all(words in done.stderr for words in told), done.stderr
@@ -204,7 +213,7 @@ def test_all_models_are_checked_before_the_first_one_works(run, pair, tmp_path):
     link.symlink_to(pair.student)
     for name, told in (
         ("bare", "folder has no tokenizer.json"), ("cut", "bytes instead of"), ("small", "100 embedding rows"),
-        (f"{pair.student}", "named twice"), ("link", "named twice"),
+        (f"{pair.student}", "given twice"), ("link", "given twice"),
     ):  # fmt: skip
         for mode in (("--reward", "exact", "-o", "lost.jsonl"), ("--columns", "text=prompt")):
             done = run("evaluate", pair.student, "problems.jsonl", *mode, "--compare-to", name, cwd=tmp_path, code=1)

@@ -86,7 +86,7 @@ def test_swapping_sides_swaps_the_partition(tokenizer_of):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_tokenizers_have_a_cell_for_each_token(tokenizer_of, name):
     tokenizer = tokenizer_of[name]
-    cells = build_projection(tokenizer, Tokenizer(tokenizer.folder), "cells")
+    cells = build_projection(tokenizer, Tokenizer(tokenizer.folder), "partition")
     assert cells.student_cells.tolist() == cells.teacher_cells.tolist() == list(range(len(tokenizer)))
 
 

@@ -214,7 +214,7 @@ def _check_mode_options(context: typer.Context, mode: str) -> None:
         modes = [one for one, names in OPTIONS_BY_MODE.items() if parameter.name in names]
         source = context.get_parameter_source(str(parameter.name))
         if modes and mode not in modes and source is not None and source.name != "DEFAULT":
-            wrong.append(f"--{config_name(parameter)} needs {' or '.join(modes)}")
+            wrong.append(f"--{config_name(parameter)} applies only to {' or '.join(modes)}")
     if wrong:
         raise typer.BadParameter(f"{'; '.join(wrong)}; this command measures {mode}")
 
