@@ -24,7 +24,7 @@ DIALECT = re.compile(
     | asks? | asked | asking | nobody | somebody | anew | likeliest | to\ the\ letter | of\ its\ own | of\ their\ own
     | stands?\ there | stood\ there | (?<!there\ )(?:is|are)\ no\ (?!longer|more|such)\w+
     | beside | behind | so\ many | altered | draws? | drew | drawn | drawing | realised
-    | (?:one|all|each|some|none|many|most|both|two|several)\ of\ them | who | whom | room | rounds?
+    | many\ of\ them | who | whom | room | rounds?
     )\b""",
     re.IGNORECASE | re.VERBOSE,
 )
