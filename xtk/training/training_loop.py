@@ -131,8 +131,7 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
             if micro_batches is None:  # stopped while teachers scored
                 if step > kept:
                     state.tokens = meter.total_tokens()
-                    due = bool(run.logging_config.save_steps) and step % run.logging_config.save_steps == 0
-                    _save(run, saver, step, state, interrupted=not due)
+                    _save(run, saver, step, state)
                 _raise_stopped(run, step, stop.reason(accelerator.device, by_signals=True))
             learning_rate = recipe.learning_rate_at(step, run.steps)
             for group in optimizer.param_groups:
@@ -158,11 +157,10 @@ def train(run: TrainingRun, identity: dict[str, Any]) -> dict[str, Any]:
             if "tokens_per_second" in record or evaluated:
                 _log(run, metrics, record)
             stopped = stop.reason(accelerator.device)
-            due = bool(run.logging_config.save_steps) and (step + 1) % run.logging_config.save_steps == 0
-            if (due or stopped) and not last:
+            if (_saves_at(run, step + 1) or stopped) and not last:
                 with meter.exclude_from_rate():
                     state.tokens = meter.total_tokens()
-                    _save(run, saver, step + 1, state, interrupted=not due)
+                    _save(run, saver, step + 1, state)
                 kept = step + 1
             shown = "  ".join(f"{name} {value:.4f}" for name, value in losses.items())
             progress.advance(1, f"{shown}  {meter.summary}")
@@ -387,10 +385,14 @@ def _resume(run: TrainingRun, saver: CheckpointSaver) -> tuple[int, TrainerState
     return run.resume_point.step, state
 
 
-def _save(
-    run: TrainingRun, saver: CheckpointSaver, step: int, state: TrainerState, *, interrupted: bool = False
-) -> None:
-    saver.write_checkpoint(run.output, step, state.to_dict() | ({INTERRUPTED: True} if interrupted else {}))
+def _saves_at(run: TrainingRun, step: int) -> bool:
+    """Return whether a checkpoint is due after a step, by --save-steps."""
+    return bool(run.logging_config.save_steps) and step % run.logging_config.save_steps == 0
+
+
+def _save(run: TrainingRun, saver: CheckpointSaver, step: int, state: TrainerState) -> None:
+    interrupted = {} if _saves_at(run, step) else {INTERRUPTED: True}
+    saver.write_checkpoint(run.output, step, state.to_dict() | interrupted)
     if run.accelerator.is_main_process:
         damaged = [path for path in run.resume_point.damaged if path.name != f"{CHECKPOINT}-{step}"]
         remove_old_checkpoints(run.output, run.logging_config.save_total_limit, damaged)
